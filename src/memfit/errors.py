@@ -1,0 +1,46 @@
+"""Every exception memfit raises on purpose.
+
+    MemfitError                    exit code
+     ├─ UsageError                     2      the command, an option or a name was wrong
+     │   └─ UnknownDeviceError         2      no such GPU in the table; names the nearest
+     ├─ FileFormatError                2      a trace or snapshot could not be trusted or read
+     └─ TargetError                    3      the script could not be run
+         ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform does not serve
+         └─ GhostError                 3      the ghost could not be built, loaded or reached
+
+A message says what failed, where, and what to do about it.
+"""
+
+
+class MemfitError(Exception):
+    """The root of memfit's own exceptions; ``exit_code`` is what the command line ends with."""
+
+    exit_code = 3
+
+
+class UsageError(MemfitError, ValueError):
+    """The command, an option or a name was wrong; nothing was run."""
+
+    exit_code = 2
+
+
+class UnknownDeviceError(UsageError):
+    """No GPU of that name is in the table; the message names the nearest."""
+
+
+class FileFormatError(MemfitError, ValueError):
+    """A trace or snapshot file is unreadable, foreign, damaged or not plain data."""
+
+    exit_code = 2
+
+
+class TargetError(MemfitError):
+    """The user's script could not be run to a result."""
+
+
+class UnsuitableEnvironmentError(TargetError):
+    """This platform, torch build or compiler cannot run the ghost; the message says which and what would."""
+
+
+class GhostError(TargetError):
+    """The ghost runtime could not be built, loaded or configured."""

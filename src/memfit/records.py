@@ -1,0 +1,306 @@
+"""The records that stages hand to each other; nothing here computes anything.
+
+                  Device ─┐
+    ghost, capture ───────┴─> Trace ──> Timeline ──> DryRun ──> report
+                              events     bytes        the answer
+                              + tables   per event
+
+Bytes are ints, times are microseconds where PyTorch's history gives them and seconds elsewhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Provenance(StrEnum):
+    """Where a figure comes from. Ordered from the surest; a total shows the worst of its terms."""
+
+    EXACT = "exact"  # from the allocator's own history
+    MEASURED = "measured"  # from a real device
+    SIMULATED = "simulated"  # an exact replay under other settings
+    ASSUMED = "assumed"  # a rule or a table, named where it is used
+
+
+class Phase(StrEnum):
+    """What the script was doing when the allocator was called."""
+
+    SETUP = "setup"  # before the first forward
+    INPUT = "input"  # between two training steps: the next batch
+    FORWARD = "forward"  # inside the outermost module call
+    LOSS = "loss"  # after the forward, before the backward
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # a forward inside the backward: activation checkpointing
+    OPTIMIZER = "optimizer"
+    BETWEEN = "between"  # after the backward, before the optimizer: clipping, unscaling
+
+
+class Category(IntEnum):
+    """What an allocation holds, as far as live objects told. The rest is everything else."""
+
+    REST = 0
+    PARAMETER = 1
+    GRADIENT = 2
+    OPTIMIZER_STATE = 3
+    BUFFER = 4
+
+
+class Action(IntEnum):
+    """One entry of the allocator's history, in PyTorch's words."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    SEGMENT_ALLOC = 3
+    SEGMENT_FREE = 4
+    SEGMENT_MAP = 5
+    SEGMENT_UNMAP = 6
+    SNAPSHOT = 7
+    OOM = 8
+    ANNOTATE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """The allocator's history in the order it happened, as columns of equal length ``n``."""
+
+    action: npt.NDArray[np.uint8]
+    """``Action``."""
+    address: npt.NDArray[np.uint64]
+    """Device address; for ``OOM`` the bytes the device still had free."""
+    size: npt.NDArray[np.int64]
+    """Bytes: as requested for ``ALLOC``, ``FREE_*`` and ``OOM``; of the segment for ``SEGMENT_*``."""
+    stream: npt.NDArray[np.int32]
+    """Streams in the order they were first seen; 0 is the default stream's first user."""
+    time: npt.NDArray[np.int64]
+    """Microseconds since the Unix epoch."""
+    label: npt.NDArray[np.int32]
+    """Index into ``Trace.labels``; -1 where nothing is known."""
+    stack: npt.NDArray[np.int32]
+    """Index into ``Trace.stacks``; -1 where Python had no frame."""
+    category: npt.NDArray[np.uint8]
+    """``Category`` of the block, on ``ALLOC`` events."""
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the script was doing: shared by every event under it."""
+
+    phase: Phase
+    module: str
+    """Path of the module, as ``named_modules`` spells it (``layers.0.mlp``); empty outside modules."""
+    op: str
+    """In the backward, the autograd node (``MmBackward0``); empty where it is not known."""
+    stack: int
+    """In the backward, the forward's stack that made the node: index into ``Trace.stacks``, or -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of Python."""
+
+    file: str
+    line: int
+    function: str
+    user: bool
+    """Whether the file is the user's own: not the standard library, not an installed package."""
+
+
+class MarkKind(StrEnum):
+    """What a mark in the trace stands for."""
+
+    FORWARD = "forward"  # an outermost module was called
+    BACKWARD = "backward"  # a backward pass began
+    OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
+    TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
+    RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment between two events: just before ``events[position]``."""
+
+    position: int
+    kind: MarkKind
+    index: int
+    """Which optimizer, for ``OPTIMIZER_STEP``; otherwise how many of this kind came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a segment at the end of the trace."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+    """``active_allocated``, ``active_awaiting_free`` or ``inactive``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory from one cudaMalloc (or one expandable reservation) at the end of the trace."""
+
+    address: int
+    size: int
+    stream: int
+    kind: str
+    """``small`` or ``large``: the pool it serves."""
+    pool: tuple[int, int]
+    expandable: bool
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something the reader of a figure must know."""
+
+    provenance: Provenance
+    text: str
+    where: str = ""
+    """``file:line``, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number of bytes and where it comes from."""
+
+    bytes: int
+    provenance: Provenance
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """The device a trace was made on, and what of it was taken before the allocator came."""
+
+    name: str
+    total: Figure
+    """As cudaMemGetInfo reports it."""
+    context: Figure
+    """CUDA context and libraries of this process, outside PyTorch's allocator."""
+    in_use: int
+    """Bytes held by other processes (a desktop, another job)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptEnd:
+    """How the run of the script ended."""
+
+    reason: str
+    """``steps`` (stopped after the steps asked for), ``end`` (its own end), ``exception``, ``out of memory``
+    or ``interrupted``."""
+    exit_code: int
+    exception: str = ""
+    """The exception's last line, as Python prints it."""
+    where: str = ""
+    """``file:line`` of the innermost user frame of the exception, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run of a script, as PyTorch's caching allocator saw it."""
+
+    events: Events
+    labels: tuple[Label, ...]
+    stacks: tuple[tuple[int, ...], ...]
+    """Each stack is indices into ``frames``, innermost first, PyTorch's own frames left out."""
+    frames: tuple[Frame, ...]
+    marks: tuple[Mark, ...]
+    segments: tuple[Segment, ...]
+    device: DeviceUse
+    end: ScriptEnd
+    settings: Mapping[str, str]
+    """The allocator's settings in force, in the names of ``PYTORCH_ALLOC_CONF``; the whole string under
+    ``conf``."""
+    statistics: Mapping[str, int]
+    """``torch.cuda.memory_stats()`` at the end, flat: the referee of every figure derived from the events."""
+    versions: Mapping[str, str]
+    command: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes after each event of a trace, derived from the events alone."""
+
+    allocated: npt.NDArray[np.int64]
+    """``torch.cuda.memory_allocated()`` after each event."""
+    reserved: npt.NDArray[np.int64]
+    """``torch.cuda.memory_reserved()`` after each event."""
+    block_size: npt.NDArray[np.int64]
+    """Bytes of the block an ``ALLOC`` got (rounded, with an unsplit remainder); 0 on other events."""
+    freed_by: npt.NDArray[np.int64]
+    """For an ``ALLOC``, the index of its ``FREE_REQUESTED``; ``n`` if it was never freed; -1 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One row of the summary."""
+
+    name: str
+    figure: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A moment of the run, in the user's terms."""
+
+    step: int
+    """Training step, from 1; 0 before the first."""
+    phase: Phase
+    module: str
+    op: str
+    line: str
+    """``file:line``, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """An allocation that failed for good."""
+
+    place: Place
+    requested: int
+    free: int
+    """Bytes the device still had free."""
+    shortfall: int
+    """Bytes missing, had the allocator's cache been of no use: ``segment size - free``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Whether a training step leaves memory as it found it, judged at the end of each step."""
+
+    steady_from: int | None
+    """The first step after which ``allocated`` no longer changed; None if it still grows or was not seen."""
+    bytes_per_step: int
+    line: str
+    """``file:line`` that holds most of what the last step left behind; empty if steady."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The answer to: what would this script use?"""
+
+    verdict: str
+    """``fits``, ``does not fit`` (an allocation failed and the script carried on) or ``out of memory``."""
+    device: DeviceUse
+    steps: int
+    peak_allocated: int
+    peak_reserved: int
+    peak_process: Figure
+    peak_place: Place
+    terms: tuple[Term, ...]
+    """Rows that sum to the process's peak, outermost last."""
+    out_of_memory: OutOfMemory | None
+    growth: Growth
+    end: ScriptEnd
+    notes: tuple[Note, ...]
+    versions: Mapping[str, str]
+    command: tuple[str, ...] = field(default=())

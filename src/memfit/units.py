@@ -1,0 +1,69 @@
+"""Bytes as people write and read them; everywhere else in memfit a byte count is an int.
+
+>>> parse_bytes("12GiB")
+12884901888
+>>> format_gib(12884901888)
+'12.00 GiB'
+"""
+
+import re
+from decimal import Decimal
+
+from memfit.errors import UsageError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_FACTOR = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_LARGEST = 1 << 62  # beyond any machine, and still a signed 64-bit integer after one addition
+
+
+def parse_bytes(text: str) -> int:
+    """Read a byte count: ``12GiB``, ``1.5 GB``, ``800M`` or a bare number of bytes.
+
+    Args:
+        text: a non-negative number and an optional unit. ``KiB MiB GiB TiB`` and the
+            one-letter forms count in 1024s; ``KB MB GB TB`` in 1000s. Case is ignored.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        UsageError: the text is not a byte count, or is too large to be one.
+
+    >>> parse_bytes("1.5 GB"), parse_bytes("512")
+    (1500000000, 512)
+    """
+    match = _QUANTITY.fullmatch(text)
+    factor = _FACTOR.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{text!r} is not an amount of memory. Write it like 12GiB, 800MiB or 1.5GB.")
+    amount = int(Decimal(match[1]) * factor)
+    if amount > _LARGEST:
+        raise UsageError(f"{text!r} is more memory than any device has.")
+    return amount
+
+
+def format_gib(amount: int) -> str:
+    """Print bytes in GiB with two decimals, the one unit of every summary.
+
+    >>> format_gib(3 * GIB // 2)
+    '1.50 GiB'
+    """
+    return f"{amount / GIB:,.2f} GiB"
+
+
+def format_bytes(amount: int) -> str:
+    """Print bytes in the largest binary unit that leaves a number of at least one.
+
+    >>> format_bytes(2_097_152), format_bytes(512), format_bytes(-1536)
+    ('2.0 MiB', '512 B', '-1.5 KiB')
+    """
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(amount) >= unit:
+            return f"{amount / unit:,.1f} {name}"
+    return f"{amount} B"
