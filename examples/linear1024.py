@@ -12,7 +12,7 @@ allocated = 0
 def report(line):
     global allocated
     before, allocated = allocated, torch.cuda.memory_allocated()
-    print(f"{line:<12} {allocated:>12,} {allocated - before:>+12,}")
+    print(f"{line:<14} {allocated:>12,} {allocated - before:>+12,}")
 
 
 torch.manual_seed(0)
@@ -38,13 +38,13 @@ for step in ("step 1", "step 2"):
     optimizer.step()
     report(step)
     # sqrt(v) and sqrt(v) / c exist only inside the step: two more tensors of the weight's size.
-    print(f"{step} peak  {torch.cuda.max_memory_allocated():>12,}")
+    print(f"{step} peak    {torch.cuda.max_memory_allocated():>12,}")
 
 loss = model(inputs).sum()
 report("loss again")
 
 loss.backward()
-report("backward")
+report("backward again")
 
 print(f"peak allocated {torch.cuda.max_memory_allocated():,} B")
 print(f"peak reserved {torch.cuda.max_memory_reserved():,} B")

@@ -12,7 +12,7 @@ allocated = 0
 def report(line):
     global allocated
     before, allocated = allocated, torch.cuda.memory_allocated()
-    print(f"{line:<12} {allocated:>12,} {allocated - before:>+12,}")
+    print(f"{line:<14} {allocated:>12,} {allocated - before:>+12,}")
 
 
 torch.manual_seed(0)
@@ -36,7 +36,7 @@ loss = second(first(inputs)).sum()
 report("loss again")
 
 loss.backward()
-report("backward")
+report("backward again")
 
 print(f"peak allocated {torch.cuda.max_memory_allocated():,} B")
 print(f"peak reserved {torch.cuda.max_memory_reserved():,} B")

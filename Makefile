@@ -1,0 +1,42 @@
+# `make demo` and `make test` each do their job on a fresh machine: whatever is missing is installed first.
+# The environment is made again only when pyproject.toml or this file changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The versions that the golden figures were recorded with; users may have any torch that pyproject.toml allows.
+PINS := torch==2.14.1 torchvision==0.29.1
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: demo test lint format check clean
+
+demo: $(READY)  # what a GPT of GPT-2 small's size needs, and where a small card runs out
+	$(BIN)/memfit dry-run examples/gpt.py
+	$(BIN)/memfit dry-run --gpu RTX-3060 examples/gpt.py --batch-size 32
+
+test: $(READY)
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint test
+
+clean:
+	rm -rf $(VENV)
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "memfit needs Python 3.11 or newer; $(PYTHON) is older or missing. Try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+		|| { echo "$(PYTHON) cannot make environments. Install its venv module (on Debian: python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PINS) -e '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,188 @@
+"""Every script in examples/ under `memfit dry-run`, unmodified, each in a process of its own.
+
+The referee is the script itself: it ends by printing PyTorch's own peaks, and memfit's must equal them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Example:
+    """How to run one script so that it comes to its own end, and what memfit must say of it."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    steps: int | None = 3
+    """Training steps until its own end; None where it has no optimizer to count by."""
+    options: tuple[str, ...] = ("--gpu", "A100-80GB")
+    """Of `memfit dry-run`."""
+
+
+TO_THE_END = [
+    Example("accumulation.py", ("--steps", "3")),
+    Example("amp_gradscaler.py", ("--steps", "3")),
+    Example("checkpointed.py", ("--steps", "3")),
+    Example("gan.py", ("--steps", "3")),
+    Example("gpt.py", ("--steps", "3")),
+    Example("gpt.py", ("--steps", "3", "--dtype", "bfloat16"), options=("--gpu", "RTX-3060")),
+    Example("hf_trainer.py", ("--steps", "3")),
+    Example("inference.py", steps=None),
+    Example("linear1024.py", steps=2),
+    Example("llama7b.py", options=("--memory", "160GiB")),
+    Example("manual_sgd.py", steps=None),
+    Example("masked.py"),
+    Example("mlp.py", ("--epochs", "1"), steps=11),
+    Example("resnet50.py", ("--images", "96")),
+    Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0")),
+    Example("two_linear.py", steps=None),
+    Example("vit_l16.py", ("--steps", "3")),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one `memfit dry-run` left behind."""
+
+    answer: dict
+    printed: str
+    host_bytes: int
+    """Most memory any of its processes held."""
+
+
+def dry_run(folder, *arguments, **environment):
+    """Run `memfit dry-run` with the script's own output and the JSON kept apart."""
+    answer, printed = folder / "answer.json", folder / "printed.txt"
+    with printed.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "memfit", "dry-run", "--json", answer, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env={**os.environ, **environment},
+        )
+        _, status, usage = os.wait4(process.pid, 0)  # of every process below it, too
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, printed.read_text()
+    return Run(json.loads(answer.read_text()), printed.read_text(), usage.ru_maxrss * 1024)
+
+
+def own_peaks(printed):
+    """Return the peaks that the script itself printed at its end, by name; bytes."""
+    found = re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE)
+    return {name: int(amount.replace(",", "")) for name, amount in found}
+
+
+def test_every_example_is_in_the_table():
+    assert {example.script for example in TO_THE_END} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
+def test_peaks_equal_what_the_script_prints_itself(example, tmp_path):
+    run = dry_run(
+        tmp_path, *example.options, "--steps", "1000", EXAMPLES / example.script, *example.arguments
+    )
+    assert run.answer["verdict"] == "fits"
+    assert run.answer["out_of_memory"] is None
+    own = own_peaks(run.printed)
+    assert own["allocated"] > 0
+    assert {name: run.answer["peak"][name] for name in ("allocated", "reserved")} == own
+    if example.steps is not None:
+        assert run.answer["steps"] == example.steps
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "gpt.py",
+        "accumulation.py",  # four backward passes a step
+        "amp_gradscaler.py",  # the scaler steps the optimizer
+        "gan.py",  # two optimizers
+        "hf_trainer.py",  # the loop is a library's
+        "manual_sgd.py",  # no optimizer: backward passes count
+        "resnet50.py",  # stops with workers still loading
+    ],
+)
+def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
+    run = dry_run(tmp_path, "--gpu", "A100-80GB", "--steps", "3", EXAMPLES / script)
+    assert run.answer["verdict"] == "fits"
+    assert run.answer["steps"] == 3
+    assert not own_peaks(run.printed)
+
+
+def test_running_out_of_memory_is_an_answer_that_names_the_place(tmp_path):
+    run = dry_run(tmp_path, "--gpu", "RTX-3060", EXAMPLES / "gpt.py", "--batch-size", "32")
+    assert run.answer["verdict"] == "out of memory"
+    failure = run.answer["out_of_memory"]
+    assert failure["step"] == 1
+    assert failure["phase"] == "forward"
+    assert failure["line"].startswith("gpt.py:") or "/gpt.py:" in failure["line"]
+    assert failure["requested"] > 0
+    assert failure["shortfall"] > 0
+
+
+def test_a_7b_model_built_on_the_cpu_costs_little_host_memory(tmp_path):
+    run = dry_run(tmp_path, "--gpu", "A100-80GB", EXAMPLES / "llama7b.py")
+    assert run.answer["verdict"] == "out of memory"
+    assert run.host_bytes < 2 * GIB
+
+
+def test_json_on_standard_output_is_json_alone(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "dry-run", "--json", "-", EXAMPLES / "manual_sgd.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout)["verdict"] == "fits"
+
+
+# Bytes that each line added on a real RTX 3060: PyTorch 1.9.1, single-tensor AdamW, no cuBLAS workspace.
+LINEAR_1024 = {
+    "model": 4_194_304,
+    "inputs": 4_096,
+    "outputs": 4_096,
+    "loss": 512,
+    "backward": 4_194_304,
+    "step 1": 8_388_608,
+    "step 2": 0,
+}
+TWO_LINEAR = {
+    "first": 4_194_304,
+    "second": 4_096,
+    "inputs": 4_194_304,
+    "loss": 4_194_304 + 512,
+    "backward": -4_194_304 + 4_194_304 + 4_096,
+    "loss again": 4_194_304,
+    "backward again": -4_194_304,
+}
+
+
+def added_by_line(printed):
+    """Return what each line of the script added; bytes."""
+    found = re.findall(r"^(\S+(?: \S+)*) +[\d,]+ +([+-][\d,]+)$", printed, re.MULTILINE)
+    return {name: int(amount.replace(",", "")) for name, amount in found}
+
+
+@pytest.mark.parametrize(("script", "real"), [("linear1024.py", LINEAR_1024), ("two_linear.py", TWO_LINEAR)])
+def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
+    run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / script, CUBLAS_WORKSPACE_CONFIG=":0:0")
+    added = added_by_line(run.printed)
+    assert {line: added[line] for line in real} == real
+
+
+def test_the_optimizers_temporaries_are_what_a_real_gpu_showed(tmp_path):
+    run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / "linear1024.py", CUBLAS_WORKSPACE_CONFIG=":0:0")
+    held = sum(LINEAR_1024.values())
+    assert run.answer["peak"]["allocated"] == held + 8_388_608

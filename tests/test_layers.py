@@ -1,0 +1,85 @@
+"""What may be imported where: the command line starts without torch, traces are read without it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import memfit
+
+PACKAGE = Path(memfit.__file__).parent
+
+TORCH_FREE = (
+    "units",
+    "errors",
+    "devices",
+    "records",
+    "allocator",
+    "explain",
+    "report",
+    "capture/tracefile",
+    "capture/snapshot",
+    "cli",
+    "api",
+)
+"""Files and folders of the package, and everything in the folders."""
+
+
+def modules_without_torch():
+    """Yield the dotted name of every module that TORCH_FREE covers."""
+    for entry in TORCH_FREE:
+        path = PACKAGE / entry
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+        for file in files:
+            parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+            yield ".".join(parts).removesuffix(".__init__")
+
+
+def python(code):
+    """Run a piece of Python in a fresh interpreter and return what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("entry", TORCH_FREE)
+def test_the_list_names_things_that_exist(entry):
+    assert (PACKAGE / entry).is_dir() or (PACKAGE / entry).with_suffix(".py").is_file()
+
+
+def test_modules_that_read_traces_do_not_import_torch():
+    culprits = python(
+        "import importlib, sys\n"
+        f"for name in {list(modules_without_torch())}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(print(name))\n"
+    )
+    assert culprits == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["dry-run", "--help"], ["--version"], ["gpus"]])
+def test_the_command_line_answers_without_torch(arguments):
+    printed = python(
+        "import sys\n"
+        "from memfit.cli import main\n"
+        f"sys.argv = ['memfit', *{arguments}]\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    assert printed
+
+
+def test_python_m_memfit_is_the_same_command():
+    as_module = subprocess.run(
+        [sys.executable, "-m", "memfit", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "dry-run" in as_module
+
+
+def test_the_package_exports_its_public_list_and_nothing_else():
+    public = {name for name in vars(memfit) if not name.startswith("_")}
+    submodules = {name for name in public if isinstance(getattr(memfit, name), ModuleType)}
+    assert public - submodules == set(memfit.__all__)
