@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
