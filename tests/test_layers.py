@@ -3,13 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
+PUBLIC = {"MemfitError", "dry_run", "summarize"}
 
 TORCH_FREE = (
     "units",
@@ -79,7 +79,20 @@ def test_python_m_memfit_is_the_same_command():
     assert "dry-run" in as_module
 
 
-def test_the_package_exports_its_public_list_and_nothing_else():
-    public = {name for name in vars(memfit) if not name.startswith("_")}
-    submodules = {name for name in public if isinstance(getattr(memfit, name), ModuleType)}
-    assert public - submodules == set(memfit.__all__)
+def test_the_exported_names_are_exactly_the_public_list():
+    assert set(memfit.__all__) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_an_exported_name_leads_to_memfits_own_code(name):
+    assert getattr(memfit, name).__module__.startswith("memfit.")
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        memfit.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_else_of_it():
+    loaded = python("import memfit, sys; print(*(m for m in sys.modules if m.startswith('memfit.')))")
+    assert loaded.split() == []
