@@ -94,6 +94,7 @@ def test_peaks_equal_what_the_script_prints_itself(example, tmp_path):
     )
     assert run.answer["verdict"] == "fits"
     assert run.answer["out_of_memory"] is None
+    assert run.answer["end"]["reason"] == "end"
     own = own_peaks(run.printed)
     assert own["allocated"] > 0
     assert {name: run.answer["peak"][name] for name in ("allocated", "reserved")} == own
@@ -117,6 +118,7 @@ def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
     run = dry_run(tmp_path, "--gpu", "A100-80GB", "--steps", "3", EXAMPLES / script)
     assert run.answer["verdict"] == "fits"
     assert run.answer["steps"] == 3
+    assert run.answer["end"]["reason"] == "steps"
     assert not own_peaks(run.printed)
 
 
