@@ -1,0 +1,301 @@
+"""The GPUs memfit knows: what a script would find on each, and how sure every figure is.
+
+    devices.toml   a row per card, a table per compute capability and chip, a source per figure
+         |  read once, no torch
+    find_device("rtx 4090")             -> Device
+    find_device("A100-80GB:1g.10gb")    -> Device    a MIG slice: its parent's row, in proportion
+
+The figures and their sources live in ``devices.toml``; this file only reads and derives.
+"""
+
+import difflib
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import UnknownDeviceError
+
+DEFAULT = "A100-80GB"
+"""The card a run is for when ``--gpu`` is not given."""
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_MEMORY_SLICES = 8  # MIG deals memory, its bus and the L2 cache in eighths
+_MAKERS_WORDS = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx)+(?=.)")
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU, or one MIG slice of one. Bytes, bits, hertz, bytes/s and FLOP/s."""
+
+    name: str
+    """As memfit writes it and ``--gpu`` takes it: ``A100-80GB``, ``A100-80GB:1g.10gb``."""
+    reported_as: str
+    """As the driver names it: ``NVIDIA A100-SXM4-80GB``."""
+    compute_capability: tuple[int, int]
+    total_bytes: int
+    """Bytes as ``cudaMemGetInfo`` and ``torch.cuda.get_device_properties`` report them."""
+    multiprocessors: int
+    max_threads_per_multiprocessor: int
+    max_blocks_per_multiprocessor: int
+    shared_memory_per_block: int
+    """Bytes a block gets without asking; ``shared_memory_per_block_optin`` is what it can ask for."""
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    l2_cache: int
+    memory_bus_width: int
+    memory_clock: int
+    memory_bandwidth: float
+    clock: int
+    rates: Mapping[str, float] = field(hash=False)
+    """Dense FLOP/s by dtype, accumulating in fp32. Use ``rate``, which knows what an absent one does."""
+    tensor_cores: frozenset[str]
+    """The dtypes that have matrix units. On a GTX 1660 none, on a T4 not bf16."""
+    host_bandwidth: int
+    """Bytes/s between host and device, one direction."""
+    context_bytes: int
+    """Bytes a process holds outside PyTorch's allocator once it has trained a step. Always assumed."""
+    sources: Mapping[str, str] = field(hash=False, repr=False)
+    """Where each figure comes from, by field; ``limits`` is for those of one multiprocessor or block."""
+    approximate: frozenset[str]
+    """The keys of ``sources`` whose figure is derived by a rule; the rule is the source."""
+
+    def rate(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products in a dtype; one without a rate of its own runs as fp32.
+
+        >>> find_device("T4").rate("bf16") == find_device("T4").rate("fp32")
+        True
+        """
+        return self.rates.get(dtype, self.rates["fp32"])
+
+    def fast(self, dtype: str) -> bool:
+        """Whether the card has matrix units for a dtype; without, it saves memory but not time.
+
+        >>> find_device("GTX 1660").fast("fp16"), find_device("A100").fast("bf16")
+        (False, True)
+        """
+        return dtype in self.tensor_cores
+
+
+@functools.cache
+def all_devices() -> tuple[Device, ...]:
+    """Every card in the table, in its order; slices are left to ``mig_slices``.
+
+    >>> len(all_devices()) >= 20
+    True
+    """
+    return tuple(_read(name, row) for name, row in _table()["device"].items())
+
+
+@functools.cache
+def mig_slices(device: Device) -> tuple[Device, ...]:
+    """List the slices a card can be cut into, smallest first; none for a card without MIG.
+
+    Multiprocessors and memory are the driver's own listing. Bus and L2 cache follow the eighths of
+    memory (a ``1g`` slice has one eighth of the cache whatever its memory), rates and context the
+    multiprocessors.
+
+    Source: NVIDIA Multi-Instance GPU User Guide, supported profiles; see ``devices.toml``.
+
+    >>> [piece.name for piece in mig_slices(find_device("A100-80GB"))][:2]
+    ['A100-80GB:1g.10gb', 'A100-80GB:1g.20gb']
+    """
+    profiles = dict(_table()["mig"].get(device.name, {}))
+    source = _table()["sources"].get(profiles.pop("source", None), "")
+    return tuple(_slice(device, profile, source, *figures) for profile, figures in profiles.items())
+
+
+@functools.cache
+def find_device(name: str) -> Device:
+    """Find a card or a MIG slice by name.
+
+    Case, spaces, dashes, underscores and the maker's words (NVIDIA, GeForce, Tesla, RTX, ...) do not
+    matter. A short name that fits several cards gives the one that ``devices.toml`` lists it under
+    (``a100`` is ``A100-80GB``, ``v100`` is ``V100-32GB``): the result's name says which.
+
+    Args:
+        name: ``A100-80GB``, ``rtx4090``, ``3090``, ``NVIDIA H100 80GB HBM3``; a slice is its card's
+            name, a colon and the profile: ``a100:1g.10gb``.
+
+    Raises:
+        UnknownDeviceError: no such card or slice; the message names the nearest.
+
+    >>> find_device("a100").name, find_device("NVIDIA GeForce RTX 4090").name
+    ('A100-80GB', 'RTX 4090')
+    """
+    card, _, profile = name.partition(":")
+    device = _by_key().get(_key(card))
+    if device is None:
+        nearest = ", ".join(_nearest(card))
+        raise UnknownDeviceError(
+            f"No GPU called {card!r} is in the table. Nearest: {nearest}. `memfit gpus` lists them all; "
+            "for a card with more or less memory, name one of its generation and add --memory 12GiB."
+        )
+    if not profile:
+        return device
+    slices = mig_slices(device)
+    for piece in slices:
+        if _key(piece.name.partition(":")[2]) == _key(profile):
+            return piece
+    known = ", ".join(piece.name for piece in slices) or "none"
+    raise UnknownDeviceError(
+        f"{device.name} has no MIG slice called {profile!r}. Its slices: {known}. "
+        "`memfit gpus` lists every card."
+    )
+
+
+def supported_by(device: Device, architectures: Sequence[str]) -> bool:
+    """Whether code built for these architectures runs on a device.
+
+    Binary code (``sm_86``) runs on its own compute capability and on later ones of the same major
+    version; PTX (``compute_90``) is compiled by the driver for any later one. The suffix ``a`` ties
+    either to exactly its own capability, and ``f`` to its major version.
+
+    Args:
+        device: from ``find_device``.
+        architectures: as ``torch.cuda.get_arch_list()`` gives them.
+
+    Source: CUDA C++ Programming Guide, binary compatibility, PTX compatibility, feature sets.
+
+    >>> supported_by(find_device("RTX 4090"), ["sm_80", "sm_90"])
+    True
+    >>> supported_by(find_device("V100"), ["sm_75", "sm_80", "compute_120"])
+    False
+    """
+    return any(_runs(device.compute_capability, architecture) for architecture in architectures)
+
+
+def refusal(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
+    """Say why the installed PyTorch cannot serve a device, and what would.
+
+    Args:
+        device: from ``find_device``.
+        architectures: ``torch.cuda.get_arch_list()``.
+        torch_version: ``torch.__version__``.
+
+    Returns:
+        The message a user reads, or None where PyTorch carries the kernels.
+
+    >>> print(refusal(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130"))  # doctest: +ELLIPSIS
+    PyTorch 2.14.1+cu130 has no kernels for V100-32GB (compute capability 7.0): ...
+    """
+    if supported_by(device, architectures):
+        return None
+    major, minor = device.compute_capability
+    built_for = ", ".join(architectures) or "no GPU at all"
+    serves = _table()["capability"][f"{major}.{minor}"]["served_by"]
+    return (
+        f"PyTorch {torch_version} has no kernels for {device.name} (compute capability {major}.{minor}): "
+        f"it was built for {built_for}. Install {serves}; "
+        "or choose another --gpu (`memfit gpus` lists them)."
+    )
+
+
+def _runs(capability: tuple[int, int], architecture: str) -> bool:
+    match = _ARCHITECTURE.fullmatch(architecture)
+    if match is None:
+        return False
+    built = int(match[2]), int(match[3])
+    if match[4] == "a":
+        return capability == built
+    same_major = capability[0] == built[0]
+    return capability >= built and (same_major or (match[1] == "compute" and match[4] != "f"))
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+
+
+def _read(name: str, row: Mapping[str, Any]) -> Device:
+    chip = dict(_table()["chip"][row["chip"]])
+    capability = chip.pop("capability")
+    limits = _table()["capability"][capability]
+    major, minor = map(int, capability.split("."))
+    tensor_cores = frozenset(chip.pop("tensor_cores"))
+    clock, memory_clock = row["clock"] * 10**6, row["memory_clock"] * 10**6
+    tensor_clock = row.get("tensor_clock", row["clock"]) * 10**6
+    keys = _table()["source"] | row.get("sources", {})
+    return Device(
+        name=name,
+        reported_as=row["reported_as"],
+        compute_capability=(major, minor),
+        total_bytes=row["total_bytes"],
+        multiprocessors=row["multiprocessors"],
+        max_threads_per_multiprocessor=limits["threads"],
+        max_blocks_per_multiprocessor=limits["blocks"],
+        shared_memory_per_block=49_152,
+        shared_memory_per_block_optin=limits["shared_memory_optin"],
+        shared_memory_per_multiprocessor=limits["shared_memory"],
+        l2_cache=row["l2_cache"],
+        memory_bus_width=row["memory_bus_width"],
+        memory_clock=memory_clock,
+        memory_bandwidth=2 * memory_clock * row["memory_bus_width"] / 8,
+        clock=clock,
+        rates={
+            dtype: float(
+                row["multiprocessors"] * per_clock * (tensor_clock if dtype in tensor_cores else clock)
+            )
+            for dtype, per_clock in chip.items()
+        },
+        tensor_cores=tensor_cores,
+        host_bandwidth=_table()["link"][row["link"]],
+        context_bytes=row["context_mib"] * _MIB,
+        sources={figure: _source(key, row, figure) for figure, key in keys.items()},
+        approximate=frozenset(figure for figure, key in keys.items() if key in _table()["rules"]),
+    )
+
+
+def _source(key: str, row: Mapping[str, Any], figure: str) -> str:
+    key = row.get("log", "devicequery") if key == "log" else key
+    text: str = (_table()["sources"] | _table()["rules"])[key]
+    return f"{text}; CUDA {row['driver']} driver" if figure == "total_bytes" and "driver" in row else text
+
+
+def _slice(
+    parent: Device, profile: str, source: str, multiprocessors: int, gib: float, eighths: int
+) -> Device:
+    share = multiprocessors / parent.multiprocessors
+    cache = 1 if profile.startswith("1g") else eighths
+    derived = dict.fromkeys(
+        ("l2_cache", "memory_bus_width", "memory_bandwidth", "context_bytes"), _table()["rules"]["slice"]
+    )
+    return replace(
+        parent,
+        name=f"{parent.name}:{profile}",
+        reported_as=f"{parent.reported_as} MIG {profile}",
+        total_bytes=int(gib * _GIB),
+        multiprocessors=multiprocessors,
+        l2_cache=parent.l2_cache * cache // _MEMORY_SLICES,
+        memory_bus_width=parent.memory_bus_width * eighths // _MEMORY_SLICES,
+        memory_bandwidth=parent.memory_bandwidth * eighths / _MEMORY_SLICES,
+        rates={dtype: rate * share for dtype, rate in parent.rates.items()},
+        context_bytes=int(parent.context_bytes * share),
+        sources={**parent.sources, "total_bytes": source, "multiprocessors": source, **derived},
+        approximate=(parent.approximate - {"total_bytes"}) | derived.keys(),
+    )
+
+
+def _key(name: str) -> str:
+    """Strip a name of case, spaces, dashes, underscores and the maker's words."""
+    return _MAKERS_WORDS.sub("", re.sub(r"[\s_-]+", "", name.casefold()))
+
+
+@functools.cache
+def _by_key() -> dict[str, Device]:
+    rows = _table()["device"]
+    return {
+        _key(name): device
+        for device in all_devices()
+        for name in (device.name, device.reported_as, *rows[device.name].get("aliases", ()))
+    }
+
+
+def _nearest(name: str, count: int = 3) -> list[str]:
+    """Name the cards that a misspelt name resembles most."""
+    ranked = difflib.get_close_matches(_key(name), _by_key(), n=len(_by_key()), cutoff=0)
+    return list(dict.fromkeys(_by_key()[key].name for key in ranked))[:count]
