@@ -39,7 +39,7 @@ class TargetError(MemfitError):
 
 
 class UnsuitableEnvironmentError(TargetError):
-    """This platform, torch build or compiler cannot run the ghost; the message says which and what would."""
+    """The platform, torch or the compiler cannot run the ghost; the message says which, and what would."""
 
 
 class GhostError(TargetError):

@@ -1,0 +1,24 @@
+"""memfit: know what GPU memory a training script will use before there is a GPU, and make it fit.
+
+>>> import memfit
+>>> result = memfit.dry_run("train.py", gpu="RTX-3060")  # doctest: +SKIP
+>>> result.verdict, result.peak_allocated  # doctest: +SKIP
+('fits', 6448338944)
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memfit.api import diagnose, dry_run, read, summarize
+    from memfit.errors import MemfitError
+
+__all__ = ["MemfitError", "diagnose", "dry_run", "read", "summarize"]
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that importing memfit (and memfit --help) costs next to nothing.
+    if name not in __all__:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    home = "memfit.errors" if name == "MemfitError" else "memfit.api"
+    return getattr(importlib.import_module(home), name)

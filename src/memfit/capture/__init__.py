@@ -1,0 +1,1 @@
+"""One training run, watched: a script goes in, a Trace comes out."""

@@ -1,0 +1,72 @@
+"""Which live objects hold an allocation: parameters, buffers, gradients, optimizer state.
+
+Objects are asked at the moments when they are all there (gradients just before an optimizer steps,
+its state just after), and only the addresses of their storages are kept. Which allocation an address
+meant at that moment is settled from the history afterwards.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memfit.records import Category
+
+Held = tuple[int, Category, tuple[int, ...]]
+"""(serial, category, storage addresses): at that serial, those allocations were of that category."""
+
+
+def addresses(tensors: Iterable[object]) -> tuple[int, ...]:
+    """Return the storage addresses of the CUDA tensors among some objects."""
+    return tuple(
+        tensor.untyped_storage().data_ptr()
+        for tensor in map(_local, tensors)
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.layout is torch.strided
+    )
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that an optimizer updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the gradients that are there."""
+    for parameter in parameters:
+        gradient = parameter.grad if parameter.is_leaf else None
+        if gradient is not None:
+            yield gradient
+
+
+def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state, however nested."""
+    for state in optimizer.state.values():
+        yield from _tensors(state)
+
+
+def module_tensors(modules: Iterable[torch.nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters and the buffers of some modules."""
+    parameters: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    for module in modules:
+        parameters += module.parameters()
+        buffers += module.buffers()
+    return parameters, buffers
+
+
+def _local(tensor: Any) -> Any:
+    """Return this rank's piece of a DTensor, and anything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,90 @@
+"""Labels: what the script is doing, stamped by PyTorch itself on every event of its allocator history.
+
+PyTorch keeps one string per thread (``_set_memory_metadata``) and copies it into each event. memfit
+sets that string to a serial number and keeps the meaning of every number here:
+
+    serials   0  1  2  3  4  5 ...           one per change of label, on whichever thread
+    label     setup  forward/h.0  ...        serial -> (phase, module, op, stack)
+
+Serials only ever grow, so they also date things: a mark taken at serial 40 lies before the first
+event that carries 40 or more, with no clock involved.
+"""
+
+import threading
+from collections.abc import Callable
+
+from memfit.records import Label, MarkKind, Phase
+
+PREFIX = "memfit:"
+
+
+class LabelBook:
+    """Every label of one run, the label in force on each thread, and the marks between events."""
+
+    def __init__(self) -> None:
+        self._stamp: Callable[[int], None] | None = None
+        self._index: dict[Label, int] = {}
+        self.serials: list[int] = []
+        """Label index of each serial."""
+        self.marks: list[tuple[int, MarkKind, int]] = []
+        """(serial, kind, index): the mark lies before the first event of that serial or a later one."""
+        self._current: dict[int, int] = {}
+        self.use(self.intern(Phase.SETUP))
+
+    def stamp_with(self, stamp: Callable[[int], None]) -> None:
+        """From now on stamp serials on the allocator's events.
+
+        Not from the start: PyTorch's allocator reads its settings at the first call, and a script may
+        still be setting them.
+
+        Args:
+            stamp: takes the serial to put on the calling thread's events.
+        """
+        self._stamp = stamp
+        self.use(self.current())
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """Every label, in the order of first use."""
+        return tuple(self._index)
+
+    def intern(self, phase: Phase, module: str = "", op: str = "", stack: int = -1) -> int:
+        """Return the index of a label, the same for equal labels."""
+        return self._index.setdefault(Label(phase, module, op, stack), len(self._index))
+
+    def use(self, label: int) -> None:
+        """Put a label in force on the calling thread."""
+        self._current[threading.get_ident()] = label
+        self.serials.append(label)
+        if self._stamp is not None:
+            self._stamp(len(self.serials) - 1)
+
+    def current(self) -> int:
+        """Return the label in force on the calling thread; label 0 (setup) where none was set."""
+        # Keyed by thread identity: threads that PyTorch starts lose their Python thread-locals
+        # every time they leave Python.
+        return self._current.get(threading.get_ident(), 0)
+
+    def moment(self) -> int:
+        """Return a fresh serial: events before now carry smaller ones."""
+        self.use(self.current())
+        return len(self.serials) - 1
+
+    def mark(self, kind: MarkKind, index: int) -> None:
+        """Record that something happened now."""
+        self.marks.append((self.moment(), kind, index))
+
+
+def metadata_of(serial: int) -> str:
+    """Return the metadata string that stands for a serial."""
+    return f"{PREFIX}{serial}"
+
+
+def serial_of(metadata: str) -> int:
+    """Return the serial in an event's metadata string, or -1 for a string that memfit did not set.
+
+    >>> serial_of("memfit:17"), serial_of(""), serial_of("mine")
+    (17, -1, -1)
+    """
+    digits = metadata.removeprefix(PREFIX) if metadata.startswith(PREFIX) else ""
+    return int(digits) if digits.isdecimal() else -1

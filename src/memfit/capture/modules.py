@@ -1,0 +1,226 @@
+"""Which module is running, and which module each backward node belongs to.
+
+Forward: global module hooks keep a stack of active modules per thread and label the thread.
+
+Backward: kernels of the backward run on autograd's own thread, without a Python frame. So when a
+module returns, the autograd graph is walked from its outputs back to what existed before it was
+called; nodes that no inner module has claimed are its own, and each gets a pre-hook that labels the
+thread it runs on. Nodes are marked as claimed in their own ``metadata``: holding them anywhere else
+would keep their saved tensors alive and change what is measured.
+"""
+
+import dataclasses
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
+
+from memfit.capture.history import StackTable
+from memfit.capture.labels import LabelBook
+from memfit.records import Phase
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_CLAIMED = "memfit"
+_ACCUMULATE = "AccumulateGrad"
+
+
+class ModuleNames:
+    """Dotted names of modules, as ``named_modules`` of their outermost parent spells them.
+
+    Parents are learnt when a module is registered and, for modules that came another way (a deep
+    copy, a pickle), when an unknown one is first called. Nothing is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None, str]] = {}
+
+    def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        """Record that ``parent.name`` is ``child``; the last parent that took a shared child names it."""
+        if child is not None:
+            self._parents[id(child)] = (weakref.ref(child), weakref.ref(parent), name)
+
+    def adopt(self, root: torch.nn.Module) -> None:
+        """Learn a whole tree whose registrations were not seen."""
+        self._parents.setdefault(id(root), (weakref.ref(root), None, ""))
+        for parent in root.modules():
+            for name, child in parent._modules.items():  # children() skips shared modules
+                if child is not None and not self._knows(child):
+                    self.learn(parent, name, child)
+
+    def path(self, module: torch.nn.Module) -> tuple[str, str]:
+        """Return the outermost parent's class name and the dotted path below it (empty for itself)."""
+        if not self._knows(module):
+            self.adopt(module)
+        names: list[str] = []
+        seen: set[int] = set()
+        while id(module) not in seen:
+            seen.add(id(module))
+            _, parent_ref, name = self._parents.get(id(module), (None, None, ""))
+            parent = parent_ref() if parent_ref is not None else None
+            if parent is None:
+                break
+            names.append(name)
+            module = parent
+        return type(module).__name__, ".".join(reversed(names))
+
+    def _knows(self, module: torch.nn.Module) -> bool:
+        entry = self._parents.get(id(module))
+        return entry is not None and entry[0]() is module
+
+
+class ModuleHooks:
+    """Labels the running module, forward and backward.
+
+    Args:
+        book: where labels are kept.
+        stacks: where the source lines of forwards are kept, for the backward.
+        in_backward: whether a backward pass is running, which makes a forward a recomputation.
+        on_root: called when an outermost module is entered outside the backward.
+        after_root: called with the label phase that follows an outermost module.
+    """
+
+    def __init__(
+        self,
+        book: LabelBook,
+        stacks: StackTable,
+        *,
+        in_backward: Callable[[], bool],
+        on_root: Callable[[torch.nn.Module], None],
+        after_root: Callable[[Phase], None],
+    ) -> None:
+        self._book = book
+        self._stacks = stacks
+        self._in_backward = in_backward
+        self._on_root = on_root
+        self._after_root = after_root
+        self.names = ModuleNames()
+        self._paths: dict[int, tuple[weakref.ref[Any], str, str]] = {}
+        self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, path)
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Put hooks on every module of the process."""
+        self._handles = [
+            register_module_module_registration_hook(self.names.learn),
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
+        """Claim what no module has claimed: nodes between the model's output and ``backward()``.
+
+        Args:
+            roots: what the backward pass starts from.
+            caller: the frame that called for it.
+        """
+        self._claim(roots, since=-1, module="", caller=caller)
+
+    def _enter(self, module: torch.nn.Module, _args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        active = self._active.setdefault(threading.get_ident(), [])
+        recomputing = self._in_backward()
+        root, path = self._path(module)
+        if not active and not recomputing:
+            self._on_root(module)
+        if recomputing:
+            phase = Phase.RECOMPUTE
+        elif isinstance(module, _Loss):
+            phase = Phase.LOSS
+        else:
+            phase = Phase.FORWARD
+        active.append((self._book.current(), torch.autograd._get_sequence_nr(), path or root))  # type: ignore[attr-defined]
+        self._book.use(self._book.intern(phase, path or root))
+
+    def _leave(self, _module: torch.nn.Module, _args: object, output: object) -> None:
+        active = self._active.get(threading.get_ident())
+        if torch.compiler.is_compiling() or not active:
+            return
+        before, since, path = active.pop()
+        if torch.is_grad_enabled() and output is not None:
+            self._claim((output,), since, path, sys._getframe(1))
+        if active or self._in_backward():
+            self._book.use(before)
+        else:
+            self._after_root(Phase.LOSS if _requires_grad(output) else Phase.INPUT)
+
+    def _path(self, module: torch.nn.Module) -> tuple[str, str]:
+        entry = self._paths.get(id(module))
+        if entry is None or entry[0]() is not module:
+            entry = (weakref.ref(module), *self.names.path(module))
+            self._paths[id(module)] = entry
+        return entry[1], entry[2]
+
+    def _claim(self, outputs: Iterable[object], since: int, module: str, caller: FrameType) -> None:
+        nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        seen = set(nodes)
+        where: int | None = None
+        while nodes:
+            node = nodes.pop()
+            metadata = node.metadata
+            if _CLAIMED not in metadata:
+                metadata[_CLAIMED] = True
+                if where is None:
+                    where = self._stacks.intern(_lines(caller))
+                node.register_prehook(self._labeller(module, node.name(), where))
+            for following, _ in node.next_functions:
+                if (
+                    following is not None
+                    and following not in seen
+                    and _ACCUMULATE not in following.name()
+                    and following._sequence_nr() >= since  # the graph's own order of creation
+                ):
+                    seen.add(following)
+                    nodes.append(following)
+
+    def _labeller(self, module: str, op: str, stack: int) -> Callable[[object], None]:
+        label = self._book.intern(Phase.BACKWARD, module, op, stack)
+        use = self._book.use
+
+        def label_thread(_gradients: object) -> None:
+            use(label)
+
+        return label_thread
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """Yield ``(file, line, function)`` from a frame outwards.
+
+    A frame's locals are left alone: reading them would keep tensors alive.
+    """
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, str | bytes | int | float | torch.nn.Module):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth - 1)
+
+
+def _requires_grad(output: object) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in((output,)))

@@ -1,0 +1,272 @@
+"""The recorder: everything that watches a script while it runs, and the Trace that comes of it.
+
+    history (PyTorch's own, exact) ──┐
+    labels   what was running ───────┼──> Trace
+    holders  what it was for ────────┘
+
+Nothing is touched before the script itself initialises CUDA: the history is switched on by
+PyTorch's own queue of calls for that moment.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import Optimizer
+
+from memfit.capture import holders
+from memfit.capture.history import StackTable, columns
+from memfit.capture.labels import LabelBook, metadata_of, serial_of
+from memfit.capture.modules import ModuleHooks
+from memfit.capture.snapshot import segments, settings
+from memfit.capture.steps import Steps
+from memfit.ghost.load import Ghost
+from memfit.ghost.where import is_user_file
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    Events,
+    Mark,
+    MarkKind,
+    Note,
+    Provenance,
+    ScriptEnd,
+    Trace,
+)
+
+
+class Recorder:
+    """Watches one script on one device.
+
+    Args:
+        ghost: the ghost that is loaded, or None on a real GPU.
+        steps: training steps after which the script is ended.
+        labels: False records the history alone; figures are the same, places are unknown.
+        on_change: called at changes of phase, for the progress line.
+        end_now: ends the process, for a script that will not be ended by an exception.
+    """
+
+    def __init__(
+        self,
+        ghost: Ghost | None,
+        steps: int,
+        *,
+        labels: bool,
+        on_change: Callable[[], None],
+        end_now: Callable[[], None],
+    ) -> None:
+        self._ghost = ghost
+        self._notes: dict[tuple[str, str], Note] = {}
+        self._held: list[holders.Held] = []
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._stacks = StackTable(is_user_file)
+        self._with_labels = labels
+        self._history = False
+        self.book = LabelBook()
+        self.steps = Steps(
+            self.book,
+            steps,
+            before_optimizer=self._before_optimizer,
+            after_optimizer=self._after_optimizer,
+            before_backward=self._before_backward,
+            on_change=on_change,
+            end_now=end_now,
+        )
+        self.modules = ModuleHooks(
+            self.book,
+            self._stacks,
+            in_backward=lambda: self.steps.in_backward,
+            on_root=self._enter_root,
+            after_root=self.steps.enter,
+        )
+
+    def install(self) -> None:
+        """Start watching the process: call once, when torch has just been imported."""
+        self.steps.install()
+        if self._with_labels:
+            self.modules.install()
+        torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
+        self._note_peak_resets()
+
+    def note(self, provenance: Provenance, text: str, where: str = "") -> None:
+        """Keep a note for the result, once."""
+        self._notes.setdefault((text, where), Note(provenance, text, where))
+
+    def module(self) -> str:
+        """Return the module whose label is in force on the calling thread, for want of a Python frame."""
+        return self.book.labels[self.book.current()].module
+
+    # -- while the script runs ----------------------------------------------------------------
+
+    def _start(self) -> None:
+        memory = torch.cuda.memory
+        self._history = torch.cuda.get_allocator_backend() == "native" and not _uncached()
+        if self._history:
+            memory._record_memory_history("all", context="alloc", stacks="python")
+            memory._record_memory_history = self._leave_history_on  # type: ignore[assignment]
+            set_metadata = torch._C._cuda_setMemoryMetadata  # type: ignore[attr-defined]
+            self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
+        elif self._ghost is not None:
+            self._ghost.log_allocations()
+            self.book.stamp_with(self._ghost.set_label)
+
+    def _leave_history_on(self, *_args: object, **_kwargs: object) -> None:
+        self.note(
+            Provenance.EXACT,
+            "The script's own call of _record_memory_history was passed over: memfit's recording is on.",
+        )
+
+    def _note_peak_resets(self) -> None:
+        for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+            original = getattr(torch._C, name, None)
+            if original is not None:
+                setattr(torch._C, name, self._marking_reset(original))
+
+    def _marking_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reset(*args: Any) -> Any:
+            self.book.mark(MarkKind.RESET_PEAK, 0)
+            return original(*args)
+
+        return reset
+
+    def _hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
+        found = holders.addresses(tensors)
+        if found:
+            self._held.append((self.book.moment(), category, found))
+
+    def _hold_modules(self, modules: Iterable[torch.nn.Module]) -> None:
+        parameters, buffers = holders.module_tensors(modules)
+        self._hold(Category.BUFFER, buffers)
+        self._hold(Category.GRADIENT, holders.gradients_of(parameters))
+        self._hold(Category.PARAMETER, parameters)
+
+    def _enter_root(self, module: torch.nn.Module) -> None:
+        if module not in self._roots:
+            self._roots.add(module)
+            self._hold_modules((module,))
+        self.steps.enter_forward()
+
+    def _before_backward(self, roots: Iterable[object]) -> None:
+        if self._with_labels:
+            self.modules.claim_loss(roots, sys._getframe(1))
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        parameters = list(holders.parameters_of(optimizer))
+        self._hold(Category.GRADIENT, holders.gradients_of(parameters))
+        self._hold(Category.PARAMETER, parameters)
+
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        self._hold(Category.OPTIMIZER_STATE, holders.state_of(optimizer))
+
+    # -- after it -----------------------------------------------------------------------------
+
+    def finish(
+        self, device: DeviceUse, end: ScriptEnd, command: tuple[str, ...], versions: Mapping[str, str]
+    ) -> Trace:
+        """Turn what was seen into a Trace. The script has ended; its objects are still alive."""
+        for optimizer in self.steps.optimizers:
+            self._hold(Category.PARAMETER, holders.parameters_of(optimizer))
+            self._hold(Category.OPTIMIZER_STATE, holders.state_of(optimizer))
+        self._hold_modules(self._roots)
+        statistics = {
+            name: value for name, value in torch.cuda.memory_stats(0).items() if isinstance(value, int)
+        }
+        snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
+        history = snapshot["device_traces"][0] if self._history else self._logged()
+        events, stacks, frames = columns(
+            history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
+        )
+        serials = events.label
+        return Trace(
+            events=_labelled(events, serials, self.book, self._held),
+            labels=self.book.labels,
+            stacks=stacks,
+            frames=frames,
+            marks=_placed(self.book.marks, serials),
+            segments=segments(snapshot),
+            device=device,
+            end=end,
+            settings=settings(snapshot),
+            statistics=statistics,
+            versions=versions,
+            command=command,
+            notes=tuple(self._notes.values()),
+        )
+
+    def _logged(self) -> list[dict[str, Any]]:
+        """Return the ghost's own log in the form of PyTorch's history, for back ends that keep none."""
+        if self._ghost is None:
+            return []
+        self.note(
+            Provenance.EXACT,
+            "PyTorch keeps no history with this allocator (cudaMallocAsync, or no caching): "
+            "figures are the CUDA runtime's own, without source lines.",
+        )
+        names = {"malloc": ("alloc",), "free": ("free_requested", "free_completed")}
+        return [
+            {
+                "action": action,
+                "addr": event.address,
+                "size": event.size,
+                "stream": event.stream,
+                "time_us": event.time_us,
+                "user_metadata": metadata_of(event.label),
+            }
+            for event in self._ghost.allocation_log()
+            for action in names[event.action]
+        ]
+
+
+def _uncached() -> bool:
+    import os
+
+    return bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
+
+
+def _positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
+    """Return, for each serial, the first event that carries it or a later one."""
+    latest = np.maximum.accumulate(serials) if len(serials) else serials
+    return [int(position) for position in np.searchsorted(latest, wanted)]
+
+
+def _placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]) -> tuple[Mark, ...]:
+    positions = _positions(serials, [serial for serial, _, _ in marks])
+    return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(positions, marks, strict=True))
+
+
+def _labelled(
+    events: Events, serials: npt.NDArray[np.int32], book: LabelBook, held: list[holders.Held]
+) -> Events:
+    """Put labels and categories on the events."""
+    label_of = np.array([*book.serials, -1], dtype=np.int32)
+    known = (serials >= 0) & (serials < len(book.serials))
+    label = label_of[np.where(known, serials, len(book.serials))]
+    category = np.zeros(len(events), dtype=np.uint8)
+    live: dict[int, int] = {}
+    actions, addresses = events.action.tolist(), events.address.tolist()
+    seen = 0
+    for at, (_, kind, found) in zip(
+        _positions(serials, [serial for serial, _, _ in held]), held, strict=True
+    ):
+        for position in range(seen, at):
+            if actions[position] == Action.ALLOC:
+                live[addresses[position]] = position
+        seen = max(seen, at)
+        for address in found:
+            if address in live:
+                category[live[address]] = kind
+    return Events(
+        action=events.action,
+        address=events.address,
+        size=events.size,
+        stream=events.stream,
+        time=events.time,
+        label=label,
+        stack=events.stack,
+        category=category,
+    )

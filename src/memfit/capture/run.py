@@ -1,0 +1,187 @@
+"""The user's side of a run: build the ghost, start the process on it, and read the trace it leaves.
+
+this process                       the process on the ghost (child.py)
+------------                       -----------------------------------
+build, settings ──── argv ───────> load ghost, run script
+progress line   <─── pipe ──────── step, allocated, peak, end
+read_trace      <─── file ──────── write_trace
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from memfit.capture.settings import ChildSettings
+from memfit.errors import TargetError, UnsuitableEnvironmentError, UsageError
+from memfit.records import ScriptEnd
+
+POLL = 0.1  # seconds between two looks at the process
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the script is."""
+
+    step: int = 0
+    """Training steps completed."""
+    allocated: int = 0
+    """Bytes allocated now."""
+    peak: int = 0
+    """Bytes allocated at most so far."""
+
+
+class _Line(msgspec.Struct):
+    """One line from the child: progress, or the end."""
+
+    step: int = 0
+    allocated: int = 0
+    peak: int = 0
+    end: ScriptEnd | None = None
+    traced: bool = False
+
+
+def run_on_ghost(settings: ChildSettings, on_progress: Callable[[Progress], None]) -> ScriptEnd:
+    """Run a script in a process of its own on the ghost.
+
+    Args:
+        settings: what to run and how; ``progress`` is filled in here.
+        on_progress: called about ten times a second, also when nothing new is known.
+
+    Returns:
+        How the script ended. The trace is at ``settings.output``.
+
+    Raises:
+        TargetError: the script never used the GPU, or its process died.
+        UnsuitableEnvironmentError: torch here has no kernels for the device asked for.
+    """
+    reader, writer = os.pipe()
+    try:
+        with _interrupts_left_to_the_script():
+            line = _talk(settings, reader, writer, on_progress)
+    finally:
+        os.close(reader)
+    if line.end is None:
+        raise AssertionError  # _talk raises in that case
+    if line.end.reason == "refused":
+        raise UnsuitableEnvironmentError(line.end.exception)
+    if not line.traced:
+        raise TargetError(_never_used(settings, line.end))
+    return line.end
+
+
+def check_script(arguments: tuple[str, ...], *, module: bool) -> None:
+    """Refuse a script that is not there, before anything is built.
+
+    Raises:
+        UsageError: no such file, or not a Python file or folder.
+    """
+    if module:
+        return
+    path = Path(arguments[0])
+    if not path.exists():
+        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
+
+
+def _talk(
+    settings: ChildSettings, reader: int, writer: int, on_progress: Callable[[Progress], None]
+) -> _Line:
+    settings = msgspec.structs.replace(settings, progress=writer)
+    text = msgspec.json.encode(settings, enc_hook=str).decode()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-m", "memfit.capture.child", text],
+        pass_fds=(writer,),
+    )
+    os.close(writer)
+    last = _Line()
+    try:
+        for line in _lines(reader, process):
+            last = line or last
+            on_progress(Progress(last.step, last.allocated, last.peak))
+            if last.end is not None:
+                break
+        status = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if last.end is None:
+        raise TargetError(_died(status))
+    return last
+
+
+def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_Line | None]:
+    """Yield what the child says, and None when it has been silent for a moment, until it ends."""
+    decoder = msgspec.json.Decoder(_Line)
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while True:
+            # Not until end of file: processes that the script started may hold the pipe open.
+            alive = process.poll() is None
+            if not selector.select(POLL if alive else 0):
+                if not alive:
+                    return
+                yield None
+                continue
+            chunk = os.read(reader, 65536)
+            if not chunk:
+                return
+            *complete, rest = (rest + chunk).split(b"\n")
+            for text in complete:
+                yield decoder.decode(text)
+
+
+@contextmanager
+def _interrupts_left_to_the_script() -> Iterator[None]:
+    """Let Ctrl-C end the script, which shares the terminal, and not this process, which reports on it."""
+    presses = 0
+
+    def ignore_first(_number: int, _frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGINT, ignore_first)
+    except ValueError:  # not the main thread: signals are somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _never_used(settings: ChildSettings, end: ScriptEnd) -> str:
+    name = settings.arguments[0]
+    if end.reason == "exception":
+        return f"{name} failed before it used the GPU: {end.exception}"
+    if end.reason == "interrupted":
+        return f"{name} was interrupted before it used the GPU."
+    if end.exit_code:
+        return f"{name} ended with exit code {end.exit_code} before it used the GPU."
+    return (
+        f"{name} ran to its end and never used the GPU, so there is nothing to measure. "
+        "Does it choose its device from an option, or run on the CPU by default?"
+    )
+
+
+def _died(status: int) -> str:
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return (
+        f"The process on the ghost {how} without a result. If a Python traceback stands above, it names the "
+        "line; a crash inside a CUDA library call is a gap of the ghost: memfit doctor lists the known ones."
+    )

@@ -1,0 +1,31 @@
+"""What the parent tells the process on the ghost."""
+
+import msgspec
+
+from memfit.ghost.build import Build
+from memfit.ghost.load import GhostDevice
+from memfit.records import DeviceUse
+
+
+class ChildSettings(msgspec.Struct, frozen=True):
+    """One run of a script on the ghost. Travels as JSON on the command line."""
+
+    arguments: tuple[str, ...]
+    """``sys.argv`` of the script."""
+    module: bool
+    """Whether ``arguments[0]`` names a module, as after ``python -m``."""
+    output: str
+    """Where the trace is written."""
+    steps: int
+    build: Build
+    ghost_device: GhostDevice
+    device: DeviceUse
+    values: str
+    """``ValueChoices`` as on the command line."""
+    host_memory: bool
+    """Pass over the filling of large CPU tensors."""
+    labels: bool
+    progress: int
+    """File descriptor for progress lines, or -1."""
+    stdout_to_stderr: bool
+    """The script's standard output goes to standard error, because the result goes to standard output."""

@@ -1,0 +1,198 @@
+"""Where in a training step the script is, and when it has made enough of them.
+
+    setup ─> forward ─> loss ─> backward ─> between ─> optimizer ─> input ─> forward ─> ...
+
+A training step is complete when every optimizer in use has stepped once more: with two optimizers
+(a GAN) that is after the slower one. A step that GradScaler skips counts, since the script goes on.
+Where parameters are updated by hand there is no optimizer, and each backward pass is a step.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memfit.capture.labels import LabelBook
+from memfit.records import MarkKind, Phase
+
+PATIENCE = 8
+"""Steps that other optimizers may make while one that has never stepped is waited for. A critic that
+steps five times per generator step is common; an optimizer built and never used must not run forever."""
+
+FORBEARANCE = 3
+"""How often a script may catch the exception that ends it before it is ended without being asked."""
+
+
+class EnoughStepsReached(BaseException):
+    """Ends the script once enough steps were made.
+
+    Not an ``Exception``, so that a training loop's own error handling lets it pass, as it does
+    ``SystemExit``.
+    """
+
+
+class Steps:
+    """Counts training steps, labels their phases, and ends the script after enough of them.
+
+    Args:
+        book: where labels and marks go.
+        wanted: training steps after which the script is ended.
+        before_optimizer: called when an optimizer is about to step (its gradients are there).
+        after_optimizer: called when it has stepped (its state is there).
+        before_backward: called with the roots of an outermost backward pass.
+        on_change: called at each change of phase, for the progress line.
+        end_now: called when the script keeps catching the exception that should end it.
+    """
+
+    def __init__(
+        self,
+        book: LabelBook,
+        wanted: int,
+        *,
+        before_optimizer: Callable[[Optimizer], None],
+        after_optimizer: Callable[[Optimizer], None],
+        before_backward: Callable[[tuple[object, ...]], None],
+        on_change: Callable[[], None],
+        end_now: Callable[[], None],
+    ) -> None:
+        self._book = book
+        self._wanted = wanted
+        self._before_optimizer = before_optimizer
+        self._after_optimizer = after_optimizer
+        self._before_backward = before_backward
+        self._on_change = on_change
+        self._end_now = end_now
+        self._ends = 0
+        self._built: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: dict[int, int] = {}  # id(optimizer) -> steps; ids of those in use stay alive
+        self._order: dict[int, int] = {}
+        self._inside: dict[int, int] = {}  # thread -> label to return to after the optimizer
+        self._backwards = 0
+        self._depth = 0
+        self.forwards = 0
+        self.completed = 0
+        """Training steps completed."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running on any thread."""
+        return self._depth > 0
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that exist now."""
+        return tuple(self._built)
+
+    def install(self) -> None:
+        """Put hooks on the optimizers, backward passes and gradient scalers of this process."""
+        register_optimizer_step_pre_hook(self._enter_optimizer)
+        register_optimizer_step_post_hook(self._leave_optimizer)
+        _wrap(Optimizer, "__init__", self._building)
+        _wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
+        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
+        _wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
+
+    def enter_forward(self) -> None:
+        """Mark that an outermost module is about to run."""
+        self._book.mark(MarkKind.FORWARD, self.forwards)
+        self.forwards += 1
+        self._on_change()
+
+    def enter(self, phase: Phase) -> None:
+        """Label the calling thread with a phase outside any module."""
+        self._book.use(self._book.intern(phase))
+        self._on_change()
+
+    # -- optimizers ---------------------------------------------------------------------------
+
+    def _building(
+        self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        self._built.add(optimizer)
+
+    def _enter_optimizer(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        self._inside[threading.get_ident()] = self._book.current()
+        self._before_optimizer(optimizer)
+        self.enter(Phase.OPTIMIZER)
+
+    def _leave_optimizer(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        before = self._inside.pop(threading.get_ident(), 0)
+        self._after_optimizer(optimizer)
+        if self.in_backward:  # a step fused into the backward
+            self._book.use(before)
+        else:
+            self.enter(Phase.INPUT)
+        self._count(optimizer)
+
+    def _scaled_step(
+        self, original: Callable[..., Any], scaler: object, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = self._stepped.get(id(optimizer), 0)
+        result = original(scaler, optimizer, *args, **kwargs)
+        if self._stepped.get(id(optimizer), 0) == before:
+            self.enter(Phase.INPUT)
+            self._count(optimizer)
+        return result
+
+    def _count(self, optimizer: Optimizer) -> None:
+        key = id(optimizer)
+        self._built.add(optimizer)  # one that was unpickled was never built here
+        self._stepped[key] = self._stepped.get(key, 0) + 1
+        index = self._order.setdefault(key, len(self._order))
+        self._book.mark(MarkKind.OPTIMIZER_STEP, index)
+        alive = {id(built) for built in self._built}
+        in_use = [steps for key, steps in self._stepped.items() if key in alive]
+        waiting = len(alive) > len(in_use) and max(in_use) < self._wanted + PATIENCE
+        if not waiting:
+            self._complete(min(in_use))
+
+    # -- backward passes ----------------------------------------------------------------------
+
+    def _backward(
+        self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.in_backward:  # a reentrant checkpoint, or a gradient taken inside a backward
+            return original(roots, *args, **kwargs)
+        if not self._built:
+            self._complete(self._backwards)  # the last backward's update by hand has now been made
+        self._book.mark(MarkKind.BACKWARD, self._backwards)
+        self._before_backward(roots)
+        self.enter(Phase.BACKWARD)
+        self._depth += 1
+        try:
+            return original(roots, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            self._backwards += 1
+            self.enter(Phase.BETWEEN)
+
+    def _complete(self, steps: int) -> None:
+        while self.completed < steps:
+            self._book.mark(MarkKind.TRAINING_STEP, self.completed)
+            self.completed += 1
+        self._on_change()
+        if self.completed >= self._wanted:
+            self._ends += 1
+            if self._ends > FORBEARANCE:
+                self._end_now()
+            raise EnoughStepsReached
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,235 @@
+"""The command line: thin. Each command calls one function of api.py and prints what it returns.
+
+Results go to standard output, progress and errors to standard error.
+Exit codes: 0 it could be measured; 1 ``--fail`` and it does not fit; 2 usage; 3 the script could not be run.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from memfit.errors import MemfitError, TargetError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from memfit.capture.run import Progress
+    from memfit.records import DryRun
+
+_REDRAW = 0.1  # seconds between two states of the progress line
+_SILENT = 10.0  # seconds between two lines of progress where there is no terminal
+
+app = App(
+    name="memfit",
+    help="Know what GPU memory a training script will use, without the GPU.",
+    version_flags=["--version"],
+    result_action="return_value",
+)
+_TARGET = Group("The GPU", sort_key=1)
+_OUTPUT = Group("Output", sort_key=2)
+_GHOST = Group("What the ghost cannot know", sort_key=3)
+
+
+@app.command(
+    name="dry-run",
+    usage="Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n"
+    "       memfit dry-run [OPTIONS] -m MODULE [ARGS...]",
+)
+def dry_run(  # noqa: PLR0913 - one parameter an option
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    gpu: Annotated[str, Parameter(group=_TARGET)] = "A100-80GB",
+    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    in_use: Annotated[str, Parameter(group=_TARGET)] = "0",
+    steps: int = 3,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=_OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=_OUTPUT)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
+    values: Annotated[str, Parameter(group=_GHOST)] = "",
+    fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
+    labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
+) -> int:
+    """Run a script on the ghost GPU and say what it would use.
+
+    The ghost is a stand-in CUDA runtime: PyTorch's allocations are real, nothing is computed, and no
+    GPU is needed. The script runs unmodified, as python would run it, and is ended after a few
+    training steps. Options of memfit come before the script; what follows is the script's own.
+
+    Args:
+        command: The script and its own arguments.
+        module: Run a module, as python -m does.
+        gpu: The GPU to stand in for; memfit gpus lists them. A MIG slice: A100-80GB:1g.10gb.
+        memory: Memory of the GPU instead of its own: 12GiB.
+        in_use: Memory that a desktop or another job already holds: 1.5GiB.
+        steps: Training steps after which the script is ended.
+        output: Keep the trace in this file (run.memfit).
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with 1 if it does not fit.
+        values: What the script is told when it reads a GPU value: float=1,int=0,bool=false,count=upper.
+        fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
+        labels: Record modules and phases. Figures are the same without.
+    """
+    from memfit import api
+    from memfit.units import parse_bytes
+
+    if not command:
+        raise UsageError("Which script? memfit dry-run SCRIPT.py [ARGS...], or -m MODULE.")
+    if json is not None and json != "-" and not Path(json).absolute().parent.is_dir():
+        raise UsageError(f"Cannot write {json}: its folder does not exist.")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise UsageError(f"Cannot write {output}: its folder does not exist.")
+    with _progress_line(steps) as on_progress:
+        result = api.dry_run(
+            command[0],
+            command[1:],
+            module=module,
+            gpu=gpu,
+            memory=None if memory is None else parse_bytes(memory),
+            in_use=parse_bytes(in_use),
+            steps=steps,
+            values=values,
+            host_memory=not fill_host_memory,
+            labels=labels,
+            output=output,
+            stdout_to_stderr=json == "-",
+            on_progress=on_progress,
+        )
+    _write(result, json)
+    if output is not None:
+        print(f"Trace: {output}  (memfit explain {output})", file=sys.stderr)
+    return _exit_code(result, fail=fail)
+
+
+@app.command
+def explain(path: Path, /, *, json: Annotated[str | None, Parameter()] = None) -> int:
+    """Say what a trace file holds: the peak, what held it, and where.
+
+    Args:
+        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
+        json: Write the result as JSON to this file, or - for standard output.
+    """
+    from memfit import api
+
+    _write(api.summarize(api.read(path)), json)
+    return 0
+
+
+@app.command
+def gpus() -> int:
+    """List the GPUs that the ghost can stand in for."""
+    from memfit.devices import all_devices
+    from memfit.report.devices import print_devices
+
+    print_devices(all_devices(), _stdout())
+    return 0
+
+
+@app.command
+def doctor() -> int:
+    """Look whether everything memfit needs is here: torch, a compiler, the ghost."""
+    from memfit.api import diagnose
+    from memfit.report.doctor import print_diagnosis
+
+    return print_diagnosis(diagnose(), _stdout())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(_script_begins(tokens), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
+        code = UsageError.exit_code
+    except MemfitError as error:
+        print(f"memfit: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has gone; Python would complain once more while ending
+        code = 141
+    sys.exit(code)
+
+
+def _script_begins(tokens: list[str]) -> list[str]:
+    """Put ``--`` before the script, so that what follows it is the script's own, as with python.
+
+    >>> _script_begins(["dry-run", "--steps", "2", "train.py", "--steps", "9"])
+    ['dry-run', '--steps', '2', '--', 'train.py', '--steps', '9']
+    """
+    if tokens[:1] != ["dry-run"]:
+        return tokens
+    takes = {
+        name: argument.token_count()[0]
+        for argument in app["dry-run"].assemble_argument_collection()
+        for name in argument.names
+    }
+    position = 1
+    while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
+        name, inline, _ = tokens[position].partition("=")
+        position += 1 + (0 if inline else takes.get(name, 0))
+    if position >= len(tokens) or tokens[position] == "--":
+        return tokens
+    return [*tokens[:position], "--", *tokens[position:]]
+
+
+def _write(result: "DryRun", json: str | None) -> None:
+    from memfit.report.schema import to_json
+    from memfit.report.terminal import print_summary
+
+    if json == "-":
+        sys.stdout.write(to_json(result).decode() + "\n")
+        return
+    print_summary(result, _stdout())
+    if json is not None:
+        Path(json).write_bytes(to_json(result) + b"\n")
+
+
+def _exit_code(result: "DryRun", *, fail: bool) -> int:
+    if result.end.reason == "interrupted":
+        return 130
+    if result.end.reason == "exception" or (result.end.reason == "end" and result.end.exit_code):
+        return TargetError.exit_code
+    return 1 if fail and result.verdict != "fits" else 0
+
+
+def _stdout() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+@contextmanager
+def _progress_line(steps: int) -> "Iterator[Callable[[Progress], None]]":
+    """Show how far the script is on standard error: one live line on a terminal, else a line now and then."""
+    from memfit.units import format_gib
+
+    live = sys.stderr.isatty()
+    start = last = time.monotonic()
+
+    def show(progress: "Progress") -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < (_REDRAW if live else _SILENT):
+            return
+        last = now
+        text = (
+            f"memfit: step {min(progress.step + 1, steps)}/{steps} · "
+            f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · "
+            f"{now - start:.0f} s"
+        )
+        print(f"\r\x1b[2K{text}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if live:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What a trace means: the peak, who holds it, whether it grows."""

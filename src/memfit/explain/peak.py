@@ -1,0 +1,182 @@
+"""From a trace to the answer of a dry run: the peak, what holds it, where, and whether it grows."""
+
+from collections import Counter
+
+import numpy as np
+
+from memfit.allocator.rounding import segment_size
+from memfit.allocator.timeline import timeline
+from memfit.records import (
+    Action,
+    Category,
+    DryRun,
+    Figure,
+    Growth,
+    Label,
+    MarkKind,
+    Note,
+    OutOfMemory,
+    Phase,
+    Place,
+    Provenance,
+    Term,
+    Timeline,
+    Trace,
+)
+
+CATEGORIES = {
+    Category.PARAMETER: "parameters",
+    Category.BUFFER: "buffers",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.REST: "the rest",
+}
+
+
+def summarize(trace: Trace) -> DryRun:
+    """Answer what a script uses, from its trace alone.
+
+    Returns:
+        The verdict, peaks in bytes, the terms that sum to them, and what the reader must know.
+    """
+    line = timeline(trace)
+    steps = sum(mark.kind is MarkKind.TRAINING_STEP for mark in trace.marks)
+    peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
+    allocated = int(line.allocated.max(initial=0))
+    reserved = int(line.reserved.max(initial=0))
+    context = trace.device.context
+    process = Figure(reserved + context.bytes, Provenance.ASSUMED, "reserved + CUDA context")
+    failed = _out_of_memory(trace)
+    return DryRun(
+        verdict=_verdict(trace, failed),
+        device=trace.device,
+        steps=steps,
+        peak_allocated=allocated,
+        peak_reserved=reserved,
+        peak_process=process,
+        peak_place=_place(trace, peak),
+        terms=(
+            *_held(trace, line, peak),
+            Term("allocated", Figure(allocated, Provenance.EXACT)),
+            Term("cached, not allocated", Figure(reserved - allocated, Provenance.EXACT)),
+            Term("reserved", Figure(reserved, Provenance.EXACT)),
+            Term("CUDA context", context),
+            Term("process", process),
+        ),
+        out_of_memory=failed,
+        growth=_growth(trace, line),
+        end=trace.end,
+        notes=(*trace.notes, *_notes(trace, line, steps)),
+        versions=trace.versions,
+        command=trace.command,
+    )
+
+
+def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
+    if trace.end.reason == "out of memory":
+        return "out of memory"
+    return "fits" if failed is None else "does not fit"
+
+
+def _held(trace: Trace, line: Timeline, peak: int) -> list[Term]:
+    """Split what is allocated at an event by category; rounding goes with the block it belongs to."""
+    events = trace.events
+    index = np.arange(len(events))
+    alive = (events.action == Action.ALLOC) & (index <= peak) & (line.freed_by > peak)
+    totals = {
+        category: int(line.block_size[alive & (events.category == category)].sum()) for category in CATEGORIES
+    }
+    if len(events):
+        totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
+    return [Term(CATEGORIES[category], Figure(total, Provenance.EXACT)) for category, total in totals.items()]
+
+
+def _place(trace: Trace, event: int) -> Place:
+    """Say where the script was at an event."""
+    step = sum(mark.kind is MarkKind.TRAINING_STEP and mark.position <= event for mark in trace.marks)
+    begun = any(mark.kind is MarkKind.FORWARD and mark.position <= event for mark in trace.marks)
+    if not len(trace.events):
+        return Place(0, Phase.SETUP, "", "", "")
+    label_index = int(trace.events.label[event])
+    label = trace.labels[label_index] if label_index >= 0 else Label(Phase.SETUP, "", "", -1)
+    stack = int(trace.events.stack[event])
+    return Place(
+        step=step + 1 if begun else 0,
+        phase=label.phase,
+        module=label.module,
+        op=label.op,
+        line=_line(trace, stack if stack >= 0 else label.stack),
+    )
+
+
+def _line(trace: Trace, stack: int) -> str:
+    """Return ``file:line`` of the innermost frame that is the user's own, or else of the innermost."""
+    if stack < 0:
+        return ""
+    frames = [trace.frames[index] for index in trace.stacks[stack]]
+    frame = next((frame for frame in frames if frame.user), frames[0] if frames else None)
+    return f"{frame.file}:{frame.line}" if frame is not None else ""
+
+
+def _out_of_memory(trace: Trace) -> OutOfMemory | None:
+    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    if not len(failures):
+        return None
+    # The one that ended the script is the last; if it went on, the first is what it met first.
+    event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
+    requested = int(trace.events.size[event])
+    free = int(trace.events.address[event])
+    return OutOfMemory(_place(trace, event), requested, free, max(0, segment_size(requested) - free))
+
+
+def _growth(trace: Trace, line: Timeline) -> Growth:
+    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    if len(ends) <= 1:
+        return Growth(None, 0, "")
+    after = [int(line.allocated[position - 1]) if position else 0 for position in ends]
+    growth = after[-1] - after[-2]
+    if growth > 0:
+        return Growth(None, growth, _growing_line(trace, line, ends[-2], ends[-1]))
+    steady = len(after) - 1
+    while steady > 0 and after[steady - 1] == after[-1]:
+        steady -= 1
+    return Growth(steady + 1, 0, "")
+
+
+def _growing_line(trace: Trace, line: Timeline, before: int, after: int) -> str:
+    """Return the line that holds more after a step than before it, by the most bytes."""
+    events = trace.events
+    index = np.arange(len(events))
+    allocs = events.action == Action.ALLOC
+    held: Counter[str] = Counter()
+    for moment, sign in ((before, -1), (after, 1)):
+        for event in np.flatnonzero(allocs & (index < moment) & (line.freed_by >= moment)).tolist():
+            held[_place_line(trace, event)] += sign * int(line.block_size[event])
+    return max(held, key=lambda where: held[where], default="")
+
+
+def _place_line(trace: Trace, event: int) -> str:
+    stack, label = int(trace.events.stack[event]), int(trace.events.label[event])
+    return _line(trace, stack if stack >= 0 or label < 0 else trace.labels[label].stack)
+
+
+def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
+    notes = []
+    if not steps and trace.end.reason == "end":
+        backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
+        did = f"{backwards} backward passes" if backwards else "forward passes only"
+        notes.append(
+            Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
+        )
+    peak = trace.statistics.get("allocated_bytes.all.peak")
+    resets = [mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK]
+    seen = int(line.allocated[max(resets[-1] - 1, 0) if resets else 0 :].max(initial=0))
+    if peak is not None and peak != seen:
+        notes.append(
+            Note(
+                Provenance.ASSUMED,
+                f"PyTorch's own counter has a peak of {peak} bytes allocated where its history gives {seen}: "
+                "figures here may be off by the difference.",
+            )
+        )
+    return notes

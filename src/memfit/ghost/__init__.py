@@ -1,0 +1,1 @@
+"""The ghost: a stand-in CUDA runtime with no GPU behind it; allocations are real, nothing is computed."""

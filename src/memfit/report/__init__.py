@@ -1,0 +1,1 @@
+"""What people see: the terminal summary and the public JSON."""

@@ -1,0 +1,36 @@
+"""The table of GPUs on a terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from memfit.devices import Device
+from memfit.units import format_gib
+
+
+def print_devices(devices: Iterable[Device], console: Console) -> None:
+    """Print one row per GPU: what --gpu takes, and the figures that decide whether a job fits."""
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (
+        ("--gpu", "left"),
+        ("memory", "right"),
+        ("capability", "right"),
+        ("multiprocessors", "right"),
+        ("CUDA context", "right"),
+        ("fast dtypes", "left"),
+    ):
+        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            device.name,
+            ("≈ " if "total_memory" in device.approximate else "") + format_gib(device.total_memory),
+            "{}.{}".format(*device.compute_capability),
+            str(device.multiprocessors),
+            "≈ " + format_gib(device.context),
+            " ".join(dtype for dtype in ("tf32", "bf16", "fp16", "fp8") if device.fast(dtype)) or "none",
+        )
+    console.print(table)
+    console.print(
+        "≈ approximate or assumed; every figure's source stands in memfit/devices.toml.", style="dim"
+    )

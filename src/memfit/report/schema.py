@@ -1,0 +1,152 @@
+"""The public JSON of a dry run. What is here is a promise; docs/dry-run.schema.json is made from it.
+
+Byte counts are integers. Fields may be added within a schema version; none is removed or changes meaning.
+"""
+
+import msgspec
+
+from memfit.records import DryRun, Note, OutOfMemory, Place
+
+SCHEMA = 1
+
+
+class Device(msgspec.Struct, frozen=True):
+    """The device the figures are for."""
+
+    name: str
+    total: int
+    """Bytes, as cudaMemGetInfo reports them."""
+    in_use: int
+    """Bytes taken by other processes before the run (--in-use)."""
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The most the run held, and where it was when it held most."""
+
+    allocated: int
+    """torch.cuda.max_memory_allocated()."""
+    reserved: int
+    """torch.cuda.max_memory_reserved()."""
+    process: int
+    """What nvidia-smi would show for the process."""
+    step: int
+    phase: str
+    module: str
+    op: str
+    line: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An allocation that failed for good."""
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    line: str
+    requested: int
+    free: int
+    shortfall: int
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One row of the summary."""
+
+    name: str
+    bytes: int
+    provenance: str
+    source: str
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Whether a training step leaves memory as it found it."""
+
+    steady_from: int | None
+    bytes_per_step: int
+    line: str
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """Something the reader of a figure must know."""
+
+    provenance: str
+    text: str
+    where: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """How the script ended."""
+
+    reason: str
+    exit_code: int
+    exception: str
+    where: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What ``memfit dry-run --json`` writes."""
+
+    schema: int
+    verdict: str
+    """``fits``, ``does not fit`` or ``out of memory``."""
+    device: Device
+    steps: int
+    peak: Peak
+    out_of_memory: Failure | None
+    terms: tuple[Term, ...]
+    growth: Growth
+    notes: tuple[Remark, ...]
+    end: End
+    command: tuple[str, ...]
+    versions: dict[str, str]
+
+
+def to_json(result: DryRun) -> bytes:
+    """Encode a dry run as its public JSON, on one line."""
+    return msgspec.json.encode(to_public(result))
+
+
+def json_schema() -> bytes:
+    """Return the JSON Schema of the public result."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Result)), indent=2)
+
+
+def to_public(result: DryRun) -> Result:
+    """Turn the internal answer into the public one."""
+    place = result.peak_place
+    return Result(
+        schema=SCHEMA,
+        verdict=result.verdict,
+        device=Device(result.device.name, result.device.total.bytes, result.device.in_use),
+        steps=result.steps,
+        peak=Peak(
+            result.peak_allocated,
+            result.peak_reserved,
+            result.peak_process.bytes,
+            *_where(place),
+        ),
+        out_of_memory=_failure(result.out_of_memory),
+        terms=tuple(
+            Term(term.name, term.figure.bytes, term.figure.provenance, term.figure.source)
+            for term in result.terms
+        ),
+        growth=Growth(result.growth.steady_from, result.growth.bytes_per_step, result.growth.line),
+        notes=tuple(_remark(note) for note in result.notes),
+        end=End(result.end.reason, result.end.exit_code, result.end.exception, result.end.where),
+        command=result.command,
+        versions=dict(result.versions),
+    )
+
+
+def _failure(failure: OutOfMemory | None) -> Failure | None:
+    if failure is None:
+        return None
+    return Failure(*_where(failure.place), failure.requested, failure.free, failure.shortfall)
+
+
+def _where(place: Place) -> tuple[int, str, str, str, str]:
+    return place.step, place.phase, place.module, place.op, place.line
+
+
+def _remark(note: Note) -> Remark:
+    return Remark(note.provenance, note.text, note.where)

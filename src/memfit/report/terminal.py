@@ -1,0 +1,156 @@
+"""The summary of a dry run on a terminal.
+
+Everything that comes from a trace is printed as plain text with its control characters shown, so that
+a module or file name can neither colour the terminal nor move its cursor.
+"""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import DryRun, Place, Provenance, Term
+from memfit.units import MIB, format_bytes, format_gib
+
+GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
+_BAR = 22  # characters of the longest bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_TOTALS = {"allocated", "reserved", "process"}
+_MOST_NOTES = 8
+
+
+def print_summary(result: DryRun, console: Console) -> None:
+    """Print the verdict, the ladder from allocated to process, and what the reader must know."""
+    console.print(_verdict(result))
+    console.print(_subject(result), style="dim")
+    console.print()
+    console.print(_peak(result.peak_place))
+    console.print(_ladder(result))
+    console.print(_growth(result))
+    for line in _notes(result):
+        console.print(line)
+    console.print(GHOST, style="dim")
+
+
+def inert(text: str) -> str:
+    r"""Return text with every control and bidirectional character shown as an escape.
+
+    >>> inert("layer\x1b[31m")
+    'layer\\x1b[31m'
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def short_path(line: str) -> str:
+    """Shorten ``file:line`` to the working folder or the home folder, whichever holds it.
+
+    >>> short_path(str(Path.cwd() / "train.py") + ":3")
+    'train.py:3'
+    """
+    for folder, name in ((Path.cwd(), ""), (Path.home(), "~" + os.sep)):
+        prefix = str(folder) + os.sep
+        if line.startswith(prefix):
+            return name + line.removeprefix(prefix)
+    return line
+
+
+def _verdict(result: DryRun) -> Text:
+    total = result.device.total.bytes
+    needed = result.peak_process.bytes + result.device.in_use
+    failure = result.out_of_memory
+    if failure is None:
+        text = Text("FITS", style="bold green")
+        text.append(f"   needs {format_gib(needed)} of {format_gib(total)}", style="not bold")
+        text.append(f"   leaves {format_gib(total - needed)}", style="not bold")
+        return text
+    text = Text(result.verdict.upper(), style="bold red")
+    text.append(
+        f"   asked for {format_bytes(failure.requested)}, {format_bytes(failure.free)} free: "
+        f"short {format_bytes(failure.shortfall)} of {format_gib(total)}",
+        style="not bold",
+    )
+    text.append(f"\nRan out in: {_where(failure.place)}", style="not bold default")
+    if result.end.reason != "out of memory":
+        text.append("\nThe script caught this and carried on.", style="not bold default")
+    return text
+
+
+def _subject(result: DryRun) -> Text:
+    parts = [
+        inert(" ".join(result.command[:1])),
+        inert(result.device.name),
+        f"torch {inert(result.versions.get('torch', '?'))}",
+        f"ghost, {result.steps} training step{'s' * (result.steps != 1)}",
+    ]
+    if result.device.in_use:
+        parts.append(f"{format_gib(result.device.in_use)} in use by others")
+    return Text(" · ".join(parts))
+
+
+def _where(place: Place) -> str:
+    step = f"step {place.step}" if place.step else ""
+    parts = [step, place.phase, inert(place.module), inert(place.op), inert(short_path(place.line))]
+    return " · ".join(part for part in parts if part)
+
+
+def _peak(place: Place) -> Text:
+    return Text(f"Peak in: {_where(place)}")
+
+
+def _ladder(result: DryRun) -> Table:
+    total = max(result.peak_process.bytes, 1)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="crop")
+    table.add_column(style="dim")
+    for term in result.terms:
+        share = "" if term.name in _TOTALS else f"{100 * term.figure.bytes / total:.0f} %"
+        bar = "" if term.name in _TOTALS else _bar(term.figure.bytes / total)
+        name = Text(("── " if term.name in _TOTALS else "  ") + term.name)
+        if term.name in _TOTALS:
+            name.stylize("bold")
+        table.add_row(name, format_gib(term.figure.bytes), share, bar, _provenance(term))
+    return table
+
+
+def _provenance(term: Term) -> str:
+    if term.name == "process":
+        return f"{term.figure.provenance}; nvidia-smi would show {-(-term.figure.bytes // MIB):,} MiB"
+    source = f": {inert(term.figure.source)}" if term.figure.provenance is Provenance.ASSUMED else ""
+    return f"{term.figure.provenance}{source}"
+
+
+def _bar(share: float) -> str:
+    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    return "█" * whole + _EIGHTHS[eighths].strip()
+
+
+def _growth(result: DryRun) -> Text:
+    growth = result.growth
+    if growth.bytes_per_step > 0:
+        where = f", held by {inert(short_path(growth.line))}" if growth.line else ""
+        return Text(
+            f"Still growing by {format_bytes(growth.bytes_per_step)} a step "
+            f"after {result.steps} steps{where}.",
+            style="yellow",
+        )
+    if growth.steady_from is not None:
+        return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
+    return Text("Fewer than two training steps were seen: whether memory grows is not known.", style="dim")
+
+
+def _notes(result: DryRun) -> list[Text]:
+    lines = []
+    for note in result.notes[:_MOST_NOTES]:
+        where = f"  {inert(short_path(note.where))}" if note.where else ""
+        lines.append(Text(f"note ({note.provenance}): {inert(note.text)}{where}"))
+    if len(result.notes) > _MOST_NOTES:
+        lines.append(Text(f"and {len(result.notes) - _MOST_NOTES} more notes: see --json -", style="dim"))
+    return lines
