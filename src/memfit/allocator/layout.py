@@ -1,0 +1,114 @@
+"""Which parts of the device's segments are free, by address.
+
+    segment 0x7000                                  segment 0xb000
+    |--- live ---|--- free ---|-- awaiting --|      |------- free -------|
+    0x7000       0x8000       0xa000         0xb000                      0xc000
+
+Two free blocks that touch are one, unless a segment ends between them: cudaMalloc may well return
+neighbours, which PyTorch never merges. All mapped expandable memory counts as one segment: a
+reservation is larger than the device, so between two of them some address is always unmapped.
+"""
+
+from bisect import bisect_right
+
+from memfit.errors import FileFormatError
+from memfit.records import Action, Events
+
+EXPANDABLE = -1
+"""The segment of all mapped memory."""
+
+
+class ImpossibleError(Exception):
+    """The event cannot have happened here; the message says why, the caller says where."""
+
+
+def impossible(events: Events, position: int, reason: ImpossibleError) -> FileFormatError:
+    """Name the event of a history that cannot be."""
+    action = Action(events.action[position]).name.lower()
+    address, size = int(events.address[position]), int(events.size[position])
+    return FileFormatError(
+        f"Cannot replay this trace: event {position} of {len(events)}, {action} of {size:,} bytes at "
+        f"{address:#x}, is impossible: {reason}. Part of the history is missing, or the allocator's "
+        "settings were not those that the trace names; record it again from the start."
+    )
+
+
+class Layout:
+    """Free blocks, half-open ``[start, stop)``, found by either end.
+
+    Blocks in use are not kept here: whoever takes one holds its stop and its segment.
+    """
+
+    __slots__ = ("_order", "_starts", "_stops")
+
+    def __init__(self) -> None:
+        self._starts: dict[int, tuple[int, int]] = {}  # start -> (stop, segment)
+        self._stops: dict[int, int] = {}  # stop -> start
+        self._order: list[int] = []  # starts in order, as of the last unmapping that asked for it
+
+    def take(self, start: int) -> tuple[int, int] | None:
+        """Remove the free block that starts there: its stop and segment, or None if there is none."""
+        block = self._starts.pop(start, None)
+        if block is not None:
+            del self._stops[block[0]]
+        return block
+
+    def put(self, start: int, stop: int, segment: int) -> None:
+        """Add a free block without looking at its neighbours: what a split leaves."""
+        self._starts[start] = stop, segment
+        self._stops[stop] = start
+
+    def release(self, start: int, stop: int, segment: int) -> None:
+        """Add a free block and merge it with the free neighbours of its segment.
+
+        Source: ``try_merge_blocks``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+        """
+        before = self._stops.get(start)
+        if before is not None and self._starts[before][1] == segment:
+            del self._starts[before], self._stops[start]
+            start = before
+        after = self._starts.get(stop)
+        if after is not None and after[1] == segment:
+            del self._starts[stop], self._stops[after[0]]
+            stop = after[0]
+        self._starts[start] = stop, segment
+        self._stops[stop] = start
+
+    def add_segment(self, start: int, stop: int) -> None:
+        """Add a segment from cudaMalloc, all free."""
+        if start in self._starts:
+            raise ImpossibleError("there is memory at that address already")
+        self.put(start, stop, start)
+
+    def remove_segment(self, start: int, stop: int) -> None:
+        """Give a segment back to cudaFree: it must be free in one piece."""
+        if self.take(start) != (stop, start):
+            raise ImpossibleError("that is not a segment that is wholly free")
+
+    def map(self, start: int, stop: int) -> None:
+        """Add mapped memory to an expandable segment."""
+        self.release(start, stop, EXPANDABLE)
+
+    def unmap(self, start: int, stop: int) -> None:
+        """Take whole handles out of a free block of an expandable segment; what is left stays free."""
+        around = self._mapped_around(start, stop)
+        if around is None:
+            # PyTorch unmaps in bursts, at most once per free block: the order of one burst serves
+            # all of it, and a block it no longer knows asks for a new one.
+            self._order = sorted(self._starts)
+            around = self._mapped_around(start, stop)
+        if around is None:
+            raise ImpossibleError("that memory is not mapped and free")
+        end, _ = self._starts.pop(around)
+        del self._stops[end]
+        if around < start:
+            self.put(around, start, EXPANDABLE)
+        if stop < end:
+            self.put(stop, end, EXPANDABLE)
+
+    def _mapped_around(self, start: int, stop: int) -> int | None:
+        """Find the start of the free mapped block that holds ``[start, stop)``."""
+        index = bisect_right(self._order, start) - 1
+        around = self._order[index] if index >= 0 else -1
+        end, segment = self._starts.get(around, (0, 0))
+        return around if segment == EXPANDABLE and stop <= end else None

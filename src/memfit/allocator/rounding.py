@@ -1,0 +1,94 @@
+"""How PyTorch's native allocator sizes blocks and segments.
+
+    requested  ->  rounded          to 512 B, or to a division of a power of two
+    rounded    ->  pool             small up to 1 MiB, large beyond
+    a free block of the pool:   |<---- rounded ---->|<-- remainder -->|
+                                 split off if the remainder is worth a block; otherwise the
+                                 block counts whole: 11 MiB alone in its 12 MiB segment takes 12 MiB
+
+Every rule is that of PyTorch 2.14.1, its name and file beside it.
+"""
+
+from memfit.allocator.config import INTERVALS, AllocatorConfig
+from memfit.units import MIB
+
+# c10/core/AllocatorConfig.h
+MIN_BLOCK = 512  # kMinBlockSize
+SMALL_SIZE = MIB  # kSmallSize: the largest block of the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: from here on a segment is made to measure
+ROUND_LARGE = 2 * MIB  # kRoundLarge
+
+_FIRST_INTERVAL = MIB.bit_length()
+_DEFAULTS = AllocatorConfig()
+
+
+def round_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
+    """Round a request up to the size that PyTorch looks for.
+
+    Args:
+        size: bytes as requested, at least 1 (a request of 0 bytes makes no block).
+        config: the settings in force.
+
+    Returns:
+        Bytes, a multiple of 512.
+
+    Source: ``round_size`` and ``roundup_power2_next_division``, c10/cuda/CUDACachingAllocator.cpp;
+    ``roundup_power2_divisions(size)``, c10/core/AllocatorConfig.cpp.
+
+    >>> round_size(4), round_size(1025)
+    (512, 1536)
+    """
+    if size < MIN_BLOCK:
+        return MIN_BLOCK
+    interval = min(max(size.bit_length() - _FIRST_INTERVAL, 0), INTERVALS - 1)
+    divisions = config.roundup_power2_divisions[interval]
+    if divisions > 1 and size > MIN_BLOCK * divisions:
+        # Between two powers of two: size > 512 * divisions makes a step at least 512 bytes.
+        step = (1 << (size.bit_length() - 1)) // divisions
+    else:
+        step = MIN_BLOCK
+    return -(-size // step) * step
+
+
+def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
+    """Return the bytes PyTorch asks cudaMalloc for when no cached block serves a request.
+
+    Expandable segments map whole handles instead: 2 MiB each in the small pool, ``large_segment_size``
+    each in the large one.
+
+    Args:
+        size: bytes as requested.
+        config: the settings in force.
+
+    Source: ``get_allocation_size``, c10/cuda/CUDACachingAllocator.cpp.
+
+    >>> segment_size(4), segment_size(11 * MIB)
+    (2097152, 12582912)
+    """
+    rounded = round_size(size, config)
+    if rounded <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    if rounded < MIN_LARGE_ALLOC:
+        return config.large_segment_size
+    return -(-rounded // ROUND_LARGE) * ROUND_LARGE
+
+
+def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAULTS) -> bool:
+    """Whether what a block has beyond a request becomes a free block of its own.
+
+    Args:
+        rounded: bytes after ``round_size``; their pool is the block's pool.
+        remainder: bytes that the free block has beyond them.
+        config: the settings in force.
+
+    Source: ``should_split``, c10/cuda/CUDACachingAllocator.cpp. Pools made with
+    ``torch.cuda.MemPool(no_split=True)`` never split; a history does not say which they are.
+
+    >>> should_split(11 * MIB, MIB), should_split(11 * MIB, MIB + 512)
+    (False, True)
+    """
+    if rounded <= SMALL_SIZE or config.expandable_segments:
+        return remainder >= MIN_BLOCK
+    splittable = config.max_split_size is None or rounded < config.max_split_size
+    return splittable and remainder > SMALL_SIZE

@@ -1,0 +1,46 @@
+"""Write a file whole or not at all."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from memfit.errors import UsageError
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file beside its final place and move it there when it is complete and on the disk.
+
+    Args:
+        path: where the file goes; a file that is there is replaced.
+        write: writes the content to the open file it is given.
+
+    Raises:
+        UsageError: the file cannot be written there. Nothing is left behind, whatever goes wrong.
+    """
+    # Replacing works on any name: /dev/null would become an ordinary file.
+    if path.exists() and not path.is_file():
+        raise UsageError(f"Cannot write {path}: it is not an ordinary file. Name a file to write to.")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(descriptor)
+        beside.replace(path)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _cannot_write(path, error) from None
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"Cannot write {path}: {error.strerror}. Name a file in a folder that you can write to."
+    )

@@ -1,0 +1,268 @@
+"""Read a pickle of plain data, and nothing else.
+
+A pickle is a program for a small stack machine, and Python's own one can be made to call any function.
+This one knows only how to build dicts, lists, tuples, strings, bytes, numbers, True, False and None:
+nothing here could reach a class or a function.
+
+Source: the opcodes are those of the standard library's ``pickletools``, protocols 2 to 5.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_OPERATIONS = 1 << 26
+"""One operation makes at most one object; a snapshot of two million events needs fewer."""
+
+
+class RefusedError(ValueError):
+    """The pickle is damaged or is not plain data; the message goes on from ``it ...``."""
+
+
+def loads(data: bytes) -> object:
+    """Decode a pickle.
+
+    Args:
+        data: the whole pickle, protocol 2 to 5; what follows its end is ignored, as pickle does.
+
+    Returns:
+        Plain data. What the pickle shares is shared in the result.
+
+    Raises:
+        RefusedError: it asks for a class or a function, is cut off, is not a pickle, or is too large.
+
+    >>> import pickle
+    >>> loads(pickle.dumps({"sizes": [1, 2.5, None]}))
+    {'sizes': [1, 2.5, None]}
+    """
+    machine = _Machine(data)
+    operations = _OPERATIONS
+    code = -1
+    try:
+        for _ in range(MAX_OPERATIONS):
+            code = data[machine.position]
+            machine.position += 1
+            if code == _STOP:
+                return machine.stack.pop()
+            operations[code](machine)
+    except KeyError:
+        raise RefusedError(_refusal(machine, code)) from None
+    except (IndexError, struct.error):
+        raise RefusedError("is cut off or damaged") from None
+    except (UnicodeDecodeError, TypeError, AttributeError):
+        raise RefusedError(f"is damaged near byte {machine.position:,}") from None
+    raise RefusedError(f"takes more than {MAX_OPERATIONS:,} operations to decode")
+
+
+class _Machine:
+    """The stack, the stacks set aside by marks, and the memo."""
+
+    __slots__ = ("data", "memo", "outer", "position", "stack")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.position = 0
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}  # a dict: an index may be any number, and must cost nothing
+
+    def take(self, size: int) -> bytes:
+        """Read the next bytes of the pickle."""
+        piece = self.data[self.position : self.position + size]
+        if len(piece) != size:
+            raise IndexError
+        self.position += size
+        return piece
+
+    def number(self, form: struct.Struct) -> Any:
+        """Read one number."""
+        (value,) = form.unpack_from(self.data, self.position)
+        self.position += form.size
+        return value
+
+    def pop_to_mark(self) -> list[Any]:
+        """Take everything above the last mark."""
+        above, self.stack = self.stack, self.outer.pop()
+        return above
+
+
+_Operation = Callable[[_Machine], None]
+_U8, _U16, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
+_I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
+_LONGEST_INTEGER = 9  # bytes: an unsigned 64-bit number and its sign
+_STOP = ord(".")
+
+
+def _ignore(form: struct.Struct) -> _Operation:
+    """Skip a number that says how the file is cut into pieces."""
+
+    def skip(machine: _Machine) -> None:
+        machine.number(form)
+
+    return skip
+
+
+def _push(make: Callable[[], object]) -> _Operation:
+    def push(machine: _Machine) -> None:
+        machine.stack.append(make())
+
+    return push
+
+
+def _push_number(form: struct.Struct) -> _Operation:
+    def push(machine: _Machine) -> None:
+        machine.stack.append(machine.number(form))
+
+    return push
+
+
+def _push_bytes(length: struct.Struct, decode: Callable[[bytes], object]) -> _Operation:
+    def push(machine: _Machine) -> None:
+        machine.stack.append(decode(machine.take(machine.number(length))))
+
+    return push
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")  # as pickle writes file names that are not UTF-8
+
+
+def _integer(data: bytes) -> int:
+    if len(data) > _LONGEST_INTEGER:
+        raise TypeError
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _push_tuple(size: int) -> _Operation:
+    def push(machine: _Machine) -> None:
+        stack = machine.stack
+        if len(stack) < size:
+            raise IndexError
+        stack[-size:] = [tuple(stack[-size:])]
+
+    return push
+
+
+def _tuple(machine: _Machine) -> None:
+    items = machine.pop_to_mark()
+    machine.stack.append(tuple(items))
+
+
+def _mark(machine: _Machine) -> None:
+    machine.outer.append(machine.stack)
+    machine.stack = []
+
+
+def _append(machine: _Machine) -> None:
+    item = machine.stack.pop()
+    _list(machine).append(item)
+
+
+def _appends(machine: _Machine) -> None:
+    items = machine.pop_to_mark()
+    _list(machine).extend(items)
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _dict_items(machine, [key], [value])
+
+
+def _set_items(machine: _Machine) -> None:
+    items = machine.pop_to_mark()
+    _dict_items(machine, items[::2], items[1::2])
+
+
+def _list(machine: _Machine) -> list[Any]:
+    container = machine.stack[-1]
+    if type(container) is not list:
+        raise TypeError
+    return container
+
+
+def _dict_items(machine: _Machine, keys: list[Any], values: list[Any]) -> None:
+    container = machine.stack[-1]
+    # Only keys that hash at once: a tuple nested a million deep would overflow the stack.
+    if type(container) is not dict or len(keys) != len(values) or not {*map(type, keys)} <= {str, int}:
+        raise TypeError
+    container.update(zip(keys, values, strict=True))
+
+
+def _memoize(machine: _Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _put(form: struct.Struct) -> _Operation:
+    def put(machine: _Machine) -> None:
+        machine.memo[machine.number(form)] = machine.stack[-1]
+
+    return put
+
+
+def _get(form: struct.Struct) -> _Operation:
+    def get(machine: _Machine) -> None:
+        index = machine.number(form)
+        if index not in machine.memo:
+            raise IndexError
+        machine.stack.append(machine.memo[index])
+
+    return get
+
+
+_OPERATIONS: dict[int, _Operation] = {
+    0x80: _ignore(_U8),  # PROTO
+    0x95: _ignore(_U64),  # FRAME
+    ord("("): _mark,
+    ord("N"): _push(lambda: None),
+    0x88: _push(lambda: True),
+    0x89: _push(lambda: False),
+    ord("J"): _push_number(_I32),  # BININT
+    ord("K"): _push_number(_U8),  # BININT1
+    ord("M"): _push_number(_U16),  # BININT2
+    ord("G"): _push_number(_F64),  # BINFLOAT
+    0x8A: _push_bytes(_U8, _integer),  # LONG1
+    0x8B: _push_bytes(_U32, _integer),  # LONG4
+    0x8C: _push_bytes(_U8, _text),  # SHORT_BINUNICODE
+    ord("X"): _push_bytes(_U32, _text),  # BINUNICODE
+    0x8D: _push_bytes(_U64, _text),  # BINUNICODE8
+    ord("C"): _push_bytes(_U8, bytes),  # SHORT_BINBYTES
+    ord("B"): _push_bytes(_U32, bytes),  # BINBYTES
+    0x8E: _push_bytes(_U64, bytes),  # BINBYTES8
+    ord(")"): _push(tuple),  # EMPTY_TUPLE
+    ord("]"): _push(list),  # EMPTY_LIST
+    ord("}"): _push(dict),  # EMPTY_DICT
+    0x85: _push_tuple(1),
+    0x86: _push_tuple(2),
+    0x87: _push_tuple(3),
+    ord("t"): _tuple,
+    ord("a"): _append,
+    ord("e"): _appends,
+    ord("s"): _set_item,
+    ord("u"): _set_items,
+    0x94: _memoize,
+    ord("q"): _put(_U8),  # BINPUT
+    ord("r"): _put(_U32),  # LONG_BINPUT
+    ord("h"): _get(_U8),  # BINGET
+    ord("j"): _get(_U32),  # LONG_BINGET
+}
+
+_CALLS = {
+    ord("i"): "INST", ord("o"): "OBJ", ord("R"): "REDUCE", ord("b"): "BUILD", ord("P"): "PERSID",
+    ord("Q"): "BINPERSID", 0x81: "NEWOBJ", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x92: "NEWOBJ_EX",
+}  # fmt: skip
+_GLOBAL, _STACK_GLOBAL = ord("c"), 0x93
+_NAME = 200  # characters of a name worth showing
+
+
+def _refusal(machine: _Machine, code: int) -> str:
+    """Say what the pickle asked for."""
+    if code == _GLOBAL:
+        lines = machine.data[machine.position :][:_NAME].split(b"\n")[:2]
+        names = [line.decode("utf-8", "replace") for line in lines]
+    elif code == _STACK_GLOBAL:
+        names = [name for name in machine.stack[-2:] if isinstance(name, str)]
+    elif code in _CALLS:
+        return f"asks for an object to be made ({_CALLS[code]})"
+    else:
+        return f"has the opcode {bytes((code,))!r}, which plain data does not need"
+    return f"asks for {'.'.join(names)[:_NAME]!r}, which is code"
