@@ -1,0 +1,130 @@
+"""What a shared library needs and imports, read from the file itself.
+
+    .dynamic        NEEDED libcudart.so.13, SONAME ...
+    .gnu.version_r  libcudart.so.13: version "libcudart.so.13" is number 7
+    .dynsym         cudaMalloc, undefined, version number 7  ->  imported from libcudart.so.13
+
+A user has a compiler at most, so binutils is not asked. Only 64-bit little-endian files, which is
+what x86-64 has. Source: System V ABI, chapters 4 and 5; the LSB on symbol versioning.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, align, entry
+_SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
+_DYNAMIC = struct.Struct("<qQ")  # tag, value
+_NEED = struct.Struct("<HHIII")  # version, count, file, first auxiliary, next
+_NEED_AUXILIARY = struct.Struct("<IHHII")  # hash, flags, number, name, next
+
+_SHT_DYNAMIC, _SHT_DYNSYM = 6, 11
+_SHT_GNU_VERNEED, _SHT_GNU_VERSYM = 0x6FFFFFFE, 0x6FFFFFFF
+_DT_NEEDED = 1
+_UNDEFINED = 0
+_HIDDEN = 0x8000
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """A symbol that a library wants from elsewhere."""
+
+    name: str
+    soname: str
+    """The library it must come from, or "" where the linker recorded none."""
+    version: str
+
+
+class ElfFile:
+    """A shared library, mapped rather than read: PyTorch's are half a gigabyte each.
+
+    Args:
+        path: the library.
+
+    Raises:
+        ValueError: it is no 64-bit little-endian ELF file.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._bytes[:6] != b"\x7fELF\x02\x01":
+            self._bytes.close()
+            raise ValueError(f"{path} is no 64-bit little-endian ELF file")
+        (table,) = struct.unpack_from("<Q", self._bytes, 40)
+        entry, count = struct.unpack_from("<HH", self._bytes, 58)
+        self._sections = [_SECTION.unpack_from(self._bytes, table + i * entry) for i in range(count)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bytes.close()
+
+    def needed(self) -> list[str]:
+        """Return the libraries it needs, by SONAME, in the file's order."""
+        for data, names in self._of_type(_SHT_DYNAMIC):
+            return [
+                self._text(names + value) for tag, value in _DYNAMIC.iter_unpack(data) if tag == _DT_NEEDED
+            ]
+        return []
+
+    def imports(self) -> list[Import]:
+        """Return the symbols it leaves to others to define."""
+        versions, numbers = self._versions_needed(), self._version_numbers()
+        found = []
+        for data, names in self._of_type(_SHT_DYNSYM):
+            for i, (name, _, _, section, _, _) in enumerate(_SYMBOL.iter_unpack(data)):
+                if section == _UNDEFINED and name:
+                    soname, version = versions.get(numbers[i] if numbers else 0, ("", ""))
+                    found.append(Import(self._text(names + name), soname, version))
+        return found
+
+    def defines(self, wanted: set[str]) -> set[str]:
+        """Return which of these names it defines itself."""
+        sought = {name.encode() for name in wanted}
+        found = set()
+        for data, names in self._of_type(_SHT_DYNSYM):
+            for name, _, _, section, _, _ in _SYMBOL.iter_unpack(data):
+                if section != _UNDEFINED and name:
+                    start = names + name
+                    text = self._bytes[start : self._bytes.find(b"\0", start)]
+                    if text in sought:
+                        found.add(text.decode())
+        return found
+
+    def _of_type(self, kind: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the bytes of each section of a type, and where its strings start in the file."""
+        for _, type_, _, _, offset, size, link, _, _, _ in self._sections:
+            if type_ == kind:
+                strings = self._sections[link][4] if link < len(self._sections) else 0
+                yield self._bytes[offset : offset + size], strings
+
+    def _text(self, start: int) -> str:
+        return self._bytes[start : self._bytes.find(b"\0", start)].decode()
+
+    def _version_numbers(self) -> tuple[int, ...]:
+        for data, _ in self._of_type(_SHT_GNU_VERSYM):
+            return tuple(number & ~_HIDDEN for (number,) in struct.iter_unpack("<H", data))
+        return ()
+
+    def _versions_needed(self) -> dict[int, tuple[str, str]]:
+        """Version number in this file -> the library and the version's name."""
+        versions = {}
+        for data, names in self._of_type(_SHT_GNU_VERNEED):
+            at = 0
+            while True:
+                _, count, file, auxiliary, next_ = _NEED.unpack_from(data, at)
+                soname, at_auxiliary = self._text(names + file), at + auxiliary
+                for _ in range(count):
+                    _, _, number, name, step = _NEED_AUXILIARY.unpack_from(data, at_auxiliary)
+                    versions[number] = (soname, self._text(names + name))
+                    at_auxiliary += step
+                if not next_:
+                    break
+                at += next_
+        return versions

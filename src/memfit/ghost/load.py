@@ -1,0 +1,234 @@
+"""Load the ghost into this process, before PyTorch, and drive it.
+
+load(build())            the runtime, and an empty library for each of NVIDIA's SONAMEs
+ghost.configure(device)  what the device is and how much memory it has
+import torch             the real one: a SONAME that is already loaded is not looked for again
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+
+from memfit.errors import GhostError
+from memfit.ghost.build import Build
+
+_REFUSALS = {
+    1: "the device count or the bytes in use are out of range",
+    2: "device memory is already allocated; configure it before anything uses CUDA",
+    3: "its 48 TiB of addresses could not be reserved; lift the limit on address space (ulimit -v unlimited)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GhostDevice:
+    """What the ghost says it is. Bytes unless named otherwise; the fields of ``struct ghost_device``."""
+
+    name: str
+    major: int
+    """Of the compute capability."""
+    minor: int
+    multiprocessors: int
+    threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
+    total_bytes: int
+    """As ``torch.cuda.mem_get_info`` reports it: the capacity."""
+    shared_per_block: int
+    shared_per_block_optin: int
+    shared_per_multiprocessor: int
+    l2_bytes: int
+    memory_bus_bits: int
+    clock_khz: int
+    memory_clock_khz: int
+
+
+class LogAction(IntEnum):
+    """What an entry of the allocation log says happened; ``enum ghost_action``."""
+
+    MALLOC = 0
+    FREE = 1
+    MALLOC_ASYNC = 2
+    FREE_ASYNC = 3
+    OUT_OF_MEMORY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """One call of cudaMalloc or its kin."""
+
+    action: LogAction
+    device: int
+    address: int
+    """0 for ``OUT_OF_MEMORY``."""
+    size: int
+    """Bytes as requested."""
+    stream: int
+    """The stream's handle; 0 for the default stream and for the synchronous calls."""
+    label: int
+    """What the calling thread had set with ``Ghost.set_label``."""
+    time_us: int
+    """Microseconds since the Unix epoch."""
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char * 256),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        ("multiprocessors", ctypes.c_int),
+        ("threads_per_multiprocessor", ctypes.c_int),
+        ("blocks_per_multiprocessor", ctypes.c_int),
+        ("total_bytes", ctypes.c_uint64),
+        ("shared_per_block", ctypes.c_uint64),
+        ("shared_per_block_optin", ctypes.c_uint64),
+        ("shared_per_multiprocessor", ctypes.c_uint64),
+        ("l2_bytes", ctypes.c_int),
+        ("memory_bus_bits", ctypes.c_int),
+        ("clock_khz", ctypes.c_int),
+        ("memory_clock_khz", ctypes.c_int),
+    )
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("action", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("label", ctypes.c_uint64),
+        ("time_us", ctypes.c_int64),
+    )
+
+
+class Ghost:
+    """The loaded runtime's controls. One per process: made by ``load``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.ghost_configure.argtypes = (ctypes.POINTER(_Device), ctypes.c_int, ctypes.c_uint64)
+        library.ghost_counter.argtypes = (ctypes.c_char_p,)
+        library.ghost_counter.restype = ctypes.c_uint64
+        library.ghost_set_capacity.argtypes = (ctypes.c_uint64,)
+        library.ghost_take.argtypes = (ctypes.c_int64,)
+        library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
+        library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
+        library.ghost_gaps_reached.restype = ctypes.c_size_t
+        library.ghost_allocation_log.argtypes = (ctypes.POINTER(_Event), ctypes.c_size_t)
+        library.ghost_allocation_log.restype = ctypes.c_size_t
+        library.ghost_set_label.argtypes = (ctypes.c_uint64,)
+        self._library = library
+
+    def configure(self, device: GhostDevice, *, count: int = 1, in_use: int = 0) -> None:
+        """Choose the device, before CUDA is initialised; in a forked child too.
+
+        Args:
+            device: what to stand in for.
+            count: how many of them.
+            in_use: bytes of each that are gone from the start: the CUDA context, other processes.
+
+        Raises:
+            GhostError: it refused, and why.
+
+        """
+        name, *figures = astuple(device)
+        refusal = self._library.ghost_configure(_Device(name.encode()[:255], *figures), count, in_use)
+        if refusal:
+            raise GhostError(
+                f"Cannot configure the ghost as {device.name}: {_REFUSALS.get(refusal, refusal)}."
+            )
+
+    def counter(self, name: str) -> int:
+        """Return a count since loading, or bytes of the current device.
+
+        Args:
+            name: "used", "used_peak", "capacity" (bytes); "mallocs", "frees", "maps", "launches",
+                "copies", "library_calls", "cudnn_calls". Any other is 0.
+
+        """
+        return int(self._library.ghost_counter(name.encode()))
+
+    def set_capacity(self, total: int) -> None:
+        """Change how many bytes each device has, at any time."""
+        self._library.ghost_set_capacity(total)
+
+    def take(self, size: int) -> None:
+        """Let another process on the card take bytes of the current device, or give them back if negative."""
+        self._library.ghost_take(size)
+
+    def hold_events(self, hold: bool) -> None:
+        """Keep events that are recorded from now on "not ready" until something synchronises, or let go."""
+        self._library.ghost_hold_events(int(hold))
+
+    @contextmanager
+    def answering_counts(self, count: int) -> Iterator[None]:
+        """Answer this thread's device-to-host copies of at most 8 bytes with a count."""
+        self._library.ghost_answer_counts(count)
+        try:
+            yield
+        finally:
+            self._library.ghost_answer_nothing()
+
+    def last_read_known(self) -> bool:
+        """Return whether this thread's last device-to-host copy was answered from remembered bytes."""
+        return bool(self._library.ghost_last_read_known())
+
+    def gaps_reached(self) -> tuple[str, ...]:
+        """Return the gaps and assumed answers the run has reached, in order of first use."""
+        needed = self._library.ghost_gaps_reached(None, 0)
+        text = ctypes.create_string_buffer(needed)
+        self._library.ghost_gaps_reached(text, needed)
+        return tuple(text.value.decode().split("\n")[:-1])
+
+    def log_allocations(self, on: bool) -> None:
+        """Start the allocation log afresh, or end it."""
+        self._library.ghost_log_allocations(int(on))
+
+    def set_label(self, label: int) -> None:
+        """Tag this thread's next entries of the allocation log."""
+        self._library.ghost_set_label(label)
+
+    def allocation_log(self) -> list[LogEvent]:
+        """Return every cudaMalloc, cudaFree and their stream-ordered kin since the log was started.
+
+        For allocators whose history PyTorch does not keep: ``backend:cudaMallocAsync`` and
+        ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``.
+        """
+        length = self._library.ghost_allocation_log(None, 0)
+        events = (_Event * length)()
+        length = min(length, self._library.ghost_allocation_log(events, length))
+        return [
+            LogEvent(LogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us)
+            for e in events[:length]
+        ]
+
+
+def load(build: Build) -> Ghost:
+    """Load the ghost into this process. ``import torch`` comes after.
+
+    Raises:
+        GhostError: PyTorch is loaded already, or the runtime cannot be.
+
+    Example:
+        >>> ghost = load(build())  # doctest: +SKIP
+        >>> ghost.configure(GhostDevice(...))  # doctest: +SKIP
+        >>> import torch  # doctest: +SKIP
+
+    """
+    if "torch" in sys.modules:
+        raise GhostError(
+            "Cannot load the ghost: PyTorch is loaded already. Load the ghost before import torch."
+        )
+    try:
+        runtime = ctypes.CDLL(str(build.library), mode=ctypes.RTLD_GLOBAL)
+        for soname in build.sonames:
+            ctypes.CDLL(str(build.folder / soname), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise GhostError(
+            f"Cannot load the ghost: {error}. Delete {build.folder} to have it built anew."
+        ) from error
+    # Where Triton finds libcuda.so to link its launchers with; without it, it asks ldconfig.
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
+    return Ghost(runtime)

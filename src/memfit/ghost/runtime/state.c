@@ -1,0 +1,262 @@
+/* What every part of the ghost shares: the configured device, its capacity, counters, the lock,
+ * and the record of gaps that were reached. */
+#include "ghost.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* Until it is configured the ghost is a small made-up card, so that a mistake is seen by its name. */
+struct ghost_device ghost_spec = {
+    .name = "memfit ghost (not configured)",
+    .major = 8,
+    .minor = 0,
+    .multiprocessors = 108,
+    .threads_per_multiprocessor = 2048,
+    .blocks_per_multiprocessor = 32,
+    .total_bytes = 8192 * MIB,
+    .shared_per_block = 48 * KIB,
+    .shared_per_block_optin = 163 * KIB,
+    .shared_per_multiprocessor = 164 * KIB,
+    .l2_bytes = 40 << 20,
+    .memory_bus_bits = 5120,
+    .clock_khz = 1410000,
+    .memory_clock_khz = 1215000,
+};
+int ghost_device_count = 1;
+struct device_memory ghost_devices[MAX_DEVICES];
+struct counters ghost_counts;
+_Thread_local int ghost_current_device;
+
+static _Thread_local status last_error;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+void ghost_lock(void) { pthread_mutex_lock(&lock); }
+void ghost_unlock(void) { pthread_mutex_unlock(&lock); }
+
+/* A child forked while another thread held the lock would wait for ever: so the forking thread
+ * holds it across the fork, and both sides let it go. */
+__attribute__((constructor)) static void survive_fork(void)
+{
+    pthread_atfork(ghost_lock, ghost_unlock, ghost_unlock);
+}
+
+int64_t ghost_now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* ---- Errors --------------------------------------------------------------------------------- */
+
+status ghost_fail(status error)
+{
+    last_error = error;
+    return error;
+}
+
+API status cudaGetLastError(void)
+{
+    status error = last_error;
+    last_error = SUCCESS;
+    return error;
+}
+
+API status cudaPeekAtLastError(void) { return last_error; }
+
+struct error_text {
+    status error;
+    const char *name, *text;
+};
+
+static const struct error_text ERRORS[] = {
+    {SUCCESS, "cudaSuccess", "no error"},
+    {INVALID_VALUE, "cudaErrorInvalidValue", "invalid argument"},
+    {OUT_OF_MEMORY, "cudaErrorMemoryAllocation", "out of memory"},
+    {INVALID_CONFIGURATION, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
+    {NOT_READY, "cudaErrorNotReady", "device not ready"},
+    {HOST_MEMORY_REGISTERED, "cudaErrorHostMemoryAlreadyRegistered",
+     "part or all of the requested memory range is already mapped"},
+    {HOST_MEMORY_NOT_REGISTERED, "cudaErrorHostMemoryNotRegistered",
+     "pointer does not correspond to a registered memory region"},
+    {NOT_SUPPORTED, "cudaErrorNotSupported", "not supported by memfit's ghost"},
+    {CAPTURE_UNMATCHED, "cudaErrorStreamCaptureUnmatched",
+     "the stream's capture was not begun by this call's counterpart"},
+};
+
+static const struct error_text *error_text(status error)
+{
+    static const struct error_text unknown = {-1, "cudaErrorUnknown", "unknown error"};
+    for (size_t i = 0; i < sizeof ERRORS / sizeof *ERRORS; i++)
+        if (ERRORS[i].error == error)
+            return &ERRORS[i];
+    return &unknown;
+}
+
+API const char *cudaGetErrorName(status error) { return error_text(error)->name; }
+API const char *cudaGetErrorString(status error) { return error_text(error)->text; }
+
+API status cuGetErrorName(status error, const char **name)
+{
+    *name = error_text(error)->name;
+    return SUCCESS;
+}
+
+API status cuGetErrorString(status error, const char **text)
+{
+    *text = error_text(error)->text;
+    return SUCCESS;
+}
+
+/* ---- Capacity ------------------------------------------------------------------------------- */
+
+uint64_t capacity_used(int device)
+{
+    return ghost_devices[device].others + ghost_devices[device].allocated;
+}
+
+static void note_peak(int device)
+{
+    if (capacity_used(device) > ghost_devices[device].used_peak)
+        ghost_devices[device].used_peak = capacity_used(device);
+}
+
+bool capacity_take(int device, uint64_t bytes)
+{
+    uint64_t used = capacity_used(device);
+    if (used > ghost_spec.total_bytes || bytes > ghost_spec.total_bytes - used)
+        return false;
+    ghost_devices[device].allocated += bytes;
+    note_peak(device);
+    return true;
+}
+
+void capacity_give(int device, uint64_t bytes) { ghost_devices[device].allocated -= bytes; }
+
+API int ghost_configure(const struct ghost_device *device, int count, uint64_t in_use)
+{
+    if (!device || count < 1 || count > MAX_DEVICES || in_use > device->total_bytes)
+        return GHOST_BAD_ARGUMENT;
+    if (!addresses_reserved())
+        return GHOST_NO_ADDRESSES;
+    ghost_lock();
+    int refused = 0;
+    for (int i = 0; i < MAX_DEVICES; i++)
+        if (ghost_devices[i].allocated != 0)
+            refused = GHOST_IN_USE;
+    if (!refused) {
+        ghost_spec = *device;
+        ghost_spec.name[sizeof ghost_spec.name - 1] = '\0';
+        ghost_device_count = count;
+        for (int i = 0; i < MAX_DEVICES; i++)
+            ghost_devices[i] = (struct device_memory){.others = in_use, .used_peak = in_use};
+    }
+    ghost_unlock();
+    return refused;
+}
+
+API void ghost_set_capacity(uint64_t total)
+{
+    ghost_lock();
+    ghost_spec.total_bytes = total;
+    ghost_unlock();
+}
+
+API void ghost_take(int64_t bytes)
+{
+    ghost_lock();
+    uint64_t *others = &ghost_devices[ghost_current_device].others;
+    uint64_t given_back = bytes < 0 ? -(uint64_t)bytes : 0;
+    if (bytes >= 0)
+        *others += (uint64_t)bytes;
+    else
+        *others -= given_back < *others ? given_back : *others;
+    note_peak(ghost_current_device);
+    ghost_unlock();
+}
+
+API uint64_t ghost_counter(const char *name)
+{
+    ghost_lock();
+    int device = ghost_current_device;
+    const struct {
+        const char *name;
+        uint64_t value;
+    } known[] = {
+        {"used", capacity_used(device)},
+        {"used_peak", ghost_devices[device].used_peak},
+        {"capacity", ghost_spec.total_bytes},
+        {"mallocs", ghost_counts.mallocs},
+        {"frees", ghost_counts.frees},
+        {"maps", ghost_counts.maps},
+        {"launches", ghost_counts.launches},
+        {"copies", ghost_counts.copies},
+        {"library_calls", ghost_counts.library_calls},
+        {"cudnn_calls", ghost_counts.cudnn_calls},
+    };
+    ghost_unlock();
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (strcmp(known[i].name, name) == 0)
+            return known[i].value;
+    return 0;
+}
+
+/* ---- Gaps ----------------------------------------------------------------------------------- */
+
+#define MAX_GAPS 512
+
+static const char *gaps[MAX_GAPS]; /* string literals, in the order they were first reached */
+static size_t gap_count;
+
+void ghost_assumed(const char *name)
+{
+    ghost_lock();
+    size_t i = 0;
+    while (i < gap_count && strcmp(gaps[i], name) != 0)
+        i++;
+    if (i == gap_count && gap_count < MAX_GAPS)
+        gaps[gap_count++] = name;
+    ghost_unlock();
+}
+
+long ghost_gap_called(const char *name, long refusal)
+{
+    ghost_assumed(name);
+    return refusal;
+}
+
+long ghost_stub_called(void)
+{
+    COUNT(library_calls);
+    forget_everything();
+    return SUCCESS;
+}
+
+API size_t ghost_gaps_reached(char *out, size_t capacity)
+{
+    size_t needed = 1;
+    if (capacity)
+        out[0] = '\0';
+    ghost_lock();
+    for (size_t i = 0; i < gap_count; i++) {
+        size_t at = needed - 1, length = strlen(gaps[i]);
+        needed += length + 1;
+        if (needed <= capacity) {
+            memcpy(out + at, gaps[i], length);
+            memcpy(out + at + length, "\n", 2);
+        }
+    }
+    ghost_unlock();
+    return needed;
+}
+
+status ghost_new_handle(void **out, size_t size)
+{
+    *out = calloc(1, size);
+    return *out ? SUCCESS : OUT_OF_MEMORY;
+}
