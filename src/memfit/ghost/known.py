@@ -1,0 +1,199 @@
+"""Which tensors on the ghost are known to hold one value throughout.
+
+Nothing is computed on the ghost (the CUDA runtime memfit puts in a GPU's place), but a script that fills a
+flag with ``True`` and later asks for it must be told ``True``. This file keeps such knowledge; ``rules.py``
+says where it comes from.
+
+    done = torch.full((8,), False, device="cuda")    version 0 of its storage: False
+    both = done | flags                              if both are known, so is the result
+    done.add_(1)                                     no rule, but the version is now 1: forgotten
+
+Knowledge hangs on a tensor's storage (held weakly: no device memory is kept alive, and an address that is
+used again belongs to another storage) and on the version that autograd counts up with every write in place,
+through whatever view. What writes without counting is met in two ways: knowledge is only noted where no
+kernel can still be at work on the tensor (``rules.py``), and a storage that was handed out past the counter,
+by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again (``KnownValues.expose``).
+"""
+
+import math
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Number = bool | int | float
+
+
+class Basis(IntEnum):
+    """What a known value rests on, from the surest; a result rests on the least sure of its inputs."""
+
+    FILLED = 0  # the script put it there, or it follows from what the script put there
+    FINITE = 1  # taken for granted: no value overflows or is NaN
+    CHECKED = 2  # taken for granted: checks on values pass, and searches find nothing
+
+
+class Known(NamedTuple):
+    """The value that every element of a tensor holds."""
+
+    value: Number
+    basis: Basis = Basis.FILLED
+
+
+def known_number(number: object) -> Known | None:
+    """Return a plain number as known; None for anything else, complex numbers included."""
+    return Known(number) if isinstance(number, bool | int | float) else None
+
+
+class _Entry(NamedTuple):
+    storage: StorageWeakRef
+    place: tuple[int, int]  # address and bytes of the storage: a resized one starts anew
+    part: tuple[object, ...] | None  # offset, sizes and strides; None where the tensor is the whole storage
+    version: int
+    dtype: torch.dtype
+    known: Known
+
+
+class KnownValues:
+    """A map from tensors to the value they hold; absence means that nothing is known.
+
+    >>> values = KnownValues()
+    >>> flag = torch.zeros(3)
+    >>> values.put(flag, Known(0.0))
+    >>> values.get(flag[1:])
+    Known(value=0.0, basis=<Basis.FILLED: 0>)
+    >>> _ = flag.add_(1)
+    >>> values.get(flag) is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._exposed: dict[int, StorageWeakRef] = {}
+        self._sweep_at = 1024
+
+    def get(self, tensor: torch.Tensor) -> Known | None:
+        """Say what every element of ``tensor`` holds, if that is known.
+
+        A view that reads the bytes as another dtype, negated or conjugated is not known.
+        """
+        storage = _storage(tensor)
+        entry = self._entries.get(storage._cdata) if storage is not None else None
+        if (
+            storage is None
+            or entry is None
+            or entry.version != tensor._version
+            or entry.dtype != tensor.dtype
+            or entry.place != _place(storage)
+            or (entry.part is not None and entry.part != _part(tensor))
+            or tensor.is_neg()
+        ):
+            return None
+        return entry.known
+
+    def put(self, tensor: torch.Tensor, known: Known | None) -> None:
+        """Note that every element of ``tensor`` now holds ``known``, or with None that nothing is known.
+
+        The value is rounded to the tensor's dtype; one that does not fit is not noted. Empty tensors and
+        tensors that stand for others (subclasses, fake tensors) are passed over.
+        """
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        self._entries.pop(storage._cdata, None)
+        value = None if known is None else rounded(known.value, tensor.dtype)
+        if known is None or value is None or not tensor.numel() or storage._cdata in self._exposed:
+            return
+        whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage.nbytes()
+        self._entries[storage._cdata] = _Entry(
+            StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+            _place(storage),
+            None if whole else _part(tensor),
+            tensor._version,
+            tensor.dtype,
+            Known(value, known.basis),
+        )
+        self._sweep()
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """Forget ``tensor``'s storage for good: from now on it may be written without its version telling."""
+        storage = _storage(tensor)
+        if storage is not None and storage._cdata not in self._exposed:
+            self._entries.pop(storage._cdata, None)
+            self._exposed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Now and then, drop what belonged to storages that are gone."""
+        if len(self._entries) + len(self._exposed) < self._sweep_at:
+            return
+        self._entries = {key: entry for key, entry in self._entries.items() if not _gone(entry.storage)}
+        self._exposed = {key: storage for key, storage in self._exposed.items() if not _gone(storage)}
+        self._sweep_at = 1024 + 2 * (len(self._entries) + len(self._exposed))
+
+
+def rounded(value: Number, dtype: torch.dtype) -> Number | None:
+    """Round a value as a tensor of ``dtype`` would hold it; None where it does not fit or is complex.
+
+    >>> rounded(0.1, torch.float16), rounded(1e9, torch.float16), rounded(3.0, torch.bool)
+    (0.0999755859375, inf, True)
+    >>> rounded(300, torch.uint8) is None
+    True
+    """
+    if dtype == torch.bool:
+        return bool(value)
+    if dtype.is_floating_point:
+        return _rounded_float(float(value), dtype)
+    if dtype.is_complex or not math.isfinite(value):
+        return None
+    limits = torch.iinfo(dtype)
+    return int(value) if limits.min <= value <= limits.max else None
+
+
+def _rounded_float(value: float, dtype: torch.dtype) -> float | None:
+    if dtype == torch.float64 or not math.isfinite(value):
+        return value
+    try:
+        if dtype == torch.float32:
+            return float(struct.unpack("f", struct.pack("f", value))[0])
+        if dtype == torch.float16:
+            return float(struct.unpack("e", struct.pack("e", value))[0])
+        if dtype == torch.bfloat16:  # the upper half of a float32, to the nearest, ties to even
+            (bits,) = struct.unpack("I", struct.pack("f", value))
+            bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+            return float(struct.unpack("f", struct.pack("I", bits))[0])
+    except OverflowError:  # struct's word for a finite value beyond the largest
+        return math.copysign(math.inf, value)
+    return None  # the 8-bit and smaller formats
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is an ordinary dense one: no subclass, nothing that stands for another tensor."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of an ordinary tensor with a version; None for every other kind."""
+    if not is_plain(tensor) or tensor.is_inference():
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
+        return None
+
+
+def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _part(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]

@@ -1,0 +1,125 @@
+"""How many elements an op finds when that depends on values: as many as there can be, or as the user chose.
+
+PyTorch's own kernel runs, so that its temporaries are all there; only the count it copies to the host, and
+sizes its result by, is answered.
+
+    op                                        at most                       answered by
+    --------------------------------------    --------------------------    ----------------------------
+    nonzero (and x[mask], where, masked_*)    every element                 the ghost: its small copies
+    unique, unique_consecutive, coalesce      every element, row or entry   the ghost: its small copies
+    repeat_interleave                         no bound: one each            prepared (``Values.prepared``)
+    one_hot, bincount without a size          no bound: 1,000               prepared
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from memfit.ghost.answers import Values
+from memfit.ghost.known import Basis
+from memfit.ghost.load import Ghost
+from memfit.ghost.overrides import Overrides, Run
+
+_CLASSES = 1000
+"""Classes where nothing bounds them: as many as ImageNet's, the commonest large label set."""
+
+
+def count_sizes(overrides: Overrides, values: Values, ghost: Ghost) -> None:
+    """Override every op whose result has as many elements as its input's values decide."""
+    _answer_by_ghost(overrides, values, ghost, "nonzero", "CUDA", _elements)
+    _answer_by_ghost(overrides, values, ghost, "_unique2", "CUDA", _elements)
+    _answer_by_ghost(overrides, values, ghost, "unique_consecutive", "CUDA", _slices)
+    _answer_by_ghost(overrides, values, ghost, "unique_dim", "CUDA", lambda tensor, dim, *_: tensor.size(dim))
+    _answer_by_ghost(overrides, values, ghost, "_coalesce", "SparseCUDA", lambda tensor: tensor._nnz())
+    _answer_by_reads(overrides, values)
+
+
+def _elements(tensor: torch.Tensor, *_: object) -> int:
+    return tensor.numel()
+
+
+def _slices(
+    tensor: torch.Tensor, _inverse: bool = False, _counts: bool = False, dim: int | None = None
+) -> int:
+    return tensor.numel() if dim is None else tensor.size(dim)
+
+
+def _answer_by_ghost(
+    overrides: Overrides, values: Values, ghost: Ghost, op: str, key: str, bound: Callable[..., int]
+) -> None:
+    """Have the ghost answer the small copies that ``op`` makes with how many elements are found."""
+
+    @overrides.add(op, key)
+    def count(run: Run, tensor: torch.Tensor, *args: object) -> object:
+        upper = bound(tensor, *args)
+        if upper == 0:
+            return run(tensor, *args)
+        found = _known_count(values, tensor) if op == "nonzero" else None
+        if found is None:
+            found = values.choices.count_of(upper)
+            name = op.removeprefix("_").removesuffix("2")
+            _note(values, found, f"{name} was taken to find {found:,} of at most {upper:,}")
+        with values.while_counting(), ghost.answering_counts(found):
+            return run(tensor, *args)
+
+
+def _known_count(values: Values, tensor: torch.Tensor) -> int | None:
+    """Count the nonzero elements of a uniform tensor; one that only a check vouches for may select any."""
+    known = values.known.get(tensor)
+    if known is None or known.basis is Basis.CHECKED:
+        return None
+    found = tensor.numel() if known.value else 0
+    if known.basis is Basis.FINITE:
+        values.assume("count", found, f"GPU values are taken to be finite: {found:,} were selected.")
+    return found
+
+
+def _answer_by_reads(overrides: Overrides, values: Values) -> None:
+    """Prepare what ops without an upper bound read of their input before they size their result."""
+
+    @overrides.add("repeat_interleave.Tensor", "CUDA")
+    def repeat_interleave(run: Run, repeats: torch.Tensor, *, output_size: int | None = None) -> object:
+        if output_size is not None or repeats.numel() == 0:
+            return run(repeats, output_size=output_size)
+        known = values.known.get(repeats)
+        if known is not None:
+            total = int(known.value) * repeats.numel()
+        else:
+            total = values.choices.count_of(repeats.numel())
+            _note(
+                values,
+                total,
+                f"repeat_interleave was taken to repeat {total:,} times in all, once each if all",
+            )
+        with values.prepared(total, True):  # the sum of the repeats, and that none is negative
+            return run(repeats)
+
+    @overrides.add("one_hot", "AutogradCUDA")
+    def one_hot(run: Run, tensor: torch.Tensor, num_classes: int = -1) -> object:
+        if num_classes != -1 or type(tensor) is not torch.Tensor or tensor.numel() == 0:
+            return run(tensor, num_classes)
+        with values.prepared(_classes(values, "one_hot", "num_classes") - 1):
+            return run(tensor)
+
+    @overrides.add("bincount", "CUDA")
+    def bincount(
+        run: Run, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+    ) -> object:
+        if tensor.numel() == 0:
+            return run(tensor, weights, minlength)
+        bins = minlength or _classes(values, "bincount", "minlength")
+        with values.prepared(bins - 1):
+            return run(tensor, weights, minlength)
+
+
+def _classes(values: Values, op: str, argument: str) -> int:
+    count = values.choices.count
+    classes = count if isinstance(count, int) else _CLASSES
+    _note(values, classes, f"{op} was taken to find {classes:,} classes; pass {argument} to say how many")
+    return max(classes, 1)
+
+
+def _note(values: Values, found: int, text: str) -> None:
+    values.assume(
+        "count", found, f"A size that depends on GPU values: {text}. --values count=… chooses otherwise."
+    )

@@ -1,0 +1,101 @@
+"""Which line of the user's script is being carried out, and what it calls."""
+
+import dis
+import functools
+import os
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def user_line(start: FrameType | None = None) -> str:
+    """Name the innermost line of Python that is neither PyTorch's, memfit's nor the standard library's.
+
+    A line outside ``site-packages`` is preferred: a loss computed inside ``transformers`` belongs to the
+    line of the script that called it. Without one, the innermost line of an installed package is named.
+
+    Args:
+        start: frame to search outwards from; the caller's by default.
+
+    Returns:
+        ``file:line``, or an empty string where Python has no such frame (PyTorch's autograd thread).
+
+    >>> user_line().endswith(":1")  # this line, as doctest numbers it
+    True
+    """
+    frame: FrameType | None = start or sys._getframe(1)
+    installed = ""
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "user":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if kind == "installed" and not installed:
+            installed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return installed
+
+
+def is_user_file(file: str) -> bool:
+    """Say whether a source file is the user's own: not the standard library's, not an installed package's."""
+    return _kind(file) == "user"
+
+
+def calls(frame: FrameType | None, names: frozenset[str]) -> bool:
+    """Say whether the call that ``frame`` is in the middle of is spelled with one of ``names``.
+
+    ``torch.full(...)`` and ``x.full(...)`` are spelled ``full``; a call whose spelling cannot be told (an
+    alias, ``partial``, Python run without positions) is none of the names. Frames of torch function modes
+    (``torch.set_default_device``) are looked through.
+    """
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and _called_name(frame.f_code, frame.f_lasti) in names
+
+
+@functools.lru_cache(maxsize=4096)
+def _called_name(code: CodeType, position: int) -> str:
+    """Name the function that the instruction at ``position`` calls, from where the call begins in the source.
+
+    The call ``torch.full((3,), 1)`` and what loads its function, ``torch.full``, begin at the same column; of
+    the names loaded from there before the call (``torch``, ``torch.full``) the longest is the function.
+    """
+    name, name_end, start = "", (-1, -1), None
+    for instruction in reversed([i for i in dis.get_instructions(code) if i.offset <= position]):
+        span = instruction.positions
+        if span is None or span.col_offset is None:
+            continue
+        begin, end = (span.lineno, span.col_offset), (span.end_lineno or 0, span.end_col_offset or 0)
+        if instruction.offset == position:
+            start = begin
+        elif begin == start and instruction.opname.startswith("LOAD_") and end > name_end:
+            name, name_end = str(instruction.argval), end
+    return name
+
+
+@functools.cache
+def _kind(file: str) -> str:
+    """Say whose a source file is: ``user``, ``installed`` (a third-party package) or ``internal``."""
+    if file.startswith((_OWN, "<frozen")):
+        return "internal"
+    for root in _package_roots():
+        if file.startswith(root):
+            return "internal" if file.startswith(f"{root}torch{os.sep}") else "installed"
+    return "internal" if file.startswith(_standard_library()) else "user"
+
+
+@functools.cache
+def _package_roots() -> tuple[str, ...]:
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:  # wherever it was installed, --target folders included
+        paths.add(str(Path(torch.__file__).parents[1]))
+    return tuple(path + os.sep for path in paths | {*site.getsitepackages()} if path)
+
+
+@functools.cache
+def _standard_library() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
