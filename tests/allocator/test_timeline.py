@@ -1,0 +1,320 @@
+"""The timeline against PyTorch's own figures, after every operation, and against impossible histories."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memfit.allocator.beginning import beginning
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.timeline import disagreement, timeline
+from memfit.capture.history import columns
+from memfit.capture.snapshot import segments, settings
+from memfit.errors import FileFormatError
+from memfit.records import (
+    Action,
+    Block,
+    DeviceUse,
+    Figure,
+    Mark,
+    MarkKind,
+    Provenance,
+    ScriptEnd,
+    Segment,
+    Trace,
+)
+
+DRIVER = Path(__file__).with_name("drive.py")
+MIB = 1 << 20
+BASE = 0x7F00_0000_0000
+NOWHERE = DeviceUse("none", Figure(0, Provenance.ASSUMED), Figure(0, Provenance.ASSUMED), 0)
+
+
+def trace_of(history, at_end=(), settings_=None, statistics=None):
+    events, stacks, frames = columns(
+        history, label_of=lambda operation: int(operation or -1), is_user_file=lambda _file: True
+    )
+    end = ScriptEnd("end", 0)
+    return Trace(
+        events, (), stacks, frames, (), tuple(at_end), NOWHERE, end, settings_ or {}, statistics or {}, {}, ()
+    )
+
+
+# -- against the real allocator --------------------------------------------------------------------
+
+
+def drive(folder, conf, **options):
+    """Run the driver; return the trace and what PyTorch counted after each operation."""
+    out = folder / "out.pickle"
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
+    command = [sys.executable, str(DRIVER), str(out), json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = pickle.loads(out.read_bytes())  # noqa: S301  written by the line before
+    snapshot = result["snapshot"]
+    history = snapshot["device_traces"][0]
+    trace = trace_of(history, segments(snapshot), settings(snapshot), result["statistics"])
+    return trace, np.array(result["truth"])
+
+
+def after_each(trace, operations):
+    """Return the index of the last event of each operation. Threads of autograd stamp nothing."""
+    latest = np.maximum.accumulate(trace.events.label)
+    return np.searchsorted(latest, operations, side="right") - 1
+
+
+SITUATIONS = {
+    "default": ("", {"total": 6 << 30}),
+    "several streams": ("", {"streams": 3, "share": 0.3, "total": 4 << 30}),
+    "expandable": ("expandable_segments:True", {"streams": 2, "share": 0.2, "total": 4 << 30}),
+    "max_split_size": ("max_split_size_mb:64", {"streams": 2, "share": 0.2}),
+    "expandable and max_split_size": ("expandable_segments:True,max_split_size_mb:32", {}),
+    "roundup": ("roundup_power2_divisions:[1:2,8:4,64:8,>:2]", {"streams": 2}),
+    "roundup of all": ("roundup_power2_divisions:8", {}),
+    "large segments": ("large_segment_size_mb:48", {}),
+    "garbage collection": ("garbage_collection_threshold:0.6", {"fraction": 0.8, "total": 6 << 30}),
+    "private pools": ("", {"pools": 2, "streams": 2, "share": 0.1}),
+    "captured graphs": ("", {"operations": 800, "graphs": 0.02, "streams": 2, "share": 0.2}),
+    "captured graphs, expandable": ("expandable_segments:True", {"operations": 800, "graphs": 0.02}),
+    "training": ("", {"operations": 200, "training_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_operation_is_exact(tmp_path, situation):
+    conf, options = SITUATIONS[situation]
+    trace, truth = drive(tmp_path, conf, **options)
+    derived = timeline(trace)
+    at = after_each(trace, truth[:, 0])
+    np.testing.assert_array_equal(derived.allocated[at], truth[:, 1])
+    np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
+    assert disagreement(trace, derived) == ""
+
+
+def test_the_streams_met_shortages_and_shared_blocks(tmp_path):
+    """The comparison above is worth what its histories hold."""
+    trace, _ = drive(tmp_path, "", **SITUATIONS["several streams"][1])
+    counts = np.bincount(trace.events.action, minlength=len(Action))
+    assert trace.statistics["num_alloc_retries"] > 0
+    assert counts[Action.OOM] > 0
+    assert counts[Action.SEGMENT_FREE] > 0
+    requested = np.flatnonzero(trace.events.action == Action.FREE_REQUESTED)
+    assert (trace.events.action[requested + 1] != Action.FREE_COMPLETED).any()
+
+
+@pytest.mark.parametrize(
+    "situation", ["default", "several streams", "expandable", "max_split_size", "roundup"]
+)
+def test_a_history_that_begins_late(tmp_path, situation):
+    conf, options = SITUATIONS[situation]
+    late = 1000
+    trace, truth = drive(tmp_path, conf, **options, history_from=late)
+    start = beginning(trace, AllocatorConfig.read(trace.settings))
+    _, allocated, reserved = truth[late - 1]
+    assert start.reserved == reserved
+    assert 0 <= allocated - start.allocated <= start.uncertain
+    derived = timeline(trace)
+    truth = truth[late:]
+    at = after_each(trace, truth[:, 0])
+    truth, at = truth[at >= 0], at[at >= 0]
+    short = truth[:, 1] - derived.allocated[at]
+    np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
+    assert short.min() >= 0
+    assert short.max() <= start.uncertain
+    assert short[-1] == 0
+    if "expandable" in conf:
+        assert start.uncertain == 0
+
+
+# -- small histories by hand -----------------------------------------------------------------------
+
+
+def event(action, address, size, **more):
+    key = "device_free" if action == "oom" else "addr"
+    return {"action": action, key: address, "size": size, "stream": 0, "time_us": 0, **more}
+
+
+def block_sizes(*requests, segment=20 * MIB, conf=""):
+    """Allocate one after the other in one segment, each where the block before it ends."""
+    history, address = [event("segment_alloc", BASE, segment)], BASE
+    sizes = []
+    for request in requests:
+        history.append(event("alloc", address, request))
+        whole = Segment(BASE, segment, 0, "large", (0, 0), expandable=False, blocks=())
+        derived = timeline(trace_of(history, [whole], {"conf": conf}))
+        sizes.append(int(derived.block_size[-1]))
+        address += sizes[-1]
+    return sizes
+
+
+def test_a_large_remainder_is_split_off_beyond_1_mib():
+    assert block_sizes(19 * MIB) == [20 * MIB]
+    assert block_sizes(19 * MIB - 512) == [19 * MIB - 512]
+
+
+def test_a_small_remainder_is_split_off_from_512_bytes():
+    assert block_sizes(MIB, MIB - 512, 512, segment=2 * MIB) == [MIB, MIB - 512, 512]
+
+
+def test_the_small_pool_ends_with_1_mib():
+    # Rounded to 1 MiB the request is of the small pool, one byte more makes it of the large one.
+    assert block_sizes(MIB, segment=3 * MIB // 2) == [MIB]
+    assert block_sizes(MIB + 1, segment=2 * MIB) == [2 * MIB]
+
+
+def test_no_block_of_max_split_size_is_split():
+    assert block_sizes(8 * MIB - 512, conf="max_split_size_mb:8") == [8 * MIB - 512]
+    assert block_sizes(8 * MIB, conf="max_split_size_mb:8") == [20 * MIB]
+
+
+def test_expandable_segments_split_at_512_bytes_in_both_pools():
+    assert block_sizes(19 * MIB, 512, conf="expandable_segments:True") == [19 * MIB, 512]
+
+
+def test_segments_that_touch_do_not_merge():
+    history = [
+        event("segment_alloc", BASE, 2 * MIB),
+        event("segment_alloc", BASE + 2 * MIB, 2 * MIB),
+        event("alloc", BASE, 512),
+        event("alloc", BASE + 2 * MIB, 512),
+        *(event(action, BASE, 512) for action in ("free_requested", "free_completed")),
+        *(event(action, BASE + 2 * MIB, 512) for action in ("free_requested", "free_completed")),
+        event("segment_free", BASE, 2 * MIB),
+        event("segment_free", BASE + 2 * MIB, 2 * MIB),
+    ]
+    derived = timeline(trace_of(history))
+    assert derived.reserved.tolist() == [2 * MIB] + [4 * MIB] * 7 + [2 * MIB, 0]
+    assert derived.allocated.tolist() == [0, 0, 512, 1024, 512, 512, 0, 0, 0, 0]
+    assert derived.freed_by.tolist() == [-1, -1, 4, 6, -1, -1, -1, -1, -1, -1]
+
+
+def test_what_is_never_freed_is_freed_by_the_end():
+    derived = timeline(
+        trace_of(
+            [event("segment_alloc", BASE, 2 * MIB), event("alloc", BASE, 1)],
+            [Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())],
+        )
+    )
+    assert derived.freed_by.tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize(
+    "settings_", [{"conf": "backend:cudaMallocAsync"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}]
+)
+def test_without_a_cache_sizes_are_summed(settings_):
+    history = [
+        event("alloc", BASE, 100),
+        event("alloc", BASE + 512, 1000),
+        event("free_requested", BASE, 100),
+        event("free_completed", BASE, 100),
+        event("alloc", BASE, 7),
+    ]
+    derived = timeline(trace_of(history, (), settings_))
+    assert derived.allocated.tolist() == [100, 1100, 1000, 1000, 1007]
+    assert derived.reserved.tolist() == derived.allocated.tolist()
+    assert derived.block_size.tolist() == [100, 1000, 0, 0, 7]
+    assert derived.freed_by.tolist() == [2, 5, -1, -1, 5]
+    with pytest.raises(FileFormatError, match="event 1 of 2"):
+        timeline(trace_of([history[0], history[0]], (), settings_))
+
+
+def test_an_empty_history_has_an_empty_timeline():
+    derived = timeline(trace_of([]))
+    assert derived.allocated.tolist() == derived.reserved.tolist() == []
+
+
+SEGMENT = event("segment_alloc", BASE, 2 * MIB)
+ALLOC = event("alloc", BASE, 512)
+FREE = event("free_requested", BASE, 512)
+FREED = event("free_completed", BASE, 512)
+IMPOSSIBLE = {
+    "alloc without a segment": [ALLOC],
+    "alloc inside a free block": [SEGMENT, event("alloc", BASE + 512, 512)],
+    "alloc of what is taken": [SEGMENT, ALLOC, ALLOC],
+    "alloc of more than there is": [SEGMENT, event("alloc", BASE, 3 * MIB)],
+    "free of what is free": [SEGMENT, FREE],
+    "free twice": [SEGMENT, ALLOC, FREE, FREE],
+    "free never requested": [SEGMENT, ALLOC, FREED],
+    "segment twice": [SEGMENT, SEGMENT],
+    "segment freed in use": [SEGMENT, ALLOC, event("segment_free", BASE, 2 * MIB)],
+    "half a segment freed": [SEGMENT, event("segment_free", BASE, MIB)],
+    "unmapped, never mapped": [SEGMENT, event("segment_unmap", BASE, 2 * MIB)],
+    "unmapped in use": [
+        event("segment_map", BASE, 2 * MIB),
+        ALLOC,
+        event("segment_unmap", BASE, 2 * MIB),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_history_names_the_event(name):
+    history = IMPOSSIBLE[name]
+    trace = trace_of(history)
+    change = sum(
+        {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}.get(e["action"], 0)
+        * e["size"]
+        for e in history
+    )
+    if change > 0:  # the segments at the end, so that the history begins with nothing
+        rest = Segment(BASE, change, 0, "small", (0, 0), expandable=False, blocks=())
+        trace = replace(trace, segments=(rest,))
+    last = len(history) - 1
+    with pytest.raises(FileFormatError, match=f"event {last} of {len(history)}, {history[-1]['action']} "):
+        timeline(trace)
+
+
+def test_segments_at_the_end_that_the_events_outgrow():
+    with pytest.raises(FileFormatError, match="2,097,152 bytes more than they give back"):
+        timeline(trace_of([SEGMENT, ALLOC]))
+
+
+def test_a_late_history_that_contradicts_its_end():
+    blocks = (Block(BASE, 512, 512, "active_allocated"), Block(BASE + 512, 2 * MIB - 512, 0, "inactive"))
+    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=blocks)
+    with pytest.raises(FileFormatError, match="event 0 of 1, free_completed"):
+        timeline(trace_of([FREED], [end]))
+
+
+def test_settings_that_pytorch_would_refuse():
+    with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
+        timeline(trace_of([], (), {"expandable_segments": "Perhaps"}))
+
+
+# -- the referee -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statistics", "words"),
+    [
+        ({}, ""),
+        ({"allocated_bytes.all.current": 512, "reserved_bytes.all.peak": 2 * MIB}, ""),
+        (
+            {"allocated_bytes.all.current": 1024},
+            "counted 1,024 bytes allocated (current); its history gives 512",
+        ),
+        ({"allocated_bytes.all.peak": 512}, "counted 512 bytes allocated (peak); its history gives 1,024"),
+        ({"reserved_bytes.all.current": 0}, "counted 0 bytes reserved (current)"),
+    ],
+)
+def test_the_referee(statistics, words):
+    history = [SEGMENT, ALLOC, event("alloc", BASE + 512, 1), event("free_requested", BASE + 512, 1)]
+    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())
+    trace = trace_of(history, [end], statistics=statistics)
+    found = disagreement(trace, timeline(trace))
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+def test_the_peak_counts_from_the_last_reset():
+    history = [SEGMENT, ALLOC, event("alloc", BASE + 512, 1), event("free_requested", BASE + 512, 1)]
+    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())
+    trace = trace_of(history, [end], statistics={"allocated_bytes.all.peak": 512})
+    reset = replace(trace, marks=(Mark(4, MarkKind.RESET_PEAK, 0),))
+    assert disagreement(reset, timeline(reset)) == ""
