@@ -35,6 +35,8 @@ def loads(data: bytes) -> object:
     >>> loads(pickle.dumps({"sizes": [1, 2.5, None]}))
     {'sizes': [1, 2.5, None]}
     """
+    if not data.startswith(_PROTO):
+        raise RefusedError("is not a pickle of protocol 2 or later")
     machine = _Machine(data)
     operations = _OPERATIONS
     code = -1
@@ -64,7 +66,7 @@ class _Machine:
         self.position = 0
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}  # a dict: an index may be any number, and must cost nothing
+        self.memo: list[Any] = []
 
     def take(self, size: int) -> bytes:
         """Read the next bytes of the pickle."""
@@ -90,7 +92,7 @@ _Operation = Callable[[_Machine], None]
 _U8, _U16, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 _LONGEST_INTEGER = 9  # bytes: an unsigned 64-bit number and its sign
-_STOP = ord(".")
+_PROTO, _STOP = b"\x80", ord(".")
 
 
 def _ignore(form: struct.Struct) -> _Operation:
@@ -189,21 +191,25 @@ def _dict_items(machine: _Machine, keys: list[Any], values: list[Any]) -> None:
 
 
 def _memoize(machine: _Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.memo.append(machine.stack[-1])
 
 
 def _put(form: struct.Struct) -> _Operation:
     def put(machine: _Machine) -> None:
-        machine.memo[machine.number(form)] = machine.stack[-1]
+        # Pickle counts up. An index far beyond the last would make Python's own memo as large.
+        if machine.number(form) != len(machine.memo):
+            raise TypeError
+        _memoize(machine)
 
     return put
 
 
 def _get(form: struct.Struct) -> _Operation:
-    def get(machine: _Machine) -> None:
-        index = machine.number(form)
-        if index not in machine.memo:
-            raise IndexError
+    unpack, size = form.unpack_from, form.size
+
+    def get(machine: _Machine) -> None:  # the most frequent of all: every word a snapshot repeats
+        (index,) = unpack(machine.data, machine.position)
+        machine.position += size
         machine.stack.append(machine.memo[index])
 
     return get
