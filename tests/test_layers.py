@@ -9,7 +9,7 @@ import pytest
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
-PUBLIC = {"MemfitError", "dry_run", "summarize"}
+PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "summarize"}
 
 TORCH_FREE = (
     "units",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memfit.api import diagnose, dry_run, read, summarize
     from memfit.errors import MemfitError
 
+__version__ = "0.1.0"
 __all__ = ["MemfitError", "diagnose", "dry_run", "read", "summarize"]
 
 

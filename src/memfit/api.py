@@ -16,6 +16,7 @@ from memfit.devices import DEFAULT, Device, find_device
 from memfit.errors import UsageError
 from memfit.explain.peak import summarize
 from memfit.ghost.build import build
+from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.records import DeviceUse, DryRun, Figure, Provenance, Trace
@@ -73,6 +74,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         raise UsageError(f"--steps must be at least 1, not {steps}.")
     command = (str(script), *arguments)
     check_script(command, module=module)
+    ValueChoices.parse(values)
     device = find_device(gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = Figure(device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"])

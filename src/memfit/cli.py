@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from memfit import __version__
 from memfit.errors import MemfitError, TargetError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _SILENT = 10.0  # seconds between two lines of progress where there is no termin
 app = App(
     name="memfit",
     help="Know what GPU memory a training script will use, without the GPU.",
-    version_flags=["--version"],
+    version=__version__,
     result_action="return_value",
 )
 _TARGET = Group("The GPU", sort_key=1)
@@ -50,7 +51,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     in_use: Annotated[str, Parameter(group=_TARGET)] = "0",
     steps: int = 3,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=_OUTPUT)] = None,
-    json: Annotated[str | None, Parameter(group=_OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
     values: Annotated[str, Parameter(group=_GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
@@ -108,7 +109,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
 
 @app.command
-def explain(path: Path, /, *, json: Annotated[str | None, Parameter()] = None) -> int:
+def explain(path: Path, /, *, json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None) -> int:
     """Say what a trace file holds: the peak, what held it, and where.
 
     Args:
@@ -132,12 +133,16 @@ def gpus() -> int:
 
 
 @app.command
-def doctor() -> int:
-    """Look whether everything memfit needs is here: torch, a compiler, the ghost."""
+def doctor(*, gaps: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Look whether everything memfit needs is here: torch, a compiler, the ghost.
+
+    Args:
+        gaps: List the CUDA functions that the ghost does not stand in for.
+    """
     from memfit.api import diagnose
     from memfit.report.doctor import print_diagnosis
 
-    return print_diagnosis(diagnose(), _stdout())
+    return print_diagnosis(diagnose(), _stdout(), details=gaps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

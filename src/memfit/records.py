@@ -278,8 +278,9 @@ class Growth:
     """Whether a training step leaves memory as it found it, judged at the end of each step."""
 
     steady_from: int | None
-    """The first step after which ``allocated`` no longer changed; None if it still grows or was not seen."""
+    """The first step that ended with as much held as the last; None if the last two differ, or are not two."""
     bytes_per_step: int
+    """Bytes requested and held at the end of the last step, less those at the end of the one before."""
     line: str
     """``file:line`` that holds most of what the last step left behind; empty if steady."""
 

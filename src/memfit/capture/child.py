@@ -10,7 +10,6 @@ import builtins
 import faulthandler
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -27,7 +26,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from memfit import __version__
 from memfit.capture.settings import ChildSettings
+from memfit.devices import find_device, refusal
 from memfit.ghost.load import Ghost, load
 from memfit.records import Provenance, ScriptEnd
 
@@ -114,10 +115,16 @@ class Run:
 
     def begin(self) -> None:
         """Start watching: torch has just been imported."""
+        import torch
+
         from memfit.capture.recorder import Recorder
-        from memfit.ghost import host, values
+        from memfit.ghost import values
 
         settings = self._settings
+        built_for = torch._C._cuda_getArchFlags().split()  # type: ignore[attr-defined]
+        if refused := refusal(find_device(settings.device.name), built_for, torch.__version__):
+            self._report.end(ScriptEnd("refused", 3, refused), traced=False)
+            os._exit(3)
         recorder = Recorder(
             self._ghost,
             settings.steps,
@@ -129,6 +136,8 @@ class Run:
         choices = values.ValueChoices.parse(settings.values)
         self._values = values.install(self._ghost, choices, recorder.note, fallback_where=recorder.module)
         if settings.host_memory:
+            from memfit.ghost import host
+
             host.install()
         self._recorder = recorder
 
@@ -273,7 +282,7 @@ def _print_as_python_does(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    sys.excepthook(type(error), error, trace)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _quiet_excepthook(
@@ -299,8 +308,8 @@ def _versions() -> dict[str, str]:
     import torch
 
     return {
-        "memfit": importlib.metadata.version("memfit"),
-        "torch": torch.__version__,
+        "memfit": __version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "",
         "python": platform.python_version(),
     }

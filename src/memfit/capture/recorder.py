@@ -8,6 +8,7 @@ Nothing is touched before the script itself initialises CUDA: the history is swi
 PyTorch's own queue of calls for that moment.
 """
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,7 @@ from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.modules import ModuleHooks
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
-from memfit.ghost.load import Ghost
+from memfit.ghost.load import Ghost, LogAction
 from memfit.ghost.where import is_user_file
 from memfit.records import (
     Action,
@@ -38,6 +39,16 @@ from memfit.records import (
     ScriptEnd,
     Trace,
 )
+
+_UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+_FREED = ("free_requested", "free_completed")
+_HISTORY_NAMES = {
+    LogAction.MALLOC: ("alloc",),
+    LogAction.MALLOC_ASYNC: ("alloc",),
+    LogAction.FREE: _FREED,
+    LogAction.FREE_ASYNC: _FREED,
+    LogAction.OUT_OF_MEMORY: ("oom",),
+}
 
 
 class Recorder:
@@ -105,14 +116,14 @@ class Recorder:
 
     def _start(self) -> None:
         memory = torch.cuda.memory
-        self._history = torch.cuda.get_allocator_backend() == "native" and not _uncached()
+        self._history = torch.cuda.get_allocator_backend() == "native" and _UNCACHED not in os.environ
         if self._history:
             memory._record_memory_history("all", context="alloc", stacks="python")
             memory._record_memory_history = self._leave_history_on  # type: ignore[assignment]
             set_metadata = torch._C._cuda_setMemoryMetadata  # type: ignore[attr-defined]
             self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
         elif self._ghost is not None:
-            self._ghost.log_allocations()
+            self._ghost.log_allocations(True)
             self.book.stamp_with(self._ghost.set_label)
 
     def _leave_history_on(self, *_args: object, **_kwargs: object) -> None:
@@ -176,8 +187,16 @@ class Recorder:
         statistics = {
             name: value for name, value in torch.cuda.memory_stats(0).items() if isinstance(value, int)
         }
-        snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
-        history = snapshot["device_traces"][0] if self._history else self._logged()
+        if self._history:
+            snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
+            in_force = settings(snapshot)
+        else:
+            snapshot = {"device_traces": [self._logged()], "segments": []}
+            in_force = {
+                "backend": torch.cuda.get_allocator_backend(),
+                _UNCACHED: os.environ.get(_UNCACHED, ""),
+            }
+        history = snapshot["device_traces"][0]
         events, stacks, frames = columns(
             history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
         )
@@ -191,7 +210,7 @@ class Recorder:
             segments=segments(snapshot),
             device=device,
             end=end,
-            settings=settings(snapshot),
+            settings=in_force,
             statistics=statistics,
             versions=versions,
             command=command,
@@ -207,25 +226,19 @@ class Recorder:
             "PyTorch keeps no history with this allocator (cudaMallocAsync, or no caching): "
             "figures are the CUDA runtime's own, without source lines.",
         )
-        names = {"malloc": ("alloc",), "free": ("free_requested", "free_completed")}
         return [
             {
                 "action": action,
                 "addr": event.address,
+                "device_free": 0,
                 "size": event.size,
                 "stream": event.stream,
                 "time_us": event.time_us,
                 "user_metadata": metadata_of(event.label),
             }
             for event in self._ghost.allocation_log()
-            for action in names[event.action]
+            for action in _HISTORY_NAMES[event.action]
         ]
-
-
-def _uncached() -> bool:
-    import os
-
-    return bool(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
 
 
 def _positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:

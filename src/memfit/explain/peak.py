@@ -3,9 +3,11 @@
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
+from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.rounding import segment_size
-from memfit.allocator.timeline import timeline
+from memfit.allocator.timeline import disagreement, timeline
 from memfit.records import (
     Action,
     Category,
@@ -80,13 +82,10 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
 
 def _held(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     """Split what is allocated at an event by category; rounding goes with the block it belongs to."""
-    events = trace.events
-    index = np.arange(len(events))
-    alive = (events.action == Action.ALLOC) & (index <= peak) & (line.freed_by > peak)
-    totals = {
-        category: int(line.block_size[alive & (events.category == category)].sum()) for category in CATEGORIES
-    }
-    if len(events):
+    alive = _alive(trace, line, peak + 1)
+    category_of = trace.events.category[alive]
+    totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
+    if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
     return [Term(CATEGORIES[category], Figure(total, Provenance.EXACT)) for category, total in totals.items()]
 
@@ -126,32 +125,46 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
     event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
-    return OutOfMemory(_place(trace, event), requested, free, max(0, segment_size(requested) - free))
+    return OutOfMemory(
+        _place(trace, event),
+        requested,
+        free,
+        max(0, segment_size(requested, AllocatorConfig.read(trace.settings)) - free),
+    )
 
 
 def _growth(trace: Trace, line: Timeline) -> Growth:
+    """Compare the bytes requested and still held at the end of each step.
+
+    Requested, not allocated: the same tensors can land in blocks of other sizes from step to step.
+    """
     ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     if len(ends) <= 1:
         return Growth(None, 0, "")
-    after = [int(line.allocated[position - 1]) if position else 0 for position in ends]
-    growth = after[-1] - after[-2]
+    held = [int(trace.events.size[_alive(trace, line, position)].sum()) for position in ends]
+    growth = held[-1] - held[-2]
     if growth > 0:
         return Growth(None, growth, _growing_line(trace, line, ends[-2], ends[-1]))
-    steady = len(after) - 1
-    while steady > 0 and after[steady - 1] == after[-1]:
+    if growth < 0:
+        return Growth(None, growth, "")
+    steady = len(held) - 1
+    while steady > 0 and held[steady - 1] == held[-1]:
         steady -= 1
     return Growth(steady + 1, 0, "")
 
 
+def _alive(trace: Trace, line: Timeline, position: int) -> npt.NDArray[np.int64]:
+    """Return the allocations alive just before an event."""
+    before = trace.events.action[:position] == Action.ALLOC
+    return np.flatnonzero(before & (line.freed_by[:position] >= position))
+
+
 def _growing_line(trace: Trace, line: Timeline, before: int, after: int) -> str:
     """Return the line that holds more after a step than before it, by the most bytes."""
-    events = trace.events
-    index = np.arange(len(events))
-    allocs = events.action == Action.ALLOC
     held: Counter[str] = Counter()
     for moment, sign in ((before, -1), (after, 1)):
-        for event in np.flatnonzero(allocs & (index < moment) & (line.freed_by >= moment)).tolist():
-            held[_place_line(trace, event)] += sign * int(line.block_size[event])
+        for event in _alive(trace, line, moment).tolist():
+            held[_place_line(trace, event)] += sign * int(trace.events.size[event])
     return max(held, key=lambda where: held[where], default="")
 
 
@@ -168,15 +181,8 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         notes.append(
             Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
         )
-    peak = trace.statistics.get("allocated_bytes.all.peak")
-    resets = [mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK]
-    seen = int(line.allocated[max(resets[-1] - 1, 0) if resets else 0 :].max(initial=0))
-    if peak is not None and peak != seen:
-        notes.append(
-            Note(
-                Provenance.ASSUMED,
-                f"PyTorch's own counter has a peak of {peak} bytes allocated where its history gives {seen}: "
-                "figures here may be off by the difference.",
-            )
-        )
+    # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
+    counted = AllocatorConfig.read(trace.settings).caching
+    if counted and (differs := disagreement(trace, line)):
+        notes.append(Note(Provenance.ASSUMED, f"{differs} Figures here may be off by the difference."))
     return notes

@@ -24,10 +24,10 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
     for device in devices:
         table.add_row(
             device.name,
-            ("≈ " if "total_memory" in device.approximate else "") + format_gib(device.total_memory),
+            ("≈ " if "total_bytes" in device.approximate else "") + format_gib(device.total_bytes),
             "{}.{}".format(*device.compute_capability),
             str(device.multiprocessors),
-            "≈ " + format_gib(device.context),
+            "≈ " + format_gib(device.context_bytes),
             " ".join(dtype for dtype in ("tf32", "bf16", "fp16", "fp8") if device.fast(dtype)) or "none",
         )
     console.print(table)

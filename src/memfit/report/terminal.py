@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Place, Provenance, Term
+from memfit.records import DryRun, Place
 from memfit.units import MIB, format_bytes, format_gib
 
 GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
@@ -108,23 +108,20 @@ def _ladder(result: DryRun) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="crop")
+    table.add_column(no_wrap=True, min_width=_BAR)
     table.add_column(style="dim")
     for term in result.terms:
+        if term.name == "buffers" and not term.figure.bytes:
+            continue
         share = "" if term.name in _TOTALS else f"{100 * term.figure.bytes / total:.0f} %"
         bar = "" if term.name in _TOTALS else _bar(term.figure.bytes / total)
         name = Text(("── " if term.name in _TOTALS else "  ") + term.name)
         if term.name in _TOTALS:
             name.stylize("bold")
-        table.add_row(name, format_gib(term.figure.bytes), share, bar, _provenance(term))
+        table.add_row(name, format_gib(term.figure.bytes), share, bar, term.figure.provenance)
+    shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
+    table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     return table
-
-
-def _provenance(term: Term) -> str:
-    if term.name == "process":
-        return f"{term.figure.provenance}; nvidia-smi would show {-(-term.figure.bytes // MIB):,} MiB"
-    source = f": {inert(term.figure.source)}" if term.figure.provenance is Provenance.ASSUMED else ""
-    return f"{term.figure.provenance}{source}"
 
 
 def _bar(share: float) -> str:
@@ -140,6 +137,10 @@ def _growth(result: DryRun) -> Text:
             f"Still growing by {format_bytes(growth.bytes_per_step)} a step "
             f"after {result.steps} steps{where}.",
             style="yellow",
+        )
+    if growth.bytes_per_step < 0:
+        return Text(
+            f"Not steady yet: the last step left {format_bytes(-growth.bytes_per_step)} less than it found."
         )
     if growth.steady_from is not None:
         return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")

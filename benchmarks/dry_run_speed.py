@@ -1,0 +1,149 @@
+"""How long a dry run takes, next to what `import torch` alone takes, interleaved in one run.
+
+    python benchmarks/dry_run_speed.py [--runs 5] [--json FILE]
+
+Exits with 1 when a target of the project is missed. Whole processes, wall clock, medians.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of the table."""
+
+    what: str
+    seconds: float
+    """Median of the runs."""
+    spread: tuple[float, float]
+    host_gib: float
+    """Most memory that any one process held."""
+    times_import: float
+    """Ratio to importing torch, pair by pair, median."""
+    target_seconds: float | None
+    target_gib: float | None
+
+    @property
+    def met(self) -> bool:
+        """Whether every target of this row is met."""
+        return (self.target_seconds is None or self.seconds <= self.target_seconds) and (
+            self.target_gib is None or self.host_gib <= self.target_gib
+        )
+
+
+def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int]:
+    """Run a command to its end; return seconds and the most bytes any of its processes held."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **(environment or {})},
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command} ended with {process.returncode}")
+    return time.perf_counter() - begun, usage.ru_maxrss * 1024
+
+
+def dry_run(*arguments: str) -> list[str]:
+    """Return the command of a dry run."""
+    return [sys.executable, "-m", "memfit", "dry-run", "--json", os.devnull, *arguments]
+
+
+def measure(
+    what: str,
+    command: list[str],
+    runs: int,
+    *,
+    cold: bool = False,
+    seconds: float | None = None,
+    gib: float | None = None,
+) -> Measured:
+    """Time a command against `import torch`, in turn."""
+    times, ratios, most = [], [], 0
+    for _ in range(runs):
+        alone, _ = timed([sys.executable, "-c", "import torch"])
+        with tempfile.TemporaryDirectory() as cache:
+            took, held = timed(command, {"MEMFIT_CACHE": cache} if cold else None)
+        times.append(took)
+        ratios.append(took / alone)
+        most = max(most, held)
+    return Measured(
+        what,
+        statistics.median(times),
+        (min(times), max(times)),
+        most / GIB,
+        statistics.median(ratios),
+        seconds,
+        gib,
+    )
+
+
+def main() -> int:
+    """Measure every row, print the table, and say whether the targets are met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gpt, llama = str(ROOT / "examples/gpt.py"), str(ROOT / "examples/llama7b.py")
+    timed(dry_run(gpt))  # builds the ghost, warms the page cache
+    rows = [
+        measure("memfit --help", [sys.executable, "-m", "memfit", "--help"], arguments.runs),
+        measure("GPT-2 small, 3 steps", dry_run(gpt), arguments.runs, seconds=8),
+        measure(
+            "GPT-2 small, ghost built cold",
+            dry_run(gpt),
+            max(1, arguments.runs // 2),
+            cold=True,
+            seconds=8 + 15,
+        ),
+        measure(
+            "7 B Llama built on the CPU, 160 GiB, 3 steps",
+            dry_run("--memory", "160GiB", llama),
+            arguments.runs,
+            seconds=15,
+            gib=2,
+        ),
+        measure(
+            "the same on an A100-80GB (out of memory)",
+            dry_run("--gpu", "A100-80GB", llama),
+            arguments.runs,
+            seconds=15,
+            gib=2,
+        ),
+    ]
+    print(f"{'':46} {'median':>8} {'min-max':>13} {'x import':>9} {'host':>9}  target")
+    for row in rows:
+        target = " and ".join(
+            f"≤ {value:g} {unit}"
+            for value, unit in ((row.target_seconds, "s"), (row.target_gib, "GiB"))
+            if value is not None
+        )
+        verdict = (target or "none") + ("" if row.met else "  MISSED")
+        print(
+            f"{row.what:46} {row.seconds:6.2f} s {row.spread[0]:5.2f}-{row.spread[1]:5.2f} s "
+            f"{row.times_import:8.2f}x {row.host_gib:5.2f} GiB  {verdict}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

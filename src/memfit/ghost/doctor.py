@@ -1,0 +1,73 @@
+"""Everything a dry run needs, looked at one by one, each with what would mend it."""
+
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.errors import MemfitError
+from memfit.ghost.build import Build, build, find_compiler
+from memfit.ghost.torch_install import find_torch
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    serves: bool
+    text: str
+    """What was found; where it does not serve, what to do about it."""
+    details: tuple[str, ...] = ()
+
+
+def checks() -> tuple[Check, ...]:
+    """Look at the platform, torch, the compiler, the ghost (built if need be), its gaps, and GPUs."""
+    return (_python(), _torch(), _compiler(), *_ghost(), _gpus())
+
+
+def _python() -> Check:
+    return Check("python", True, f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> Check:
+    try:
+        torch = find_torch()
+    except MemfitError as error:
+        return Check("torch", False, str(error))
+    return Check("torch", True, f"{torch.version}, CUDA {torch.cuda} build")
+
+
+def _compiler() -> Check:
+    try:
+        return Check("compiler", True, find_compiler())
+    except MemfitError as error:
+        return Check("compiler", False, str(error))
+
+
+def _ghost() -> tuple[Check, ...]:
+    try:
+        built = build()
+    except MemfitError as error:
+        return (Check("ghost", False, str(error)),)
+    how = f"built now in {built.seconds:.1f} s" if built.built else "ready"
+    return (Check("ghost", True, f"{how}, for torch {built.torch_version}: {built.folder}"), _gaps(built))
+
+
+def _gaps(built: Build) -> Check:
+    text = (
+        f"{len(built.gaps)} CUDA functions within reach of torch are known gaps; a run that meets one says so"
+    )
+    return Check("gaps", True, text, tuple(f"{gap.name}: {gap.reason}" for gap in built.gaps))
+
+
+def _gpus() -> Check:
+    names = [
+        line.partition(":")[2].strip()
+        for path in sorted(_DRIVER.glob("*/information"))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.startswith("Model:")
+    ]
+    return Check("gpu", True, ", ".join(names) or "none, and none is needed for a dry run")
