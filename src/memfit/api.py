@@ -93,7 +93,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             output=str(path.absolute()),
             steps=steps,
             build=built,
-            ghost_device=_ghost_device(device, total.bytes),
+            ghost_device=GhostDevice.of(device, total.bytes),
             device=use,
             values=values,
             host_memory=host_memory,
@@ -122,23 +122,3 @@ def diagnose() -> tuple[Check, ...]:
 def _total(device: Device) -> Figure:
     sure = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
     return Figure(device.total_bytes, sure, device.sources["total_bytes"])
-
-
-def _ghost_device(device: Device, total: int) -> GhostDevice:
-    major, minor = device.compute_capability
-    return GhostDevice(
-        name=device.reported_as,
-        major=major,
-        minor=minor,
-        multiprocessors=device.multiprocessors,
-        threads_per_multiprocessor=device.max_threads_per_multiprocessor,
-        blocks_per_multiprocessor=device.max_blocks_per_multiprocessor,
-        total_bytes=total,
-        shared_per_block=device.shared_memory_per_block,
-        shared_per_block_optin=device.shared_memory_per_block_optin,
-        shared_per_multiprocessor=device.shared_memory_per_multiprocessor,
-        l2_bytes=device.l2_cache,
-        memory_bus_bits=device.memory_bus_width,
-        clock_khz=device.clock // 1000,
-        memory_clock_khz=device.memory_clock // 1000,
-    )

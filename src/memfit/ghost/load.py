@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from enum import IntEnum
+from typing import Self
 
+from memfit.devices import Device
 from memfit.errors import GhostError
 from memfit.ghost.build import Build
 
@@ -43,6 +45,27 @@ class GhostDevice:
     memory_bus_bits: int
     clock_khz: int
     memory_clock_khz: int
+
+    @classmethod
+    def of(cls, device: Device, total_bytes: int | None = None) -> Self:
+        """Return what the ghost says as a device of the table, with ``total_bytes`` if given."""
+        major, minor = device.compute_capability
+        return cls(
+            name=device.reported_as,
+            major=major,
+            minor=minor,
+            multiprocessors=device.multiprocessors,
+            threads_per_multiprocessor=device.max_threads_per_multiprocessor,
+            blocks_per_multiprocessor=device.max_blocks_per_multiprocessor,
+            total_bytes=device.total_bytes if total_bytes is None else total_bytes,
+            shared_per_block=device.shared_memory_per_block,
+            shared_per_block_optin=device.shared_memory_per_block_optin,
+            shared_per_multiprocessor=device.shared_memory_per_multiprocessor,
+            l2_bytes=device.l2_cache,
+            memory_bus_bits=device.memory_bus_width,
+            clock_khz=device.clock // 1000,
+            memory_clock_khz=device.memory_clock // 1000,
+        )
 
 
 class LogAction(IntEnum):
