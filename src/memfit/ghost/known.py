@@ -78,14 +78,12 @@ class KnownValues:
 
         A view that reads the bytes as another dtype, negated or conjugated is not known.
         """
-        storage = _storage(tensor)
-        entry = self._entries.get(storage._cdata) if storage is not None else None
+        entry = self._entries.get(_storage_id(tensor))
         if (
-            storage is None
-            or entry is None
+            entry is None
             or entry.version != tensor._version
             or entry.dtype != tensor.dtype
-            or entry.place != _place(storage)
+            or entry.place != _place(tensor)
             or (entry.part is not None and entry.part != _part(tensor))
             or tensor.is_neg()
         ):
@@ -98,17 +96,18 @@ class KnownValues:
         The value is rounded to the tensor's dtype; one that does not fit is not noted. Empty tensors and
         tensors that stand for others (subclasses, fake tensors) are passed over.
         """
-        storage = _storage(tensor)
-        if storage is None:
+        storage_id = _storage_id(tensor)
+        self._entries.pop(storage_id, None)
+        if known is None or not storage_id or storage_id in self._exposed or not tensor.numel():
             return
-        self._entries.pop(storage._cdata, None)
-        value = None if known is None else rounded(known.value, tensor.dtype)
-        if known is None or value is None or not tensor.numel() or storage._cdata in self._exposed:
+        value = rounded(known.value, tensor.dtype)
+        if value is None:
             return
+        storage = tensor.untyped_storage()
         whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage.nbytes()
-        self._entries[storage._cdata] = _Entry(
+        self._entries[storage_id] = _Entry(
             StorageWeakRef(storage),  # type: ignore[no-untyped-call]
-            _place(storage),
+            _place(tensor),
             None if whole else _part(tensor),
             tensor._version,
             tensor.dtype,
@@ -118,10 +117,10 @@ class KnownValues:
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: from now on it may be written without its version telling."""
-        storage = _storage(tensor)
-        if storage is not None and storage._cdata not in self._exposed:
-            self._entries.pop(storage._cdata, None)
-            self._exposed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        storage_id = _storage_id(tensor)
+        if storage_id and storage_id not in self._exposed:
+            self._entries.pop(storage_id, None)
+            self._exposed[storage_id] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._sweep()
 
     def _sweep(self) -> None:
@@ -177,17 +176,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of an ordinary tensor with a version; None for every other kind."""
+def _storage_id(tensor: torch.Tensor) -> int:
+    """Identify the storage of an ordinary tensor with a version, and 0 for every other kind.
+
+    The storage itself is not asked for: once it has been a Python object, autograd no longer adds in place
+    to gradients that live in it.
+    """
     if not is_plain(tensor) or tensor.is_inference():
-        return None
+        return 0
     try:
-        return tensor.untyped_storage()
+        return torch._C._storage_address(tensor)
     except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
-        return None
+        return 0
 
 
-def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 

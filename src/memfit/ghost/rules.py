@@ -1,6 +1,5 @@
 """What is known of a result from what is known of its inputs: the whole policy, one table (``RULES``).
 
-    fills         fill_  zero_                          the value
     comparisons   eq ne lt le gt ge                     of two known operands
     logic         & | ^ ~ and the logical_ forms        False & anything is False, True | anything is True
     extremes      max min amax amin                     the value itself
@@ -47,10 +46,6 @@ class Facts:
 
 Rule = Callable[..., Known | None]
 """``rule(facts, *arguments, **keywords)`` of an op: what its first result will hold."""
-
-
-def _fill(_facts: Facts, _tensor: torch.Tensor, value: object = 0) -> Known | None:
-    return known_number(value)
 
 
 def _same(facts: Facts, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
@@ -168,8 +163,6 @@ _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le
 _LOGIC = {"and": (operator.and_, False), "or": (operator.or_, True), "xor": (operator.xor, None)}
 
 RULES: Mapping[str, Rule] = {
-    "fill_.Scalar": _fill,
-    "zero_": _fill,
     **{
         f"{name}.{kind}": partial(_compare, f)
         for name, f in _COMPARISONS.items()

@@ -10,12 +10,15 @@
 What is not known is noted with the line that asked. PyTorch's own kernels run all the same, so every
 allocation is theirs; the overrides here only add the answer.
 
+An override must not sit where gradients pass: a tensor that has once been a Python object counts one user
+more, and autograd then adds up gradients into new memory instead of in place (torch/csrc/autograd/
+input_buffer.cpp, PyTorch 2.14). So fills, factories and copies, which autograd uses throughout, are followed
+where Python calls them (``methods.py``) and not in the dispatcher.
+
 On the ghost ``torch.inference_mode`` is ``torch.no_grad``: tensors made under inference mode carry no
 version, so nothing could be known of them. The allocations are the same.
 """
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,32 +27,15 @@ import torch
 from memfit.ghost import overrides as kernels
 from memfit.ghost.answers import Note, Read, Values
 from memfit.ghost.choices import ValueChoices
-from memfit.ghost.known import Known, is_plain, known_number
+from memfit.ghost.known import Known, is_plain
 from memfit.ghost.load import Ghost
+from memfit.ghost.methods import wrap_methods
 from memfit.ghost.overrides import Overrides, Run
 from memfit.ghost.rules import RULES, Facts, Rule, unscaled, updated_scale
 from memfit.ghost.sizes import count_sizes
-from memfit.ghost.where import calls
 from memfit.records import Provenance
 
 __all__ = ["Read", "ValueChoices", "Values", "install"]
-
-_FACTORIES = frozenset(
-    (
-        "full",
-        "ones",
-        "zeros",
-        "full_like",
-        "ones_like",
-        "zeros_like",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "scalar_tensor",
-    )
-)
-_SMALL = 1 << 16
-"""Elements of a CPU copy that are worth writing, where the value is known."""
 
 
 def install(
@@ -79,14 +65,13 @@ def install(
     overrides = Overrides()
     facts = Facts(values.known, all=choices.all, any=choices.truth)
     _answer_scalars(overrides, values, ghost)
-    _answer_copies(overrides, values, ghost)
     _answer_checks(overrides, values, facts)
     for op, rule in RULES.items():
         _follow(overrides, facts, op, rule)
     _follow_grad_scaler(overrides, facts)
     _follow_constants(overrides, values, ghost)
     count_sizes(overrides, values, ghost)
-    _watch_ways_around_the_version(values)
+    wrap_methods(values, ghost)
     torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
     values.keep(overrides)
     return values
@@ -107,26 +92,6 @@ def _answer_scalars(overrides: Overrides, values: Values, ghost: Ghost) -> None:
         if known is None and ghost.last_read_known():
             return raw
         return values.tell(tensor, known)
-
-
-def _answer_copies(overrides: Overrides, values: Values, ghost: Ghost) -> None:
-    """Carry what is known through ``to()``; answer a copy of one element to the CPU as ``item()`` is."""
-
-    @overrides.add("_to_copy", "AutogradCUDA")
-    def copy(run: Run, tensor: torch.Tensor, **options: Any) -> object:
-        result = run(tensor, **options)
-        if not is_plain(tensor) or not tensor.numel():
-            return result
-        known = values.known.get(tensor)
-        if result.is_cuda:
-            values.known.put(result, known)
-        elif result.is_cpu and (known is not None or not ghost.last_read_known()):
-            if tensor.numel() == 1 or (known is not None and tensor.numel() <= _SMALL):
-                result.data.fill_(values.tell(tensor, known))  # past autograd: the copy's history stays
-            else:
-                text = "The script copied GPU values to the CPU: zeros, as nothing is computed on the ghost."
-                values.assume("zeros", 0, text)
-        return result
 
 
 def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
@@ -181,19 +146,7 @@ def _follow_grad_scaler(overrides: Overrides, facts: Facts) -> None:
 
 
 def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> None:
-    """Note what ``torch.full``, ``zeros`` and the like, and ``torch.tensor`` of one number, were given.
-
-    They reach a GPU below autograd's key, where PyTorch's own kernels also fill tensors that they go on to
-    write; only a fill that the script's line itself calls for is the last word.
-    """
-    for op in ("fill_.Scalar", "zero_"):
-
-        @overrides.add(op, "CUDA")
-        def fill(run: Run, tensor: torch.Tensor, *value: object) -> object:
-            result = run(tensor, *value)
-            if calls(sys._getframe(1).f_back, _FACTORIES):  # frame 1 is the override's own
-                values.known.put(tensor, known_number(value[0] if value else 0))
-            return result
+    """Note what ``torch.tensor(3.5, device="cuda")`` was given: its one call of this op comes last."""
 
     @overrides.add("lift_fresh", "CUDA")
     def lift(run: Run, tensor: torch.Tensor) -> object:
@@ -204,37 +157,6 @@ def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> Non
             if ghost.last_read_known():
                 values.known.put(tensor, Known(value))
         return result
-
-
-def _watch_ways_around_the_version(values: Values) -> None:
-    """Forget tensors whose memory is handed out where autograd cannot count what is written to it."""
-
-    def expose(tensor: torch.Tensor) -> None:
-        if is_plain(tensor) and tensor.is_cuda:
-            values.known.expose(tensor)
-
-    data = torch.Tensor.data
-
-    def get_data(self: torch.Tensor) -> torch.Tensor:
-        expose(self)
-        return data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
-        expose(self)
-        expose(other)
-        data.__set__(self, other)  # type: ignore[attr-defined]
-
-    def exposing(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: torch.Tensor, *args: object, **options: object) -> Any:
-            expose(self)
-            return method(self, *args, **options)
-
-        return call
-
-    torch.Tensor.data = property(get_data, set_data, doc=data.__doc__)  # type: ignore[assignment]
-    torch.Tensor.data_ptr = exposing(torch.Tensor.data_ptr)  # type: ignore[method-assign]
-    torch.Tensor.__dlpack__ = exposing(torch.Tensor.__dlpack__)  # type: ignore[method-assign]
 
 
 class _NoGrad:

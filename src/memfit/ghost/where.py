@@ -1,13 +1,12 @@
-"""Which line of the user's script is being carried out, and what it calls."""
+"""Which line of the user's script is being carried out."""
 
-import dis
 import functools
 import os
 import site
 import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -42,38 +41,6 @@ def user_line(start: FrameType | None = None) -> str:
 def is_user_file(file: str) -> bool:
     """Say whether a source file is the user's own: not the standard library's, not an installed package's."""
     return _kind(file) == "user"
-
-
-def calls(frame: FrameType | None, names: frozenset[str]) -> bool:
-    """Say whether the call that ``frame`` is in the middle of is spelled with one of ``names``.
-
-    ``torch.full(...)`` and ``x.full(...)`` are spelled ``full``; a call whose spelling cannot be told (an
-    alias, ``partial``, Python run without positions) is none of the names. Frames of torch function modes
-    (``torch.set_default_device``) are looked through.
-    """
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame is not None and _called_name(frame.f_code, frame.f_lasti) in names
-
-
-@functools.lru_cache(maxsize=4096)
-def _called_name(code: CodeType, position: int) -> str:
-    """Name the function that the instruction at ``position`` calls, from where the call begins in the source.
-
-    The call ``torch.full((3,), 1)`` and what loads its function, ``torch.full``, begin at the same column; of
-    the names loaded from there before the call (``torch``, ``torch.full``) the longest is the function.
-    """
-    name, name_end, start = "", (-1, -1), None
-    for instruction in reversed([i for i in dis.get_instructions(code) if i.offset <= position]):
-        span = instruction.positions
-        if span is None or span.col_offset is None:
-            continue
-        begin, end = (span.lineno, span.col_offset), (span.end_lineno or 0, span.end_col_offset or 0)
-        if instruction.offset == position:
-            start = begin
-        elif begin == start and instruction.opname.startswith("LOAD_") and end > name_end:
-            name, name_end = str(instruction.argval), end
-    return name
 
 
 @functools.cache

@@ -1,0 +1,142 @@
+"""Wrap names of ``torch`` and ``torch.Tensor`` where it is Python's own call that matters.
+
+    full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
+    to  cpu  tolist                                     answer what arrives on the CPU
+    data  data_ptr  __dlpack__                          forget: the memory leaves autograd's sight
+
+PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
+
+from memfit.ghost.answers import Values
+from memfit.ghost.known import Known, is_plain, known_number
+from memfit.ghost.load import Ghost
+
+_SMALL = 1 << 16
+"""Elements of a CPU copy that are worth writing, where the value is known."""
+
+_ZERO, _ONE = Known(0), Known(1)
+
+_FACTORIES = {"full": 1, "full_like": 1, "ones": _ONE, "ones_like": _ONE, "zeros": _ZERO, "zeros_like": _ZERO}
+_METHODS = {"new_full": 2, "new_ones": _ONE, "new_zeros": _ZERO, "fill_": 1, "zero_": _ZERO}
+"""Name -> what the result holds, or which argument says so (``fill_value`` or ``value`` by keyword)."""
+
+
+def wrap_methods(values: Values, ghost: Ghost) -> None:
+    """Wrap every name of the table above, for the life of the process."""
+    for name, held in _FACTORIES.items():
+        _replace_function(name, _noting(getattr(torch, name), held, values))
+    for name, held in _METHODS.items():
+        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), held, values))
+    _answer_copies(values, ghost)
+    _expose(values)
+
+
+def _noting(function: Callable[..., Any], held: Known | int, values: Values) -> Callable[..., Any]:
+    """Wrap ``function`` to note what its result holds: ``held``, or the argument at that position."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if is_plain(result) and result.is_cuda:
+            known = held if isinstance(held, Known) else _number_at(held, args, options)
+            values.known.put(result, known)
+        return result
+
+    return call
+
+
+def _number_at(position: int, args: tuple[object, ...], options: dict[str, object]) -> Known | None:
+    if len(args) > position:
+        return known_number(args[position])
+    return known_number(options.get("fill_value", options.get("value")))
+
+
+def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of ``torch.name``, also where PyTorch knows functions by identity.
+
+    ``torch.jit.script`` and ``torch.set_default_device`` look functions up in tables of their own.
+    """
+    original = getattr(torch, name)
+    _register_builtin(wrapper, _find_builtin(original))  # type: ignore[no-untyped-call]
+    if original in _device_constructors():
+        _device_constructors().add(wrapper)
+    setattr(torch, name, wrapper)
+
+
+def _answer_copies(values: Values, ghost: Ghost) -> None:
+    """Carry what is known through ``to()``; answer one element on the CPU as ``item()`` would be."""
+
+    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        known = values.known.get(source)
+        if copy.is_cuda:
+            if known is not None and copy is not source:
+                values.known.put(copy, known)
+        elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
+            if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
+                copy.data.fill_(values.tell(source, known))  # past autograd: the copy keeps its history
+            else:
+                text = "The script copied GPU values to the CPU: zeros, as nothing is computed on the ghost."
+                values.assume("zeros", 0, text)
+        return copy
+
+    def wrap(name: str) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            result = method(self, *args, **options)
+            return arrived(self, result) if is_plain(self) and self.is_cuda else result
+
+        setattr(torch.Tensor, name, call)
+
+    wrap("to")
+    wrap("cpu")
+    tolist = torch.Tensor.tolist
+
+    @functools.wraps(tolist)
+    def call_tolist(self: torch.Tensor) -> Any:
+        return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
+
+    torch.Tensor.tolist = call_tolist  # type: ignore[method-assign]
+
+
+def _expose(values: Values) -> None:
+    """Forget tensors whose memory is handed out where autograd cannot count what is written to it."""
+
+    def expose(tensor: object) -> None:
+        if isinstance(tensor, torch.Tensor) and is_plain(tensor) and tensor.is_cuda:
+            values.known.expose(tensor)
+
+    data: Any = torch.Tensor.data
+
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        expose(self)
+        return data.__get__(self)  # type: ignore[no-any-return]
+
+    def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
+        expose(self)
+        expose(other)
+        data.__set__(self, other)
+
+    torch.Tensor.data = property(get_data, set_data, doc=data.__doc__)  # type: ignore[assignment]
+
+    def wrap(name: str) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            expose(self)
+            return method(self, *args, **options)
+
+        setattr(torch.Tensor, name, call)
+
+    wrap("data_ptr")
+    wrap("__dlpack__")
