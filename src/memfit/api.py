@@ -88,7 +88,6 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         path = output if output is not None else Path(folder) / "run.memfit"
         settings = ChildSettings(
-            arguments=command,
             module=module,
             output=str(path.absolute()),
             steps=steps,
@@ -101,7 +100,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             progress=-1,
             stdout_to_stderr=stdout_to_stderr,
         )
-        run_on_ghost(settings, on_progress)
+        run_on_ghost(command, settings, on_progress)
         return summarize(read_trace(path))
 
 

@@ -1,4 +1,4 @@
-"""The process on the ghost: ``python -m memfit.capture.child '<settings as JSON>'``.
+"""The process on the ghost: ``python -m memfit.capture.child '<settings as JSON>' SCRIPT.py ARGS...``.
 
 It loads the ghost, runs the user's script as ``python SCRIPT.py`` would, and writes the trace. Until
 the script itself imports torch nothing here does, so that a script which sets environment variables
@@ -105,7 +105,8 @@ class Report:
 class Run:
     """One run of a script in this process."""
 
-    def __init__(self, settings: ChildSettings, ghost: Ghost) -> None:
+    def __init__(self, command: tuple[str, ...], settings: ChildSettings, ghost: Ghost) -> None:
+        self._command = command
         self._settings = settings
         self._ghost = ghost
         self._report = Report(settings.progress)
@@ -145,7 +146,7 @@ class Run:
         """Run the script, and say how it ended; its own traceback goes to standard error."""
         threading.excepthook = _quiet_excepthook(threading.excepthook)
         try:
-            _run(self._settings.arguments, module=self._settings.module)
+            _run(self._command, module=self._settings.module)
         except SystemExit as stop:
             return ScriptEnd("end", _exit_code(stop))
         except KeyboardInterrupt:
@@ -204,28 +205,29 @@ class Run:
                 f"The run reached {name}, which the ghost does not stand in for: "
                 "figures after it may be wrong.",
             )
-        trace = self._recorder.finish(self._settings.device, end, self._settings.arguments, _versions())
+        trace = self._recorder.finish(self._settings.device, end, self._command, _versions())
         write_trace(trace, Path(self._settings.output))
         return True
 
 
 def main() -> None:
-    """Run the script that the settings on the command line name."""
-    settings = msgspec.json.decode(sys.argv[1], type=ChildSettings, dec_hook=lambda kind, value: kind(value))
+    """Run the script on the command line."""
+    _, text, *command = sys.argv
+    settings = msgspec.json.decode(text, type=ChildSettings, dec_hook=lambda kind, value: kind(value))
     faulthandler.enable()
     if settings.stdout_to_stderr:
         os.dup2(2, 1)
     ghost = load(settings.build)
     ghost.configure(settings.ghost_device, in_use=settings.device.context.bytes + settings.device.in_use)
-    run = Run(settings, ghost)
+    run = Run(tuple(command), settings, ghost)
     sys.meta_path.insert(0, AfterImport("torch", run.begin))
     run.finish(run.script())
 
 
-def _run(arguments: tuple[str, ...], *, module: bool) -> None:
+def _run(command: tuple[str, ...], *, module: bool) -> None:
     """Run a script or a module as the interpreter's own command line would."""
-    target = arguments[0]
-    sys.argv[:] = arguments
+    target = command[0]
+    sys.argv[:] = command
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
@@ -236,7 +238,8 @@ def _run(arguments: tuple[str, ...], *, module: bool) -> None:
         runpy.run_path(target, run_name="__main__")
         return
     with io.open_code(target) as file:
-        code = compile(file.read(), target, "exec")
+        # PyTorch cannot name a file in its history whose name is not UTF-8.
+        code = compile(file.read(), target.encode(errors="backslashreplace").decode(), "exec")
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(
         __file__=target,

@@ -49,11 +49,14 @@ class _Line(msgspec.Struct):
     traced: bool = False
 
 
-def run_on_ghost(settings: ChildSettings, on_progress: Callable[[Progress], None]) -> ScriptEnd:
+def run_on_ghost(
+    command: tuple[str, ...], settings: ChildSettings, on_progress: Callable[[Progress], None]
+) -> ScriptEnd:
     """Run a script in a process of its own on the ghost.
 
     Args:
-        settings: what to run and how; ``progress`` is filled in here.
+        command: the script (or module) and its arguments: its ``sys.argv``.
+        settings: how to run it; ``progress`` is filled in here.
         on_progress: called about ten times a second, also when nothing new is known.
 
     Returns:
@@ -66,7 +69,7 @@ def run_on_ghost(settings: ChildSettings, on_progress: Callable[[Progress], None
     reader, writer = os.pipe()
     try:
         with _interrupts_left_to_the_script():
-            line = _talk(settings, reader, writer, on_progress)
+            line = _talk(command, settings, reader, writer, on_progress)
     finally:
         os.close(reader)
     if line.end is None:
@@ -74,7 +77,7 @@ def run_on_ghost(settings: ChildSettings, on_progress: Callable[[Progress], None
     if line.end.reason == "refused":
         raise UnsuitableEnvironmentError(line.end.exception)
     if not line.traced:
-        raise TargetError(_never_used(settings, line.end))
+        raise TargetError(_never_used(command[0], line.end))
     return line.end
 
 
@@ -94,13 +97,17 @@ def check_script(arguments: tuple[str, ...], *, module: bool) -> None:
 
 
 def _talk(
-    settings: ChildSettings, reader: int, writer: int, on_progress: Callable[[Progress], None]
+    command: tuple[str, ...],
+    settings: ChildSettings,
+    reader: int,
+    writer: int,
+    on_progress: Callable[[Progress], None],
 ) -> _Line:
     settings = msgspec.structs.replace(settings, progress=writer)
     text = msgspec.json.encode(settings, enc_hook=str).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
-        [sys.executable, *flags, "-m", "memfit.capture.child", text],
+        [sys.executable, *flags, "-m", "memfit.capture.child", text, *command],
         pass_fds=(writer,),
     )
     os.close(writer)
@@ -165,8 +172,7 @@ def _interrupts_left_to_the_script() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _never_used(settings: ChildSettings, end: ScriptEnd) -> str:
-    name = settings.arguments[0]
+def _never_used(name: str, end: ScriptEnd) -> str:
     if end.reason == "exception":
         return f"{name} failed before it used the GPU: {end.exception}"
     if end.reason == "interrupted":

@@ -8,12 +8,10 @@ from memfit.records import DeviceUse
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """One run of a script on the ghost. Travels as JSON on the command line."""
+    """One run of a script on the ghost. Travels as JSON on the command line, before the script's own."""
 
-    arguments: tuple[str, ...]
-    """``sys.argv`` of the script."""
     module: bool
-    """Whether ``arguments[0]`` names a module, as after ``python -m``."""
+    """Whether a module is to be run, as after ``python -m``."""
     output: str
     """Where the trace is written."""
     steps: int

@@ -3,6 +3,8 @@
 Byte counts are integers. Fields may be added within a schema version; none is removed or changes meaning.
 """
 
+import json
+
 import msgspec
 
 from memfit.records import DryRun, Note, OutOfMemory, Place
@@ -102,8 +104,12 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def to_json(result: DryRun) -> bytes:
-    """Encode a dry run as its public JSON, on one line."""
-    return msgspec.json.encode(to_public(result))
+    """Encode a dry run as its public JSON, on one line of ASCII.
+
+    By the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
+    msgspec refuses and JSON can spell.
+    """
+    return json.dumps(msgspec.to_builtins(to_public(result)), separators=(",", ":")).encode("ascii")
 
 
 def json_schema() -> bytes:

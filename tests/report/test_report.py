@@ -1,0 +1,129 @@
+"""What people and programs are shown: totals that sum, names that are inert, a schema that is kept."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memfit.records import (
+    DeviceUse,
+    DryRun,
+    Figure,
+    Growth,
+    Note,
+    OutOfMemory,
+    Phase,
+    Place,
+    Provenance,
+    ScriptEnd,
+    Term,
+)
+from memfit.report.schema import Result, json_schema, to_json
+from memfit.report.terminal import inert, print_summary
+
+GIB = 1 << 30
+SCHEMA = Path(__file__).parents[2] / "docs/dry-run.schema.json"
+
+
+@pytest.fixture
+def answer():
+    place = Place(2, Phase.BACKWARD, "layers.3.mlp", "MmBackward0", "/somewhere/train.py:12")
+    exact = Provenance.EXACT
+    return DryRun(
+        verdict="fits",
+        device=DeviceUse(
+            "A100-80GB", Figure(80 * GIB, exact), Figure(GIB // 2, Provenance.ASSUMED, "a table"), GIB
+        ),
+        steps=3,
+        peak_allocated=6 * GIB,
+        peak_reserved=7 * GIB,
+        peak_process=Figure(15 * GIB // 2, Provenance.ASSUMED),
+        peak_place=place,
+        terms=(
+            Term("parameters", Figure(2 * GIB, exact)),
+            Term("the rest", Figure(4 * GIB, exact)),
+            Term("allocated", Figure(6 * GIB, exact)),
+            Term("cached, not allocated", Figure(GIB, exact)),
+            Term("reserved", Figure(7 * GIB, exact)),
+            Term("CUDA context", Figure(GIB // 2, Provenance.ASSUMED, "a table")),
+            Term("process", Figure(15 * GIB // 2, Provenance.ASSUMED)),
+        ),
+        out_of_memory=None,
+        growth=Growth(2, 0, ""),
+        end=ScriptEnd("steps", 0),
+        notes=(Note(Provenance.ASSUMED, "a value was read", "train.py:9"),),
+        versions={"torch": "2.14.1"},
+        command=("train.py", "--big"),
+    )
+
+
+def printed(answer, width=100, *, terminal=False):
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False
+    )
+    print_summary(answer, console)
+    return console.file.getvalue()
+
+
+def test_the_summary_says_what_was_asked(answer):
+    text = printed(answer)
+    assert "FITS   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
+    assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
+    assert "7,680 MiB" in text
+    assert "Steady from step 2 on" in text
+    assert "a stand-in CUDA runtime" in text
+    assert "\x1b" not in text
+
+
+def test_out_of_memory_says_where_and_how_much(answer):
+    failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
+    text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
+    assert "OUT OF MEMORY   asked for 3.0 GiB, 1.0 GiB free: short 2.0 GiB of 80.00 GiB" in text
+    assert "Ran out in: step 2 · forward · layers.3.mlp" in text
+
+
+def test_growth_names_the_line(answer):
+    text = printed(replace(answer, growth=Growth(None, 4 << 20, "/somewhere/train.py:7")))
+    assert "Still growing by 4.0 MiB a step after 3 steps, held by /somewhere/train.py:7." in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_any_width_will_do(answer, width):
+    assert all(len(line) <= width for line in printed(answer, width).splitlines())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["\x1b[31mred", "a\rb", "bell\x07", "\u202egnp.exe", "[bold]x[/bold]", ":smiley:", "\x9b31m", "\ud800"],
+)
+def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
+    place = Place(1, Phase.FORWARD, name, name, name + ":3")
+    hostile = replace(
+        answer,
+        peak_place=place,
+        command=(name,),
+        notes=(Note(Provenance.EXACT, name, name),),
+        growth=Growth(None, 1, name),
+        versions={"torch": name},
+        out_of_memory=OutOfMemory(place, 1, 0, 1),
+    )
+    text = printed(hostile, 400)
+    assert inert(name) in text
+    assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
+    assert json.loads(to_json(hostile))["peak"]["module"] == name
+
+
+def test_the_json_is_the_public_schema(answer):
+    decoded = msgspec.json.decode(to_json(answer), type=Result)
+    assert decoded.peak.process == 15 * GIB // 2
+    assert decoded.terms[0].provenance == "exact"
+    assert json.loads(to_json(answer))["out_of_memory"] is None
+
+
+def test_the_committed_schema_is_what_the_code_says():
+    # python -c "from memfit.report.schema import json_schema as s; print(s().decode())" > docs/...
+    assert SCHEMA.read_bytes().strip() == json_schema().strip()
