@@ -5,16 +5,19 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.capture.history import columns
+from memfit.capture.history import ACTIONS, columns
 from memfit.capture.snapshot import segments, settings
 from memfit.errors import FileFormatError
 from memfit.records import (
@@ -33,6 +36,7 @@ from memfit.records import (
 DRIVER = Path(__file__).with_name("drive.py")
 MIB = 1 << 20
 BASE = 0x7F00_0000_0000
+STATES = ("inactive", "active_allocated", "active_awaiting_free")
 NOWHERE = DeviceUse("none", Figure(0, Provenance.ASSUMED), Figure(0, Provenance.ASSUMED), 0)
 
 
@@ -285,6 +289,30 @@ def test_a_late_history_that_contradicts_its_end():
 def test_settings_that_pytorch_would_refuse():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
         timeline(trace_of([], (), {"expandable_segments": "Perhaps"}))
+
+
+addresses = st.integers(0, 8).map(lambda n: BASE + n * MIB // 2)
+extents = st.integers(0, 8).map(lambda n: n * MIB // 2)
+actions = st.sampled_from([name for name in ACTIONS if name != "oom"])
+in_blocks = st.builds(Block, addresses, extents, extents, st.sampled_from(STATES))
+at_end = st.builds(
+    Segment,
+    addresses,
+    extents,
+    st.just(0),
+    st.just("large"),
+    st.just((0, 0)),
+    expandable=st.booleans(),
+    blocks=st.lists(in_blocks, max_size=4).map(tuple),
+)
+
+
+@given(st.lists(st.builds(event, actions, addresses, extents), max_size=12), st.lists(at_end, max_size=3))
+def test_whatever_a_forged_history_says(history, segments_):
+    for conf in ("", "expandable_segments:True"):
+        with suppress(FileFormatError):
+            derived = timeline(trace_of(history, segments_, {"conf": conf}))
+            assert len(derived.allocated) == len(history)
 
 
 # -- the referee -----------------------------------------------------------------------------------

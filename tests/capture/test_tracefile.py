@@ -43,7 +43,7 @@ LARGEST = (1 << 63) - 1
 
 naturals = st.integers(0, LARGEST)
 figures = st.builds(Figure, naturals, st.sampled_from(Provenance), st.text())
-blocks = st.builds(Block, naturals, naturals, naturals, st.text())
+blocks = st.builds(Block, naturals, naturals, naturals, st.sampled_from(tracefile.BLOCK_STATES))
 
 
 def index_below(count, lowest=0):
@@ -380,6 +380,9 @@ def test_segments_out_of_range(file, trace):
     segment = Segment(0, 1, 0, "large", (0, 0), expandable=False, blocks=(block,))
     write_trace(replace(trace, segments=(segment,)), file)
     assert "a segment's number" in refused(file)
+    strange = replace(segment, blocks=(replace(block, size=1, state="gone"),))
+    write_trace(replace(trace, segments=(strange,)), file)
+    assert "a block's state is none of inactive" in refused(file)
 
 
 @pytest.mark.parametrize(

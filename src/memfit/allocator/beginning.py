@@ -6,7 +6,7 @@ A snapshot also holds every segment at the end, so the events are undone from th
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,7 +85,8 @@ def beginning(trace: Trace, config: AllocatorConfig) -> Beginning:
     return _undo(trace.events, trace.segments, config, reserved)
 
 
-def _undo(events: Events, segments: Iterable[Segment], config: AllocatorConfig, reserved: int) -> Beginning:
+def _undo(events: Events, segments: Sequence[Segment], config: AllocatorConfig, reserved: int) -> Beginning:
+    _check_tiling(segments)
     rewind = _Rewind(segments, config)
     undo = {
         Action.FREE_COMPLETED: rewind.free_completed,
@@ -96,14 +97,32 @@ def _undo(events: Events, segments: Iterable[Segment], config: AllocatorConfig, 
         Action.ALLOC: rewind.alloc,
         Action.FREE_REQUESTED: rewind.free_requested,
     }
-    rows = zip(events.action.tolist(), events.address.tolist(), events.size.tolist(), strict=True)
-    for position, (action, address, size) in reversed(list(enumerate(rows))):
-        if action in undo:
-            try:
-                undo[action](address, size)
-            except ImpossibleError as error:
-                raise impossible(events, position, error) from None
-    return rewind.beginning(reserved)
+    actions, addresses, sizes = events.action.tolist(), events.address.tolist(), events.size.tolist()
+    position = 0
+    try:
+        for position in range(len(events) - 1, -1, -1):
+            if actions[position] in undo:
+                undo[actions[position]](addresses[position], sizes[position])
+        return rewind.beginning(reserved)
+    except ImpossibleError as error:
+        raise impossible(events, position, error) from None
+
+
+def _check_tiling(segments: Iterable[Segment]) -> None:
+    """Refuse segments that overlap, or whose blocks do not follow each other from end to end."""
+    free_from = 0
+    for segment in sorted(segments, key=lambda segment: segment.address):
+        address = segment.address
+        whole = address >= free_from
+        for block in segment.blocks:
+            whole = whole and block.address == address and block.size > 0
+            address += block.size
+        free_from = segment.address + segment.size
+        if not whole or address != free_from:
+            raise FileFormatError(
+                f"Cannot replay this trace: the segment of {segment.size:,} bytes at {segment.address:#x} "
+                "overlaps another, or its blocks do not fill it. Record it again."
+            )
 
 
 class _Rewind:
@@ -146,7 +165,7 @@ class _Rewind:
         extent = self._live.pop(address, None)
         if extent is None:
             raise ImpossibleError("that block is not in use afterwards")
-        del self._used[extent[0]]
+        self._used.pop(extent[0], None)
         self._spare.pop(address, None)
         self._give_back(address, extent[1])
         self._release(address, extent)

@@ -55,6 +55,8 @@ class Layout:
 
     def put(self, start: int, stop: int, segment: int) -> None:
         """Add a free block without looking at its neighbours: what a split leaves."""
+        if start in self._starts or stop in self._stops:
+            raise ImpossibleError("it overlaps a free block")
         self._starts[start] = stop, segment
         self._stops[stop] = start
 
@@ -71,13 +73,10 @@ class Layout:
         if after is not None and after[1] == segment:
             del self._starts[stop], self._stops[after[0]]
             stop = after[0]
-        self._starts[start] = stop, segment
-        self._stops[stop] = start
+        self.put(start, stop, segment)
 
     def add_segment(self, start: int, stop: int) -> None:
         """Add a segment from cudaMalloc, all free."""
-        if start in self._starts:
-            raise ImpossibleError("there is memory at that address already")
         self.put(start, stop, start)
 
     def remove_segment(self, start: int, stop: int) -> None:

@@ -43,11 +43,10 @@ def round_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
         return MIN_BLOCK
     interval = min(max(size.bit_length() - _FIRST_INTERVAL, 0), INTERVALS - 1)
     divisions = config.roundup_power2_divisions[interval]
-    if divisions > 1 and size > MIN_BLOCK * divisions:
-        # Between two powers of two: size > 512 * divisions makes a step at least 512 bytes.
-        step = (1 << (size.bit_length() - 1)) // divisions
-    else:
-        step = MIN_BLOCK
+    step = MIN_BLOCK
+    if divisions > 1:
+        # PyTorch leaves sizes up to 512 * divisions alone: there a step would be 512 bytes or less.
+        step = max(step, (1 << (size.bit_length() - 1)) // divisions)
     return -(-size // step) * step
 
 

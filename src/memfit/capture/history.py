@@ -24,6 +24,7 @@ _ACTION_VALUES = {name: int(action) for name, action in ACTIONS.items()} | {
     "user_defined": int(Action.ANNOTATE)
 }
 _OOM = "oom"
+_MAX_LINE = (1 << 31) - 1
 
 _PACKAGE_OF_OURS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:torch|memfit)[/\\]")
 _NOT_PYTHON = re.compile(r"\?\?|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen .*|", re.DOTALL)
@@ -164,10 +165,18 @@ def _stack_column(history: Sequence[Mapping[str, Any]], table: StackTable) -> li
         if stack is None:
             for frame in frames:
                 if id(frame) not in by_frame:
-                    by_frame[id(frame)] = table.frame(frame["filename"], frame["line"], frame["name"])
+                    by_frame[id(frame)] = table.frame(*_line(frame))
             stack = by_list[id(frames)] = table.intern_frames([by_frame[id(frame)] for frame in frames])
         column.append(stack)
     return column
+
+
+def _line(frame: Mapping[str, Any]) -> tuple[str, int, str]:
+    file, line, function = frame["filename"], frame["line"], frame["name"]
+    whole = isinstance(file, str) and isinstance(line, int) and isinstance(function, str)
+    if not whole or abs(line) > _MAX_LINE:
+        raise TypeError("a frame has no file, line and function")
+    return file, line, function
 
 
 def _torch_folder() -> str:

@@ -32,7 +32,8 @@ _MAX_NUMBER = (1 << 63) - 1
 
 _INACTIVE, _ALLOCATED, _AWAITING_FREE = "inactive", "active_allocated", "active_awaiting_free"
 # PyTorch documents the third as active_awaiting_free and writes active_pending_free.
-_AS_WRITTEN = {_AWAITING_FREE: "active_pending_free"}
+_AS_WRITTEN = {_INACTIVE: _INACTIVE, _ALLOCATED: _ALLOCATED, _AWAITING_FREE: "active_pending_free"}
+_AS_READ = {written: state for state, written in _AS_WRITTEN.items()} | {_AWAITING_FREE: _AWAITING_FREE}
 _UNKNOWN = Figure(0, Provenance.ASSUMED, "a memory snapshot does not tell")
 
 
@@ -221,7 +222,7 @@ def _blocks(segment: Mapping[str, Any]) -> tuple[Block, ...]:
     address = _number(segment["address"])
     for block in segment["blocks"]:
         size = _number(block["size"])
-        state = block["state"] if block["state"] in (_INACTIVE, _ALLOCATED) else _AWAITING_FREE
+        state = _AS_READ[block["state"]]
         # Early versions give a block no address of its own: blocks follow each other.
         blocks.append(Block(address, size, _number(block.get("requested_size", size)), state))
         address += size
@@ -289,7 +290,7 @@ def _segment_dict(segment: Segment, allocated_at: Mapping[int, list[dict[str, An
                 "address": block.address,
                 "size": block.size,
                 "requested_size": block.requested,
-                "state": _AS_WRITTEN.get(block.state, block.state),
+                "state": _AS_WRITTEN[block.state],
                 "frames": [] if block.state == _INACTIVE else allocated_at.get(block.address, []),
             }
             for block in segment.blocks

@@ -51,6 +51,7 @@ _HEADER = "header.json"
 _MEMBERS = [_HEADER, *(f"columns/{name}" for name in _COLUMNS)]
 _FASTEST = 1  # the levels beyond take three times as long and save a tenth
 _MAX_INTEGER = (1 << 63) - 1
+BLOCK_STATES = ("inactive", "active_allocated", "active_awaiting_free")
 
 _ZIP_START = b"PK\x03\x04"
 # The end of a zip: signature, disks, entries (twice), bytes of the directory, its place, comment length.
@@ -283,6 +284,8 @@ def _faults(trace: Trace) -> Iterator[str]:
         column = np.asarray(values)
         if column.size and not (low <= column.min() and column.max() <= high):
             yield f"{what} is outside {low} to {high}"
+    if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
+        yield f"a block's state is none of {', '.join(BLOCK_STATES)}"
 
 
 def _integers(segment: Segment) -> Iterator[int]:
