@@ -118,11 +118,17 @@ def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
 
 def _follow(overrides: Overrides, facts: Facts, op: str, rule: Rule) -> None:
     """Note what the result of ``op`` holds, as far as ``rule`` can say."""
+    packet = getattr(torch.ops.aten, op.partition(".")[0])
 
     @overrides.add(op, "AutogradCUDA")
     def follow(run: Run, *args: object, **options: object) -> object:
         known = rule(facts, *args, **options)
-        result = run(*args, **options)
+        if op.endswith(".Tensor") and not all(isinstance(arg, torch.Tensor) for arg in args):
+            # A number that C++ had wrapped in a tensor arrives bare, and only the packet wraps it again.
+            with torch._C._AutoDispatchBelowAutograd():
+                result = packet(*args, **options)
+        else:
+            result = run(*args, **options)
         facts.values.put(result[0] if isinstance(result, tuple) else result, known)
         return result
 
