@@ -152,7 +152,7 @@ class Host:
         return method(tensor, **options) if result is None else result
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether a method may be passed over: the tensor is large and hollow, and autograd does not look."""
+        """Say whether a method may be passed over: it is large and hollow, and autograd does not look."""
         large = tensor.numel() >= self._threshold and is_plain(tensor)
         return large and self._hollow.holds(tensor) and not _tracked(tensor)
 
