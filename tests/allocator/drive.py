@@ -1,6 +1,6 @@
 """Drive PyTorch's real allocator on the ghost and write down its history and its own statistics.
 
-    python drive.py OUT '{"operations": 2000, "seed": 1, ...}'
+    python drive.py OUT '{"operations": 1500, "seed": 1, ...}'
 
 Each operation is stamped on the events it causes (``user_metadata``), so that the statistics read after
 it can be compared with the history at that point. Run with PYTORCH_ALLOC_CONF set, if wanted.
@@ -22,7 +22,7 @@ EDGES = (512, KIB, MIB, 2 * MIB, 10 * MIB, 12 * MIB, 18 * MIB, 19 * MIB, 20 * MI
 BESIDE = (-513, -512, -1, 0, 1, 511, 512, 513, MIB, MIB + 512, MIB - 512)
 
 options = {
-    "operations": 2000,
+    "operations": 1500,
     "seed": 0,
     "total": 8 * GIB,
     "streams": 1,
