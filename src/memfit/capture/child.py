@@ -113,6 +113,7 @@ class Run:
         self._process = os.getpid()
         self._recorder: Recorder | None = None
         self._values: Values | None = None
+        self._last: BaseException | None = None
 
     def begin(self) -> None:
         """Start watching: torch has just been imported."""
@@ -147,11 +148,8 @@ class Run:
         threading.excepthook = _quiet_excepthook(threading.excepthook)
         try:
             _run(self._command, module=self._settings.module)
-        except SystemExit as stop:
-            return ScriptEnd("end", _exit_code(stop))
-        except KeyboardInterrupt:
-            return ScriptEnd("interrupted", 130)
         except BaseException as error:  # noqa: BLE001 - whatever a script can raise is an end of it
+            self._last = error  # its frames keep the script's objects alive until they were asked
             return self._ended_by(error)
         return ScriptEnd("steps" if self._enough() else "end", 0)
 
@@ -179,10 +177,11 @@ class Run:
         return self._recorder is not None and self._recorder.steps.completed >= self._settings.steps
 
     def _ended_by(self, error: BaseException) -> ScriptEnd:
-        from memfit.capture.steps import EnoughStepsReached
-
-        chain = _chain(error)
-        if any(isinstance(link, EnoughStepsReached) for link in chain):
+        if isinstance(error, SystemExit):
+            return ScriptEnd("end", _exit_code(error))
+        if isinstance(error, KeyboardInterrupt):
+            return ScriptEnd("interrupted", 130)
+        if any(type(link).__name__ == "EnoughStepsReached" for link in _chain(error)):
             return ScriptEnd("steps", 0)
         summary = traceback.format_exception_only(error)[-1].strip()
         where = _innermost_user_line(error)

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torch.nn.modules.module import (
 
 from memfit.capture.history import StackTable
 from memfit.capture.labels import LabelBook
-from memfit.records import Phase
+from memfit.records import Label, Phase
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -59,8 +60,8 @@ class ModuleNames:
                 if child is not None and not self._knows(child):
                     self.learn(parent, name, child)
 
-    def path(self, module: torch.nn.Module) -> tuple[str, str]:
-        """Return the outermost parent's class name and the dotted path below it (empty for itself)."""
+    def full_name(self, module: torch.nn.Module) -> str:
+        """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
         if not self._knows(module):
             self.adopt(module)
         names: list[str] = []
@@ -73,11 +74,24 @@ class ModuleNames:
                 break
             names.append(name)
             module = parent
-        return type(module).__name__, ".".join(reversed(names))
+        return ".".join([type(module).__name__, *reversed(names)])
 
     def _knows(self, module: torch.nn.Module) -> bool:
         entry = self._parents.get(id(module))
         return entry is not None and entry[0]() is module
+
+
+def short_names(labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """Drop the outermost class from modules' names where all that have a path below one share it.
+
+    >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))]
+    ['head']
+    """
+    roots = {label.module.partition(".")[0] for label in labels if "." in label.module}
+    if len(roots) != 1:
+        return labels
+    (root,) = roots
+    return tuple(replace(label, module=label.module.removeprefix(f"{root}.")) for label in labels)
 
 
 class ModuleHooks:
@@ -106,8 +120,8 @@ class ModuleHooks:
         self._on_root = on_root
         self._after_root = after_root
         self.names = ModuleNames()
-        self._paths: dict[int, tuple[weakref.ref[Any], str, str]] = {}
-        self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, path)
+        self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
@@ -132,7 +146,7 @@ class ModuleHooks:
             return
         active = self._active.setdefault(threading.get_ident(), [])
         recomputing = self._in_backward()
-        root, path = self._path(module)
+        name = self._name(module)
         if not active and not recomputing:
             self._on_root(module)
         if recomputing:
@@ -141,8 +155,8 @@ class ModuleHooks:
             phase = Phase.LOSS
         else:
             phase = Phase.FORWARD
-        active.append((self._book.current(), torch.autograd._get_sequence_nr(), path or root))  # type: ignore[attr-defined]
-        self._book.use(self._book.intern(phase, path or root))
+        active.append((self._book.current(), torch.autograd._get_sequence_nr(), name))  # type: ignore[attr-defined]
+        self._book.use(self._book.intern(phase, name))
 
     def _leave(self, _module: torch.nn.Module, _args: object, output: object) -> None:
         active = self._active.get(threading.get_ident())
@@ -156,12 +170,12 @@ class ModuleHooks:
         else:
             self._after_root(Phase.LOSS if _requires_grad(output) else Phase.INPUT)
 
-    def _path(self, module: torch.nn.Module) -> tuple[str, str]:
-        entry = self._paths.get(id(module))
+    def _name(self, module: torch.nn.Module) -> str:
+        entry = self._names_of.get(id(module))
         if entry is None or entry[0]() is not module:
-            entry = (weakref.ref(module), *self.names.path(module))
-            self._paths[id(module)] = entry
-        return entry[1], entry[2]
+            entry = (weakref.ref(module), self.names.full_name(module))
+            self._names_of[id(module)] = entry
+        return entry[1]
 
     def _claim(self, outputs: Iterable[object], since: int, module: str, caller: FrameType) -> None:
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]

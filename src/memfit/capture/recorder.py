@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from memfit.capture import holders
 from memfit.capture.history import StackTable, columns
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
-from memfit.capture.modules import ModuleHooks
+from memfit.capture.modules import ModuleHooks, short_names
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
 from memfit.ghost.load import Ghost, LogAction
@@ -203,7 +203,7 @@ class Recorder:
         serials = events.label
         return Trace(
             events=_labelled(events, serials, self.book, self._held),
-            labels=self.book.labels,
+            labels=short_names(self.book.labels),
             stacks=stacks,
             frames=frames,
             marks=_placed(self.book.marks, serials),
