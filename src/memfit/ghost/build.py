@@ -153,11 +153,8 @@ def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
 def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     """Name what a build depends on: our sources, and this PyTorch's files."""
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
-    for source in (
-        *sorted(RUNTIME.iterdir()),
-        Path(__file__),
-        *sorted(Path(__file__).parent.glob("[et]*.py")),
-    ):
+    ours = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "torch_install.py")]
+    for source in (*ours, *sorted(RUNTIME.glob("*.[ch]")), RUNTIME / "gaps.txt"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for library in torch.libraries():
         digest.update(f"{library.name} {library.stat().st_size}\n".encode())
@@ -175,9 +172,9 @@ def _locked(path: Path) -> Iterator[None]:
 def _read(folder: Path) -> Build | None:
     try:
         text = (folder / _DONE).read_bytes()
-    except FileNotFoundError:
+        kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
+    except (OSError, msgspec.DecodeError):  # not there, or not ours: it is built, or says why not
         return None
-    kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
     # The cache may have been moved since.
     return replace(kept, folder=folder, library=folder / kept.library.name)
 

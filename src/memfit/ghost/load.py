@@ -5,6 +5,7 @@ ghost.configure(device)  what the device is and how much memory it has
 import torch             the real one: a SONAME that is already loaded is not looked for again
 """
 
+import atexit
 import ctypes
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Self
 from memfit.devices import Device
 from memfit.errors import GhostError
 from memfit.ghost.build import Build
+from memfit.ghost.leave import wait_for_autograd
 
 _REFUSALS = {
     1: "the device count or the bytes in use are out of range",
@@ -87,7 +89,7 @@ class LogEvent:
     address: int
     """0 for ``OUT_OF_MEMORY``."""
     size: int
-    """Bytes as requested."""
+    """Bytes it takes of the device; as requested for ``OUT_OF_MEMORY``."""
     stream: int
     """The stream's handle; 0 for the default stream and for the synchronous calls."""
     label: int
@@ -254,4 +256,5 @@ def load(build: Build) -> Ghost:
         ) from error
     # Where Triton finds libcuda.so to link its launchers with; without it, it asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
+    atexit.register(wait_for_autograd)  # runs after whatever the script registers
     return Ghost(runtime)

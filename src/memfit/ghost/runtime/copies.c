@@ -19,8 +19,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LONGEST (64 * KIB)    /* bytes of one remembered copy */
-#define MOST_BYTES (4 * MIB)  /* on record at once, uniform ranges not counted */
+#define LONGEST (64 * KIB)   /* bytes of one remembered copy */
+#define MOST_BYTES (4 * MIB) /* on record at once, uniform ranges not counted */
 #define MOST_RANGES 1024
 
 struct known {
@@ -75,7 +75,8 @@ static void drop_oldest(void)
 }
 
 /* Put a range that overlaps nothing on record; `bytes` is copied, or NULL for a uniform range. */
-static void insert(uint64_t start, uint64_t size, const unsigned char *bytes, unsigned char byte, uint64_t age)
+static void insert(uint64_t start, uint64_t size, const unsigned char *bytes, unsigned char byte,
+                   uint64_t age)
 {
     struct known made = {start, size, age, NULL, byte};
     if (size == 0)
@@ -316,7 +317,7 @@ API status cudaMemsetAsync(void *to, int byte, size_t size, void *stream)
     return fill(to, byte, size);
 }
 
-/* ---- The driver's names for the same, as Triton and PyTorch's symmetric memory call them ------ */
+/* ---- The driver's names for the same, as Triton and PyTorch's symmetric memory call them ----- */
 
 API status cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, void *stream)
 {

@@ -60,7 +60,7 @@ API status cublasSetPointerMode_v2(struct blas_handle *handle, int mode)
 
 API status cublasSetWorkspace_v2(void *handle, void *workspace, size_t size) { return SUCCESS; }
 
-/* ---- Results that may be on the host -------------------------------------------------------------- */
+/* ---- Results that may be on the host --------------------------------------------------------- */
 
 /* Dot products, norms, sums and extreme indices write one number where `result` points: to the
  * device, or, in host pointer mode, to the host. */
@@ -71,11 +71,11 @@ API status cublasSetWorkspace_v2(void *handle, void *workspace, size_t size) { r
         return SUCCESS;                                                                                      \
     }
 
-#define REDUCTION(name, type)                                                  \
-    API status name(void *handle, int n, const void *x, int x_step, type *result) \
-    {                                                                          \
-        write_result(result, sizeof *result);                                  \
-        return SUCCESS;                                                        \
+#define REDUCTION(name, type)                                                                                \
+    API status name(void *handle, int n, const void *x, int x_step, type *result)                            \
+    {                                                                                                        \
+        write_result(result, sizeof *result);                                                                \
+        return SUCCESS;                                                                                      \
     }
 
 typedef struct {
@@ -131,27 +131,27 @@ API status cublasDotEx(void *handle, int n, const void *x, int x_type, int x_ste
 
 /* Batched factorizations report a bad argument through `info`, on the host; the arrays of matrices
  * and of singular pivots are on the device. */
-#define BATCHED_QR(name)                                                                             \
-    API status name(void *handle, int m, int n, void *a, int a_step, void *tau, int *info, int batch) \
-    {                                                                                                \
-        write_result(info, sizeof *info);                                                            \
-        return SUCCESS;                                                                              \
+#define BATCHED_QR(name)                                                                                     \
+    API status name(void *handle, int m, int n, void *a, int a_step, void *tau, int *info, int batch)        \
+    {                                                                                                        \
+        write_result(info, sizeof *info);                                                                    \
+        return SUCCESS;                                                                                      \
     }
 
-#define BATCHED_LEAST_SQUARES(name)                                                                      \
-    API status name(void *handle, int trans, int m, int n, int columns, void *a, int a_step, void *c,    \
-                    int c_step, int *info, int *device_info, int batch)                                  \
-    {                                                                                                    \
-        write_result(info, sizeof *info);                                                                \
-        return SUCCESS;                                                                                  \
+#define BATCHED_LEAST_SQUARES(name)                                                                          \
+    API status name(void *handle, int trans, int m, int n, int columns, void *a, int a_step, void *c,        \
+                    int c_step, int *info, int *device_info, int batch)                                      \
+    {                                                                                                        \
+        write_result(info, sizeof *info);                                                                    \
+        return SUCCESS;                                                                                      \
     }
 
-#define BATCHED_SOLVE(name)                                                                              \
-    API status name(void *handle, int trans, int n, int columns, const void *a, int a_step,              \
-                    const int *pivots, void *b, int b_step, int *info, int batch)                        \
-    {                                                                                                    \
-        write_result(info, sizeof *info);                                                                \
-        return SUCCESS;                                                                                  \
+#define BATCHED_SOLVE(name)                                                                                  \
+    API status name(void *handle, int trans, int n, int columns, const void *a, int a_step,                  \
+                    const int *pivots, void *b, int b_step, int *info, int batch)                            \
+    {                                                                                                        \
+        write_result(info, sizeof *info);                                                                    \
+        return SUCCESS;                                                                                      \
     }
 
 BATCHED_QR(cublasSgeqrfBatched)
@@ -183,7 +183,7 @@ API status cublasGetVectorAsync(int n, int element, const void *from, int from_s
     return cublasGetMatrixAsync(1, n, element, from, from_step, to, to_step, stream);
 }
 
-/* ---- cuBLASLt ------------------------------------------------------------------------------------- */
+/* ---- cuBLASLt -------------------------------------------------------------------------------- */
 
 API size_t cublasLtGetVersion(void)
 {
@@ -233,7 +233,8 @@ API status cublasLtMatrixLayoutSetAttribute(void *layout, int attribute, const v
     return SUCCESS;
 }
 
-API status cublasLtMatmulPreferenceSetAttribute(void *preference, int attribute, const void *value, size_t size)
+API status cublasLtMatmulPreferenceSetAttribute(void *preference, int attribute, const void *value,
+                                                size_t size)
 {
     return SUCCESS;
 }
@@ -276,8 +277,8 @@ API status cublasLtMatmulAlgoInit(void *handle, int compute_type, int scale_type
     return SUCCESS;
 }
 
-API status cublasLtMatmulAlgoConfigGetAttribute(const void *algorithm, int attribute, void *value, size_t size,
-                                                size_t *written)
+API status cublasLtMatmulAlgoConfigGetAttribute(const void *algorithm, int attribute, void *value,
+                                                size_t size, size_t *written)
 {
     memset(value, 0, size);
     if (written)

@@ -37,7 +37,7 @@ API void cudnnGetLastErrorString(char *message, size_t capacity)
         message[0] = '\0';
 }
 
-/* ---- Handles and descriptors ----------------------------------------------------------------------- */
+/* ---- Handles and descriptors ----------------------------------------------------------------- */
 
 struct dnn_handle {
     void *stream;
@@ -71,15 +71,15 @@ struct descriptor {
     int sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
 };
 
-#define DESCRIPTOR(Kind)                                              \
-    API status cudnnCreate##Kind##Descriptor(void **descriptor)       \
-    {                                                                 \
-        return ghost_new_handle(descriptor, sizeof(struct descriptor)); \
-    }                                                                 \
-    API status cudnnDestroy##Kind##Descriptor(void *descriptor)       \
-    {                                                                 \
-        free(descriptor);                                             \
-        return SUCCESS;                                               \
+#define DESCRIPTOR(Kind)                                                                                     \
+    API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
+    {                                                                                                        \
+        return ghost_new_handle(descriptor, sizeof(struct descriptor));                                      \
+    }                                                                                                        \
+    API status cudnnDestroy##Kind##Descriptor(void *descriptor)                                              \
+    {                                                                                                        \
+        free(descriptor);                                                                                    \
+        return SUCCESS;                                                                                      \
     }
 
 DESCRIPTOR(Tensor)
@@ -123,14 +123,13 @@ API status cudnnGetTensorNdDescriptor(const struct descriptor *tensor, int wante
 API status cudnnSetFilterNdDescriptor(struct descriptor *filter, int data_type, int format, int dimensions,
                                       const int *sizes)
 {
-    *filter =
-        (struct descriptor){.data_type = data_type, .format = format, .dimensions = within(dimensions)};
+    *filter = (struct descriptor){.data_type = data_type, .format = format, .dimensions = within(dimensions)};
     copy_sizes(filter->sizes, sizes, filter->dimensions);
     return SUCCESS;
 }
 
-API status cudnnGetFilterNdDescriptor(const struct descriptor *filter, int wanted, int *data_type, int *format,
-                                      int *dimensions, int *sizes)
+API status cudnnGetFilterNdDescriptor(const struct descriptor *filter, int wanted, int *data_type,
+                                      int *format, int *dimensions, int *sizes)
 {
     *data_type = filter->data_type;
     *format = filter->format;
@@ -139,7 +138,7 @@ API status cudnnGetFilterNdDescriptor(const struct descriptor *filter, int wante
     return SUCCESS;
 }
 
-/* ---- The graph API: how PyTorch runs convolutions and attention --------------------------------------- */
+/* ---- The graph API: how PyTorch runs convolutions and attention ------------------------------ */
 
 /* Source: cudnn_graph.h 9.24; the numbers have not moved since cuDNN 9.0. */
 enum attribute_type { TYPE_INT64 = 3, TYPE_BACKEND_DESCRIPTOR = 15, TYPE_INT32 = 23 };
@@ -202,7 +201,7 @@ API status cudnnBackendExecute(void *handle, void *plan, void *variant_pack)
     return (status)ghost_stub_called();
 }
 
-/* ---- The older convolution API (TORCH_CUDNN_V8_API_DISABLED=1) ------------------------------------------ */
+/* ---- The older convolution API (TORCH_CUDNN_V8_API_DISABLED=1) ------------------------------- */
 
 /* Source: cudnn_cnn.h 9.24, cudnnConvolutionFwdAlgoPerf_t and its two siblings. */
 struct algorithm_performance {
@@ -230,9 +229,9 @@ static status no_workspace(size_t *size)
 }
 
 #define CONVOLUTION(Direction)                                                                               \
-    API status cudnnGetConvolution##Direction##Algorithm_v7(void *handle, void *a, void *b, void *convolution, \
-                                                            void *c, int wanted, int *found,                 \
-                                                            struct algorithm_performance *results)           \
+    API status cudnnGetConvolution##Direction##Algorithm_v7(                                                 \
+        void *handle, void *a, void *b, void *convolution, void *c, int wanted, int *found,                  \
+        struct algorithm_performance *results)                                                               \
     {                                                                                                        \
         return one_algorithm(wanted, found, results);                                                        \
     }                                                                                                        \
@@ -244,9 +243,8 @@ static status no_workspace(size_t *size)
         forget_everything();                                                                                 \
         return one_algorithm(wanted, found, results);                                                        \
     }                                                                                                        \
-    API status cudnnGetConvolution##Direction##WorkspaceSize(void *handle, void *a, void *b,                 \
-                                                             void *convolution, void *c, int algorithm,      \
-                                                             size_t *size)                                   \
+    API status cudnnGetConvolution##Direction##WorkspaceSize(                                                \
+        void *handle, void *a, void *b, void *convolution, void *c, int algorithm, size_t *size)             \
     {                                                                                                        \
         return no_workspace(size);                                                                           \
     }
@@ -255,7 +253,7 @@ CONVOLUTION(Forward)
 CONVOLUTION(BackwardData)
 CONVOLUTION(BackwardFilter)
 
-/* ---- Batch normalization ----------------------------------------------------------------------------------- */
+/* ---- Batch normalization --------------------------------------------------------------------- */
 
 API status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations,
                                                                     void *x, void *z, void *y, void *scale,

@@ -19,7 +19,7 @@ static bool valid(int device) { return device >= 0 && device < ghost_device_coun
 
 static int reserved_shared(void) { return ghost_spec.major >= 8 ? RESERVED_SHARED : 0; }
 
-/* ---- Choosing --------------------------------------------------------------------------------- */
+/* ---- Choosing -------------------------------------------------------------------------------- */
 
 API status cudaGetDeviceCount(int *count)
 {
@@ -65,7 +65,7 @@ API status cudaDeviceGetPCIBusId(char *text, int capacity, int device)
     return SUCCESS;
 }
 
-/* ---- Properties ------------------------------------------------------------------------------- */
+/* ---- Properties ------------------------------------------------------------------------------ */
 
 /* Source: driver_types.h of CUDA 13.0 and 12.8, cudaDeviceProp. CUDA 13 dropped seven fields, and
  * the function that fills the CUDA 12 record is cudaGetDeviceProperties_v2. */
@@ -231,7 +231,7 @@ API status cudaGetDeviceProperties_v2(struct properties *properties, int device)
 }
 #endif
 
-/* ---- Attributes ------------------------------------------------------------------------------- */
+/* ---- Attributes ------------------------------------------------------------------------------ */
 
 /* Source: driver_types.h, cudaDeviceAttr (CUdevice_attribute of cuda.h has the same numbers). */
 enum device_attribute {

@@ -66,7 +66,7 @@ API status cuDeviceGetUuid(char *uuid, int device)
 
 API status cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 
-/* ---- Contexts --------------------------------------------------------------------------------- */
+/* ---- Contexts -------------------------------------------------------------------------------- */
 
 API status cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
 {
@@ -113,7 +113,7 @@ API status cuCtxGetLimit(size_t *value, int limit)
     return SUCCESS;
 }
 
-/* ---- Finding functions by name ---------------------------------------------------------------- */
+/* ---- Finding functions by name --------------------------------------------------------------- */
 
 enum { ENTRY_FOUND = 0, ENTRY_NOT_FOUND = 1 }; /* cudaDriverEntryPointQueryResult */
 
@@ -160,7 +160,7 @@ API status cuGetProcAddress_v2(const char *name, void **function, int version, u
     return entry_point(name, function, found);
 }
 
-/* ---- Modules: what nvrtc and Triton compiled ---------------------------------------------------- */
+/* ---- Modules: what nvrtc and Triton compiled ------------------------------------------------- */
 
 API status cuModuleLoad(void **module, const char *file) { return ghost_new_handle(module, 64); }
 API status cuModuleLoadData(void **module, const void *image) { return ghost_new_handle(module, 64); }
@@ -233,18 +233,20 @@ API status cuLogsRegisterCallback(void *callback, void *data, void **handle)
 API status cuLogsUnregisterCallback(void *handle) { return SUCCESS; }
 
 /* A tensor map is 128 opaque bytes that only kernels read. Source: cuda.h, CUtensorMap. */
-API status cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address, const uint64_t *dimensions,
-                                  const uint64_t *strides, const unsigned *box, const unsigned *element_strides,
-                                  int interleave, int swizzle, int promotion, int fill)
+API status cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *address,
+                                  const uint64_t *dimensions, const uint64_t *strides, const unsigned *box,
+                                  const unsigned *element_strides, int interleave, int swizzle, int promotion,
+                                  int fill)
 {
     memset(map, 0, 128);
     return SUCCESS;
 }
 
-API status cuTensorMapEncodeIm2col(void *map, int type, unsigned rank, void *address, const uint64_t *dimensions,
-                                   const uint64_t *strides, const int *lower, const int *upper,
-                                   unsigned channels, unsigned columns, const unsigned *element_strides,
-                                   int interleave, int swizzle, int promotion, int fill)
+API status cuTensorMapEncodeIm2col(void *map, int type, unsigned rank, void *address,
+                                   const uint64_t *dimensions, const uint64_t *strides, const int *lower,
+                                   const int *upper, unsigned channels, unsigned columns,
+                                   const unsigned *element_strides, int interleave, int swizzle,
+                                   int promotion, int fill)
 {
     memset(map, 0, 128);
     return SUCCESS;

@@ -69,7 +69,7 @@ typedef struct {
     unsigned x, y, z;
 } dim3;
 
-/* ---- The control interface: what memfit.ghost.load calls ------------------------------------ */
+/* ---- The control interface: what memfit.ghost.load calls ------------------------------------- */
 
 /* What the ghost says it is. Bytes unless named otherwise. */
 struct ghost_device {
@@ -98,10 +98,10 @@ enum ghost_action {
 
 /* One entry of the allocation log. */
 struct ghost_event {
-    int32_t action;   /* enum ghost_action */
+    int32_t action; /* enum ghost_action */
     int32_t device;
     uint64_t address; /* 0 for GHOST_OUT_OF_MEMORY */
-    uint64_t size;    /* bytes as requested */
+    uint64_t size;    /* bytes it takes of the device; as requested for GHOST_OUT_OF_MEMORY */
     uint64_t stream;  /* the handle; 0 for the default stream and for the synchronous calls */
     uint64_t label;   /* what this thread had set with ghost_set_label */
     int64_t time_us;  /* since the Unix epoch */
@@ -136,14 +136,14 @@ API void ghost_log_allocations(int on);
 API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
 
-/* ---- Called by the generated stubs ---------------------------------------------------------- */
+/* ---- Called by the generated stubs ----------------------------------------------------------- */
 
 /* A library call that returns success: it may have written to the device. */
 long ghost_stub_called(void);
 /* A known gap was called: remember its name and return `refusal`. */
 long ghost_gap_called(const char *name, long refusal);
 
-/* ---- Shared state (state.c) ----------------------------------------------------------------- */
+/* ---- Shared state (state.c) ------------------------------------------------------------------ */
 
 struct device_memory {
     uint64_t allocated; /* by this process */
@@ -181,7 +181,7 @@ uint64_t capacity_used(int device);
 bool capacity_take(int device, uint64_t bytes);
 void capacity_give(int device, uint64_t bytes);
 
-/* ---- Address to record (table.c) ------------------------------------------------------------ */
+/* ---- Address to record (table.c) ------------------------------------------------------------- */
 
 /* An open-addressing hash table from non-zero keys to pointers. */
 struct table {
@@ -196,7 +196,7 @@ bool table_put(struct table *table, uint64_t key, void *value); /* false: no hos
 void *table_get(const struct table *table, uint64_t key);
 void *table_remove(struct table *table, uint64_t key);
 
-/* ---- Device addresses (addresses.c) --------------------------------------------------------- */
+/* ---- Device addresses (addresses.c) ---------------------------------------------------------- */
 
 enum arena_kind { ARENA_MALLOC, ARENA_VIRTUAL };
 
@@ -207,7 +207,7 @@ bool addresses_reserved(void);
 uint64_t address_take(enum arena_kind arena, uint64_t size);
 void address_give(enum arena_kind arena, uint64_t address, uint64_t size);
 
-/* ---- What is known of device memory (copies.c) ---------------------------------------------- */
+/* ---- What is known of device memory (copies.c) ----------------------------------------------- */
 
 /* Something of unknown arguments ran on the device: nothing remembered can be trusted. */
 void forget_everything(void);
@@ -218,7 +218,7 @@ void copy_on_device(uint64_t to, uint64_t from, uint64_t size);
 /* A library's result of `size` bytes at an address on either side: zeros on the host. */
 void write_result(void *result, size_t size);
 
-/* ---- Asked of other subjects ---------------------------------------------------------------- */
+/* ---- Asked of other subjects ----------------------------------------------------------------- */
 
 /* memory.c: the device of an address, or -1; the start and size of the allocation around it. */
 int allocation_device(uint64_t address);

@@ -44,7 +44,7 @@ static uint64_t last_capture;
 
 enum { CAPTURE_NONE = 0, CAPTURE_ACTIVE = 1 }; /* driver_types.h, cudaStreamCaptureStatus */
 
-/* ---- Letting graphs go ------------------------------------------------------------------------ */
+/* ---- Letting graphs go ----------------------------------------------------------------------- */
 
 /* With the lock held. Whether those were the last references. */
 static bool object_release(struct user_object *object, unsigned count)
@@ -282,7 +282,7 @@ API status cudaGraphNodeGetDependencies(void *node, void **dependencies, void *e
     return SUCCESS;
 }
 
-/* ---- Objects that graphs keep alive ----------------------------------------------------------- */
+/* ---- Objects that graphs keep alive ---------------------------------------------------------- */
 
 API status cudaUserObjectCreate(struct user_object **object, void *data, void (*destroy)(void *),
                                 unsigned references, unsigned flags)

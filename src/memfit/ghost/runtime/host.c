@@ -52,8 +52,8 @@ static status add(void *start, size_t size, int type, bool owned)
     status result = SUCCESS;
     ghost_lock();
     size_t at = after(made.start);
-    bool overlaps = containing(made.start) != NULL ||
-                    (at < range_count && ranges[at].start - made.start < made.size);
+    bool overlaps =
+        containing(made.start) != NULL || (at < range_count && ranges[at].start - made.start < made.size);
     if (overlaps) {
         result = HOST_MEMORY_REGISTERED;
     } else if (range_count == range_capacity) {
@@ -104,7 +104,10 @@ static status allocate(void **pointer, size_t size, int type)
     return SUCCESS;
 }
 
-API status cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return allocate(pointer, size, HOST); }
+API status cudaHostAlloc(void **pointer, size_t size, unsigned flags)
+{
+    return allocate(pointer, size, HOST);
+}
 API status cudaMallocHost(void **pointer, size_t size) { return allocate(pointer, size, HOST); }
 
 /* Managed memory is the host's alone here: it takes nothing from the device's capacity. */

@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-/* ---- Registration, when torch's libraries are loaded -------------------------------------------- */
+/* ---- Registration, when torch's libraries are loaded ----------------------------------------- */
 
 API void **__cudaRegisterFatBinary(void *binary)
 {
@@ -32,7 +32,7 @@ API void __cudaRegisterFunction(void **handle, const char *function, char *devic
 {
 }
 
-/* ---- Launches ----------------------------------------------------------------------------------- */
+/* ---- Launches -------------------------------------------------------------------------------- */
 
 static status launched(const void *stream)
 {
@@ -143,7 +143,7 @@ API status cuLaunchKernelEx(const struct driver_launch_config *config, void *fun
     return launched(config->stream);
 }
 
-/* ---- What kernels are --------------------------------------------------------------------------- */
+/* ---- What kernels are ------------------------------------------------------------------------ */
 
 /* Registers and shared memory of a kernel are in the binary that is never read: assumed. They
  * decide launch shapes and, through occupancy, the size of a few reduction buffers. */

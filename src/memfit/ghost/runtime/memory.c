@@ -13,6 +13,7 @@
 
 #define GRANULE (2 * MIB)
 #define ALIGNMENT ((uint64_t)512)
+#define MOST (1024 * TIB)
 
 struct allocation {
     uint64_t address;
@@ -29,9 +30,11 @@ static uint64_t round_up(uint64_t size, uint64_t multiple)
     return (size + multiple - 1) / multiple * multiple;
 }
 
-static uint64_t capacity_for(uint64_t size)
+static uint64_t bytes_taken(uint64_t size, bool pooled)
 {
-    return size >= MIB ? round_up(size, GRANULE) : round_up(size, ALIGNMENT);
+    if (size > MOST)
+        return MOST; /* more than any capacity: refused, without overflowing on the way */
+    return round_up(size, size >= MIB && !pooled ? GRANULE : ALIGNMENT);
 }
 
 /* ---- The log, for allocators that PyTorch keeps no history of -------------------------------- */
@@ -43,7 +46,8 @@ static struct {
 } allocation_log;
 static _Thread_local uint64_t label;
 
-static void log_event(enum ghost_action action, int device, uint64_t address, uint64_t size, const void *stream)
+static void log_event(enum ghost_action action, int device, uint64_t address, uint64_t size,
+                      const void *stream)
 {
     if (!allocation_log.on)
         return;
@@ -85,8 +89,8 @@ API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity)
 
 /* ---- Pools: cudaMallocAsync ------------------------------------------------------------------ */
 
-/* One default pool per device. Assumed: it takes memory from the device in pieces of 32 MiB,
- * reuses what was freed without fragmentation, and keeps it until a synchronisation finds more
+/* One default pool per device. Assumed: it rounds to 512 bytes, takes memory from the device in
+ * pieces of 32 MiB, reuses what was freed without fragmentation, and keeps it until a synchronisation finds more
  * reserved than the release threshold. PyTorch's backend:cudaMallocAsync sets the threshold to
  * the largest value, so there only cudaMemPoolTrimTo gives memory back. */
 #define POOL_PIECE (32 * MIB)
@@ -143,9 +147,7 @@ static status allocate(void **out, uint64_t size, bool pooled, const void *strea
     struct allocation *made = malloc(sizeof *made);
     int device = ghost_current_device;
     bool taken = false;
-    uint64_t bytes = size > UINT64_MAX / 2 ? UINT64_MAX / 2 : capacity_for(size);
-    if (pooled)
-        bytes = round_up(bytes, ALIGNMENT);
+    uint64_t bytes = bytes_taken(size, pooled);
 
     ghost_lock();
     COUNT(mallocs);
@@ -157,7 +159,7 @@ static status allocate(void **out, uint64_t size, bool pooled, const void *strea
         made->address = address_take(ARENA_MALLOC, bytes);
     if (taken && made->address && table_put(&live, made->address, made)) {
         *out = (void *)made->address;
-        log_event(pooled ? GHOST_MALLOC_ASYNC : GHOST_MALLOC, device, made->address, size, stream);
+        log_event(pooled ? GHOST_MALLOC_ASYNC : GHOST_MALLOC, device, made->address, bytes, stream);
         ghost_unlock();
         return SUCCESS;
     }
@@ -187,7 +189,7 @@ static status release(void *pointer, enum ghost_action action, const void *strea
         else
             capacity_give(gone->device, gone->taken);
         address_give(ARENA_MALLOC, gone->address, gone->taken);
-        log_event(action, gone->device, gone->address, gone->size, stream);
+        log_event(action, gone->device, gone->address, gone->taken, stream);
     }
     ghost_unlock();
     if (!gone)
@@ -210,10 +212,7 @@ API status cudaMallocAsync(void **pointer, size_t size, void *stream)
     return allocate(pointer, size, true, stream);
 }
 
-API status cudaFreeAsync(void *pointer, void *stream)
-{
-    return release(pointer, GHOST_FREE_ASYNC, stream);
-}
+API status cudaFreeAsync(void *pointer, void *stream) { return release(pointer, GHOST_FREE_ASYNC, stream); }
 
 API status cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {

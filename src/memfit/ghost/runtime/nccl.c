@@ -43,7 +43,7 @@ API status ncclGetUniqueId(struct unique_id *id)
 
 API status ncclCommGetUniqueId(void *communicator, struct unique_id *id) { return ncclGetUniqueId(id); }
 
-/* ---- Communicators -------------------------------------------------------------------------------------- */
+/* ---- Communicators --------------------------------------------------------------------------- */
 
 static status make(struct communicator **communicator, int ranks, int rank)
 {
@@ -61,8 +61,8 @@ API status ncclCommInitRank(struct communicator **communicator, int ranks, struc
     return make(communicator, ranks, rank);
 }
 
-API status ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id, int rank,
-                                  void *config)
+API status ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id,
+                                  int rank, void *config)
 {
     return make(communicator, ranks, rank);
 }
@@ -166,7 +166,7 @@ API status ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int 
 API status ncclMemAlloc(void **pointer, size_t size) { return cudaMalloc(pointer, size); }
 API status ncclMemFree(void *pointer) { return cudaFree(pointer); }
 
-/* ---- Collectives ---------------------------------------------------------------------------------------- */
+/* ---- Collectives ----------------------------------------------------------------------------- */
 
 /* Source: nccl.h, ncclDataType_t, from ncclInt8 to ncclFloat8e5m2. */
 static uint64_t bytes_of(uint64_t count, int type)

@@ -37,7 +37,7 @@ API status nvmlSystemGetDriverVersion(char *text, unsigned capacity)
     return SUCCESS;
 }
 
-/* ---- Devices -------------------------------------------------------------------------------------------- */
+/* ---- Devices --------------------------------------------------------------------------------- */
 
 /* NVML counts the machine's cards, before CUDA_VISIBLE_DEVICES picks some of them. A script that
  * picks card 3 expects there to be one, so then the machine is given as many as CUDA allows here. */
@@ -102,7 +102,7 @@ API status nvmlDeviceGetName(void *handle, char *name, unsigned capacity)
     return SUCCESS;
 }
 
-/* ---- Use ------------------------------------------------------------------------------------------------ */
+/* ---- Use ------------------------------------------------------------------------------------- */
 
 struct memory_info {
     unsigned long long total, free, used;
@@ -137,7 +137,7 @@ API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count
     return nvmlDeviceGetComputeRunningProcesses(handle, count, processes);
 }
 
-/* ---- Links: there are none ------------------------------------------------------------------------------ */
+/* ---- Links: there are none ------------------------------------------------------------------- */
 
 API status nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type)
 {

@@ -40,16 +40,16 @@ API status nvrtcGetLoweredName(void *program, const char *expression, const char
     return SUCCESS;
 }
 
-#define ARTIFACT(get, get_size)                    \
-    API status get_size(void *program, size_t *size) \
-    {                                              \
-        *size = EMPTY;                             \
-        return SUCCESS;                            \
-    }                                              \
-    API status get(void *program, char *out)       \
-    {                                              \
-        *out = '\0';                               \
-        return SUCCESS;                            \
+#define ARTIFACT(get, get_size)                                                                              \
+    API status get_size(void *program, size_t *size)                                                         \
+    {                                                                                                        \
+        *size = EMPTY;                                                                                       \
+        return SUCCESS;                                                                                      \
+    }                                                                                                        \
+    API status get(void *program, char *out)                                                                 \
+    {                                                                                                        \
+        *out = '\0';                                                                                         \
+        return SUCCESS;                                                                                      \
     }
 
 ARTIFACT(nvrtcGetPTX, nvrtcGetPTXSize)

@@ -10,12 +10,12 @@
 #include <string.h>
 
 /* A handle or descriptor that only ever goes back in, and how it is destroyed. */
-#define OPAQUE(create, destroy)                                             \
-    API status create(void **handle) { return ghost_new_handle(handle, 64); } \
-    API status destroy(void *handle)                                        \
-    {                                                                       \
-        free(handle);                                                       \
-        return SUCCESS;                                                     \
+#define OPAQUE(create, destroy)                                                                              \
+    API status create(void **handle) { return ghost_new_handle(handle, 64); }                                \
+    API status destroy(void *handle)                                                                         \
+    {                                                                                                        \
+        free(handle);                                                                                        \
+        return SUCCESS;                                                                                      \
     }
 
 OPAQUE(cusolverDnCreate, cusolverDnDestroy)
@@ -35,7 +35,7 @@ API const char *cusparseGetErrorString(int error)
     return error == SUCCESS ? "success" : "not supported by memfit's ghost";
 }
 
-/* ---- cuSPARSE matrices ------------------------------------------------------------------------------ */
+/* ---- cuSPARSE matrices ----------------------------------------------------------------------- */
 
 API status cusparseCreateCsr(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *offsets,
                              void *indices, void *values, int offsets_type, int indices_type, int base,
@@ -70,7 +70,7 @@ API status cusparseDestroySpMat(void *matrix)
 API status cusparseDestroyDnMat(void *matrix) { return cusparseDestroySpMat(matrix); }
 API status cusparseDestroyDnVec(void *vector) { return cusparseDestroySpMat(vector); }
 
-/* ---- cuFFT -------------------------------------------------------------------------------------------- */
+/* ---- cuFFT ----------------------------------------------------------------------------------- */
 
 /* Plans are small integers; the ghost has nothing to keep of them. */
 API status cufftCreate(int *plan)

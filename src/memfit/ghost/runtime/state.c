@@ -49,7 +49,7 @@ int64_t ghost_now_us(void)
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
-/* ---- Errors --------------------------------------------------------------------------------- */
+/* ---- Errors ---------------------------------------------------------------------------------- */
 
 status ghost_fail(status error)
 {
@@ -113,12 +113,9 @@ API status cuGetErrorString(status error, const char **text)
     return SUCCESS;
 }
 
-/* ---- Capacity ------------------------------------------------------------------------------- */
+/* ---- Capacity -------------------------------------------------------------------------------- */
 
-uint64_t capacity_used(int device)
-{
-    return ghost_devices[device].others + ghost_devices[device].allocated;
-}
+uint64_t capacity_used(int device) { return ghost_devices[device].others + ghost_devices[device].allocated; }
 
 static void note_peak(int device)
 {
@@ -206,7 +203,7 @@ API uint64_t ghost_counter(const char *name)
     return 0;
 }
 
-/* ---- Gaps ----------------------------------------------------------------------------------- */
+/* ---- Gaps ------------------------------------------------------------------------------------ */
 
 #define MAX_GAPS 512
 

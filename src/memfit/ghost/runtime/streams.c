@@ -203,10 +203,7 @@ static bool finished(const struct event *event)
     return done;
 }
 
-API status cudaEventQuery(struct event *event)
-{
-    return finished(event) ? SUCCESS : ghost_fail(NOT_READY);
-}
+API status cudaEventQuery(struct event *event) { return finished(event) ? SUCCESS : ghost_fail(NOT_READY); }
 
 API status cudaEventSynchronize(struct event *event)
 {

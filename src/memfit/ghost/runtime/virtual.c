@@ -14,9 +14,9 @@
 
 /* Source: cuda.h 13.0, CUmemAllocationProp_v1 (unchanged since CUDA 10.2). */
 struct allocation_properties {
-    int type;             /* CU_MEM_ALLOCATION_TYPE_PINNED */
+    int type; /* CU_MEM_ALLOCATION_TYPE_PINNED */
     int requested_handle_types;
-    int location_type;    /* CU_MEM_LOCATION_TYPE_DEVICE */
+    int location_type; /* CU_MEM_LOCATION_TYPE_DEVICE */
     int location_id;
     void *win32_meta_data;
     unsigned char flags[8];

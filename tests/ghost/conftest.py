@@ -1,0 +1,43 @@
+"""What the ghost's tests need: a script run under it, in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+LOAD_GHOST = """
+from memfit.ghost.build import build
+from memfit.ghost.load import GhostDevice, load
+
+DEVICE = GhostDevice(
+    name="NVIDIA A100-SXM4-80GB", major=8, minor=0, multiprocessors=108, threads_per_multiprocessor=2048,
+    blocks_per_multiprocessor=32, total_bytes=80 << 30, shared_per_block=49152, shared_per_block_optin=166912,
+    shared_per_multiprocessor=167936, l2_bytes=41943040, memory_bus_bits=5120, clock_khz=1410000,
+    memory_clock_khz=1593000,
+)
+ghost = load(build())
+ghost.configure(DEVICE)
+"""
+
+
+@pytest.fixture
+def on_ghost(tmp_path):
+    """Return a function that runs lines of Python on the configured ghost, and returns what they print."""
+
+    def run(script, *, torch=True, **environment):
+        path = tmp_path / "script.py"
+        path.write_text(LOAD_GHOST + ("import torch\n" if torch else "") + textwrap.dedent(script))
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env={**os.environ, **environment},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
