@@ -188,21 +188,23 @@ def test_expandable_segments_split_at_512_bytes_in_both_pools():
     assert block_sizes(19 * MIB, 512, conf="expandable_segments:True") == [19 * MIB, 512]
 
 
-def test_segments_that_touch_do_not_merge():
+@pytest.mark.parametrize("order", [(0, 20 * MIB), (20 * MIB, 0)])
+def test_segments_that_touch_do_not_merge(order):
+    size = 20 * MIB
     history = [
-        event("segment_alloc", BASE, 2 * MIB),
-        event("segment_alloc", BASE + 2 * MIB, 2 * MIB),
-        event("alloc", BASE, 512),
-        event("alloc", BASE + 2 * MIB, 512),
-        *(event(action, BASE, 512) for action in ("free_requested", "free_completed")),
-        *(event(action, BASE + 2 * MIB, 512) for action in ("free_requested", "free_completed")),
-        event("segment_free", BASE, 2 * MIB),
-        event("segment_free", BASE + 2 * MIB, 2 * MIB),
+        event("segment_alloc", BASE, size),
+        event("segment_alloc", BASE + size, size),
+        event("alloc", BASE, size),
+        event("alloc", BASE + size, size),
+        *(event(action, BASE + at, size) for at in order for action in ("free_requested", "free_completed")),
+        event("segment_free", BASE, size),
+        event("segment_free", BASE + size, size),
     ]
     derived = timeline(trace_of(history))
-    assert derived.reserved.tolist() == [2 * MIB] + [4 * MIB] * 7 + [2 * MIB, 0]
-    assert derived.allocated.tolist() == [0, 0, 512, 1024, 512, 512, 0, 0, 0, 0]
-    assert derived.freed_by.tolist() == [-1, -1, 4, 6, -1, -1, -1, -1, -1, -1]
+    assert derived.reserved.tolist() == [size] + [2 * size] * 7 + [size, 0]
+    assert derived.allocated.tolist() == [0, 0, size, 2 * size, size, size, 0, 0, 0, 0]
+    freed_by = [4, 6] if order[0] == 0 else [6, 4]
+    assert derived.freed_by.tolist() == [-1, -1, *freed_by, -1, -1, -1, -1, -1, -1]
 
 
 def test_what_is_never_freed_is_freed_by_the_end():
@@ -297,6 +299,59 @@ def test_settings_that_pytorch_would_refuse():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
         timeline(trace_of([], (), {"expandable_segments": "Perhaps"}))
 
+
+# -- late histories by hand ------------------------------------------------------------------------
+
+
+def freed(address, size):
+    return [event("free_requested", address, size), event("free_completed", address, size)]
+
+
+def late(history, *segment_addresses, size=20 * MIB):
+    """Return the timeline of a history that ends with free segments, and its beginning."""
+    at_end = [
+        Segment(at, size, 0, "large", (0, 0), expandable=False, blocks=(Block(at, size, 0, "inactive"),))
+        for at in segment_addresses
+    ]
+    trace = trace_of(history, at_end)
+    return timeline(trace), beginning(trace, AllocatorConfig())
+
+
+def test_a_block_from_before_is_taken_at_its_rounded_size():
+    derived, start = late(freed(BASE, 2 * MIB - 1), BASE)
+    assert (start.allocated, start.reserved, start.uncertain) == (2 * MIB, 20 * MIB, MIB)
+    assert derived.allocated.tolist() == [0, 0]
+    assert derived.reserved.tolist() == [20 * MIB, 20 * MIB]
+
+
+def test_a_block_from_before_has_the_whole_of_a_small_rest():
+    _, start = late(freed(BASE, 19 * MIB), BASE)
+    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
+
+
+def test_a_block_from_before_reaches_to_where_another_began():
+    """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
+    beside = BASE + 5 * MIB // 2
+    history = [event("alloc", beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
+    derived, start = late(history, BASE)
+    assert (start.allocated, start.uncertain) == (5 * MIB // 2, 0)
+    assert derived.allocated.tolist() == [9 * MIB // 2, 5 * MIB // 2, 5 * MIB // 2, 0, 0]
+
+
+def test_a_block_of_the_history_leaves_no_doubt_about_the_one_before_it():
+    history = [*freed(BASE, 20 * MIB), event("alloc", BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
+    _, start = late(history, BASE)
+    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
+
+
+@pytest.mark.parametrize("at", [0, 20 * MIB])
+def test_segments_from_before_that_touch_do_not_merge(at):
+    history = [event("alloc", BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
+    derived, _ = late(history, BASE, BASE + 20 * MIB)
+    assert derived.block_size.tolist() == [20 * MIB, 0, 0]
+
+
+# -- forged histories ------------------------------------------------------------------------------
 
 addresses = st.integers(0, 8).map(lambda n: BASE + n * MIB // 2)
 extents = st.integers(0, 8).map(lambda n: n * MIB // 2)
