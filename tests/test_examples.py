@@ -122,6 +122,18 @@ def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
     assert not own_peaks(run.printed)
 
 
+@pytest.mark.parametrize("script", sorted({example.script for example in TO_THE_END}))
+def test_labels_change_no_figure(script, tmp_path):
+    (options,) = {
+        example.options for example in TO_THE_END if example.script == script and not example.arguments
+    } or {("--gpu", "A100-80GB")}
+    with_labels = dry_run(tmp_path, *options, EXAMPLES / script).answer
+    without = dry_run(tmp_path, *options, "--no-labels", EXAMPLES / script).answer
+    for figure in ("allocated", "reserved"):
+        assert with_labels["peak"][figure] == without["peak"][figure]
+    assert with_labels["steps"] == without["steps"]
+
+
 def test_running_out_of_memory_is_an_answer_that_names_the_place(tmp_path):
     run = dry_run(tmp_path, "--gpu", "RTX-3060", EXAMPLES / "gpt.py", "--batch-size", "32")
     assert run.answer["verdict"] == "out of memory"

@@ -82,7 +82,7 @@ def test_the_summary_says_what_was_asked(answer):
 def test_out_of_memory_says_where_and_how_much(answer):
     failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
-    assert "OUT OF MEMORY   asked for 3.0 GiB, 1.0 GiB free: short 2.0 GiB of 80.00 GiB" in text
+    assert "OUT OF MEMORY   of 80.00 GiB: asked for 3.0 GiB with 1.0 GiB free, short 2.0 GiB there" in text
     assert "Ran out in: step 2 · forward · layers.3.mlp" in text
 
 

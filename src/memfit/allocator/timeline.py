@@ -186,7 +186,10 @@ def disagreement(trace: Trace, derived: Timeline) -> str:
         One sentence that names both figures, or the empty string if all agree.
     """
     reset = max((mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK), default=0)
-    for name, column in (("allocated", derived.allocated), ("reserved", derived.reserved)):
+    columns = {"allocated": derived.allocated, "reserved": derived.reserved}
+    if not AllocatorConfig.read(trace.settings).has_segments:
+        del columns["reserved"]  # CUDA's own pool takes memory in pieces that no history tells of
+    for name, column in columns.items():
         # A reset sets the peak to what is in use then: the level after the event before the mark.
         level = np.concatenate((np.zeros(1, np.int64), column))[reset:]
         for what, figure in (("current", int(level[-1])), ("peak", int(level.max()))):

@@ -80,7 +80,7 @@ class Report:
         self._last = now
         import torch
 
-        ready = torch.cuda.is_initialized()
+        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._write(
             {
                 "step": step,
@@ -123,7 +123,7 @@ class Run:
         from memfit.ghost import values
 
         settings = self._settings
-        built_for = torch._C._cuda_getArchFlags().split()  # type: ignore[attr-defined]
+        built_for = (torch._C._cuda_getArchFlags() or "").split()
         if refused := refusal(find_device(settings.device.name), built_for, torch.__version__):
             self._report.end(ScriptEnd("refused", 3, refused), traced=False)
             os._exit(3)
@@ -136,7 +136,7 @@ class Run:
         )
         recorder.install()
         choices = values.ValueChoices.parse(settings.values)
-        self._values = values.install(self._ghost, choices, recorder.note, fallback_where=recorder.module)
+        self._values = values.install(self._ghost, choices, recorder.note, fallback_where=recorder.place)
         if settings.host_memory:
             from memfit.ghost import host
 

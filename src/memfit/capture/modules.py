@@ -183,7 +183,7 @@ class ModuleHooks:
         where: int | None = None
         while nodes:
             node = nodes.pop()
-            metadata = node.metadata
+            metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property; the stub forgets
             if _CLAIMED not in metadata:
                 metadata[_CLAIMED] = True
                 if where is None:

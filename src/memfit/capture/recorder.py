@@ -108,9 +108,14 @@ class Recorder:
         """Keep a note for the result, once."""
         self._notes.setdefault((text, where), Note(provenance, text, where))
 
-    def module(self) -> str:
-        """Return the module whose label is in force on the calling thread, for want of a Python frame."""
-        return self.book.labels[self.book.current()].module
+    def place(self) -> str:
+        """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""
+        label = self.book.labels[self.book.current()]
+        if label.stack >= 0:
+            frames = [self._stacks.frames[index] for index in self._stacks.stacks[label.stack]]
+            frame = next((frame for frame in frames if frame.user), frames[0])
+            return f"{frame.file}:{frame.line}"
+        return label.module or label.phase
 
     # -- while the script runs ----------------------------------------------------------------
 
@@ -119,8 +124,8 @@ class Recorder:
         self._history = torch.cuda.get_allocator_backend() == "native" and _UNCACHED not in os.environ
         if self._history:
             memory._record_memory_history("all", context="alloc", stacks="python")
-            memory._record_memory_history = self._leave_history_on  # type: ignore[assignment]
-            set_metadata = torch._C._cuda_setMemoryMetadata  # type: ignore[attr-defined]
+            memory._record_memory_history = self._leave_history_on
+            set_metadata = torch._C._cuda_setMemoryMetadata
             self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
         elif self._ghost is not None:
             self._ghost.log_allocations(True)
@@ -188,7 +193,7 @@ class Recorder:
             name: value for name, value in torch.cuda.memory_stats(0).items() if isinstance(value, int)
         }
         if self._history:
-            snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
+            snapshot = torch.cuda.memory._snapshot()
             in_force = settings(snapshot)
         else:
             snapshot = {"device_traces": [self._logged()], "segments": []}

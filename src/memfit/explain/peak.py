@@ -45,7 +45,7 @@ def summarize(trace: Trace) -> DryRun:
     steps = sum(mark.kind is MarkKind.TRAINING_STEP for mark in trace.marks)
     peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
     allocated = int(line.allocated.max(initial=0))
-    reserved = int(line.reserved.max(initial=0))
+    reserved = _reserved(trace, line)
     context = trace.device.context
     process = Figure(reserved + context.bytes, Provenance.ASSUMED, "reserved + CUDA context")
     failed = _out_of_memory(trace)
@@ -72,6 +72,14 @@ def summarize(trace: Trace) -> DryRun:
         versions=trace.versions,
         command=trace.command,
     )
+
+
+def _reserved(trace: Trace, line: Timeline) -> int:
+    """Return the most bytes reserved; where CUDA's own pool does that, PyTorch's counter alone knows."""
+    own = int(line.reserved.max(initial=0))
+    if AllocatorConfig.read(trace.settings).has_segments:
+        return own
+    return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
 
 
 def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:

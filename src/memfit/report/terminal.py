@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import DryRun, Place
-from memfit.units import MIB, format_bytes, format_gib
+from memfit.units import GIB, MIB, format_bytes, format_gib
 
 GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
 _BAR = 22  # characters of the longest bar
@@ -70,12 +70,14 @@ def _verdict(result: DryRun) -> Text:
         return text
     text = Text(result.verdict.upper(), style="bold red")
     text.append(
-        f"   asked for {format_bytes(failure.requested)}, {format_bytes(failure.free)} free: "
-        f"short {format_bytes(failure.shortfall)} of {format_gib(total)}",
+        f"   of {format_gib(total)}: asked for {format_bytes(failure.requested)} with "
+        f"{format_bytes(failure.free)} free, short {format_bytes(failure.shortfall)} there",
         style="not bold",
     )
     text.append(f"\nRan out in: {_where(failure.place)}", style="not bold default")
-    if result.end.reason != "out of memory":
+    if result.end.reason == "out of memory":
+        text.append("\nWhat it needs in all: run again with --memory 1TiB.", style="not bold default")
+    else:
         text.append("\nThe script caught this and carried on.", style="not bold default")
     return text
 
@@ -104,6 +106,7 @@ def _peak(place: Place) -> Text:
 
 def _ladder(result: DryRun) -> Table:
     total = max(result.peak_process.bytes, 1)
+    unit, name_of_unit = (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")  # one for all rows
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -118,7 +121,8 @@ def _ladder(result: DryRun) -> Table:
         name = Text(("── " if term.name in _TOTALS else "  ") + term.name)
         if term.name in _TOTALS:
             name.stylize("bold")
-        table.add_row(name, format_gib(term.figure.bytes), share, bar, term.figure.provenance)
+        amount = f"{term.figure.bytes / unit:,.2f} {name_of_unit}"
+        table.add_row(name, amount, share, bar, term.figure.provenance)
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     return table
@@ -148,10 +152,17 @@ def _growth(result: DryRun) -> Text:
 
 
 def _notes(result: DryRun) -> list[Text]:
-    lines = []
-    for note in result.notes[:_MOST_NOTES]:
-        where = f"  {inert(short_path(note.where))}" if note.where else ""
-        lines.append(Text(f"note ({note.provenance}): {inert(note.text)}{where}"))
-    if len(result.notes) > _MOST_NOTES:
-        lines.append(Text(f"and {len(result.notes) - _MOST_NOTES} more notes: see --json -", style="dim"))
+    """Print each note once, with every place it was made at."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for note in result.notes:
+        where = places.setdefault((note.provenance, note.text), [])
+        if note.where:
+            where.append(inert(short_path(note.where)))
+    lines = [
+        Text(f"note ({provenance}): {inert(text)}" + (f"  {', '.join(where)}" if where else ""))
+        for (provenance, text), where in places.items()
+    ]
+    if len(lines) > _MOST_NOTES:
+        rest = Text(f"and {len(lines) - _MOST_NOTES} more notes: see --json -", style="dim")
+        return [*lines[:_MOST_NOTES], rest]
     return lines
