@@ -225,12 +225,6 @@ API status cudaStreamGetCaptureInfo(void *stream, int *capturing, unsigned long 
 }
 #endif
 
-API status cudaStreamUpdateCaptureDependencies(void *stream, void *dependencies, const void *data,
-                                               size_t count, unsigned flags)
-{
-    return SUCCESS;
-}
-
 API status cudaThreadExchangeStreamCaptureMode(int *mode)
 {
     static _Thread_local int current;
@@ -276,7 +270,11 @@ API status cudaGraphGetNodes(struct graph *graph, void **nodes, size_t *count)
     return SUCCESS;
 }
 
+#if CUDA_VERSION >= 13000
 API status cudaGraphNodeGetDependencies(void *node, void **dependencies, void *edges, size_t *count)
+#else
+API status cudaGraphNodeGetDependencies(void *node, void **dependencies, size_t *count)
+#endif
 {
     *count = 0;
     return SUCCESS;
