@@ -284,6 +284,7 @@ ON_THE_DEVICE = re.compile(
 )
 INPUTS = {
     "cuLinkAddData_v2": "options",
+    "cudaStreamUpdateCaptureDependencies": "dependencies",
     "cuptiActivitySetAttribute": "value",
     "cusparseLtMatmul": "streams",
     "cusparseLtMatmulSearch": "streams",
