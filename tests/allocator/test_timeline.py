@@ -1,25 +1,15 @@
 """The timeline against PyTorch's own figures, after every operation, and against impossible histories."""
 
-import json
-import os
-import pickle
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator.beginning import beginning
-from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.capture.history import ACTIONS, columns
-from memfit.capture.snapshot import segments, settings
 from memfit.errors import FileFormatError
 from memfit.records import (
     Action,
@@ -34,7 +24,6 @@ from memfit.records import (
     Trace,
 )
 
-DRIVER = Path(__file__).with_name("drive.py")
 MIB = 1 << 20
 BASE = 0x7F00_0000_0000
 STATES = ("inactive", "active_allocated", "active_awaiting_free")
@@ -42,9 +31,7 @@ NOWHERE = DeviceUse("none", Figure(0, Provenance.ASSUMED), Figure(0, Provenance.
 
 
 def trace_of(history, at_end=(), settings_=None, statistics=None):
-    events, stacks, frames = columns(
-        history, label_of=lambda operation: int(operation or -1), is_user_file=lambda _file: True
-    )
+    events, stacks, frames = columns(history, label_of=lambda _metadata: -1, is_user_file=lambda _file: True)
     end = ScriptEnd("end", 0)
     return Trace(
         events, (), stacks, frames, (), tuple(at_end), NOWHERE, end, settings_ or {}, statistics or {}, {}, ()
@@ -54,58 +41,10 @@ def trace_of(history, at_end=(), settings_=None, statistics=None):
 # -- against the real allocator --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def drive(tmp_path_factory):
-    """Return a function that runs the driver in a situation, once each.
-
-    It returns the trace and what PyTorch counted after each operation.
-    """
-
-    @cache
-    def run(situation, **more):
-        conf, options = SITUATIONS[situation]
-        out = tmp_path_factory.mktemp("drive") / "out.pickle"
-        environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
-        command = [sys.executable, str(DRIVER), str(out), json.dumps(options | more)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        result = pickle.loads(out.read_bytes())  # noqa: S301  written by the line before
-        snapshot = result["snapshot"]
-        history = snapshot["device_traces"][0]
-        trace = trace_of(history, segments(snapshot), settings(snapshot), result["statistics"])
-        return trace, np.array(result["truth"])
-
-    return run
-
-
-def after_each(trace, operations):
-    """Return the index of the last event of each operation. Threads of autograd stamp nothing."""
-    latest = np.maximum.accumulate(trace.events.label)
-    return np.searchsorted(latest, operations, side="right") - 1
-
-
-SITUATIONS = {
-    "default": ("", {"total": 6 << 30}),
-    "several streams": ("", {"streams": 3, "share": 0.3, "total": 3 << 30}),
-    "expandable": ("expandable_segments:True", {"streams": 2, "share": 0.2, "total": 4 << 30}),
-    "max_split_size": ("max_split_size_mb:64", {"streams": 2, "share": 0.2}),
-    "expandable and max_split_size": ("expandable_segments:True,max_split_size_mb:32", {}),
-    "roundup": ("roundup_power2_divisions:[1:2,8:4,64:8,>:2]", {"streams": 2}),
-    "roundup of all": ("roundup_power2_divisions:8", {}),
-    "large segments": ("large_segment_size_mb:48", {}),
-    "garbage collection": ("garbage_collection_threshold:0.6", {"fraction": 0.8, "total": 6 << 30}),
-    "private pools": ("", {"pools": 2, "streams": 2, "share": 0.1}),
-    "captured graphs": ("", {"operations": 800, "graphs": 0.02, "streams": 2, "share": 0.2}),
-    "captured graphs, expandable": ("expandable_segments:True", {"operations": 800, "graphs": 0.02}),
-    "training": ("", {"operations": 200, "training_steps": 3}),
-}
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_operation_is_exact(drive, situation):
-    trace, truth = drive(situation)
+    trace, operations, truth = drive(situation)
     derived = timeline(trace)
-    at = after_each(trace, truth[:, 0])
+    at = np.searchsorted(operations, truth[:, 0], side="right") - 1
     np.testing.assert_array_equal(derived.allocated[at], truth[:, 1])
     np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
     assert disagreement(trace, derived) == ""
@@ -113,34 +52,13 @@ def test_every_operation_is_exact(drive, situation):
 
 def test_the_streams_met_shortages_and_shared_blocks(drive):
     """The comparison above is worth what its histories hold."""
-    trace, _ = drive("several streams")
+    trace, _, _ = drive("several streams")
     counts = np.bincount(trace.events.action, minlength=len(Action))
     assert trace.statistics["num_alloc_retries"] > 0
     assert counts[Action.OOM] > 0
     assert counts[Action.SEGMENT_FREE] > 0
     requested = np.flatnonzero(trace.events.action == Action.FREE_REQUESTED)
     assert (trace.events.action[requested + 1] != Action.FREE_COMPLETED).any()
-
-
-@pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
-def test_a_history_that_begins_late(drive, situation):
-    late = 700
-    trace, truth = drive(situation, history_from=late)
-    start = beginning(trace, AllocatorConfig.read(trace.settings))
-    _, allocated, reserved = truth[late - 1]
-    assert start.reserved == reserved
-    assert 0 <= allocated - start.allocated <= start.uncertain
-    derived = timeline(trace)
-    truth = truth[late:]
-    at = after_each(trace, truth[:, 0])
-    truth, at = truth[at >= 0], at[at >= 0]
-    short = truth[:, 1] - derived.allocated[at]
-    np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
-    assert short.min() >= 0
-    assert short.max() <= start.uncertain
-    assert short[-1] == 0
-    if situation == "expandable":
-        assert start.uncertain == 0
 
 
 # -- small histories by hand -----------------------------------------------------------------------
@@ -288,67 +206,9 @@ def test_segments_at_the_end_that_the_events_outgrow():
         timeline(trace_of([SEGMENT, ALLOC]))
 
 
-def test_a_late_history_that_contradicts_its_end():
-    blocks = (Block(BASE, 512, 512, "active_allocated"), Block(BASE + 512, 2 * MIB - 512, 0, "inactive"))
-    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=blocks)
-    with pytest.raises(FileFormatError, match="event 0 of 1, free_completed"):
-        timeline(trace_of([FREED], [end]))
-
-
 def test_settings_that_pytorch_would_refuse():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
         timeline(trace_of([], (), {"expandable_segments": "Perhaps"}))
-
-
-# -- late histories by hand ------------------------------------------------------------------------
-
-
-def freed(address, size):
-    return [event("free_requested", address, size), event("free_completed", address, size)]
-
-
-def late(history, *segment_addresses, size=20 * MIB):
-    """Return the timeline of a history that ends with free segments, and its beginning."""
-    at_end = [
-        Segment(at, size, 0, "large", (0, 0), expandable=False, blocks=(Block(at, size, 0, "inactive"),))
-        for at in segment_addresses
-    ]
-    trace = trace_of(history, at_end)
-    return timeline(trace), beginning(trace, AllocatorConfig())
-
-
-def test_a_block_from_before_is_taken_at_its_rounded_size():
-    derived, start = late(freed(BASE, 2 * MIB - 1), BASE)
-    assert (start.allocated, start.reserved, start.uncertain) == (2 * MIB, 20 * MIB, MIB)
-    assert derived.allocated.tolist() == [0, 0]
-    assert derived.reserved.tolist() == [20 * MIB, 20 * MIB]
-
-
-def test_a_block_from_before_has_the_whole_of_a_small_rest():
-    _, start = late(freed(BASE, 19 * MIB), BASE)
-    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
-
-
-def test_a_block_from_before_reaches_to_where_another_began():
-    """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
-    beside = BASE + 5 * MIB // 2
-    history = [event("alloc", beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
-    derived, start = late(history, BASE)
-    assert (start.allocated, start.uncertain) == (5 * MIB // 2, 0)
-    assert derived.allocated.tolist() == [9 * MIB // 2, 5 * MIB // 2, 5 * MIB // 2, 0, 0]
-
-
-def test_a_block_of_the_history_leaves_no_doubt_about_the_one_before_it():
-    history = [*freed(BASE, 20 * MIB), event("alloc", BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
-    _, start = late(history, BASE)
-    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
-
-
-@pytest.mark.parametrize("at", [0, 20 * MIB])
-def test_segments_from_before_that_touch_do_not_merge(at):
-    history = [event("alloc", BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
-    derived, _ = late(history, BASE, BASE + 20 * MIB)
-    assert derived.block_size.tolist() == [20 * MIB, 0, 0]
 
 
 # -- forged histories ------------------------------------------------------------------------------
