@@ -179,8 +179,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def _storage_id(tensor: torch.Tensor) -> int:
     """Identify the storage of an ordinary tensor with a version, and 0 for every other kind.
 
-    The storage itself is not asked for: once it has been a Python object, autograd no longer adds in place
-    to gradients that live in it.
+    The storage itself is not asked for: once it has been a Python object it counts one user more, and
+    autograd adds up the gradients that live in it into new memory instead of in place.
+    Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp, PyTorch 2.14.
     """
     if not is_plain(tensor) or tensor.is_inference():
         return 0

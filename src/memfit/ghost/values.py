@@ -10,10 +10,8 @@
 What is not known is noted with the line that asked. PyTorch's own kernels run all the same, so every
 allocation is theirs; the overrides here only add the answer.
 
-An override must not sit where gradients pass: a tensor that has once been a Python object counts one user
-more, and autograd then adds up gradients into new memory instead of in place (torch/csrc/autograd/
-input_buffer.cpp, PyTorch 2.14). So fills, factories and copies, which autograd uses throughout, are followed
-where Python calls them (``methods.py``) and not in the dispatcher.
+Fills, factories and copies are followed where Python calls them (``methods.py``) and not in the dispatcher:
+PyTorch's kernels fill tensors that they go on to write, without a word to autograd.
 
 On the ghost ``torch.inference_mode`` is ``torch.no_grad``: tensors made under inference mode carry no
 version, so nothing could be known of them. The allocations are the same.
