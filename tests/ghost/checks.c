@@ -667,13 +667,13 @@ static void allocation_log(void)
     cudaFreeAsync(second, (void *)0x77), cudaFree(first), cudaFree(before);
     CHECK(ghost_allocation_log(NULL, 0) == 6);
     CHECK(ghost_allocation_log(events, 2) == 6 && ghost_allocation_log(events, 8) == 6);
-    CHECK(events[0].action == GHOST_MALLOC && events[0].size == 1000 && events[0].label == 42);
+    CHECK(events[0].action == GHOST_MALLOC && events[0].size == 1024 && events[0].label == 42);
     CHECK(events[1].action == GHOST_MALLOC_ASYNC && events[1].stream == 0x77 && events[1].label == 0);
     CHECK(events[2].action == GHOST_OUT_OF_MEMORY && events[2].size == 2 * GIB && events[2].address == 0);
-    CHECK(events[3].action == GHOST_FREE_ASYNC && events[3].size == 2000 &&
+    CHECK(events[3].action == GHOST_FREE_ASYNC && events[3].size == 2048 &&
           events[3].address == events[1].address);
     CHECK(events[4].action == GHOST_FREE && events[4].address == (uint64_t)first);
-    CHECK(events[5].size == 100 && events[5].time_us >= events[0].time_us);
+    CHECK(events[5].size == 512 && events[5].time_us >= events[0].time_us);
     ghost_log_allocations(0);
 }
 

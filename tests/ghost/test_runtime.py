@@ -170,7 +170,7 @@ THREE_STEPS = (
     live, peak, now = {}, 0, 0
     for event in log:
         if event.action in (0, 2):
-            live[event.address] = -(-event.size // 512) * 512
+            live[event.address] = event.size
         else:
             now -= live.pop(event.address)
         now += live.get(event.address, 0)
