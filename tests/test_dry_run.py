@@ -308,6 +308,24 @@ def test_memory_in_use_and_the_context_count(dry_run):
     assert total - free == context + (2 << 20)
 
 
+def test_a_run_that_reaches_a_known_gap_says_so(dry_run):
+    script = """
+        import torch
+        try:
+            torch.nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))
+        except RuntimeError as refused:
+            print(refused)
+    """
+    texts = [note["text"] for note in dry_run(script).answer["notes"]]
+    assert any("cudnn" in text and "a known gap" in text for text in texts)
+
+
+def test_convolutions_say_that_workspaces_count_as_nothing(dry_run):
+    script = "import torch; torch.nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device='cuda'))"
+    (note,) = [note for note in dry_run(script).answer["notes"] if "cuDNN workspace" in note["text"]]
+    assert note["provenance"] == "assumed"
+
+
 # -- as python runs it -------------------------------------------------------------------------------
 
 

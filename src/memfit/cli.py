@@ -109,7 +109,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
 
 @app.command
-def explain(path: Path, /, *, json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None) -> int:
+def explain(
+    path: Path, /, *, json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+) -> int:
     """Say what a trace file holds: the peak, what held it, and where.
 
     Args:

@@ -278,7 +278,7 @@ class Growth:
     """Whether a training step leaves memory as it found it, judged at the end of each step."""
 
     steady_from: int | None
-    """The first step that ended with as much held as the last; None if the last two differ, or are not two."""
+    """The first step that ended with as much held as the last; None if the last two differ."""
     bytes_per_step: int
     """Bytes requested and held at the end of the last step, less those at the end of the one before."""
     line: str

@@ -27,13 +27,16 @@ NET = """
         def forward(self, x):
             x = self.first(x)
             for block in self.blocks:
-                x = block(x) if self.how == "plain" else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+                if self.how == "plain":
+                    x = block(x)
+                else:
+                    x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
             return self.last(x)
     def train(model, steps=2, size=1024):
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(steps):
-            loss = nn.functional.mse_loss(model(torch.ones(size, 512, device="cuda")), torch.zeros((), device="cuda"))
-            loss.backward()
+            x = torch.ones(size, 512, device="cuda")
+            nn.functional.mse_loss(model(x), x).backward()
             optimizer.step()
             optimizer.zero_grad()
 """

@@ -198,11 +198,13 @@ class Run:
             return False
         from memfit.capture.tracefile import write_trace
 
+        gaps = {gap.name for gap in self._settings.build.gaps}
         for name in self._ghost.gaps_reached():
             self._recorder.note(
                 Provenance.ASSUMED,
-                f"The run reached {name}, which the ghost does not stand in for: "
-                "figures after it may be wrong.",
+                f"The run reached {name}, a known gap: the ghost refused it; figures after that may be wrong."
+                if name in gaps
+                else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
             )
         trace = self._recorder.finish(self._settings.device, end, self._command, _versions())
         write_trace(trace, Path(self._settings.output))
