@@ -15,22 +15,23 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
     for heading, justify in (
         ("--gpu", "left"),
         ("memory", "right"),
-        ("capability", "right"),
-        ("multiprocessors", "right"),
-        ("CUDA context", "right"),
+        ("sm", "right"),
+        ("units", "right"),
+        ("context", "right"),
         ("fast dtypes", "left"),
     ):
         table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
     for device in devices:
         table.add_row(
-            device.name,
+            device.name.replace(" ", "-"),  # as a shell takes it without quotes
             ("≈ " if "total_bytes" in device.approximate else "") + format_gib(device.total_bytes),
-            "{}.{}".format(*device.compute_capability),
+            "{}{}".format(*device.compute_capability),
             str(device.multiprocessors),
             "≈ " + format_gib(device.context_bytes),
             " ".join(dtype for dtype in ("tf32", "bf16", "fp16", "fp8") if device.fast(dtype)) or "none",
         )
     console.print(table)
+    console.print("sm: compute capability; units: multiprocessors; context: CUDA's own memory.", style="dim")
     console.print(
         "≈ approximate or assumed; every figure's source stands in memfit/devices.toml.", style="dim"
     )
