@@ -8,8 +8,8 @@ import pytest
 
 from memfit.ghost.build import COMPILE_FLAGS, RUNTIME, find_compiler
 
-CHECKS = Path(__file__).with_name("checks.c")
-NAMES = re.findall(r"NAMED\((\w+)\)[,}]", CHECKS.read_text())
+CHECKS = Path(__file__).with_name("checks")
+NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover")
 
 
@@ -21,8 +21,14 @@ def checks(tmp_path_factory):
     sanitizers = SANITIZERS if subprocess.run(trial, capture_output=True, check=False).returncode == 0 else ()
     if not sanitizers:
         print("without sanitizers: this compiler has none")
-    command = [find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{RUNTIME}", str(CHECKS)]
-    command += [*map(str, RUNTIME.glob("*.c")), "-lpthread", "-ldl", "-o", str(folder / "checks")]
+    command = [find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{RUNTIME}"]
+    command += [
+        *map(str, [*CHECKS.glob("*.c"), *RUNTIME.glob("*.c")]),
+        "-lpthread",
+        "-ldl",
+        "-o",
+        str(folder / "checks"),
+    ]
     subprocess.run(command, check=True)
     return folder / "checks"
 

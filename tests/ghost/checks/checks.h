@@ -1,0 +1,120 @@
+/* What the checks of the ghost runtime share. Each check is a function that returns, or ends the
+ * process with the line that was not so. */
+#ifndef MEMFIT_GHOST_CHECKS_H
+#define MEMFIT_GHOST_CHECKS_H
+
+#include "ghost.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define GIB ((uint64_t)1 << 30)
+#define CHECK(condition)                                                                                     \
+    do {                                                                                                     \
+        if (!(condition)) {                                                                                  \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                          \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+/* What is called here, with the prototypes PyTorch sees. */
+status cudaMalloc(void **, size_t), cudaFree(void *), cudaMallocAsync(void **, size_t, void *);
+status cudaFreeAsync(void *, void *), cudaMemGetInfo(size_t *, size_t *), cudaGetLastError(void);
+status cudaMemcpy(void *, const void *, size_t, int), cudaMemset(void *, int, size_t);
+status cudaMemcpy2DAsync(void *, size_t, const void *, size_t, size_t, size_t, int, void *);
+status cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, void *);
+status cudaDeviceGetDefaultMemPool(void **, int), cudaMemPoolGetAttribute(void *, int, void *);
+status cudaMemPoolSetAttribute(void *, int, void *), cudaMemPoolTrimTo(void *, size_t);
+status cudaDeviceSynchronize(void), cudaSetDevice(int), cudaGetDevice(int *);
+status cudaHostAlloc(void **, size_t, unsigned), cudaFreeHost(void *),
+    cudaHostRegister(void *, size_t, unsigned);
+status cudaHostUnregister(void *), cudaMallocManaged(void **, size_t, unsigned);
+status cudaStreamCreateWithFlags(void **, unsigned), cudaStreamDestroy(void *),
+    cudaStreamWaitEvent(void *, void *, unsigned);
+status cudaEventCreateWithFlags(void **, unsigned), cudaEventRecord(void *, void *), cudaEventQuery(void *);
+status cudaEventDestroy(void *), cudaEventSynchronize(void *), cudaEventElapsedTime(float *, void *, void *);
+status cudaStreamBeginCapture(void *, int), cudaStreamEndCapture(void *, void **);
+status cudaStreamIsCapturing(void *, int *), cudaGraphGetNodes(void *, void **, size_t *);
+status cudaStreamGetCaptureInfo_v3(void *, int *, unsigned long long *, void **, const void **, const void **,
+                                   size_t *);
+status cudaGraphInstantiateWithFlags(void **, void *, unsigned long long), cudaGraphDestroy(void *);
+status cudaGraphExecDestroy(void *), cudaGraphLaunch(void *, void *);
+status cudaUserObjectCreate(void **, void *, void (*)(void *), unsigned, unsigned);
+status cudaGraphRetainUserObject(void *, void *, unsigned, unsigned);
+status cuMemAddressReserve(uint64_t *, size_t, size_t, uint64_t, unsigned long long),
+    cuMemAddressFree(uint64_t, size_t);
+status cuMemCreate(void **, size_t, const void *, unsigned long long), cuMemRelease(void *);
+status cuMemMap(uint64_t, size_t, size_t, void *, unsigned long long), cuMemUnmap(uint64_t, size_t);
+status cuMemGetAddressRange_v2(uint64_t *, size_t *, uint64_t);
+status cudaDeviceGetAttribute(int *, int, int);
+status cudnnCreateTensorDescriptor(void **), cudnnDestroyTensorDescriptor(void *);
+status cudnnSetTensorNdDescriptor(void *, int, int, const int *, const int *);
+status cudnnGetTensorNdDescriptor(const void *, int, int *, int *, int *, int *);
+status cublasSdot_v2(void *, int, const void *, int, const void *, int, float *);
+struct nccl_id {
+    char bytes[128];
+};
+status ncclGetUniqueId(struct nccl_id *), ncclCommInitRank(void **, int, struct nccl_id, int),
+    ncclCommDestroy(void *);
+status ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
+status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
+
+struct pointer_attributes {
+    int type, device;
+    void *device_pointer, *host_pointer;
+    long reserved[8];
+};
+status cudaPointerGetAttributes(struct pointer_attributes *, const void *);
+
+static inline struct ghost_device device(uint64_t total)
+{
+    struct ghost_device made = ghost_spec;
+    strcpy(made.name, "a test's device");
+    made.total_bytes = total;
+    return made;
+}
+
+static inline void configure(uint64_t total)
+{
+    struct ghost_device made = device(total);
+    CHECK(ghost_configure(&made, 2, 0) == 0);
+}
+
+static inline void *allocated(size_t size)
+{
+    void *pointer;
+    CHECK(cudaMalloc(&pointer, size) == SUCCESS);
+    return pointer;
+}
+
+static inline void launch(void)
+{
+    CHECK(cudaLaunchKernel("k", (dim3){1, 1, 1}, (dim3){1, 1, 1}, NULL, 0, NULL) == SUCCESS);
+}
+
+/* What a copy back gave, and whether the ghost says that it knew. */
+static unsigned char host[256 * 1024];
+
+static inline int read_back(void *from, size_t size)
+{
+    memset(host, 0xee, sizeof host);
+    CHECK(cudaMemcpy(host, from, size, 2) == SUCCESS);
+    return ghost_last_read_known();
+}
+
+/* Every check, in the order they are listed. */
+#define EACH_CHECK(each)                                                                                     \
+    each(capacity) each(rounding) each(many) each(configuring) each(pools) each(virtual_memory)              \
+        each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                   \
+            each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers)                  \
+                each(held_events) each(capturing) each(collectives) each(descriptors) each(gaps)             \
+                    each(allocation_log) each(threads) each(forks)
+
+#define DECLARED(name) void name(void);
+EACH_CHECK(DECLARED)
+
+#endif

@@ -1,0 +1,129 @@
+/* Libraries, gaps, the log; threads and forks. */
+#include "checks.h"
+
+/* ---- Libraries ------------------------------------------------------------------------------- */
+
+void collectives(void)
+{
+    enum { INT8 = 0, SUM = 0 };
+    configure(GIB);
+    void *alone, *second_of_four;
+    struct nccl_id id;
+    char *send = allocated(4096), *receive = allocated(4096);
+    ncclGetUniqueId(&id);
+    CHECK(ncclCommInitRank(&alone, 1, id, 0) == SUCCESS &&
+          ncclCommInitRank(&second_of_four, 4, id, 1) == SUCCESS);
+    cudaMemset(send, 6, 64), cudaMemset(receive, 1, 64);
+    ncclAllReduce(send, receive, 64, INT8, SUM, alone, NULL);
+    CHECK(read_back(receive, 64) && host[0] == 6);
+    ncclAllReduce(send, receive, 64, INT8, SUM, second_of_four, NULL);
+    CHECK(!read_back(receive, 64) && read_back(send, 64)); /* only what it writes is forgotten */
+    ncclBroadcast(send, receive, 64, INT8, 1, second_of_four, NULL);
+    CHECK(read_back(receive, 64) && host[0] == 6);
+    ncclBroadcast(send, receive, 64, INT8, 0, second_of_four, NULL);
+    CHECK(!read_back(receive, 64));
+    ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
+}
+
+void descriptors(void)
+{
+    void *tensor;
+    int sizes[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, got[12] = {0}, steps[12] = {0}, type, dimensions;
+    cudnnCreateTensorDescriptor(&tensor);
+    cudnnSetTensorNdDescriptor(tensor, 2, 4, sizes, sizes);
+    cudnnGetTensorNdDescriptor(tensor, 2, &type, &dimensions, got, steps);
+    CHECK(type == 2 && dimensions == 4 && got[1] == 2 && got[2] == 0);
+    cudnnSetTensorNdDescriptor(tensor, 2, 12, sizes, sizes); /* more than there is room for */
+    cudnnGetTensorNdDescriptor(tensor, 12, &type, &dimensions, got, steps);
+    CHECK(dimensions == 8 && got[7] == 8 && got[8] == 0);
+    cudnnDestroyTensorDescriptor(tensor);
+}
+
+void gaps(void)
+{
+    char text[64], small[8] = "xxxxxxx";
+    CHECK(ghost_gaps_reached(NULL, 0) == 1);
+    CHECK(ghost_gap_called("first", 801) == 801);
+    ghost_gap_called("second", 7), ghost_gap_called("first", 801);
+    CHECK(ghost_gaps_reached(text, sizeof text) == 14 && strcmp(text, "first\nsecond\n") == 0);
+    CHECK(ghost_gaps_reached(small, sizeof small) == 14 && strcmp(small, "first\n") == 0);
+}
+
+void allocation_log(void)
+{
+    struct ghost_event events[8];
+    configure(GIB);
+    void *before = allocated(100), *first, *second, *refused;
+    ghost_log_allocations(1);
+    ghost_set_label(42);
+    first = allocated(1000);
+    ghost_set_label(0);
+    cudaMallocAsync(&second, 2000, (void *)0x77);
+    cudaMalloc(&refused, 2 * GIB);
+    cudaFreeAsync(second, (void *)0x77), cudaFree(first), cudaFree(before);
+    CHECK(ghost_allocation_log(NULL, 0) == 6);
+    CHECK(ghost_allocation_log(events, 2) == 6 && ghost_allocation_log(events, 8) == 6);
+    CHECK(events[0].action == GHOST_MALLOC && events[0].size == 1024 && events[0].label == 42);
+    CHECK(events[1].action == GHOST_MALLOC_ASYNC && events[1].stream == 0x77 && events[1].label == 0);
+    CHECK(events[2].action == GHOST_OUT_OF_MEMORY && events[2].size == 2 * GIB && events[2].address == 0);
+    CHECK(events[3].action == GHOST_FREE_ASYNC && events[3].size == 2048 &&
+          events[3].address == events[1].address);
+    CHECK(events[4].action == GHOST_FREE && events[4].address == (uint64_t)first);
+    CHECK(events[5].size == 512 && events[5].time_us >= events[0].time_us);
+    ghost_log_allocations(0);
+}
+
+/* ---- Threads and forks ----------------------------------------------------------------------- */
+
+static volatile bool stop;
+
+static void *churn(void *ignored)
+{
+    unsigned char bytes[64] = {1};
+    for (int i = 0; i < 20000 && !stop; i++) {
+        char *memory = allocated(1000);
+        cudaMemcpy(memory, bytes, sizeof bytes, 1);
+        cudaMemcpy(bytes, memory, sizeof bytes, 2);
+        if (i % 10 == 0)
+            launch();
+        void *pinned;
+        cudaHostAlloc(&pinned, 10, 0);
+        cudaFreeHost(pinned);
+        cudaFree(memory);
+    }
+    return NULL;
+}
+
+void threads(void)
+{
+    pthread_t workers[4];
+    configure(GIB);
+    for (int i = 0; i < 4; i++)
+        pthread_create(&workers[i], NULL, churn, NULL);
+    for (int i = 0; i < 4; i++)
+        pthread_join(workers[i], NULL);
+    CHECK(ghost_counter("used") == 0 && ghost_counter("mallocs") == 80000);
+}
+
+/* A child forked while other threads hold the ghost's lock most of the time must not hang. */
+void forks(void)
+{
+    pthread_t workers[2];
+    configure(GIB);
+    for (int i = 0; i < 2; i++)
+        pthread_create(&workers[i], NULL, churn, NULL);
+    for (int i = 0; i < 50; i++) {
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(10);
+            cudaFree(allocated(1000));
+            _exit(0);
+        }
+        int how;
+        waitpid(child, &how, 0);
+        CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    }
+    stop = true;
+    for (int i = 0; i < 2; i++)
+        pthread_join(workers[i], NULL);
+}

@@ -1,0 +1,79 @@
+/* Events, captures, graphs. */
+#include "checks.h"
+
+/* ---- Streams, events, graphs ----------------------------------------------------------------- */
+
+void held_events(void)
+{
+    void *stream, *event, *later;
+    float elapsed = 0;
+    cudaStreamCreateWithFlags(&stream, 1);
+    cudaEventCreateWithFlags(&event, 0), cudaEventCreateWithFlags(&later, 0);
+    CHECK(cudaEventElapsedTime(&elapsed, event, later) == INVALID_HANDLE); /* never recorded */
+    cudaEventRecord(event, stream);
+    CHECK(cudaEventQuery(event) == SUCCESS);
+    ghost_hold_events(1);
+    cudaEventRecord(later, stream);
+    CHECK(cudaEventQuery(event) == SUCCESS && cudaEventQuery(later) == NOT_READY);
+    ghost_hold_events(0);
+    CHECK(cudaEventQuery(later) == SUCCESS);
+    CHECK(cudaEventElapsedTime(&elapsed, event, later) == SUCCESS && elapsed > 0);
+    ghost_hold_events(1);
+    cudaEventRecord(later, stream);
+    cudaDeviceSynchronize();
+    CHECK(cudaEventQuery(later) == SUCCESS);
+    cudaEventRecord(later, stream);
+    cudaEventSynchronize(later); /* never waits */
+    CHECK(cudaEventQuery(later) == SUCCESS);
+    cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(stream);
+}
+
+static int destroyed;
+static void destroy(void *data) { destroyed += *(int *)data; }
+
+void capturing(void)
+{
+    configure(GIB);
+    void *origin, *joined, *event, *graph, *executable, *object;
+    unsigned long long id = 0, joined_id = 0;
+    size_t nodes = 0;
+    int active, one = 1;
+    char *memory = allocated(4096);
+    cudaMemset(memory, 3, 8);
+    cudaStreamCreateWithFlags(&origin, 1), cudaStreamCreateWithFlags(&joined, 1);
+    cudaEventCreateWithFlags(&event, 0);
+    CHECK(cudaStreamBeginCapture(NULL, 0) == NOT_SUPPORTED);
+    CHECK(cudaStreamEndCapture(origin, &graph) == CAPTURE_UNMATCHED);
+
+    CHECK(cudaStreamBeginCapture(origin, 0) == SUCCESS);
+    cudaStreamIsCapturing(joined, &active);
+    CHECK(!active);
+    cudaEventRecord(event, origin);
+    cudaStreamWaitEvent(joined, event, 0);
+    cudaStreamGetCaptureInfo_v3(origin, &active, &id, NULL, NULL, NULL, NULL);
+    cudaStreamGetCaptureInfo_v3(joined, &active, &joined_id, NULL, NULL, NULL, NULL);
+    CHECK(active && id != 0 && joined_id == id);
+    cudaLaunchKernel("k", (dim3){1, 1, 1}, (dim3){1, 1, 1}, NULL, 0, joined);
+    cudaMemset(memory, 4, 8); /* captured: it has not happened */
+    cudaMemcpy(memory + 8, host, 8, 1);
+    cudaMemcpy(memory + 16, memory, 8, 3);
+    CHECK(cudaStreamEndCapture(joined, &graph) == CAPTURE_UNMATCHED);
+    CHECK(cudaStreamEndCapture(origin, &graph) == SUCCESS);
+    cudaStreamIsCapturing(joined, &active);
+    CHECK(!active);
+    CHECK(!read_back(memory, 8) && !read_back(memory + 8, 8) && !read_back(memory + 16, 8));
+    CHECK(cudaGraphGetNodes(graph, NULL, &nodes) == SUCCESS && nodes == 1);
+
+    cudaUserObjectCreate(&object, &one, destroy, 1, 1);
+    cudaGraphRetainUserObject(graph, object, 1, 1);
+    cudaGraphInstantiateWithFlags(&executable, graph, 0);
+    cudaMemset(memory, 3, 8);
+    CHECK(read_back(memory, 8));
+    cudaGraphLaunch(executable, origin);
+    CHECK(!read_back(memory, 8));
+    cudaGraphDestroy(graph);
+    CHECK(destroyed == 0); /* the executable holds it */
+    cudaGraphExecDestroy(executable);
+    CHECK(destroyed == 1);
+    cudaEventDestroy(event), cudaStreamDestroy(origin), cudaStreamDestroy(joined), cudaFree(memory);
+}
