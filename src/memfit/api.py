@@ -4,6 +4,8 @@ script ── capture.run ──> trace file ── capture.tracefile ──> Tr
              on the ghost                                        no torch from here on
 """
 
+import itertools
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +86,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             f"Nothing is left to measure in: {total.bytes} bytes of memory, of which the CUDA context takes "
             f"{context.bytes} and others {in_use}."
         )
+    devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
     built = build()
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         path = output if output is not None else Path(folder) / "run.memfit"
@@ -94,6 +97,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             build=built,
             ghost_device=GhostDevice.of(device, total.bytes),
             device=use,
+            devices=devices,
             values=values,
             host_memory=host_memory,
             labels=labels,
@@ -116,6 +120,21 @@ def read(path: Path) -> Trace:
 def diagnose() -> tuple[Check, ...]:
     """Look at everything memfit needs, and say of each whether it is here and what would mend it."""
     return checks()
+
+
+def _visible_devices(variable: str | None) -> int:
+    """Return how many devices the script will see, as the CUDA runtime reads ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        UsageError: none, which leaves nothing to measure.
+    """
+    if variable is None:
+        return 1
+    listed = [name.strip() for name in variable.split(",")]
+    seen = list(itertools.takewhile(lambda name: name not in ("", "-1"), listed))
+    if not seen:
+        raise UsageError(f"CUDA_VISIBLE_DEVICES={variable!r} hides every GPU from the script. Unset it.")
+    return len(seen)
 
 
 def _total(device: Device) -> Figure:

@@ -198,6 +198,9 @@ class Run:
             return False
         from memfit.capture.tracefile import write_trace
 
+        if self._settings.devices > 1:
+            seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
+            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
         gaps = {gap.name for gap in self._settings.build.gaps}
         for name in self._ghost.gaps_reached():
             self._recorder.note(
@@ -219,7 +222,11 @@ def main() -> None:
     if settings.stdout_to_stderr:
         os.dup2(2, 1)
     ghost = load(settings.build)
-    ghost.configure(settings.ghost_device, in_use=settings.device.context.bytes + settings.device.in_use)
+    ghost.configure(
+        settings.ghost_device,
+        count=settings.devices,
+        in_use=settings.device.context.bytes + settings.device.in_use,
+    )
     run = Run(tuple(command), settings, ghost)
     sys.meta_path.insert(0, AfterImport("torch", run.begin))
     run.finish(run.script())

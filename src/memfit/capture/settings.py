@@ -18,6 +18,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     build: Build
     ghost_device: GhostDevice
     device: DeviceUse
+    devices: int
+    """How many of it the script sees; the first is recorded."""
     values: str
     """``ValueChoices`` as on the command line."""
     host_memory: bool
