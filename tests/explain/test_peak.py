@@ -1,0 +1,195 @@
+"""From a trace to the answer, on traces small enough to work out by hand."""
+
+import numpy as np
+import pytest
+
+from memfit.explain.peak import summarize
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    Events,
+    Figure,
+    Frame,
+    Label,
+    Mark,
+    MarkKind,
+    Phase,
+    Provenance,
+    ScriptEnd,
+    Segment,
+    Trace,
+)
+
+MIB = 1 << 20
+BASE = 1 << 45
+FORWARD, BACKWARD = 0, 1
+LABELS = (Label(Phase.FORWARD, "head", "", -1), Label(Phase.BACKWARD, "head", "MmBackward0", 1))
+FRAMES = (Frame("lib/layer.py", 9, "forward", user=False), Frame("train.py", 3, "main", user=True))
+
+
+def alloc(address, size, label=FORWARD, stack=0, category=Category.REST):
+    return (Action.ALLOC, address, size, label, stack, category)
+
+
+def free(address, size):
+    return [
+        (action, address, size, FORWARD, -1, 0) for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+    ]
+
+
+STOPPED = ScriptEnd("steps", 0)
+
+
+def trace(*events, marks=(), end=STOPPED, statistics=None):
+    """Make a trace in one segment of 2 MiB; addresses count from its start."""
+    rows = [(Action.SEGMENT_ALLOC, 0, 2 * MIB, FORWARD, -1, 0), *events]
+    action, address, size, label, stack, category = (list(column) for column in zip(*rows, strict=True))
+    columns = Events(
+        action=np.array(action, np.uint8),
+        address=np.array(
+            [at if kind == Action.OOM else BASE + at for kind, at in zip(action, address, strict=True)],
+            np.uint64,
+        ),
+        size=np.array(size, np.int64),
+        stream=np.zeros(len(rows), np.int32),
+        time=np.arange(len(rows), dtype=np.int64),
+        label=np.array(label, np.int32),
+        stack=np.array(stack, np.int32),
+        category=np.array(category, np.uint8),
+    )
+    return Trace(
+        events=columns,
+        labels=LABELS,
+        stacks=((0, 1), (1,)),
+        frames=FRAMES,
+        marks=tuple(marks),
+        segments=(Segment(BASE, 2 * MIB, 0, "small", (0, 0), False, ()),),
+        device=DeviceUse(
+            "A100-80GB",
+            Figure(80 << 30, Provenance.EXACT),
+            Figure(512 * MIB, Provenance.ASSUMED, "a table"),
+            0,
+        ),
+        end=end,
+        settings={},
+        statistics=statistics or {},
+        versions={},
+        command=("train.py",),
+    )
+
+
+def step_ends(*positions):
+    return [Mark(position, MarkKind.TRAINING_STEP, index) for index, position in enumerate(positions)]
+
+
+def terms(result):
+    return {term.name: term.figure.bytes for term in result.terms}
+
+
+def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
+    result = summarize(
+        trace(
+            alloc(0, 1000, category=Category.PARAMETER),
+            alloc(1024, 600, category=Category.GRADIENT),
+            *free(1024, 600),
+            alloc(1024, 512, category=Category.OPTIMIZER_STATE),
+            alloc(1536, 2000),
+        )
+    )
+    assert result.peak_allocated == 1024 + 512 + 2048
+    assert terms(result)["parameters"] == 1024
+    assert terms(result)["gradients"] == 0
+    assert terms(result)["optimizer state"] == 512
+    assert terms(result)["the rest"] == 2048
+    assert terms(result)["cached, not allocated"] == 2 * MIB - result.peak_allocated
+    assert terms(result)["process"] == 2 * MIB + 512 * MIB
+    assert result.peak_process.provenance is Provenance.ASSUMED
+
+
+def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
+    result = summarize(
+        trace(
+            alloc(0, 1024, BACKWARD, stack=-1),
+            *free(0, 1024),
+            alloc(0, 1024),
+            marks=[Mark(1, MarkKind.FORWARD, 0)],
+        )
+    )
+    place = result.peak_place
+    assert (place.phase, place.module, place.op, place.line) == (
+        Phase.BACKWARD,
+        "head",
+        "MmBackward0",
+        "train.py:3",
+    )
+    assert place.step == 1
+
+
+@pytest.mark.parametrize(
+    ("position", "step"),
+    [(1, 0), (2, 1), (3, 2)],
+)
+def test_steps_count_from_the_first_forward(position, step):
+    marks = [Mark(2, MarkKind.FORWARD, 0), *step_ends(3)]
+    allocs = [alloc(0, 512), alloc(512, 512), alloc(1024, 512)][:position]
+    assert summarize(trace(*allocs, marks=marks)).peak_place.step == step
+
+
+def test_growth_is_what_was_requested_and_kept():
+    # The second step keeps 100 bytes more; the block's size is the same 512.
+    grown = trace(alloc(0, 100), *free(0, 100), alloc(0, 200), marks=step_ends(2, 5))
+    assert summarize(grown).growth.bytes_per_step == 100
+    assert summarize(grown).growth.line == "train.py:3"
+    assert summarize(grown).growth.steady_from is None
+
+
+def test_steady_names_the_first_of_the_equal_steps():
+    steady = trace(alloc(0, 100), alloc(512, 100), alloc(1024, 1), *free(1024, 1), marks=step_ends(2, 3, 6))
+    assert summarize(steady).growth.steady_from == 2
+    assert summarize(steady).growth.bytes_per_step == 0
+
+
+def test_a_step_that_leaves_less_is_not_called_steady():
+    shrinking = trace(alloc(0, 100), *free(0, 100), marks=step_ends(2, 4))
+    assert summarize(shrinking).growth.steady_from is None
+    assert summarize(shrinking).growth.bytes_per_step == -100
+
+
+@pytest.mark.parametrize("ends", [(), (2,)])
+def test_one_step_says_nothing_about_growth(ends):
+    assert summarize(trace(alloc(0, 100), marks=step_ends(*ends))).growth.steady_from is None
+
+
+def oom(size, available):
+    return (Action.OOM, available, size, FORWARD, 0, 0)
+
+
+def test_the_failure_that_ended_the_script_is_the_last():
+    failed = trace(
+        oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("out of memory", 1, "OutOfMemoryError")
+    )
+    result = summarize(failed)
+    assert result.verdict == "out of memory"
+    assert result.out_of_memory.requested == 30 * MIB
+    assert result.out_of_memory.shortfall == 27 * MIB
+    assert result.out_of_memory.place.line == "train.py:3"
+
+
+def test_a_failure_that_was_survived_is_the_first():
+    result = summarize(trace(oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("end", 0)))
+    assert result.verdict == "does not fit"
+    assert result.out_of_memory.requested == 4 * MIB
+    assert result.out_of_memory.shortfall == 19 * MIB  # of the 20 MiB segment that 4 MiB are cut from
+
+
+def test_a_counter_that_disagrees_is_noted():
+    agreeing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 512})
+    assert summarize(agreeing).notes == ()
+    differing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 1024})
+    assert "1,024" in summarize(differing).notes[0].text
+
+
+def test_a_script_without_steps_is_told_so():
+    (note,) = summarize(trace(alloc(0, 100), end=ScriptEnd("end", 0))).notes
+    assert "no training step" in note.text
