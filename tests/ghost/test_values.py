@@ -107,7 +107,7 @@ def test_a_stale_answer_is_impossible(told):
         "torch.add(x, 1, out=y)": 9.0,
         "y.untyped_storage().resize_(4096)": 9.0,
         "torch._foreach_add_([y], 1)": 9.0,
-        "torch.utils.swap_tensors(y, torch.full((3,), 5.0, device=d))": 5.0,
+        "torch.utils.swap_tensors(y, torch.full((3,), 5.0, device=d))": 9.0,
         "y.fill_(3)": 3.0,
         "y.zero_()": 0.0,
     }
@@ -157,7 +157,7 @@ def test_views_that_read_bytes_otherwise_are_unknown(told):
         },
         before="""
         base = torch.empty(8, device=d)
-        base[:4].fill_(2)
+        head = base[:4].fill_(2)
         part = base[2:6]
         """,
         choices="float=9,int=5",
@@ -197,6 +197,31 @@ def test_sizes_are_upper_bounds_or_as_chosen(told):
     check(told, upper, before=sparse)
     check(told, {"x[x > 0].numel()": 10, "torch.unique(x).numel()": 10}, choices="count=0.25")
     check(told, {"x[x > 0].numel()": 3, "F.one_hot(whole).size(-1)": 3}, choices="count=3")
+
+
+def test_a_count_that_cannot_be_answered_is_said(on_ghost):
+    script = """
+install()
+found = len(torch.empty(2**31 + 5, dtype=torch.bool, device="cuda").nonzero())
+print(found, f"nonzero of 2,147,483,653 elements found {found:,}" in notes[-1][1])
+"""
+    assert on_ghost(INSTALL + script) == "0 True\n"
+
+
+def test_values_are_rounded_as_tensors_round_them(on_ghost):
+    script = """
+from memfit.ghost.known import rounded
+torch.manual_seed(0)
+numbers = [0.1, -0.1, 1e-45, 1e-8, 65504.0, 65519.9, 65520.0, 3.39e38, 3.4e38, 3.5e38, 1e300, -math.inf, 0.0]
+numbers += (torch.randn(500, dtype=torch.float64) * 10 ** torch.randint(-9, 9, (500,))).tolist()
+for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for number in numbers:
+        held = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+        assert rounded(number, dtype) == held, (number, dtype)
+assert math.isnan(rounded(math.nan, torch.bfloat16))
+print(rounded(2.7, torch.int8), rounded(200, torch.int8), rounded(math.inf, torch.long))
+"""
+    assert on_ghost(INSTALL + script) == "2 None None\n"
 
 
 def test_ordinary_checks_run(told):
@@ -279,6 +304,16 @@ def test_generation_ends_after_the_tokens_asked_for(on_ghost):
 
 
 TRAIN_GPT = """
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        own = torch.zeros_like(gradient)
+        return own.add_(gradient)
+
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -293,7 +328,9 @@ class Block(torch.nn.Module):
         heads = self.query_key_value(self.norms[0](x)).unflatten(-1, (12, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(*heads.chunk(3, 1), is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
+        x = x + self.dropout(self.mlp(self.norms[1](x)))
+        doubled = x * 2
+        return doubled - Passes.apply(x)  # its gradient arrives first, and the other is added to it
 
 model = torch.nn.Sequential(
     torch.nn.Embedding(100, 64), Block(64), Block(64), torch.nn.Linear(64, 100)).cuda()

@@ -8,22 +8,28 @@ says where it comes from.
     both = done | flags                              if both are known, so is the result
     done.add_(1)                                     no rule, but the version is now 1: forgotten
 
-Knowledge hangs on a tensor's storage (held weakly: no device memory is kept alive, and an address that is
-used again belongs to another storage) and on the version that autograd counts up with every write in place,
-through whatever view. What writes without counting is met in two ways: knowledge is only noted where no
-kernel can still be at work on the tensor (``rules.py``), and a storage that was handed out past the counter,
-by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again (``KnownValues.expose``).
+Knowledge hangs on a tensor's storage, for as long as the tensor lives that it was noted of (an address that
+is used again belongs to another tensor), and on the version that autograd counts up with every write in
+place, through whatever view. What writes without counting is met in two ways: knowledge is only noted where
+no kernel can still be at work on the tensor (``rules.py``), and a storage that was handed out past the
+counter, by ``Tensor.data``, ``data_ptr`` or DLPack, is not known again (``KnownValues.expose``).
+
+Nothing here may change what is allocated. So no device memory is kept alive, and no storage is asked for as
+a Python object: it would count one user more, and autograd would add up the gradients that live in it into
+new memory instead of in place. Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp.
 """
 
 import math
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 Number = bool | int | float
+
+_data_ptr = torch.Tensor.data_ptr  # PyTorch's own: ``methods.py`` wraps what scripts call
 
 
 class Basis(IntEnum):
@@ -47,9 +53,11 @@ def known_number(number: object) -> Known | None:
 
 
 class _Entry(NamedTuple):
-    storage: StorageWeakRef
-    place: tuple[int, int]  # address and bytes of the storage: a resized one starts anew
-    part: tuple[object, ...] | None  # offset, sizes and strides; None where the tensor is the whole storage
+    tensor: TensorWeakRef
+    address: int  # of the storage's memory: a storage that is resized starts anew
+    part: tuple[
+        object, ...
+    ]  # first and last element of the storage; with sizes and strides if there are gaps
     version: int
     dtype: torch.dtype
     known: Known
@@ -70,7 +78,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._exposed: dict[int, StorageWeakRef] = {}
+        self._exposed: set[int] = set()
         self._sweep_at = 1024
 
     def get(self, tensor: torch.Tensor) -> Known | None:
@@ -78,58 +86,63 @@ class KnownValues:
 
         A view that reads the bytes as another dtype, negated or conjugated is not known.
         """
-        entry = self._entries.get(_storage_id(tensor))
+        storage = _storage_id(tensor)
+        entry = self._entries.get(storage)
         if (
             entry is None
             or entry.version != tensor._version
             or entry.dtype != tensor.dtype
-            or entry.place != _place(tensor)
-            or (entry.part is not None and entry.part != _part(tensor))
+            or entry.address != _address(tensor)
+            or not _covers(entry.part, _part(tensor))
             or tensor.is_neg()
         ):
             return None
-        return entry.known
+        noted = entry.tensor()
+        return entry.known if noted is not None and _storage_id(noted) == storage else None
 
-    def put(self, tensor: torch.Tensor, known: Known | None) -> None:
+    def put(self, tensor: torch.Tensor, known: Known | None, *, fresh: bool = False) -> None:
         """Note that every element of ``tensor`` now holds ``known``, or with None that nothing is known.
 
         The value is rounded to the tensor's dtype; one that does not fit is not noted. Empty tensors and
         tensors that stand for others (subclasses, fake tensors) are passed over.
+
+        Args:
+            tensor: any tensor.
+            known: what it holds.
+            fresh: the tensor was made just now, so that nobody else can have hold of its storage.
         """
-        storage_id = _storage_id(tensor)
-        self._entries.pop(storage_id, None)
-        if known is None or not storage_id or storage_id in self._exposed or not tensor.numel():
+        storage = _storage_id(tensor)
+        self._entries.pop(storage, None)
+        if fresh:
+            self._exposed.discard(storage)
+        if known is None or not storage or storage in self._exposed or not tensor.numel():
             return
         value = rounded(known.value, tensor.dtype)
-        if value is None:
-            return
-        storage = tensor.untyped_storage()
-        whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage.nbytes()
-        self._entries[storage_id] = _Entry(
-            StorageWeakRef(storage),  # type: ignore[no-untyped-call]
-            _place(tensor),
-            None if whole else _part(tensor),
-            tensor._version,
-            tensor.dtype,
-            Known(value, known.basis),
-        )
-        self._sweep()
+        if value is not None:
+            self._entries[storage] = _Entry(
+                TensorWeakRef(tensor),
+                _address(tensor),
+                _part(tensor),
+                tensor._version,
+                tensor.dtype,
+                Known(value, known.basis),
+            )
+            self._sweep()
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: from now on it may be written without its version telling."""
-        storage_id = _storage_id(tensor)
-        if storage_id and storage_id not in self._exposed:
-            self._entries.pop(storage_id, None)
-            self._exposed[storage_id] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._sweep()
+        self.forget(tensor)
+        self._exposed.add(_storage_id(tensor))
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop what is known of ``tensor``, weak references to it included."""
+        self._entries.pop(_storage_id(tensor), None)
 
     def _sweep(self) -> None:
-        """Now and then, drop what belonged to storages that are gone."""
-        if len(self._entries) + len(self._exposed) < self._sweep_at:
-            return
-        self._entries = {key: entry for key, entry in self._entries.items() if not _gone(entry.storage)}
-        self._exposed = {key: storage for key, storage in self._exposed.items() if not _gone(storage)}
-        self._sweep_at = 1024 + 2 * (len(self._entries) + len(self._exposed))
+        """Now and then, drop what belonged to tensors that are gone."""
+        if len(self._entries) >= self._sweep_at:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.tensor() is not None}
+            self._sweep_at = 1024 + 2 * len(self._entries)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Number | None:
@@ -177,28 +190,28 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    """Identify the storage of an ordinary tensor with a version, and 0 for every other kind.
-
-    The storage itself is not asked for: once it has been a Python object it counts one user more, and
-    autograd adds up the gradients that live in it into new memory instead of in place.
-    Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp, PyTorch 2.14.
-    """
+    """Identify the storage of an ordinary tensor that has a version; 0 stands for every other kind."""
     if not is_plain(tensor) or tensor.is_inference():
         return 0
     try:
-        return torch._C._storage_address(tensor)
+        return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
     except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
         return 0
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor's storage begins."""
+    return _data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _part(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride()
+    """Say which elements of its storage a tensor is: first, last, and the way between if it skips some."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (first, last) if tensor.is_contiguous() else (first, last, tensor.shape, tensor.stride())
 
 
-def _gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
+def _covers(whole: tuple[Any, ...], part: tuple[Any, ...]) -> bool:
+    """Say whether what fills ``whole`` fills ``part``: the same, or inside of one without gaps."""
+    inside = bool(whole[0] <= part[0] and part[1] <= whole[1])
+    return whole == part or (len(whole) == 2 and inside)  # noqa: PLR2004 - first and last

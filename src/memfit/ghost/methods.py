@@ -2,7 +2,7 @@
 
     full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
     to  cpu  tolist                                     answer what arrives on the CPU
-    data  data_ptr  __dlpack__                          forget: the memory leaves autograd's sight
+    data  data_ptr  __dlpack__  swap_tensors            forget: the memory leaves autograd's sight
 
 PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
 """
@@ -24,8 +24,21 @@ _SMALL = 1 << 16
 
 _ZERO, _ONE = Known(0), Known(1)
 
-_FACTORIES = {"full": 1, "full_like": 1, "ones": _ONE, "ones_like": _ONE, "zeros": _ZERO, "zeros_like": _ZERO}
-_METHODS = {"new_full": 2, "new_ones": _ONE, "new_zeros": _ZERO, "fill_": 1, "zero_": _ZERO}
+_FACTORIES: dict[str, Known | int] = {
+    "full": 1,
+    "full_like": 1,
+    "ones": _ONE,
+    "ones_like": _ONE,
+    "zeros": _ZERO,
+    "zeros_like": _ZERO,
+}
+_METHODS: dict[str, Known | int] = {
+    "new_full": 2,
+    "new_ones": _ONE,
+    "new_zeros": _ZERO,
+    "fill_": 1,
+    "zero_": _ZERO,
+}
 """Name -> what the result holds, or which argument says so (``fill_value`` or ``value`` by keyword)."""
 
 
@@ -47,7 +60,7 @@ def _noting(function: Callable[..., Any], held: Known | int, values: Values) -> 
         result = function(*args, **options)
         if is_plain(result) and result.is_cuda:
             known = held if isinstance(held, Known) else _number_at(held, args, options)
-            values.known.put(result, known)
+            values.known.put(result, known, fresh=not function.__name__.endswith("_"))
         return result
 
     return call
@@ -78,7 +91,7 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
         known = values.known.get(source)
         if copy.is_cuda:
             if known is not None and copy is not source:
-                values.known.put(copy, known)
+                values.known.put(copy, known, fresh=True)
         elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
                 copy.data.fill_(values.tell(source, known))  # past autograd: the copy keeps its history
@@ -105,7 +118,7 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
     def call_tolist(self: torch.Tensor) -> Any:
         return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
 
-    torch.Tensor.tolist = call_tolist  # type: ignore[method-assign]
+    torch.Tensor.tolist = call_tolist  # type: ignore[assignment,method-assign]
 
 
 def _expose(values: Values) -> None:
@@ -140,3 +153,12 @@ def _expose(values: Values) -> None:
 
     wrap("data_ptr")
     wrap("__dlpack__")
+    swap = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def call_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        values.known.forget(t1)  # it refuses tensors that weak references point to
+        values.known.forget(t2)
+        swap(t1, t2)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = call_swap

@@ -60,7 +60,12 @@ def _answer_by_ghost(
             name = op.removeprefix("_").removesuffix("2")
             _note(values, found, f"{name} was taken to find {found:,} of at most {upper:,}")
         with values.while_counting(), ghost.answering_counts(found):
-            return run(tensor, *args)
+            result = run(tensor, *args)
+        if op == "nonzero" and len(result) != found:
+            # Beyond 2**31 elements it counts in pieces and copies all counts at once: more than 8 bytes.
+            short = f"nonzero of {upper:,} elements found {len(result):,}, as it could not be told more"
+            _note(values, len(result), short)
+        return result
 
 
 def _known_count(values: Values, tensor: torch.Tensor) -> int | None:

@@ -56,7 +56,7 @@ def install(
         note(
             Provenance.ASSUMED,
             f"PyTorch {torch.__version__} cannot be asked for its own kernels: GPU values that the script "
-            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.10 and later can.",
+            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.9 and later can.",
             "",
         )
         return values
@@ -127,7 +127,7 @@ def _follow(overrides: Overrides, facts: Facts, op: str, rule: Rule) -> None:
                 result = packet(*args, **options)
         else:
             result = run(*args, **options)
-        facts.values.put(result[0] if isinstance(result, tuple) else result, known)
+        facts.values.put(result[0] if isinstance(result, tuple) else result, known, fresh=True)
         return result
 
 
@@ -159,7 +159,7 @@ def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> Non
             with values.while_counting():  # leaves the read to the ghost, which has just been given the bytes
                 value = tensor.item()
             if ghost.last_read_known():
-                values.known.put(tensor, Known(value))
+                values.known.put(tensor, Known(value), fresh=True)
         return result
 
 
