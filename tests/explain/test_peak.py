@@ -25,7 +25,11 @@ MIB = 1 << 20
 BASE = 1 << 45
 FORWARD, BACKWARD = 0, 1
 LABELS = (Label(Phase.FORWARD, "head", "", -1), Label(Phase.BACKWARD, "head", "MmBackward0", 1))
-FRAMES = (Frame("lib/layer.py", 9, "forward", user=False), Frame("train.py", 3, "main", user=True))
+FRAMES = (
+    Frame("lib/layer.py", 9, "forward", user=False),
+    Frame("train.py", 3, "main", user=True),
+    Frame("train.py", 7, "main", user=True),
+)
 
 
 def alloc(address, size, label=FORWARD, stack=0, category=Category.REST):
@@ -61,7 +65,7 @@ def trace(*events, marks=(), end=STOPPED, statistics=None):
     return Trace(
         events=columns,
         labels=LABELS,
-        stacks=((0, 1), (1,)),
+        stacks=((0, 1), (1,), (2,)),
         frames=FRAMES,
         marks=tuple(marks),
         segments=(Segment(BASE, 2 * MIB, 0, "small", (0, 0), False, ()),),
@@ -93,8 +97,8 @@ def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
             alloc(0, 1000, category=Category.PARAMETER),
             alloc(1024, 600, category=Category.GRADIENT),
             *free(1024, 600),
-            alloc(1024, 512, category=Category.OPTIMIZER_STATE),
             alloc(1536, 2000),
+            alloc(1024, 512, category=Category.OPTIMIZER_STATE),
         )
     )
     assert result.peak_allocated == 1024 + 512 + 2048
@@ -137,9 +141,17 @@ def test_steps_count_from_the_first_forward(position, step):
 
 
 def test_growth_is_what_was_requested_and_kept():
-    # The second step keeps 100 bytes more; the block's size is the same 512.
-    grown = trace(alloc(0, 100), *free(0, 100), alloc(0, 200), marks=step_ends(2, 5))
-    assert summarize(grown).growth.bytes_per_step == 100
+    # Line 3 keeps 100 bytes more in a block of the same size, line 7 only 8 in a block twice the size.
+    grown = trace(
+        alloc(0, 100),
+        alloc(1024, 512, stack=2),
+        *free(0, 100),
+        *free(1024, 512),
+        alloc(0, 200),
+        alloc(1024, 520, stack=2),
+        marks=step_ends(3, 9),
+    )
+    assert summarize(grown).growth.bytes_per_step == 108
     assert summarize(grown).growth.line == "train.py:3"
     assert summarize(grown).growth.steady_from is None
 
