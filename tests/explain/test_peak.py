@@ -97,8 +97,8 @@ def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
             alloc(0, 1000, category=Category.PARAMETER),
             alloc(1024, 600, category=Category.GRADIENT),
             *free(1024, 600),
-            alloc(1536, 2000),
-            alloc(1024, 512, category=Category.OPTIMIZER_STATE),
+            alloc(1024, 2000),
+            alloc(3072, 512, category=Category.OPTIMIZER_STATE),
         )
     )
     assert result.peak_allocated == 1024 + 512 + 2048
@@ -144,11 +144,11 @@ def test_growth_is_what_was_requested_and_kept():
     # Line 3 keeps 100 bytes more in a block of the same size, line 7 only 8 in a block twice the size.
     grown = trace(
         alloc(0, 100),
-        alloc(1024, 512, stack=2),
+        alloc(512, 512, stack=2),
         *free(0, 100),
-        *free(1024, 512),
+        *free(512, 512),
         alloc(0, 200),
-        alloc(1024, 520, stack=2),
+        alloc(512, 520, stack=2),
         marks=step_ends(3, 9),
     )
     assert summarize(grown).growth.bytes_per_step == 108
