@@ -9,7 +9,7 @@ import pytest
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
-PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "summarize"}
+PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "summarize", "write_snapshot"}
 
 TORCH_FREE = (
     "units",

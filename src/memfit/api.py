@@ -12,7 +12,7 @@ from pathlib import Path
 
 from memfit.capture.run import Progress, check_script, run_on_ghost
 from memfit.capture.settings import ChildSettings
-from memfit.capture.snapshot import read_snapshot
+from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, Device, find_device
 from memfit.errors import UsageError
@@ -23,7 +23,7 @@ from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.records import DeviceUse, DryRun, Figure, Provenance, Trace
 
-__all__ = ["diagnose", "dry_run", "read", "summarize"]
+__all__ = ["diagnose", "dry_run", "read", "summarize", "write_snapshot"]
 
 STEPS = 3
 """Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with

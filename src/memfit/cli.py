@@ -110,17 +110,25 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
 @app.command
 def explain(
-    path: Path, /, *, json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
+    path: Path,
+    /,
+    *,
+    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    snapshot: Path | None = None,
 ) -> int:
     """Say what a trace file holds: the peak, what held it, and where.
 
     Args:
         path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
         json: Write the result as JSON to this file, or - for standard output.
+        snapshot: Write the trace as a snapshot for PyTorch's own viewer (memory_viz) to this file.
     """
     from memfit import api
 
-    _write(api.summarize(api.read(path)), json)
+    trace = api.read(path)
+    _write(api.summarize(trace), json)
+    if snapshot is not None:
+        api.write_snapshot(trace, snapshot)
     return 0
 
 

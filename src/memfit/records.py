@@ -290,7 +290,8 @@ class DryRun:
     """The answer to: what would this script use?"""
 
     verdict: str
-    """``fits``, ``does not fit`` (an allocation failed and the script carried on) or ``out of memory``."""
+    """``fits``, ``does not fit`` (an allocation failed and the script carried on), ``out of memory``, or
+    ``unknown`` (a snapshot, which names no device)."""
     device: DeviceUse
     steps: int
     peak_allocated: int

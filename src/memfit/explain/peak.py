@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
+from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
@@ -83,6 +84,8 @@ def _reserved(trace: Trace, line: Timeline) -> int:
 
 
 def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
+    if not trace.device.total.bytes:
+        return "unknown"  # a snapshot names no device
     if trace.end.reason == "out of memory":
         return "out of memory"
     return "fits" if failed is None else "does not fit"
@@ -189,6 +192,12 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         notes.append(
             Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
         )
+    before = beginning(trace, AllocatorConfig.read(trace.settings))
+    if before.reserved:
+        text = (
+            f"The history begins with {before.reserved:,} bytes already reserved; allocated may be short by "
+        )
+        notes.append(Note(Provenance.ASSUMED, f"{text}up to {before.uncertain:,} bytes, reserved is exact."))
     # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):

@@ -90,7 +90,7 @@ class Result(msgspec.Struct, frozen=True):
 
     schema: int
     verdict: str
-    """``fits``, ``does not fit`` or ``out of memory``."""
+    """``fits``, ``does not fit``, ``out of memory``; ``unknown`` for a snapshot, which names no device."""
     device: Device
     steps: int
     peak: Peak

@@ -19,6 +19,7 @@ _BAR = 22  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _TOTALS = {"allocated", "reserved", "process"}
 _MOST_NOTES = 8
+_UNKNOWN = "unknown"
 
 
 def print_summary(result: DryRun, console: Console) -> None:
@@ -31,7 +32,8 @@ def print_summary(result: DryRun, console: Console) -> None:
     console.print(_growth(result))
     for line in _notes(result):
         console.print(line)
-    console.print(GHOST, style="dim")
+    if result.verdict != _UNKNOWN:
+        console.print(GHOST, style="dim")
 
 
 def inert(text: str) -> str:
@@ -63,6 +65,8 @@ def _verdict(result: DryRun) -> Text:
     total = result.device.total.bytes
     needed = result.peak_process.bytes + result.device.in_use
     failure = result.out_of_memory
+    if result.verdict == _UNKNOWN:
+        return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if failure is None:
         text = Text("FITS", style="bold green")
         text.append(f"   needs {format_gib(needed)} of {format_gib(total)}", style="not bold")
@@ -83,6 +87,8 @@ def _verdict(result: DryRun) -> Text:
 
 
 def _subject(result: DryRun) -> Text:
+    if result.verdict == _UNKNOWN:
+        return Text("a memory snapshot that PyTorch wrote: no device, no phases, no categories")
     parts = [
         inert(" ".join(result.command[:1])),
         inert(result.device.name),

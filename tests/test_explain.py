@@ -1,0 +1,72 @@
+"""`memfit explain` of traces, snapshots and files that are neither."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+TRAIN = """
+    import torch
+    model = torch.nn.Linear(512, 512).cuda()
+    torch.cuda.memory._dump_snapshot("own.pickle")
+    model(torch.ones(64, 512, device="cuda")).sum().backward()
+    torch.cuda.memory._dump_snapshot("own.pickle")
+"""
+
+
+def explain(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "memfit", "explain", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def recorded(dry_run):
+    return dry_run(TRAIN, options=("-o", "run.memfit"))
+
+
+def test_a_kept_trace_gives_the_same_answer_without_torch(recorded):
+    again = explain(recorded.folder, "run.memfit", "--json", "-")
+    assert json.loads(again.stdout) == recorded.answer
+
+
+def test_snapshots_go_both_ways(recorded):
+    of_torch = json.loads(explain(recorded.folder, "own.pickle", "--json", "-").stdout)
+    assert of_torch["verdict"] == "unknown"
+    assert of_torch["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
+    assert "SNAPSHOT" in explain(recorded.folder, "own.pickle").stdout
+    assert explain(recorded.folder, "run.memfit", "--snapshot", "ours.pickle").returncode == 0
+    of_ours = json.loads(explain(recorded.folder, "ours.pickle", "--json", "-").stdout)
+    assert of_ours["peak"]["reserved"] == recorded.answer["peak"]["reserved"]
+    assert of_ours["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("this pickle ran code",))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PK\x03\x04 no zip", b"\x80\x04.", pickle.dumps(Harmful()), b"\x00" * 4096, b"import os\n"],
+    ids=["empty", "not a zip", "empty pickle", "code", "zeros", "text"],
+)
+def test_a_file_that_is_neither_gets_one_clear_error(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    done = explain(tmp_path, "file")
+    assert done.returncode == 2
+    assert done.stderr.startswith("memfit: Cannot read")
+    assert "Traceback" not in done.stderr
+    assert "this pickle ran code" not in done.stdout
+
+
+def test_no_such_file(tmp_path):
+    done = explain(tmp_path, "nothing.memfit")
+    assert done.returncode == 2
+    assert "nothing.memfit" in done.stderr
