@@ -297,6 +297,35 @@ def test_out_of_memory_that_the_script_survives(dry_run):
     assert run.answer["peak"]["allocated"] == 4 << 20
 
 
+def test_out_of_memory_that_the_script_raises_itself_or_turns_into_something_else(dry_run):
+    raised = dry_run(TRAIN + "    step()\n    raise torch.OutOfMemoryError('mine')\n")
+    assert raised.answer["verdict"] == "out of memory"
+    assert raised.answer["out_of_memory"] is None
+    assert "OUT OF MEMORY   torch.OutOfMemoryError: mine" in raised.out
+    for turned in ("import sys; sys.exit(1)", "raise RuntimeError('gave up') from error"):
+        script = f"""
+            import torch
+            try:
+                torch.empty(1 << 40, device="cuda")
+            except torch.OutOfMemoryError as error:
+                {turned}
+        """
+        run = dry_run(script)
+        assert (run.code, run.answer["verdict"]) == (0, "out of memory")
+        assert run.answer["out_of_memory"]["requested"] == 1 << 40
+
+
+def test_a_memory_fraction_that_is_used_up_is_named(dry_run):
+    script = """
+        import torch
+        torch.cuda.set_per_process_memory_fraction(0.1)
+        torch.empty(10 << 30, dtype=torch.uint8, device="cuda")
+    """
+    run = dry_run(script)
+    assert run.answer["out_of_memory"]["shortfall"] == 0
+    assert "a memory fraction" in run.out
+
+
 def test_memory_in_use_and_the_context_count(dry_run):
     script = "import torch; torch.ones(1, device='cuda'); print(*torch.cuda.mem_get_info())"
     free, total = map(int, dry_run(script, options=("--gpu", "RTX-3060")).out.splitlines()[0].split())
@@ -372,6 +401,65 @@ def test_a_module_runs_as_with_python_m(dry_run, tmp_path):
     assert done.stdout.splitlines()[0] == "__main__ trainer ['--lr', '1']"
 
 
+def test_looking_whether_torch_is_there_does_not_hide_it_from_memfit(dry_run):
+    look = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+    run = dry_run(look + textwrap.dedent(TRAIN) + "for _ in range(9): step()\n")
+    assert run.answer["steps"] == 3
+
+
+def test_files_in_the_working_folder_do_not_stand_in_for_the_standard_library(tmp_path, dry_run):
+    (tmp_path / "platform.py").write_text("raise RuntimeError('the wrong one')\n")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "train.py").write_text("import torch; torch.ones(1, device='cuda'); print('ran')\n")
+    memfit = [sys.executable, "-P", "-m", "memfit", "dry-run", str(folder / "train.py")]
+    done = subprocess.run(memfit, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("ran\n"), done.stderr
+
+
+def test_training_in_a_thread_is_measured(dry_run):
+    script = (
+        TRAIN
+        + """
+    import threading
+    def train():
+        for _ in range(9): step()
+    threading.Thread(target=train).start()
+    """
+    )
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert run.answer["end"]["reason"] == "steps"
+    assert "EnoughStepsReached" not in run.err
+
+
+def test_threads_that_never_end_do_not_hold_up_the_answer(dry_run):
+    script = (
+        TRAIN
+        + """
+    import threading
+    threading.Thread(target=threading.Event().wait).start()
+    for _ in range(9): step()
+    """
+    )
+    assert dry_run(script).answer["end"]["reason"] == "steps"
+
+
+def test_a_loop_that_turns_its_end_into_a_failure_was_ended_all_the_same(dry_run):
+    script = (
+        TRAIN
+        + """
+    try:
+        for _ in range(9): step()
+    except BaseException:
+        raise SystemExit(1)
+    """
+    )
+    run = dry_run(script)
+    assert run.code == 0
+    assert run.answer["end"]["reason"] == "steps"
+
+
 def test_an_exception_is_the_scripts_own(dry_run):
     script = TRAIN + "    step()\n    raise KeyError('mine')\n"
     run = dry_run(script, options=("-o", "run.memfit"))
@@ -379,6 +467,8 @@ def test_an_exception_is_the_scripts_own(dry_run):
     assert "KeyError: 'mine'" in run.err
     assert "memfit/capture" not in run.err.split("KeyError")[0]
     assert run.answer["end"]["exception"] == "KeyError: 'mine'"
+    assert run.answer["verdict"] == "unknown"
+    assert "INCOMPLETE" in run.out
     assert run.answer["steps"] == 1
     assert (run.folder / "run.memfit").exists()
 
@@ -438,7 +528,7 @@ def test_ctrl_c_ends_the_script_and_keeps_what_was_seen(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "FITS" in out
+    assert "INCOMPLETE" in out
     assert (tmp_path / "run.memfit").exists()
 
 

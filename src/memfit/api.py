@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from memfit.capture.run import Progress, check_script, run_on_ghost
+from memfit.capture.atomic import write_bytes
+from memfit.capture.run import Progress, check_output, check_script, run_on_ghost
 from memfit.capture.settings import ChildSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
@@ -23,7 +24,7 @@ from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.records import DeviceUse, DryRun, Figure, Provenance, Trace
 
-__all__ = ["diagnose", "dry_run", "read", "summarize", "write_snapshot"]
+__all__ = ["check_output", "diagnose", "dry_run", "read", "summarize", "write_bytes", "write_snapshot"]
 
 STEPS = 3
 """Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with
@@ -77,6 +78,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     command = (str(script), *arguments)
     check_script(command, module=module)
     ValueChoices.parse(values)
+    if output is not None:
+        check_output(output)
     device = find_device(gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = Figure(device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"])

@@ -4,10 +4,10 @@ Results go to standard output, progress and errors to standard error.
 Exit codes: 0 it could be measured; 1 ``--fail`` and it does not fit; 2 usage; 3 the script could not be run.
 """
 
+import io
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,15 +17,10 @@ from memfit import __version__
 from memfit.errors import MemfitError, TargetError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
 
     from memfit.capture.run import Progress
     from memfit.records import DryRun
-
-_REDRAW = 0.1  # seconds between two states of the progress line
-_SILENT = 10.0  # seconds between two lines of progress where there is no terminal
 
 app = App(
     name="memfit",
@@ -78,15 +73,15 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: Record modules and phases. Figures are the same without.
     """
     from memfit import api
+    from memfit.report.progress import progress_line
     from memfit.units import parse_bytes
 
     if not command:
         raise UsageError("Which script? memfit dry-run SCRIPT.py [ARGS...], or -m MODULE.")
-    if json is not None and json != "-" and not Path(json).absolute().parent.is_dir():
-        raise UsageError(f"Cannot write {json}: its folder does not exist.")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UsageError(f"Cannot write {output}: its folder does not exist.")
-    with _progress_line(steps) as on_progress:
+    if json is not None and json != "-":
+        api.check_output(Path(json))
+    begun = time.monotonic()
+    with progress_line() as show:
         result = api.dry_run(
             command[0],
             command[1:],
@@ -100,7 +95,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             labels=labels,
             output=output,
             stdout_to_stderr=json == "-",
-            on_progress=on_progress,
+            on_progress=lambda progress: show(_state(progress, steps, begun)),
         )
     _write(result, json)
     if output is not None:
@@ -158,6 +153,8 @@ def doctor(*, gaps: Annotated[bool, Parameter(negative="")] = False) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a bar still shows the figures
     try:
         code = app(_script_begins(tokens), exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -167,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"memfit: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
+        print("memfit: interrupted; nothing was measured.", file=sys.stderr)
         code = 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader has gone; Python would complain once more while ending
@@ -197,6 +195,7 @@ def _script_begins(tokens: list[str]) -> list[str]:
 
 
 def _write(result: "DryRun", json: str | None) -> None:
+    from memfit import api
     from memfit.report.schema import to_json
     from memfit.report.terminal import print_summary
 
@@ -205,7 +204,7 @@ def _write(result: "DryRun", json: str | None) -> None:
         return
     print_summary(result, _stdout())
     if json is not None:
-        Path(json).write_bytes(to_json(result) + b"\n")
+        api.write_bytes(Path(json), to_json(result) + b"\n")
 
 
 def _exit_code(result: "DryRun", *, fail: bool) -> int:
@@ -222,29 +221,11 @@ def _stdout() -> "Console":
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
-@contextmanager
-def _progress_line(steps: int) -> "Iterator[Callable[[Progress], None]]":
-    """Show how far the script is on standard error: one live line on a terminal, else a line now and then."""
+def _state(progress: "Progress", steps: int, since: float) -> str:
     from memfit.units import format_gib
 
-    live = sys.stderr.isatty()
-    start = last = time.monotonic()
-
-    def show(progress: "Progress") -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < (_REDRAW if live else _SILENT):
-            return
-        last = now
-        text = (
-            f"memfit: step {min(progress.step + 1, steps)}/{steps} · "
-            f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · "
-            f"{now - start:.0f} s"
-        )
-        print(f"\r\x1b[2K{text}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if live:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    return (
+        f"memfit: step {min(progress.step + 1, steps)}/{steps} · "
+        f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · "
+        f"{time.monotonic() - since:.0f} s"
+    )

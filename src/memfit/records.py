@@ -291,7 +291,7 @@ class DryRun:
 
     verdict: str
     """``fits``, ``does not fit`` (an allocation failed and the script carried on), ``out of memory``, or
-    ``unknown`` (a snapshot, which names no device)."""
+    ``unknown``: the script failed or was interrupted, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int

@@ -203,3 +203,35 @@ def test_peaks_since_a_reset_agree(trace_of):
     trace = trace_of(script)
     assert int(timeline(trace).allocated.max()) == 4 << 28
     assert trace.statistics["allocated_bytes.all.peak"] < 4 << 28
+
+
+def test_parameters_under_torch_func_are_passed_over(trace_of):
+    script = (
+        NET
+        + """
+    from torch.func import functional_call, grad, vmap
+    net = Net().cuda()
+    parameters = dict(net.named_parameters())
+    def loss(parameters, x):
+        return functional_call(net, parameters, (x,)).square().mean()
+    vmap(grad(loss), in_dims=(None, 0))(parameters, torch.ones(4, 512, device="cuda"))
+    """
+    )
+    assert len(trace_of(script).events) > 20
+
+
+def test_labels_do_not_make_gradients_add_out_of_place(trace_of):
+    script = (
+        NET
+        + """
+    model = Net().cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        for _ in range(3):
+            model(torch.ones(64, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    """
+    )
+    with_labels, without = trace_of(script), trace_of(script, "--no-labels")
+    assert dict(with_labels.statistics) == dict(without.statistics)

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from memfit.errors import UsageError
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file beside its final place and move it there when it is complete and on the disk.
 
     Args:
@@ -38,6 +38,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
         if isinstance(error, OSError):
             raise _cannot_write(path, error) from None
         raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; what is not an ordinary file (``/dev/stdout``) is written to.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    if not path.exists() or path.is_file():
+        write_atomically(path, lambda file: file.write(content))
+        return
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise _cannot_write(path, error) from None
 
 
 def _cannot_write(path: Path, error: OSError) -> UsageError:

@@ -1,4 +1,4 @@
-"""The process on the ghost: ``python -m memfit.capture.child '<settings as JSON>' SCRIPT.py ARGS...``.
+"""The process on the ghost: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
 
 It loads the ghost, runs the user's script as ``python SCRIPT.py`` would, and writes the trace. Until
 the script itself imports torch nothing here does, so that a script which sets environment variables
@@ -6,29 +6,23 @@ first finds them honoured.
 """
 
 import atexit
-import builtins
 import faulthandler
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import io
 import os
 import platform
-import runpy
 import sys
 import threading
 import time
-import traceback
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from memfit import __version__
+from memfit.capture.script import AfterImport, end_of, print_as_python_does, run_as_main
 from memfit.capture.settings import ChildSettings
 from memfit.devices import find_device, refusal
+from memfit.errors import MemfitError
 from memfit.ghost.load import Ghost, load
 from memfit.records import Provenance, ScriptEnd
 
@@ -37,32 +31,7 @@ if TYPE_CHECKING:
     from memfit.ghost.values import Values
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once a module has been imported, and leaves the import itself alone."""
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
-        self._action = action
-
-    def find_spec(
-        self, fullname: str, _path: Sequence[str] | None, _target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module as everyone else would, and hang the action on its loader."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_then_act(module: types.ModuleType) -> None:
-                execute(module)
-                self._action()
-
-            spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
-        return spec
+PATIENCE = 5.0  # seconds for the threads of a script that was ended under them
 
 
 class Report:
@@ -114,6 +83,7 @@ class Run:
         self._recorder: Recorder | None = None
         self._values: Values | None = None
         self._last: BaseException | None = None
+        self._steps_told = 0
 
     def begin(self) -> None:
         """Start watching: torch has just been imported."""
@@ -147,10 +117,16 @@ class Run:
         """Run the script, and say how it ended; its own traceback goes to standard error."""
         threading.excepthook = _quiet_excepthook(threading.excepthook)
         try:
-            _run(self._command, module=self._settings.module)
+            run_as_main(self._command, module=self._settings.module)
         except BaseException as error:  # noqa: BLE001 - whatever a script can raise is an end of it
             self._last = error  # its frames keep the script's objects alive until they were asked
-            return self._ended_by(error)
+            end = end_of(error)
+            if end.reason in ("end", "exception"):
+                print_as_python_does(error)
+            if end.reason == "exception" and self._values is not None and (hint := self._values.hint()):
+                print(f"memfit: {hint}", file=sys.stderr)
+            return end
+        _join_threads(None)  # Python would wait for them too; one of them may be the training
         return ScriptEnd("steps" if self._enough() else "end", 0)
 
     def finish(self, end: ScriptEnd) -> None:
@@ -162,35 +138,28 @@ class Run:
         if os.getpid() != self._process:
             os._exit(end.exit_code)  # the script forked, and this is the fork's end
         _flush()
-        traced = self._write_trace(end)
-        threading._shutdown()  # type: ignore[attr-defined]
+        try:
+            traced = self._write_trace(end)
+        except MemfitError as error:
+            self._report.end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
+            os._exit(error.exit_code)
+        _join_threads(PATIENCE)
         atexit._run_exitfuncs()
         self._report.end(end, traced=traced)
         _flush()
         os._exit(end.exit_code)
 
     def _changed(self) -> None:
-        if self._recorder is not None:
-            self._report.progress(self._recorder.steps.completed)
+        if self._recorder is None:
+            return
+        completed = self._recorder.steps.completed
+        self._report.progress(completed)
+        if self._values is not None and completed > self._steps_told:
+            self._steps_told = completed
+            self._values.stepped()
 
     def _enough(self) -> bool:
         return self._recorder is not None and self._recorder.steps.completed >= self._settings.steps
-
-    def _ended_by(self, error: BaseException) -> ScriptEnd:
-        if isinstance(error, SystemExit):
-            return ScriptEnd("end", _exit_code(error))
-        if isinstance(error, KeyboardInterrupt):
-            return ScriptEnd("interrupted", 130)
-        if any(type(link).__name__ == "EnoughStepsReached" for link in _chain(error)):
-            return ScriptEnd("steps", 0)
-        summary = traceback.format_exception_only(error)[-1].strip()
-        where = _innermost_user_line(error)
-        if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
-            return ScriptEnd("out of memory", 1, summary, where)
-        _print_as_python_does(error)
-        if self._values is not None and (hint := self._values.hint()):
-            print(f"memfit: {hint}", file=sys.stderr)
-        return ScriptEnd("exception", 1, summary, where)
 
     def _write_trace(self, end: ScriptEnd) -> bool:
         import_done = sys.modules.get("torch")
@@ -221,79 +190,27 @@ def main() -> None:
     faulthandler.enable()
     if settings.stdout_to_stderr:
         os.dup2(2, 1)
-    ghost = load(settings.build)
-    ghost.configure(
-        settings.ghost_device,
-        count=settings.devices,
-        in_use=settings.device.context.bytes + settings.device.in_use,
-    )
+    try:
+        ghost = load(settings.build)
+        ghost.configure(
+            settings.ghost_device,
+            count=settings.devices,
+            in_use=settings.device.context.bytes + settings.device.in_use,
+        )
+    except MemfitError as error:
+        Report(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
+        os._exit(error.exit_code)
     run = Run(tuple(command), settings, ghost)
     sys.meta_path.insert(0, AfterImport("torch", run.begin))
     run.finish(run.script())
 
 
-def _run(command: tuple[str, ...], *, module: bool) -> None:
-    """Run a script or a module as the interpreter's own command line would."""
-    target = command[0]
-    sys.argv[:] = command
-    if module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(target).resolve().parent)
-    if Path(target).is_dir():
-        sys.path[0] = target
-        runpy.run_path(target, run_name="__main__")
-        return
-    with io.open_code(target) as file:
-        # PyTorch cannot name a file in its history whose name is not UTF-8.
-        code = compile(file.read(), target.encode(errors="backslashreplace").decode(), "exec")
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(
-        __file__=target,
-        __builtins__=builtins,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", target),
-        __cached__=None,
-    )
-    sys.modules["__main__"] = main_module
-    exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is the point
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return chain
-
-
-def _innermost_user_line(error: BaseException) -> str:
-    from memfit.ghost.where import is_user_file
-
-    lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_user_file(frame.filename)
-    ]
-    return lines[-1] if lines else ""
-
-
-def _print_as_python_does(error: BaseException) -> None:
-    """Print a traceback that begins in the script, without the frames of this file."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+def _join_threads(patience: float | None) -> None:
+    """Wait for the threads that Python waits for, at most so many seconds in all."""
+    until = None if patience is None else time.monotonic() + patience
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
 def _quiet_excepthook(
@@ -324,7 +241,3 @@ def _versions() -> dict[str, str]:
         "cuda": torch.version.cuda or "",
         "python": platform.python_version(),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memfit.ghost.known import storage_start
 from memfit.records import Category
 
 Held = tuple[int, Category, tuple[int, ...]]
@@ -19,11 +20,8 @@ Held = tuple[int, Category, tuple[int, ...]]
 
 def addresses(tensors: Iterable[object]) -> tuple[int, ...]:
     """Return the storage addresses of the CUDA tensors among some objects."""
-    return tuple(
-        tensor.untyped_storage().data_ptr()
-        for tensor in map(_local, tensors)
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.layout is torch.strided
-    )
+    found = (_address(_local(tensor)) for tensor in tensors)
+    return tuple(address for address in found if address)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -54,6 +52,16 @@ def module_tensors(modules: Iterable[torch.nn.Module]) -> tuple[list[torch.Tenso
         parameters += module.parameters()
         buffers += module.buffers()
     return parameters, buffers
+
+
+def _address(tensor: object) -> int:
+    """Return where a tensor's memory begins; 0 if it is on the CPU, sparse, or a stand-in for others."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or tensor.layout is not torch.strided:
+        return 0
+    try:
+        return storage_start(tensor)
+    except RuntimeError:  # under torch.func parameters are wrappers; NotImplementedError is one
+        return 0
 
 
 def _local(tensor: Any) -> Any:

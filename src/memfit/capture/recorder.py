@@ -57,7 +57,8 @@ class Recorder:
     Args:
         ghost: the ghost that is loaded, or None on a real GPU.
         steps: training steps after which the script is ended.
-        labels: False records the history alone; figures are the same, places are unknown.
+        labels: False records the history and the steps alone; figures are the same, what holds them and
+            where they were made is unknown.
         on_change: called at changes of phase, for the progress line.
         end_now: ends the process, for a script that will not be ended by an exception.
     """
@@ -151,7 +152,7 @@ class Recorder:
         return reset
 
     def _hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        found = holders.addresses(tensors)
+        found = holders.addresses(tensors) if self._with_labels else ()
         if found:
             self._held.append((self.book.moment(), category, found))
 

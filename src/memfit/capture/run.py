@@ -20,10 +20,13 @@ from types import FrameType
 
 import msgspec
 
+from memfit.capture.script import INTERRUPTED
 from memfit.capture.settings import ChildSettings
-from memfit.errors import TargetError, UnsuitableEnvironmentError, UsageError
+from memfit.errors import MemfitError, TargetError, UsageError
+from memfit.ghost.load import python_code
 from memfit.records import ScriptEnd
 
+_REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
 POLL = 0.1  # seconds between two looks at the process
 
 
@@ -63,8 +66,9 @@ def run_on_ghost(
         How the script ended. The trace is at ``settings.output``.
 
     Raises:
-        TargetError: the script never used the GPU, or its process died.
-        UnsuitableEnvironmentError: torch here has no kernels for the device asked for.
+        TargetError: the script never used the GPU, its process died, or torch here has no kernels for
+            the device asked for.
+        UsageError: the trace cannot be written where it was to go.
     """
     reader, writer = os.pipe()
     try:
@@ -75,7 +79,9 @@ def run_on_ghost(
     if line.end is None:
         raise AssertionError  # _talk raises in that case
     if line.end.reason == "refused":
-        raise UnsuitableEnvironmentError(line.end.exception)
+        raise _REFUSALS.get(line.end.exit_code, TargetError)(line.end.exception)
+    if not line.traced and line.end.reason == "interrupted":
+        raise KeyboardInterrupt
     if not line.traced:
         raise TargetError(_never_used(command[0], line.end))
     return line.end
@@ -96,6 +102,21 @@ def check_script(arguments: tuple[str, ...], *, module: bool) -> None:
         raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
 
 
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is run.
+
+    Raises:
+        UsageError: its folder is not there or not writable, or it is a folder itself.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"Cannot write {path}: its folder does not exist.")
+    if path.is_dir():
+        raise UsageError(f"Cannot write {path}: it is a folder.")
+    if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"Cannot write {path}: its folder is not writable.")
+
+
 def _talk(
     command: tuple[str, ...],
     settings: ChildSettings,
@@ -107,7 +128,7 @@ def _talk(
     text = msgspec.json.encode(settings, enc_hook=str).decode()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
-        [sys.executable, *flags, "-m", "memfit.capture.child", text, *command],
+        [sys.executable, *flags, "-c", python_code("memfit.capture.child"), text, *command],
         pass_fds=(writer,),
     )
     os.close(writer)
@@ -123,6 +144,8 @@ def _talk(
         process.kill()
         process.wait()
         raise
+    if last.end is None and status in (-signal.SIGINT, INTERRUPTED):
+        raise KeyboardInterrupt
     if last.end is None:
         raise TargetError(_died(status))
     return last
@@ -175,8 +198,6 @@ def _interrupts_left_to_the_script() -> Iterator[None]:
 def _never_used(name: str, end: ScriptEnd) -> str:
     if end.reason == "exception":
         return f"{name} failed before it used the GPU: {end.exception}"
-    if end.reason == "interrupted":
-        return f"{name} was interrupted before it used the GPU."
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (

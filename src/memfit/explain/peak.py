@@ -84,11 +84,12 @@ def _reserved(trace: Trace, line: Timeline) -> int:
 
 
 def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
-    if not trace.device.total.bytes:
-        return "unknown"  # a snapshot names no device
     if trace.end.reason == "out of memory":
         return "out of memory"
-    return "fits" if failed is None else "does not fit"
+    if failed is not None:
+        return "does not fit"
+    ended_early = trace.end.reason in ("exception", "interrupted")
+    return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
 def _held(trace: Trace, line: Timeline, peak: int) -> list[Term]:

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -69,6 +70,8 @@ class Build:
     cuda_version: str
     gaps: tuple[Gap, ...]
     """The known gaps of this PyTorch: what it imports or looks up and the ghost refuses."""
+    sizes: dict[str, int]
+    """Bytes of each library, by file name."""
     seconds: float
     """What building took, whenever that was."""
     built: bool
@@ -120,18 +123,18 @@ def cache_folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / "ghost"
 
 
-def find_compiler() -> str:
-    """Return the C compiler: ``$CC``, or the first of ``cc``, ``gcc`` and ``clang``.
+def find_compiler() -> tuple[str, ...]:
+    """Return the C compiler's command: ``$CC`` (``ccache gcc``), or the first of ``cc``, ``gcc``, ``clang``.
 
     Raises:
         UnsuitableEnvironmentError: there is none.
 
     """
     chosen = os.environ.get("CC")
-    for name in (chosen,) if chosen else COMPILERS:
+    for name, *options in (shlex.split(chosen),) if chosen else ((name,) for name in COMPILERS):
         path = shutil.which(name)
         if path:
-            return path
+            return path, *options
     looked_for = f"$CC ({chosen})" if chosen else ", ".join(COMPILERS)
     raise UnsuitableEnvironmentError(
         f"Cannot build the ghost: no C compiler was found (looked for {looked_for}). "
@@ -175,11 +178,15 @@ def _read(folder: Path) -> Build | None:
         kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
     except (OSError, msgspec.DecodeError):  # not there, or not ours: it is built, or says why not
         return None
-    # The cache may have been moved since.
-    return replace(kept, folder=folder, library=folder / kept.library.name)
+    # Whoever tidies caches may have taken a library away, or left half of it.
+    for name in (kept.library.name, *kept.sonames):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != kept.sizes.get(name):
+            return None
+    return replace(kept, folder=folder, library=folder / kept.library.name)  # the cache may have been moved
 
 
-def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: str) -> Build:
+def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]) -> Build:
     start = time.perf_counter()
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -193,6 +200,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
             torch_version=torch.version,
             cuda_version=torch.cuda,
             gaps=gaps,
+            sizes={path.name: path.stat().st_size for path in work.glob("*.so*")},
             seconds=round(time.perf_counter() - start, 3),
             built=False,
         )
@@ -204,12 +212,14 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
     return replace(done, built=True)
 
 
-def _compile_runtime(work: Path, wanted: Wanted, flags: Sequence[str], compiler: str) -> tuple[Gap, ...]:
+def _compile_runtime(
+    work: Path, wanted: Wanted, flags: Sequence[str], compiler: Sequence[str]
+) -> tuple[Gap, ...]:
     sources = sorted(RUNTIME.glob("*.c"))
     objects = [work / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         jobs = [
-            workers.submit(_run, compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made))
+            workers.submit(_run, *compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made))
             for source, made in zip(sources, objects, strict=True)
         ]
         for job in jobs:
@@ -222,17 +232,21 @@ def _compile_runtime(work: Path, wanted: Wanted, flags: Sequence[str], compiler:
     )
     library = work / "libghost.so"
     link = ("-shared", "-Wl,-soname,libghost.so", "-o", str(library))
-    _run(compiler, *COMPILE_FLAGS, f"-I{RUNTIME}", str(stubs), *map(str, objects), *link, "-ldl", "-lpthread")
+    _run(
+        *compiler, *COMPILE_FLAGS, f"-I{RUNTIME}", str(stubs), *map(str, objects), *link, "-ldl", "-lpthread"
+    )
     for path in objects:
         path.unlink()
     by_name = re.compile(r"cu[A-Z]")  # looked up by name at run time: PyTorch does not import them
     return tuple(gap for gap in gaps if gap.name in wanted.symbols or by_name.match(gap.name))
 
 
-def _linked_without_stubs(work: Path, objects: Sequence[Path], wanted: Wanted, compiler: str) -> set[str]:
+def _linked_without_stubs(
+    work: Path, objects: Sequence[Path], wanted: Wanted, compiler: Sequence[str]
+) -> set[str]:
     """Return which functions the sources define, by linking them once and reading the result."""
     library = work / "written.so"
-    _run(compiler, "-shared", "-o", str(library), *map(str, objects))
+    _run(*compiler, "-shared", "-o", str(library), *map(str, objects))
     with ElfFile(library) as linked:
         written = linked.defines(set(wanted.symbols) | {gap.name for gap in read_gaps()[0]})
     library.unlink()
@@ -270,7 +284,7 @@ def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _make_empty_libraries(work: Path, wanted: Wanted, compiler: str) -> None:
+def _make_empty_libraries(work: Path, wanted: Wanted, compiler: Sequence[str]) -> None:
     """Make one library per SONAME: nothing inside, the right versions, libghost.so behind it.
 
     PyTorch's libraries name a SONAME and a symbol version; the loader checks both, and then finds the
@@ -284,7 +298,7 @@ def _make_empty_libraries(work: Path, wanted: Wanted, compiler: str) -> None:
             script = work / f"{soname}.versions"
             script.write_text("".join(f"{version} {{ }};\n" for version in versions))
             arguments.append(f"-Wl,--version-script,{script}")
-        _run(compiler, *arguments, "-Wl,--no-as-needed,-rpath,$ORIGIN", str(work / "libghost.so"))
+        _run(*compiler, *arguments, "-Wl,--no-as-needed,-rpath,$ORIGIN", str(work / "libghost.so"))
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         for _ in workers.map(lambda item: make(*item), wanted.sonames.items()):

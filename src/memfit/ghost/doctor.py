@@ -42,7 +42,7 @@ def _torch() -> Check:
 
 def _compiler() -> Check:
     try:
-        return Check("compiler", True, find_compiler())
+        return Check("compiler", True, " ".join(find_compiler()))
     except MemfitError as error:
         return Check("compiler", False, str(error))
 

@@ -92,7 +92,7 @@ class KnownValues:
             entry is None
             or entry.version != tensor._version
             or entry.dtype != tensor.dtype
-            or entry.address != _address(tensor)
+            or entry.address != storage_start(tensor)
             or not _covers(entry.part, _part(tensor))
             or tensor.is_neg()
         ):
@@ -121,7 +121,7 @@ class KnownValues:
         if value is not None:
             self._entries[storage] = _Entry(
                 TensorWeakRef(tensor),
-                _address(tensor),
+                storage_start(tensor),
                 _part(tensor),
                 tensor._version,
                 tensor.dtype,
@@ -133,6 +133,10 @@ class KnownValues:
         """Forget ``tensor``'s storage for good: from now on it may be written without its version telling."""
         self.forget(tensor)
         self._exposed.add(_storage_id(tensor))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop what is known of ``tensor``, weak references to it included."""
@@ -199,8 +203,12 @@ def _storage_id(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor's storage begins."""
+def storage_start(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor's storage begins.
+
+    Without ``untyped_storage()``: a gradient whose storage was once a Python object is no longer its
+    buffer's only owner to autograd, which then adds to it out of place, in memory of its own.
+    """
     return _data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -2,7 +2,8 @@
 
     full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
     to  cpu  tolist                                     answer what arrives on the CPU
-    data  data_ptr  __dlpack__  swap_tensors            forget: the memory leaves autograd's sight
+    data  data_ptr  dlpack  storage  set_  swap_tensors forget: the memory leaves autograd's sight
+    CUDAGraph.replay                                    forget everything: it writes what it wrote before
 
 PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
 """
@@ -125,8 +126,9 @@ def _expose(values: Values) -> None:
     """Forget tensors whose memory is handed out where autograd cannot count what is written to it."""
 
     def expose(tensor: object) -> None:
-        if isinstance(tensor, torch.Tensor) and is_plain(tensor) and tensor.is_cuda:
-            values.known.expose(tensor)
+        for part in tensor if isinstance(tensor, tuple | list) else (tensor,):
+            if isinstance(part, torch.Tensor) and is_plain(part) and part.is_cuda:
+                values.known.expose(part)
 
     data: Any = torch.Tensor.data
 
@@ -146,13 +148,20 @@ def _expose(values: Values) -> None:
 
         @functools.wraps(method)
         def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            expose(self)
+            expose((self, *args))
             return method(self, *args, **options)
 
         setattr(torch.Tensor, name, call)
 
-    wrap("data_ptr")
-    wrap("__dlpack__")
+    for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"):
+        wrap(name)
+    dlpack: Any = torch.utils.dlpack
+    dlpack.to_dlpack = _before(expose, dlpack.to_dlpack)
+    torch.to_dlpack = dlpack.to_dlpack  # type: ignore[attr-defined]
+    preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    preserve.__init__ = _before(lambda _, tensors: expose(tensors), preserve.__init__)
+    graph: Any = torch.cuda.CUDAGraph
+    graph.replay = _before(lambda _: values.known.clear(), graph.replay)
     swap = torch.utils.swap_tensors
 
     @functools.wraps(swap)
@@ -162,3 +171,14 @@ def _expose(values: Values) -> None:
         swap(t1, t2)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = call_swap
+
+
+def _before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``function`` to do something with its arguments first."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        action(*args, **options)
+        return function(*args, **options)
+
+    return call

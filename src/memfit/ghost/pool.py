@@ -32,7 +32,7 @@ import msgspec
 
 from memfit.errors import GhostError, TargetError
 from memfit.ghost.build import Build
-from memfit.ghost.load import Ghost, GhostDevice, load
+from memfit.ghost.load import Ghost, GhostDevice, load, python_code
 
 _READY = b"ready"
 _JOB = b"job"
@@ -79,7 +79,7 @@ class Pool:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memfit.ghost.pool", str(theirs.fileno())],
+                [sys.executable, "-c", python_code("memfit.ghost.pool"), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
@@ -232,5 +232,6 @@ def _exactly(channel: socket.socket, size: int) -> bytes | None:
     return bytes(message)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be the warm process, over the socket on the command line."""
     _serve(socket.socket(fileno=int(sys.argv[1])))

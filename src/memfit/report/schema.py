@@ -90,7 +90,8 @@ class Result(msgspec.Struct, frozen=True):
 
     schema: int
     verdict: str
-    """``fits``, ``does not fit``, ``out of memory``; ``unknown`` for a snapshot, which names no device."""
+    """``fits``, ``does not fit``, ``out of memory``; ``unknown`` where the script failed or was interrupted
+    (``end`` says how), and for a snapshot, which names no device."""
     device: Device
     steps: int
     peak: Peak

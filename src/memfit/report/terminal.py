@@ -15,11 +15,11 @@ from memfit.records import DryRun, Place
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
-_BAR = 22  # characters of the longest bar
+_BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
 _TOTALS = {"allocated", "reserved", "process"}
 _MOST_NOTES = 8
-_UNKNOWN = "unknown"
 
 
 def print_summary(result: DryRun, console: Console) -> None:
@@ -28,11 +28,11 @@ def print_summary(result: DryRun, console: Console) -> None:
     console.print(_subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
-    console.print(_ladder(result))
+    console.print(_ladder(result, console.width))
     console.print(_growth(result))
     for line in _notes(result):
         console.print(line)
-    if result.verdict != _UNKNOWN:
+    if not _is_snapshot(result):
         console.print(GHOST, style="dim")
 
 
@@ -62,32 +62,58 @@ def short_path(line: str) -> str:
 
 
 def _verdict(result: DryRun) -> Text:
+    if _is_snapshot(result):
+        return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
+    if result.verdict == "fits":
+        text = Text("FITS", style="bold green")
+        return text.append(f"   {_needs(result)}", style="not bold")
+    if result.verdict == "unknown":
+        text = Text("INCOMPLETE", style="bold yellow")
+        text.append(f"   {_needs(result)} up to where it ended", style="not bold")
+        ended = inert(result.end.exception) + (
+            f"  {inert(short_path(result.end.where))}" * bool(result.end.where)
+        )
+        return text.append(f"\nThe script ended with {ended}", style="not bold default")
+    return _failure(result)
+
+
+def _needs(result: DryRun) -> str:
     total = result.device.total.bytes
     needed = result.peak_process.bytes + result.device.in_use
-    failure = result.out_of_memory
-    if result.verdict == _UNKNOWN:
-        return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
-    if failure is None:
-        text = Text("FITS", style="bold green")
-        text.append(f"   needs {format_gib(needed)} of {format_gib(total)}", style="not bold")
-        text.append(f"   leaves {format_gib(total - needed)}", style="not bold")
-        return text
+    return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
+
+
+def _failure(result: DryRun) -> Text:
     text = Text(result.verdict.upper(), style="bold red")
+    failure = result.out_of_memory
+    if failure is None:  # the script raised the error itself
+        where = f"  {inert(short_path(result.end.where))}" if result.end.where else ""
+        return text.append(f"   {inert(result.end.exception)}{where}", style="not bold")
     text.append(
-        f"   of {format_gib(total)}: asked for {format_bytes(failure.requested)} with "
-        f"{format_bytes(failure.free)} free, short {format_bytes(failure.shortfall)} there",
+        f"   of {format_gib(result.device.total.bytes)}: asked for {format_bytes(failure.requested)} with "
+        f"{format_bytes(failure.free)} free",
         style="not bold",
     )
+    if failure.shortfall:
+        text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
     text.append(f"\nRan out in: {_where(failure.place)}", style="not bold default")
-    if result.end.reason == "out of memory":
-        text.append("\nWhat it needs in all: run again with --memory 1TiB.", style="not bold default")
+    if result.verdict != "out of memory":
+        advice = "The script caught this and carried on."
+    elif failure.shortfall:
+        advice = "What it needs in all: run again with --memory 1TiB."
     else:
-        text.append("\nThe script caught this and carried on.", style="not bold default")
-    return text
+        advice = (
+            "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
+        )
+    return text.append(f"\n{advice}", style="not bold default")
+
+
+def _is_snapshot(result: DryRun) -> bool:
+    return not result.device.total.bytes
 
 
 def _subject(result: DryRun) -> Text:
-    if result.verdict == _UNKNOWN:
+    if _is_snapshot(result):
         return Text("a memory snapshot that PyTorch wrote: no device, no phases, no categories")
     parts = [
         inert(" ".join(result.command[:1])),
@@ -110,25 +136,27 @@ def _peak(place: Place) -> Text:
     return Text(f"Peak in: {_where(place)}")
 
 
-def _ladder(result: DryRun) -> Table:
+def _ladder(result: DryRun, width: int) -> Table:
     total = max(result.peak_process.bytes, 1)
     unit, name_of_unit = (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")  # one for all rows
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, min_width=_BAR)
-    table.add_column(style="dim")
+    table.add_column()
+    for justify in ("right", "right", "left"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
     for term in result.terms:
         if term.name == "buffers" and not term.figure.bytes:
             continue
-        share = "" if term.name in _TOTALS else f"{100 * term.figure.bytes / total:.0f} %"
-        bar = "" if term.name in _TOTALS else _bar(term.figure.bytes / total)
-        name = Text(("── " if term.name in _TOTALS else "  ") + term.name)
-        if term.name in _TOTALS:
-            name.stylize("bold")
-        amount = f"{term.figure.bytes / unit:,.2f} {name_of_unit}"
-        table.add_row(name, amount, share, bar, term.figure.provenance)
+        total_row = term.name in _TOTALS
+        name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
+        share = term.figure.bytes / total
+        table.add_row(
+            name,
+            f"{term.figure.bytes / unit:,.2f} {name_of_unit}",
+            "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
+            "" if total_row or width < _WITH_BARS else _bar(share),
+            term.figure.provenance,
+        )
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     return table
