@@ -68,11 +68,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         output: Keep the trace in this file (run.memfit).
         json: Write the result as JSON to this file, or - for standard output.
         fail: Exit with 1 if it does not fit.
-        values: What the script is told when it reads a GPU value: float=1,int=0,bool=false,count=upper.
+        values: What the script is told when it reads a GPU value:
+            float=1,int=1,bool=false,all=true,count=upper.
         fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
         labels: Record modules and phases. Figures are the same without.
     """
     from memfit import api
+    from memfit.report.inert import inert
     from memfit.report.progress import progress_line
     from memfit.units import parse_bytes
 
@@ -99,7 +101,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         )
     _write(result, json)
     if output is not None:
-        print(f"Trace: {output}  (memfit explain {output})", file=sys.stderr)
+        print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
     return _exit_code(result, fail=fail)
 
 
@@ -152,6 +154,8 @@ def doctor(*, gaps: Annotated[bool, Parameter(negative="")] = False) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    from memfit.report.inert import inert
+
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a bar still shows the figures
@@ -161,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
         code = UsageError.exit_code
     except MemfitError as error:
-        print(f"memfit: {error}", file=sys.stderr)
+        print("memfit: " + "\n".join(map(inert, str(error).split("\n"))), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         print("memfit: interrupted; nothing was measured.", file=sys.stderr)
@@ -218,7 +222,8 @@ def _exit_code(result: "DryRun", *, fail: bool) -> int:
 def _stdout() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+    # What is piped is not wrapped: somebody may search it.
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def _state(progress: "Progress", steps: int, since: float) -> str:

@@ -8,12 +8,16 @@
 Bytes are ints, times are microseconds where PyTorch's history gives them and seconds elsewhere.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations  # numpy is named here and not imported: a script may yet set its threads
+
+from collections.abc import Mapping  # noqa: TC003 - msgspec asks for the types of fields
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Provenance(StrEnum):
@@ -278,11 +282,14 @@ class Growth:
     """Whether a training step leaves memory as it found it, judged at the end of each step."""
 
     steady_from: int | None
-    """The first step that ended with as much held as the last; None if the last two differ."""
+    """The first step that ended with as much held as every later one; None if the last two differ."""
     bytes_per_step: int
-    """Bytes requested and held at the end of the last step, less those at the end of the one before."""
+    """Bytes requested and held at the end of the last step, less those at the end of the one before; for
+    a leak, of those alone that have outlived a whole step."""
     line: str
-    """``file:line`` that holds most of what the last step left behind; empty if steady."""
+    """``file:line`` that holds most of what leaked; otherwise empty."""
+    leak: bool
+    """Whether what grows outlives the step that allocated it. Otherwise it may be batches of varying size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from memfit.records import (
     Events,
     Figure,
     Frame,
+    Growth,
     Label,
     Mark,
     MarkKind,
@@ -23,8 +24,12 @@ from memfit.records import (
 
 MIB = 1 << 20
 BASE = 1 << 45
-FORWARD, BACKWARD = 0, 1
-LABELS = (Label(Phase.FORWARD, "head", "", -1), Label(Phase.BACKWARD, "head", "MmBackward0", 1))
+FORWARD, BACKWARD, SETUP = 0, 1, 2
+LABELS = (
+    Label(Phase.FORWARD, "head", "", -1),
+    Label(Phase.BACKWARD, "head", "MmBackward0", 1),
+    Label(Phase.SETUP, "", "", -1),
+)
 FRAMES = (
     Frame("lib/layer.py", 9, "forward", user=False),
     Frame("train.py", 3, "main", user=True),
@@ -130,42 +135,44 @@ def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line()
     assert place.step == 1
 
 
-@pytest.mark.parametrize(
-    ("position", "step"),
-    [(1, 0), (2, 1), (3, 2)],
-)
-def test_steps_count_from_the_first_forward(position, step):
-    marks = [Mark(2, MarkKind.FORWARD, 0), *step_ends(3)]
-    allocs = [alloc(0, 512), alloc(512, 512), alloc(1024, 512)][:position]
-    assert summarize(trace(*allocs, marks=marks)).peak_place.step == step
+def test_steps_count_once_something_other_than_setup_happens():
+    assert summarize(trace(alloc(0, 512, SETUP))).peak_place.step == 0
+    assert summarize(trace(alloc(0, 512, FORWARD))).peak_place.step == 1
+    later = trace(alloc(0, 512, FORWARD), alloc(512, 512, SETUP), marks=step_ends(2))
+    assert summarize(later).peak_place.step == 2
 
 
-def test_growth_is_what_was_requested_and_kept():
-    # Line 3 keeps 100 bytes more in a block of the same size, line 7 only 8 in a block twice the size.
-    grown = trace(
+def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
+    # Each step keeps 100 bytes of line 3, and makes line 7's anew: 512 bytes, then 520, then 1,500.
+    leaking = trace(
         alloc(0, 100),
         alloc(512, 512, stack=2),
-        *free(0, 100),
         *free(512, 512),
-        alloc(0, 200),
-        alloc(512, 520, stack=2),
-        marks=step_ends(3, 9),
+        alloc(512, 100),
+        alloc(1024, 520, stack=2),
+        *free(1024, 520),
+        alloc(1024, 100),
+        alloc(1536, 1500, stack=2),
+        marks=step_ends(3, 7, 11),
     )
-    assert summarize(grown).growth.bytes_per_step == 108
-    assert summarize(grown).growth.line == "train.py:3"
-    assert summarize(grown).growth.steady_from is None
+    assert summarize(leaking).growth == Growth(None, 100, "train.py:3", leak=True)
+
+
+def test_batches_of_varying_size_are_no_leak():
+    varying = trace(
+        alloc(0, 100), *free(0, 100), alloc(0, 200), *free(0, 200), alloc(0, 450), marks=step_ends(2, 5, 8)
+    )
+    assert summarize(varying).growth == Growth(None, 250, "", leak=False)
 
 
 def test_steady_names_the_first_of_the_equal_steps():
     steady = trace(alloc(0, 100), alloc(512, 100), alloc(1024, 1), *free(1024, 1), marks=step_ends(2, 3, 6))
-    assert summarize(steady).growth.steady_from == 2
-    assert summarize(steady).growth.bytes_per_step == 0
+    assert summarize(steady).growth == Growth(2, 0, "", leak=False)
 
 
 def test_a_step_that_leaves_less_is_not_called_steady():
     shrinking = trace(alloc(0, 100), *free(0, 100), marks=step_ends(2, 4))
-    assert summarize(shrinking).growth.steady_from is None
-    assert summarize(shrinking).growth.bytes_per_step == -100
+    assert summarize(shrinking).growth == Growth(None, -100, "", leak=False)
 
 
 @pytest.mark.parametrize("ends", [(), (2,)])

@@ -3,7 +3,7 @@ import pytest
 INSTALL = """
 import resource
 from memfit.ghost.host import install
-host = install()
+host = install(lambda *_: None)
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20  # MiB
@@ -19,14 +19,14 @@ def printed(on_ghost):
 def test_large_random_tensors_read_as_zeros_and_cost_nothing(printed):
     script = """
 before = resident()
-weights = torch.randn(64 << 20)
+weights = torch.empty(64 << 20).normal_()
 weights.normal_().uniform_(-1, 1).exponential_()
 torch.nn.init.kaiming_uniform_(weights.view(8192, 8192))
 matrix = torch.empty(4096, 4096)
 for fill in (torch.nn.init.xavier_normal_, torch.nn.init.trunc_normal_, torch.nn.init.orthogonal_):
     fill(matrix)
 torch.nn.init.constant_(matrix, 0.0)
-torch.rand(4096, 4096, dtype=torch.bfloat16)
+torch.empty(4096, 4096, dtype=torch.bfloat16).uniform_()
 print(resident() - before < 16, weights[::4099].abs().sum().item(), matrix[5].abs().sum().item())
 """
     assert printed(script) == ["True 0.0 0.0"]
@@ -55,10 +55,11 @@ def test_zeros_of_the_script_stay_exact(printed):
 zeros = torch.zeros(2000, 1000)
 print(zeros.sum().item(), zeros.add_(2).sum().item(), zeros.zero_().add_(1).mul_(3).sum().item())
 numbers = torch.zeros(2000, 1000, dtype=torch.long)
-print(numbers.add_(1).sum().item(), torch.rand(2000, 1000).long().add_(1).sum().item())
-random = torch.randn(2000, 1000)
-print(random.add_(1).sum().item(), torch.randn(2000, 1000).clamp_(min=1).sum().item())
-print(torch.randn(2000, 1000).mul_(float("inf"))[0, 0].item(), torch.randn(2000, 1000).div_(0)[0, 0].item())
+print(numbers.add_(1).sum().item(), torch.empty(2000, 1000).uniform_().long().add_(1).sum().item())
+random = torch.empty(2000, 1000).normal_()
+print(random.add_(1).sum().item(), torch.empty(2000, 1000).normal_().clamp_(min=1).sum().item())
+hollow, other = torch.empty(2000, 1000).normal_(), torch.empty(2000, 1000).normal_()
+print(hollow.mul_(float("inf"))[0, 0].item(), other.div_(0)[0, 0].item())
 """
     assert printed(script) == [
         "0.0 4000000.0 6000000.0",
@@ -72,7 +73,7 @@ def test_whatever_writes_into_a_hollow_tensor_makes_it_ordinary(printed):
     script = """
 import numpy
 def after(write):
-    tensor = torch.randn(2000, 1000)
+    tensor = torch.empty(2000, 1000).normal_()
     write(tensor)
     copies = tensor.clone(), tensor.double(), tensor.mul_(2), torch.zeros_like(tensor).copy_(tensor)
     return [copy.sum().item() for copy in copies]
@@ -116,7 +117,7 @@ def work():
 passed = work()
 host.remove()
 print(all(torch.equal(a, b) for a, b in zip(passed, work())), (passed[3].std() > 0.1).item())
-print((torch.randn(2000, 1000).std() > 0.9).item())
+print((torch.empty(2000, 1000).normal_().std() > 0.9).item())
 """
     assert printed(script) == ["True True", "True"]
 
@@ -149,7 +150,7 @@ try:
 except RuntimeError as error:
     print("leaf" in str(error))
 with torch.inference_mode():
-    print(torch.randn(2000, 1000).mul_(2).half().sum().item())
+    print(torch.empty(2000, 1000).normal_().mul_(2).half().sum().item())
 print(torch.cuda.is_initialized())
 """
     assert printed(script) == ["8000000.0", "-8000000.0 -8000000.0", "True", "0.0", "False"]
@@ -176,3 +177,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20)  # KiB
 def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
     pytest.importorskip("transformers")
     assert printed(BUILD_LLAMA) == ["True", "True"]  # 7 GiB of parameters, on the GPU with what trains them
+
+
+def test_data_that_is_made_anew_is_real_and_passing_over_is_noted(printed):
+    script = """
+from memfit.ghost.host import install
+notes = []
+host = install(lambda provenance, text, where: notes.append((provenance, text)))
+print((torch.rand(2_000_000) < 0.1).float().mean().item() < 0.2, (torch.randn(2_000_000) > 0).any().item())
+print(notes)
+torch.empty(2_000_000).normal_()
+print([provenance for provenance, text in notes if "--fill-host-memory" in text])
+"""
+    assert printed(script) == ["True True", "[]", "[<Provenance.ASSUMED: 'assumed'>]"]

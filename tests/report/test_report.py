@@ -22,8 +22,9 @@ from memfit.records import (
     ScriptEnd,
     Term,
 )
+from memfit.report.inert import inert
 from memfit.report.schema import Result, json_schema, to_json
-from memfit.report.terminal import inert, print_summary
+from memfit.report.terminal import print_summary
 
 GIB = 1 << 30
 SCHEMA = Path(__file__).parents[2] / "docs/dry-run.schema.json"
@@ -53,7 +54,7 @@ def answer():
             Term("process", Figure(15 * GIB // 2, Provenance.ASSUMED)),
         ),
         out_of_memory=None,
-        growth=Growth(2, 0, ""),
+        growth=Growth(2, 0, "", leak=False),
         end=ScriptEnd("steps", 0),
         notes=(Note(Provenance.ASSUMED, "a value was read", "train.py:9"),),
         versions={"torch": "2.14.1"},
@@ -87,7 +88,7 @@ def test_out_of_memory_says_where_and_how_much(answer):
 
 
 def test_growth_names_the_line(answer):
-    text = printed(replace(answer, growth=Growth(None, 4 << 20, "/somewhere/train.py:7")))
+    text = printed(replace(answer, growth=Growth(None, 4 << 20, "/somewhere/train.py:7", leak=True)))
     assert "Still growing by 4.0 MiB a step after 3 steps, held by /somewhere/train.py:7." in text
 
 
@@ -107,7 +108,7 @@ def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
         peak_place=place,
         command=(name,),
         notes=(Note(Provenance.EXACT, name, name),),
-        growth=Growth(None, 1, name),
+        growth=Growth(None, 1, name, leak=True),
         versions={"torch": name},
         out_of_memory=OutOfMemory(place, 1, 0, 1),
     )

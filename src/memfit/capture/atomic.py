@@ -22,6 +22,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     # Replacing works on any name: /dev/null would become an ordinary file.
     if path.exists() and not path.is_file():
         raise UsageError(f"Cannot write {path}: it is not an ordinary file. Name a file to write to.")
+    path = path.resolve()  # through a link, which stays one
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)

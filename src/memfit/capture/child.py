@@ -14,20 +14,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from memfit import __version__
 from memfit.capture.script import AfterImport, end_of, print_as_python_does, run_as_main
-from memfit.capture.settings import ChildSettings
+from memfit.capture.settings import ChildSettings, read_settings
 from memfit.devices import find_device, refusal
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, TargetError
 from memfit.ghost.load import Ghost, load
 from memfit.records import Provenance, ScriptEnd
 
 if TYPE_CHECKING:
     from memfit.capture.recorder import Recorder
+    from memfit.ghost.host import Host
     from memfit.ghost.values import Values
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
@@ -83,6 +84,7 @@ class Run:
         self._recorder: Recorder | None = None
         self._values: Values | None = None
         self._last: BaseException | None = None
+        self._host: Host | None = None
         self._steps_told = 0
 
     def begin(self) -> None:
@@ -93,10 +95,7 @@ class Run:
         from memfit.ghost import values
 
         settings = self._settings
-        built_for = (torch._C._cuda_getArchFlags() or "").split()
-        if refused := refusal(find_device(settings.device.name), built_for, torch.__version__):
-            self._report.end(ScriptEnd("refused", 3, refused), traced=False)
-            os._exit(3)
+        torch.cuda._lazy_call(self._check_device)  # type: ignore[no-untyped-call]
         recorder = Recorder(
             self._ghost,
             settings.steps,
@@ -110,8 +109,24 @@ class Run:
         if settings.host_memory:
             from memfit.ghost import host
 
-            host.install()
+            self._host = host.install(recorder.note)
         self._recorder = recorder
+
+    def _check_device(self) -> None:
+        """End the run if torch has no kernels for the device.
+
+        Not before CUDA is initialised: asking torch what it was built for marks the process as one that
+        must not fork.
+        """
+        import torch
+
+        built_for = (torch._C._cuda_getArchFlags() or "").split()
+        if refused := refusal(find_device(self._settings.device.name), built_for, torch.__version__):
+            self._refuse(refused, TargetError.exit_code)
+
+    def _refuse(self, why: str, exit_code: int) -> NoReturn:
+        self._report.end(ScriptEnd("refused", exit_code, why), traced=False)
+        os._exit(exit_code)
 
     def script(self) -> ScriptEnd:
         """Run the script, and say how it ended; its own traceback goes to standard error."""
@@ -123,7 +138,7 @@ class Run:
             end = end_of(error)
             if end.reason in ("end", "exception"):
                 print_as_python_does(error)
-            if end.reason == "exception" and self._values is not None and (hint := self._values.hint()):
+            if end.reason == "exception" and (hint := self._hint()):
                 print(f"memfit: {hint}", file=sys.stderr)
             return end
         _join_threads(None)  # Python would wait for them too; one of them may be the training
@@ -141,13 +156,24 @@ class Run:
         try:
             traced = self._write_trace(end)
         except MemfitError as error:
-            self._report.end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
-            os._exit(error.exit_code)
+            self._refuse(str(error), error.exit_code)
         _join_threads(PATIENCE)
         atexit._run_exitfuncs()
         self._report.end(end, traced=traced)
         _flush()
         os._exit(end.exit_code)
+
+    def _hint(self) -> str:
+        """Say what of the ghost may have made the script fail: a gap it reached, or a value it read."""
+        if gaps := self._gaps_reached():
+            return (
+                f"the ghost does not stand in for {', '.join(gaps)} (memfit doctor --gaps), and refused it."
+            )
+        return self._values.hint() if self._values is not None else ""
+
+    def _gaps_reached(self) -> list[str]:
+        known = {gap.name for gap in self._settings.build.gaps}
+        return [name for name in self._ghost.gaps_reached() if name in known]
 
     def _changed(self) -> None:
         if self._recorder is None:
@@ -170,7 +196,7 @@ class Run:
         if self._settings.devices > 1:
             seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
-        gaps = {gap.name for gap in self._settings.build.gaps}
+        gaps = self._gaps_reached()
         for name in self._ghost.gaps_reached():
             self._recorder.note(
                 Provenance.ASSUMED,
@@ -186,7 +212,7 @@ class Run:
 def main() -> None:
     """Run the script on the command line."""
     _, text, *command = sys.argv
-    settings = msgspec.json.decode(text, type=ChildSettings, dec_hook=lambda kind, value: kind(value))
+    settings = read_settings(text)
     faulthandler.enable()
     if settings.stdout_to_stderr:
         os.dup2(2, 1)

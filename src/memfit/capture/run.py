@@ -21,7 +21,7 @@ from types import FrameType
 import msgspec
 
 from memfit.capture.script import INTERRUPTED
-from memfit.capture.settings import ChildSettings
+from memfit.capture.settings import ChildSettings, write_settings
 from memfit.errors import MemfitError, TargetError, UsageError
 from memfit.ghost.load import python_code
 from memfit.records import ScriptEnd
@@ -125,7 +125,7 @@ def _talk(
     on_progress: Callable[[Progress], None],
 ) -> _Line:
     settings = msgspec.structs.replace(settings, progress=writer)
-    text = msgspec.json.encode(settings, enc_hook=str).decode()
+    text = write_settings(settings)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", python_code("memfit.capture.child"), text, *command],
@@ -175,7 +175,10 @@ def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_Line | No
 
 @contextmanager
 def _interrupts_left_to_the_script() -> Iterator[None]:
-    """Let Ctrl-C end the script, which shares the terminal, and not this process, which reports on it."""
+    """Let Ctrl-C end the script, which shares the terminal, and not this process, which reports on it.
+
+    What would end this process alone (a scheduler's SIGTERM) ends the script with it.
+    """
     presses = 0
 
     def ignore_first(_number: int, _frame: FrameType | None) -> None:
@@ -184,15 +187,20 @@ def _interrupts_left_to_the_script() -> Iterator[None]:
         if presses > 1:
             raise KeyboardInterrupt
 
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {signal.SIGINT: ignore_first, signal.SIGTERM: end, signal.SIGHUP: end}
     try:
-        before = signal.signal(signal.SIGINT, ignore_first)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     except ValueError:  # not the main thread: signals are somebody else's business
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _never_used(name: str, end: ScriptEnd) -> str:
@@ -202,7 +210,7 @@ def _never_used(name: str, end: ScriptEnd) -> str:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
         f"{name} ran to its end and never used the GPU, so there is nothing to measure. "
-        "Does it choose its device from an option, or run on the CPU by default?"
+        "Does it run on the CPU by default, or train in processes of its own? Those are not measured yet."
     )
 
 

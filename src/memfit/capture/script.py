@@ -4,6 +4,7 @@ import builtins
 import importlib.abc
 import importlib.machinery
 import io
+import os
 import runpy
 import sys
 import traceback
@@ -62,7 +63,7 @@ def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
         runpy.run_path(target, run_name="__main__")  # puts the folder on the path itself
     else:
         _first_on_path(str(Path(target).resolve().parent))
-        _run_file(target)
+        _run_file(os.path.abspath(target))  # noqa: PTH100 - as Python does: links are not followed
 
 
 def _first_on_path(folder: str) -> None:
@@ -127,7 +128,7 @@ def _summary(error: BaseException) -> str:
 def _exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
-    return stop.code if isinstance(stop.code, int) else 1
+    return int(stop.code) & 0xFF if isinstance(stop.code, int) else 1
 
 
 def _chain(error: BaseException) -> list[BaseException]:

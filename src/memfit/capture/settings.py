@@ -1,5 +1,7 @@
 """What the parent tells the process on the ghost."""
 
+import json
+
 import msgspec
 
 from memfit.ghost.build import Build
@@ -29,3 +31,13 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """File descriptor for progress lines, or -1."""
     stdout_to_stderr: bool
     """The script's standard output goes to standard error, because the result goes to standard output."""
+
+
+def write_settings(settings: ChildSettings) -> str:
+    """Return settings as JSON in ASCII; by the standard library, which can spell names that are not UTF-8."""
+    return json.dumps(msgspec.to_builtins(settings, enc_hook=str))
+
+
+def read_settings(text: str) -> ChildSettings:
+    """Read what ``write_settings`` wrote."""
+    return msgspec.convert(json.loads(text), ChildSettings, dec_hook=lambda kind, value: kind(value))

@@ -1,5 +1,6 @@
 """From a trace to the answer of a dry run: the peak, what holds it, where, and whether it grows."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -59,7 +60,7 @@ def summarize(trace: Trace) -> DryRun:
         peak_process=process,
         peak_place=_place(trace, peak),
         terms=(
-            *_held(trace, line, peak),
+            *_by_category(trace, line, peak),
             Term("allocated", Figure(allocated, Provenance.EXACT)),
             Term("cached, not allocated", Figure(reserved - allocated, Provenance.EXACT)),
             Term("reserved", Figure(reserved, Provenance.EXACT)),
@@ -92,7 +93,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _held(trace: Trace, line: Timeline, peak: int) -> list[Term]:
+def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     """Split what is allocated at an event by category; rounding goes with the block it belongs to."""
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
@@ -105,14 +106,13 @@ def _held(trace: Trace, line: Timeline, peak: int) -> list[Term]:
 def _place(trace: Trace, event: int) -> Place:
     """Say where the script was at an event."""
     step = sum(mark.kind is MarkKind.TRAINING_STEP and mark.position <= event for mark in trace.marks)
-    begun = any(mark.kind is MarkKind.FORWARD and mark.position <= event for mark in trace.marks)
     if not len(trace.events):
         return Place(0, Phase.SETUP, "", "", "")
     label_index = int(trace.events.label[event])
     label = trace.labels[label_index] if label_index >= 0 else Label(Phase.SETUP, "", "", -1)
     stack = int(trace.events.stack[event])
     return Place(
-        step=step + 1 if begun else 0,
+        step=step + 1 if step or label.phase is not Phase.SETUP else 0,
         phase=label.phase,
         module=label.module,
         op=label.op,
@@ -146,23 +146,31 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
 
 
 def _growth(trace: Trace, line: Timeline) -> Growth:
-    """Compare the bytes requested and still held at the end of each step.
+    """Compare what the ends of steps still hold, in bytes requested.
 
-    Requested, not allocated: the same tensors can land in blocks of other sizes from step to step.
+    Requested, not allocated: the same tensors can land in blocks of other sizes from step to step. What
+    grows is told from what varies by age: bytes that have outlived a whole step since they were allocated
+    should stay the same, while a step's own tensors may be of any size (batches of varying length).
     """
     ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     if len(ends) <= 1:
-        return Growth(None, 0, "")
-    held = [int(trace.events.size[_alive(trace, line, position)].sum()) for position in ends]
-    growth = held[-1] - held[-2]
-    if growth > 0:
-        return Growth(None, growth, _growing_line(trace, line, ends[-2], ends[-1]))
-    if growth < 0:
-        return Growth(None, growth, "")
+        return Growth(None, 0, "", leak=False)
+    held = [_held(trace, line, end, end) for end in ends]
+    outlived = [_held(trace, line, end, before) for before, end in itertools.pairwise(ends)]
+    more = held[-1] > held[-2]  # otherwise what has outlived a step came once, late
+    if more and len(outlived) > 1 and (leaked := outlived[-1] - outlived[-2]) > 0:
+        return Growth(None, leaked, _growing_line(trace, line, ends[-3:]), leak=True)
     steady = len(held) - 1
     while steady > 0 and held[steady - 1] == held[-1]:
         steady -= 1
-    return Growth(steady + 1, 0, "")
+    if steady == len(held) - 1:
+        return Growth(None, held[-1] - held[-2], "", leak=False)
+    return Growth(steady + 1, 0, "", leak=False)
+
+
+def _held(trace: Trace, line: Timeline, moment: int, born_before: int) -> int:
+    alive = _alive(trace, line, moment)
+    return int(trace.events.size[alive[alive < born_before]].sum())
 
 
 def _alive(trace: Trace, line: Timeline, position: int) -> npt.NDArray[np.int64]:
@@ -171,12 +179,14 @@ def _alive(trace: Trace, line: Timeline, position: int) -> npt.NDArray[np.int64]
     return np.flatnonzero(before & (line.freed_by[:position] >= position))
 
 
-def _growing_line(trace: Trace, line: Timeline, before: int, after: int) -> str:
-    """Return the line that holds more after a step than before it, by the most bytes."""
+def _growing_line(trace: Trace, line: Timeline, ends: list[int]) -> str:
+    """Return the line that holds more old bytes after the last of three steps than after the second."""
+    first, second, third = ends
     held: Counter[str] = Counter()
-    for moment, sign in ((before, -1), (after, 1)):
+    for moment, born_before, sign in ((second, first, -1), (third, second, 1)):
         for event in _alive(trace, line, moment).tolist():
-            held[_place_line(trace, event)] += sign * int(trace.events.size[event])
+            if event < born_before:
+                held[_place_line(trace, event)] += sign * int(trace.events.size[event])
     return max(held, key=lambda where: held[where], default="")
 
 

@@ -17,8 +17,8 @@ class ValueChoices:
 
     number: float = 1.0
     """``float=``: a floating-point element."""
-    integer: int = 0
-    """``int=``: an integer element."""
+    integer: int = 1
+    """``int=``: an integer element. Not 0: counts are divided by."""
     truth: bool = False
     """``bool=``: a truth: a comparison, ``any()`` over a tensor."""
     all: bool = True
@@ -39,7 +39,7 @@ class ValueChoices:
             UsageError: an unknown or repeated key, or a value that does not fit its key.
 
         >>> ValueChoices.parse("float=0.5,bool=true,count=0.25")
-        ValueChoices(number=0.5, integer=0, truth=True, all=True, count=0.25)
+        ValueChoices(number=0.5, integer=1, truth=True, all=True, count=0.25)
         """
         choices, seen = cls(), set()
         for pair in filter(None, (part.strip() for part in text.split(","))):

@@ -10,7 +10,8 @@ no memory either.
     mul_  div_  erfinv_  add_(0)  clamp_(-a, a)   zeros that stay zeros
     copy_  to(dtype)  clone  linalg.qr            zeros of zeros
 
-Everything else is left to PyTorch, small tensors first of all. The CPU's generator is not advanced by what is
+Everything else is left to PyTorch, small tensors first of all, and ``torch.randn`` and its kin: initialisers
+fill a tensor that is there, data sets are made anew. The CPU's generator is not advanced by what is
 passed over: the script stays deterministic, but draws other numbers afterwards than without the ghost.
 """
 
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 
+from memfit.ghost.answers import Note
 from memfit.ghost.hollow import HollowTensors
 from memfit.ghost.known import is_plain
 from memfit.ghost.overrides import Overrides, Run, available
+from memfit.records import Provenance
 
 _RANDOM_FILLS = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_")
 _SCALINGS = ("mul_", "div_", "__imul__", "__itruediv__")
@@ -35,6 +38,10 @@ _CASTS = {
     "float": torch.float32,
     "double": torch.float64,
 }
+_PASSED_OVER = (
+    "Large CPU tensors were not filled with random numbers: they hold zeros, and random numbers that the "
+    "script draws on the CPU afterwards are others. --fill-host-memory fills them."
+)
 _FEW = 1 << 16
 """Elements of a factor that are looked through for infinities before zeros are multiplied by it."""
 
@@ -46,13 +53,14 @@ class Host:
     wrapped in a tensor would not survive the way through Python.
     """
 
-    def __init__(self, threshold_elements: int) -> None:
+    def __init__(self, note: Note, threshold_elements: int) -> None:
+        self._note = note
         self._threshold = threshold_elements
         self._hollow = HollowTensors()
         self._overrides = Overrides()
         self._methods: dict[str, Any] = {}
-        for op in _RANDOM_FILLS:
-            self._overrides.add(op, "CPU")(self._random)
+        for name in _RANDOM_FILLS:
+            self._wrap(name, self._random)
         for op in ("zero_", "fill_.Scalar"):
             self._overrides.add(op, "CPU")(self._fill)
         self._overrides.add("erfinv_", "CPU")(self._unchanged)
@@ -83,10 +91,12 @@ class Host:
         for name, method in self._methods.items():
             setattr(torch.Tensor, name, method)
 
-    def _random(self, run: Run, tensor: torch.Tensor, *args: object, **options: object) -> Any:
-        if tensor.is_floating_point() and self._empty(tensor):
+    def _random(self, method: Run, tensor: torch.Tensor, *args: object, **options: object) -> Any:
+        large = tensor.numel() >= self._threshold and is_plain(tensor) and tensor.is_floating_point()
+        if large and tensor.is_cpu and not _tracked(tensor) and self._empty(tensor):
+            self._note(Provenance.ASSUMED, _PASSED_OVER, "")
             return tensor
-        return run(tensor, *args, **options)
+        return method(tensor, *args, **options)
 
     def _fill(self, run: Run, tensor: torch.Tensor, *value: object) -> Any:
         if value in ((), (0,)) and (self._hollow.holds(tensor) or self._empty(tensor)):
@@ -168,17 +178,18 @@ class Host:
         return result if self._hollow.empty(result) else None
 
 
-def install(threshold_elements: int = 1 << 20) -> Host | None:
+def install(note: Note, threshold_elements: int = 1 << 20) -> Host | None:
     """Pass over random fills of large CPU tensors, and what follows from them, from now on.
 
     Args:
+        note: called as ``note(provenance, text, where)`` when something is passed over.
         threshold_elements: elements from which on a tensor is large.
 
     Returns:
         What undoes it and must be kept; None where this PyTorch cannot be asked for its own kernels, and
         nothing is passed over.
     """
-    return Host(threshold_elements) if available() else None
+    return Host(note, threshold_elements) if available() else None
 
 
 def _tracked(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Wrap names of ``torch`` and ``torch.Tensor`` where it is Python's own call that matters.
 
     full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
-    to  cpu  tolist                                     answer what arrives on the CPU
+    to  cpu  copy_  tolist                              answer what arrives on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: the memory leaves autograd's sight
+    _foreach_*_  _fused_*_                              forget: they write without counting up versions
     CUDAGraph.replay                                    forget everything: it writes what it wrote before
 
 PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
@@ -51,6 +52,7 @@ def wrap_methods(values: Values, ghost: Ghost) -> None:
         setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), held, values))
     _answer_copies(values, ghost)
     _expose(values)
+    _forget_lists(values)
 
 
 def _noting(function: Callable[..., Any], held: Known | int, values: Values) -> Callable[..., Any]:
@@ -113,6 +115,15 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
 
     wrap("to")
     wrap("cpu")
+    copy_ = torch.Tensor.copy_
+
+    @functools.wraps(copy_)
+    def call_copy(self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        result = copy_(self, src, *args, **options)
+        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
+        return arrived(src, result) if from_ghost and self.shape == src.shape else result
+
+    torch.Tensor.copy_ = call_copy  # type: ignore[assignment,method-assign]
     tolist = torch.Tensor.tolist
 
     @functools.wraps(tolist)
@@ -171,6 +182,20 @@ def _expose(values: Values) -> None:
         swap(t1, t2)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = call_swap
+
+
+def _forget_lists(values: Values) -> None:
+    """Forget the tensors of the list-wise ops and fused optimizers, which leave versions as they are."""
+
+    def forget(*args: object, **options: object) -> None:
+        for argument in (*args, *options.values()):
+            for tensor in argument if isinstance(argument, tuple | list) else ():
+                if isinstance(tensor, torch.Tensor):
+                    values.known.forget(tensor)
+
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            setattr(torch, name, _before(forget, getattr(torch, name)))
 
 
 def _before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,7 +76,10 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     """
     _check_platform()
     folder = folder or _package_folder()
-    text = (folder / "version.py").read_text(encoding="utf-8")
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
     version = _assigned(text, "__version__")
     if version is None:
         raise UnsuitableEnvironmentError(

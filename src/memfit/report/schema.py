@@ -4,6 +4,7 @@ Byte counts are integers. Fields may be added within a schema version; none is r
 """
 
 import json
+from dataclasses import astuple
 
 import msgspec
 
@@ -66,6 +67,8 @@ class Growth(msgspec.Struct, frozen=True):
     steady_from: int | None
     bytes_per_step: int
     line: str
+    leak: bool
+    """Whether what grows outlives the step that allocated it."""
 
 
 class Remark(msgspec.Struct, frozen=True):
@@ -137,7 +140,7 @@ def to_public(result: DryRun) -> Result:
             Term(term.name, term.figure.bytes, term.figure.provenance, term.figure.source)
             for term in result.terms
         ),
-        growth=Growth(result.growth.steady_from, result.growth.bytes_per_step, result.growth.line),
+        growth=Growth(*astuple(result.growth)),
         notes=tuple(_remark(note) for note in result.notes),
         end=End(result.end.reason, result.end.exit_code, result.end.exception, result.end.where),
         command=result.command,

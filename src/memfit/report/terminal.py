@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import DryRun, Place
+from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
@@ -34,18 +35,6 @@ def print_summary(result: DryRun, console: Console) -> None:
         console.print(line)
     if not _is_snapshot(result):
         console.print(GHOST, style="dim")
-
-
-def inert(text: str) -> str:
-    r"""Return text with every control and bidirectional character shown as an escape.
-
-    >>> inert("layer\x1b[31m")
-    'layer\\x1b[31m'
-    """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def short_path(line: str) -> str:
@@ -169,16 +158,18 @@ def _bar(share: float) -> str:
 
 def _growth(result: DryRun) -> Text:
     growth = result.growth
-    if growth.bytes_per_step > 0:
+    if growth.leak:
         where = f", held by {inert(short_path(growth.line))}" if growth.line else ""
         return Text(
             f"Still growing by {format_bytes(growth.bytes_per_step)} a step "
             f"after {result.steps} steps{where}.",
             style="yellow",
         )
-    if growth.bytes_per_step < 0:
+    if growth.bytes_per_step:
+        more = "more" if growth.bytes_per_step > 0 else "less"
         return Text(
-            f"Not steady yet: the last step left {format_bytes(-growth.bytes_per_step)} less than it found."
+            f"Not steady: the last step left {format_bytes(abs(growth.bytes_per_step))} {more} than the one "
+            "before, none of it older than a step: batches of varying size, or something that is made anew."
         )
     if growth.steady_from is not None:
         return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
