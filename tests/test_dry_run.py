@@ -312,7 +312,7 @@ def test_out_of_memory_that_the_script_raises_itself_or_turns_into_something_els
         """
         run = dry_run(script)
         assert (run.code, run.answer["verdict"]) == (0, "out of memory")
-        assert run.answer["out_of_memory"]["requested"] == 1 << 40
+        assert run.answer["out_of_memory"]["requested"] == 4 << 40
 
 
 def test_a_memory_fraction_that_is_used_up_is_named(dry_run):
@@ -535,6 +535,30 @@ def test_ctrl_c_ends_the_script_and_keeps_what_was_seen(tmp_path):
 # -- bad input ---------------------------------------------------------------------------------------
 
 
+def test_a_card_that_torch_has_no_kernels_for_is_refused_by_name(dry_run):
+    run = dry_run("import torch; torch.ones(1, device='cuda'); print('ran')", options=("--gpu", "V100"))
+    assert run.code == 3
+    assert "has no kernels for V100-32GB" in run.err
+    assert "ran" not in run.out
+
+
+def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, torch\nprint(os.getpid(), flush=True)\nimport time; time.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memfit", "dry-run", "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(process.stdout.readline())
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -548,7 +572,6 @@ def test_ctrl_c_ends_the_script_and_keeps_what_was_seen(tmp_path):
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "Which script"),
-        (("--gpu", "V100", "script.py"), 3, "no kernels"),
         (("script.py",), 3, "never used the GPU"),
     ],
 )

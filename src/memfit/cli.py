@@ -27,6 +27,7 @@ app = App(
     help="Know what GPU memory a training script will use, without the GPU.",
     version=__version__,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
 _TARGET = Group("The GPU", sort_key=1)
 _OUTPUT = Group("Output", sort_key=2)
@@ -229,8 +230,10 @@ def _stdout() -> "Console":
 def _state(progress: "Progress", steps: int, since: float) -> str:
     from memfit.units import format_gib
 
+    seconds = f"{time.monotonic() - since:.0f} s"
+    if not progress.peak:
+        return f"memfit: starting · {seconds}"
     return (
         f"memfit: step {min(progress.step + 1, steps)}/{steps} · "
-        f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · "
-        f"{time.monotonic() - since:.0f} s"
+        f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
     )

@@ -66,7 +66,7 @@ def constants(arguments, includes, expressions):
     source += "".join(f'#include "{header}"\n' for header in includes)
     # One more than each, so that none is 0: the assembler writes those in another way.
     source += f"const unsigned long long values[] = {{{', '.join(f'1 + {e}' for e in expressions)}}};\n"
-    command = [find_compiler(), "-std=c11", "-D_GNU_SOURCE", "-w", "-S", *arguments, "-xc", "-", "-o", "-"]
+    command = [*find_compiler(), "-std=c11", "-D_GNU_SOURCE", "-w", "-S", *arguments, "-xc", "-", "-o", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     values = re.search(r"^values:\n((?:\s+\.quad\s+\d+.*\n)+)", done.stdout, re.MULTILINE)[1]
@@ -200,7 +200,7 @@ BY_VALUE = {"dim3", "ncclUniqueId", "unique_id", "cudaIpcMemHandle_t", "cudaIpcE
 @cache
 def preprocessed(arguments, includes):
     source = "".join(f'#include "{header}"\n' for header in includes)
-    command = [find_compiler(), "-E", "-P", "-w", "-std=c11", "-D_GNU_SOURCE", *arguments, "-xc", "-"]
+    command = [*find_compiler(), "-E", "-P", "-w", "-std=c11", "-D_GNU_SOURCE", *arguments, "-xc", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
     text = re.sub(r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)", " ", done.stdout)
     return re.sub(r"\s+", " ", text)

@@ -10,7 +10,7 @@ import pytest
 
 from memfit.errors import GhostError, UnsuitableEnvironmentError
 from memfit.ghost import build as build_module
-from memfit.ghost.build import build, read_gaps
+from memfit.ghost.build import build, find_compiler, read_gaps
 from memfit.ghost.elf import ElfFile
 from memfit.ghost.torch_install import find_torch, scan
 
@@ -197,3 +197,17 @@ def test_elf_reader_agrees_with_the_loader():
     with ElfFile(libc) as library:
         assert library.defines({"malloc", "printf", "no_such_function"}) == {"malloc", "printf"}
         assert [name for name in library.needed() if name.startswith("ld-linux")]
+
+
+def test_a_damaged_build_is_made_anew(cache):
+    first = build()
+    first.library.write_bytes(first.library.read_bytes()[:1000])
+    assert build().built
+    (first.folder / first.sonames[0]).unlink()
+    assert build().built
+    assert not build().built
+
+
+def test_the_compiler_may_be_a_command_with_options(monkeypatch):
+    monkeypatch.setenv("CC", "cc -O1")
+    assert find_compiler()[1:] == ("-O1",)

@@ -17,11 +17,11 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover")
 def checks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checks")
     (folder / "nothing.c").write_text("int main(void) { return 0; }")
-    trial = [find_compiler(), *SANITIZERS, str(folder / "nothing.c"), "-o", str(folder / "nothing")]
+    trial = [*find_compiler(), *SANITIZERS, str(folder / "nothing.c"), "-o", str(folder / "nothing")]
     sanitizers = SANITIZERS if subprocess.run(trial, capture_output=True, check=False).returncode == 0 else ()
     if not sanitizers:
         print("without sanitizers: this compiler has none")
-    command = [find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{RUNTIME}"]
+    command = [*find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{RUNTIME}"]
     command += [
         *map(str, [*CHECKS.glob("*.c"), *RUNTIME.glob("*.c")]),
         "-lpthread",
