@@ -1,0 +1,174 @@
+"""A script runs as python would run it, and ends as it means to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from scripts import TRAIN
+
+
+def test_the_script_sees_what_python_would_show_it(dry_run):
+    script = """
+        import os, pickle, sys, torch
+        class Mine: pass
+        print(__name__, __file__, sys.argv, os.path.basename(sys.path[0]) == os.path.basename(os.getcwd()))
+        print(sys.modules["__main__"].Mine is Mine, pickle.loads(pickle.dumps(Mine())).__class__ is Mine)
+        torch.ones(1, device="cuda")
+    """
+    run = dry_run(script, "--steps", "9", "--json", "x")
+    first, second = run.out.splitlines()[:2]
+    assert first == f"__main__ {run.folder}/script.py ['script.py', '--steps', '9', '--json', 'x'] True"
+    assert second == "True True"
+
+
+def test_a_module_runs_as_with_python_m(dry_run, tmp_path):
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "main.py").write_text(
+        "import sys, torch\nfrom . import __name__ as name\n"
+        "print(__name__, name, sys.argv[1:])\nx = torch.ones(1, device='cuda')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "dry-run", "-m", "trainer.main", "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[0] == "__main__ trainer ['--lr', '1']"
+
+
+def test_looking_whether_torch_is_there_does_not_hide_it_from_memfit(dry_run):
+    look = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+    run = dry_run(look + textwrap.dedent(TRAIN) + "for _ in range(9): step()\n")
+    assert run.answer["steps"] == 3
+
+
+def test_files_in_the_working_folder_do_not_stand_in_for_the_standard_library(tmp_path, dry_run):
+    (tmp_path / "platform.py").write_text("raise RuntimeError('the wrong one')\n")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "train.py").write_text("import torch; torch.ones(1, device='cuda'); print('ran')\n")
+    memfit = [sys.executable, "-P", "-m", "memfit", "dry-run", str(folder / "train.py")]
+    done = subprocess.run(memfit, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("ran\n"), done.stderr
+
+
+def test_training_in_a_thread_is_measured(dry_run):
+    script = (
+        TRAIN
+        + """
+    import threading
+    def train():
+        for _ in range(9): step()
+    threading.Thread(target=train).start()
+    """
+    )
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert run.answer["end"]["reason"] == "steps"
+    assert "EnoughStepsReached" not in run.err
+
+
+def test_threads_that_never_end_do_not_hold_up_the_answer(dry_run):
+    script = (
+        TRAIN
+        + """
+    import threading
+    threading.Thread(target=threading.Event().wait).start()
+    for _ in range(9): step()
+    """
+    )
+    assert dry_run(script).answer["end"]["reason"] == "steps"
+
+
+def test_a_loop_that_turns_its_end_into_a_failure_was_ended_all_the_same(dry_run):
+    script = (
+        TRAIN
+        + """
+    try:
+        for _ in range(9): step()
+    except BaseException:
+        raise SystemExit(1)
+    """
+    )
+    run = dry_run(script)
+    assert run.code == 0
+    assert run.answer["end"]["reason"] == "steps"
+
+
+def test_an_exception_is_the_scripts_own(dry_run):
+    script = TRAIN + "    step()\n    raise KeyError('mine')\n"
+    run = dry_run(script, options=("-o", "run.memfit"))
+    assert run.code == 3
+    assert "KeyError: 'mine'" in run.err
+    assert "memfit/capture" not in run.err.split("KeyError")[0]
+    assert run.answer["end"]["exception"] == "KeyError: 'mine'"
+    assert run.answer["verdict"] == "unknown"
+    assert "INCOMPLETE" in run.out
+    assert run.answer["steps"] == 1
+    assert (run.folder / "run.memfit").exists()
+
+
+def test_sys_exit_keeps_its_meaning(dry_run):
+    script = TRAIN + "    step()\n    import sys; sys.exit({})\n"
+    assert dry_run(script.format("0")).code == 0
+    failed = dry_run(script.format("'went wrong'"))
+    assert failed.code == 3
+    assert "went wrong" in failed.err
+    assert failed.answer["end"]["exit_code"] == 1
+
+
+def test_exit_handlers_run_and_output_is_flushed(dry_run):
+    script = TRAIN + "    import atexit; atexit.register(print, 'goodbye')\n    for _ in range(9): step()\n"
+    assert "goodbye" in dry_run(script).out
+
+
+def test_json_on_stdout_stands_alone(dry_run):
+    run = dry_run(TRAIN + "    print('chatter'); step()\n", options=("--json", "-"), json_answer=False)
+    assert json.loads(run.out)["steps"] == 1
+    assert "chatter" in run.err
+
+
+def test_a_fork_of_the_script_writes_no_result(dry_run):
+    script = (
+        TRAIN
+        + """
+    import os
+    step()
+    if os.fork() == 0:
+        raise SystemExit(0)
+    os.wait()
+    step()
+    """
+    )
+    run = dry_run(script)
+    assert run.code == 0
+    assert run.answer["steps"] == 2
+
+
+def test_ctrl_c_ends_the_script_and_keeps_what_was_seen(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(TRAIN) + "step()\nprint('ready', flush=True)\nimport time; time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memfit", "dry-run", "-o", "run.memfit", "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "INCOMPLETE" in out
+    assert (tmp_path / "run.memfit").exists()

@@ -1,0 +1,63 @@
+"""Bad input gets one clear error."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+def test_a_card_that_torch_has_no_kernels_for_is_refused_by_name(dry_run):
+    run = dry_run("import torch; torch.ones(1, device='cuda'); print('ran')", options=("--gpu", "V100"))
+    assert run.code == 3
+    assert "has no kernels for V100-32GB" in run.err
+    assert "ran" not in run.out
+
+
+def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, torch\nprint(os.getpid(), flush=True)\nimport time; time.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memfit", "dry-run", "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(process.stdout.readline())
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("nothing.py",), 2, "No such script"),
+        (("--gpu", "RTX-9999", "script.py"), 2, "Nearest"),
+        (("--memory", "lots", "script.py"), 2, "12GiB"),
+        (("--steps", "0", "script.py"), 2, "at least 1"),
+        (("--steps", "many", "script.py"), 2, "steps"),
+        (("--nonsense", "script.py"), 2, "nonsense"),
+        (("--values", "float=blue", "script.py"), 2, "float"),
+        (("--memory", "1MiB", "script.py"), 2, "context"),
+        (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
+        ((), 2, "Which script"),
+        (("script.py",), 3, "never used the GPU"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(dry_run, tmp_path, options, code, words):
+    (tmp_path / "script.py").write_text("import torch\nprint('ran')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "dry-run", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*.memfit*"))

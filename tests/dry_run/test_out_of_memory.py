@@ -1,0 +1,134 @@
+"""Running out of memory on the ghost is a result: where, how much was asked, how much was short."""
+
+import os
+
+from scripts import TRAIN, figures
+
+
+def test_out_of_memory_is_a_result(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            loss = model(torch.randn(4096, 4096, device="cuda")).sum()
+            loss.backward()
+            optimizer.step()
+    """
+    run = dry_run(script, options=("--memory", "1200MiB"))
+    failure = run.answer["out_of_memory"]
+    assert run.code == 0
+    assert run.answer["verdict"] == "out of memory"
+    assert failure["step"] == 1
+    assert failure["phase"] in ("backward", "optimizer")
+    assert failure["requested"] > 0
+    assert failure["shortfall"] > 0
+    assert failure["shortfall"] <= failure["requested"] + (2 << 20)
+    assert "OUT OF MEMORY" in run.out
+    assert dry_run(script, options=("--memory", "1200MiB", "--fail")).code == 1
+    assert dry_run(script, options=("--memory", "12GiB", "--fail")).code == 0
+
+
+def test_out_of_memory_in_the_forward_names_module_and_line(dry_run):
+    script = """
+        import torch
+        class Wide(torch.nn.Module):
+            def forward(self, x):
+                return x.repeat(1, 4096)  # too much
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.narrow, self.wide = torch.nn.Linear(1024, 1024), Wide()
+            def forward(self, x):
+                return self.wide(self.narrow(x))
+        Net().cuda()(torch.ones(1024, 1024, device="cuda"))
+    """
+    failure = dry_run(script, options=("--memory", "4GiB")).answer["out_of_memory"]
+    assert (failure["phase"], failure["module"], failure["step"]) == ("forward", "wide", 1)
+    assert failure["line"].endswith("script.py:5")
+    assert failure["requested"] == 4 * 1024 * 1024 * 4096
+
+
+def test_out_of_memory_that_the_script_survives(dry_run):
+    script = """
+        import torch
+        try:
+            torch.empty(1 << 40, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            print("smaller then")
+        x = torch.empty(1 << 20, device="cuda")
+    """
+    run = dry_run(script)
+    assert "smaller then" in run.out
+    assert run.answer["verdict"] == "does not fit"
+    assert run.answer["end"]["reason"] == "end"
+    assert run.answer["peak"]["allocated"] == 4 << 20
+
+
+def test_out_of_memory_that_the_script_raises_itself_or_turns_into_something_else(dry_run):
+    raised = dry_run(TRAIN + "    step()\n    raise torch.OutOfMemoryError('mine')\n")
+    assert raised.answer["verdict"] == "out of memory"
+    assert raised.answer["out_of_memory"] is None
+    assert "OUT OF MEMORY   torch.OutOfMemoryError: mine" in raised.out
+    for turned in ("import sys; sys.exit(1)", "raise RuntimeError('gave up') from error"):
+        script = f"""
+            import torch
+            try:
+                torch.empty(1 << 40, device="cuda")
+            except torch.OutOfMemoryError as error:
+                {turned}
+        """
+        run = dry_run(script)
+        assert (run.code, run.answer["verdict"]) == (0, "out of memory")
+        assert run.answer["out_of_memory"]["requested"] == 4 << 40
+
+
+def test_a_memory_fraction_that_is_used_up_is_named(dry_run):
+    script = """
+        import torch
+        torch.cuda.set_per_process_memory_fraction(0.1)
+        torch.empty(10 << 30, dtype=torch.uint8, device="cuda")
+    """
+    run = dry_run(script)
+    assert run.answer["out_of_memory"]["shortfall"] == 0
+    assert "a memory fraction" in run.out
+
+
+def test_memory_in_use_and_the_context_count(dry_run):
+    script = "import torch; torch.ones(1, device='cuda'); print(*torch.cuda.mem_get_info())"
+    free, total = map(int, dry_run(script, options=("--gpu", "RTX-3060")).out.splitlines()[0].split())
+    used = dry_run(script, options=("--gpu", "RTX-3060", "--in-use", "1GiB"))
+    free_then, total_then = map(int, used.out.splitlines()[0].split())
+    assert total == total_then == used.answer["device"]["total"]
+    assert free - free_then == 1 << 30
+    context = figures(used.answer)["CUDA context"]
+    assert total - free == context + (2 << 20)
+
+
+def test_a_run_that_reaches_a_known_gap_says_so(dry_run):
+    script = """
+        import torch
+        try:
+            torch.nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))
+        except RuntimeError as refused:
+            print(refused)
+    """
+    texts = [note["text"] for note in dry_run(script).answer["notes"]]
+    assert any("cudnn" in text and "a known gap" in text for text in texts)
+
+
+def test_convolutions_say_that_workspaces_count_as_nothing(dry_run):
+    script = "import torch; torch.nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device='cuda'))"
+    (note,) = [note for note in dry_run(script).answer["notes"] if "cuDNN workspace" in note["text"]]
+    assert note["provenance"] == "assumed"
+
+
+def test_the_script_sees_the_devices_that_are_visible(dry_run):
+    script = "import torch; print(torch.cuda.device_count()); torch.ones(1, device='cuda')"
+    several = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert several.out.startswith("2\n")
+    assert any("these figures are the first one's" in note["text"] for note in several.answer["notes"])
+    assert dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"}).out.startswith("1\n")
+    hidden = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert hidden.code == 2
+    assert "hides every GPU" in hidden.err

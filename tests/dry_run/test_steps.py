@@ -1,0 +1,134 @@
+"""When a dry run ends the script, and whether its steps leave memory as they found it."""
+
+from scripts import TRAIN, figures
+
+
+def test_stops_after_the_steps_asked_for(dry_run):
+    script = TRAIN + "    for n in range(100): step(); print('did', n)\n    print('never')\n"
+    run = dry_run(script, options=("--steps", "2"))
+    assert run.answer["steps"] == 2
+    assert run.answer["end"]["reason"] == "steps"
+    assert "never" not in run.out
+    assert "did 0" in run.out
+
+
+def test_two_optimizers_step_in_turn(dry_run):
+    script = """
+        import torch
+        one, two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (one, two)]
+        for turn in range(50):
+            optimizer = optimizers[turn % 5 == 4]
+            optimizer.zero_grad()
+            two(one(torch.ones(2, 8, device="cuda"))).sum().backward()
+            optimizer.step()
+            print("turn", turn)
+    """
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert "turn 13" in run.out  # the slow one's third step is the fifteenth turn
+    assert "turn 14" not in run.out
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for_forever(dry_run):
+    unused = "    spare = torch.optim.SGD(torch.nn.Linear(4, 4).cuda().parameters(), 0.1)\n"
+    run = dry_run(TRAIN + unused + "    for n in range(10_000): step()\n    print('never')\n")
+    assert run.answer["end"]["reason"] == "steps"
+    assert "never" not in run.out
+
+
+def test_steps_skipped_by_the_scaler_count(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler()
+        optimizer.step = lambda *a, **k: None  # a scaler that always finds an overflow never steps
+        for n in range(50):
+            scaler.scale(model(torch.ones(2, 8, device="cuda")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        print("never")
+    """
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert "never" not in run.out
+
+
+def test_parameters_updated_by_hand(dry_run):
+    script = """
+        import torch
+        w = torch.zeros(1024, device="cuda", requires_grad=True)
+        for n in range(50):
+            (w * 2).sum().backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad
+            w.grad = None
+            print("did", n)
+    """
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert "did 2" in run.out
+    assert "did 3" not in run.out
+
+
+def test_accumulation_counts_optimizer_steps(dry_run):
+    script = (
+        TRAIN.replace("optimizer.zero_grad()", "return")
+        + """
+    for n in range(100):
+        model(torch.randn(64, 256, device="cuda")).mean().backward()
+        if n % 4 == 3:
+            optimizer.step(); optimizer.zero_grad(); print("step", n)
+    """
+    )
+    run = dry_run(script)
+    assert run.answer["steps"] == 3
+    assert "step 7" in run.out
+
+
+def test_a_script_that_catches_everything_is_ended_all_the_same(dry_run):
+    script = (
+        TRAIN
+        + """
+    while True:
+        try:
+            step()
+        except BaseException:
+            print("caught")
+    """
+    )
+    run = dry_run(script)
+    assert run.answer["end"]["reason"] == "steps"
+    assert run.out.count("caught") < 10
+
+
+def test_inference_runs_to_its_end(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Linear(1024, 1024).cuda().eval()
+        with torch.inference_mode():
+            for _ in range(7):
+                model(torch.ones(64, 1024, device="cuda"))
+        print("done")
+    """
+    run = dry_run(script)
+    assert "done" in run.out
+    assert run.answer["steps"] == 0
+    assert any("no training step" in note["text"] for note in run.answer["notes"])
+    assert figures(run.answer)["parameters"] == 4 * 1024 * 1024 + 4096
+
+
+def test_steady_and_growing(dry_run):
+    steady = dry_run(TRAIN + "    for _ in range(4): step()\n").answer["growth"]
+    assert steady == {"steady_from": 1, "bytes_per_step": 0, "line": "", "leak": False}
+    leak = """
+    kept = []
+    for _ in range(4):
+        kept.append(torch.empty(1 << 20, device="cuda"))  # a leak
+        step()
+    """
+    run = dry_run(TRAIN + leak)
+    assert run.answer["growth"]["leak"]
+    assert run.answer["growth"]["bytes_per_step"] == 4 << 20
+    line = int(run.answer["growth"]["line"].rpartition(":")[2])
+    assert "a leak" in (run.folder / "script.py").read_text().splitlines()[line - 1]

@@ -1,0 +1,35 @@
+"""`memfit doctor` and `memfit gpus`."""
+
+import subprocess
+import sys
+
+from memfit.devices import all_devices, find_device
+from memfit.ghost.build import read_gaps
+
+
+def memfit(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "memfit", *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_doctor_finds_everything_here():
+    done = memfit("doctor", "--gaps")
+    assert done.returncode == 0, done.stdout
+    for found in ("python", "torch", "compiler", "ghost", "gaps", "gpu"):
+        assert f"ok    {found}" in done.stdout
+    gaps, _ = read_gaps()
+    assert any(gap.name in done.stdout for gap in gaps)
+
+
+def test_doctor_says_what_is_missing_and_what_would_mend_it(tmp_path):
+    done = memfit("doctor", env={"PATH": str(tmp_path), "MEMFIT_CACHE": str(tmp_path / "cache")})
+    assert done.returncode == 3
+    assert "FAILS compiler" in done.stdout
+    assert "Install one" in done.stdout
+
+
+def test_every_gpu_is_listed_by_a_name_that_finds_it():
+    rows = memfit("gpus").stdout.splitlines()[1:]
+    listed = [row.split()[0] for row in rows[: len(all_devices())]]
+    assert [find_device(name) for name in listed] == list(all_devices())
