@@ -169,6 +169,8 @@ class Note:
     text: str
     where: str = ""
     """``file:line``, or empty."""
+    sizes: bool = False
+    """Whether bytes depend on it: figures that it touches are no surer than it is."""
 
 
 @dataclass(frozen=True, slots=True)

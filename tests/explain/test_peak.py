@@ -15,6 +15,7 @@ from memfit.records import (
     Label,
     Mark,
     MarkKind,
+    Note,
     Phase,
     Provenance,
     ScriptEnd,
@@ -50,7 +51,7 @@ def free(address, size):
 STOPPED = ScriptEnd("steps", 0)
 
 
-def trace(*events, marks=(), end=STOPPED, statistics=None):
+def trace(*events, marks=(), end=STOPPED, statistics=None, notes=()):
     """Make a trace in one segment of 2 MiB; addresses count from its start."""
     rows = [(Action.SEGMENT_ALLOC, 0, 2 * MIB, FORWARD, -1, 0), *events]
     action, address, size, label, stack, category = (list(column) for column in zip(*rows, strict=True))
@@ -85,6 +86,7 @@ def trace(*events, marks=(), end=STOPPED, statistics=None):
         statistics=statistics or {},
         versions={},
         command=("train.py",),
+        notes=notes,
     )
 
 
@@ -212,3 +214,13 @@ def test_a_counter_that_disagrees_is_noted():
 def test_a_script_without_steps_is_told_so():
     (note,) = summarize(trace(alloc(0, 100), end=ScriptEnd("end", 0))).notes
     assert "no training step" in note.text
+
+
+def test_figures_are_no_surer_than_the_sizes_they_rest_on():
+    read = Note(Provenance.ASSUMED, "a value was read")
+    sized = Note(Provenance.ASSUMED, "a size was taken at its upper bound", sizes=True)
+    weights = alloc(0, 100, category=Category.PARAMETER)
+    for notes, expected in (((read,), "exact"), ((read, sized), "assumed")):
+        found = {term.name: term.figure.provenance for term in summarize(trace(weights, notes=notes)).terms}
+        assert {found[name] for name in ("the rest", "allocated", "reserved")} == {expected}
+        assert found["parameters"] == "exact"

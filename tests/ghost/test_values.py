@@ -15,7 +15,7 @@ notes = []
 
 def install(choices=""):
     return values_module.install(
-        ghost, values_module.ValueChoices.parse(choices), lambda *note: notes.append(note),
+        ghost, values_module.ValueChoices.parse(choices), lambda *note, sizes=False: notes.append(note),
         fallback_where=lambda: "layers.0",
     )
 """

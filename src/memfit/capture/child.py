@@ -203,6 +203,7 @@ class Run:
                 f"The run reached {name}, a known gap: the ghost refused it; figures after that may be wrong."
                 if name in gaps
                 else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
+                sizes=True,
             )
         trace = self._recorder.finish(self._settings.device, end, self._command, _versions())
         write_trace(trace, Path(self._settings.output))

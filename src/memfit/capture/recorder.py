@@ -105,9 +105,9 @@ class Recorder:
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
         self._note_peak_resets()
 
-    def note(self, provenance: Provenance, text: str, where: str = "") -> None:
+    def note(self, provenance: Provenance, text: str, where: str = "", *, sizes: bool = False) -> None:
         """Keep a note for the result, once."""
-        self._notes.setdefault((text, where), Note(provenance, text, where))
+        self._notes.setdefault((text, where), Note(provenance, text, where, sizes))
 
     def place(self) -> str:
         """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""

@@ -51,6 +51,8 @@ def summarize(trace: Trace) -> DryRun:
     context = trace.device.context
     process = Figure(reserved + context.bytes, Provenance.ASSUMED, "reserved + CUDA context")
     failed = _out_of_memory(trace)
+    # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
+    sure = Provenance.ASSUMED if any(note.sizes for note in trace.notes) else Provenance.EXACT
     return DryRun(
         verdict=_verdict(trace, failed),
         device=trace.device,
@@ -60,10 +62,10 @@ def summarize(trace: Trace) -> DryRun:
         peak_process=process,
         peak_place=_place(trace, peak),
         terms=(
-            *_by_category(trace, line, peak),
-            Term("allocated", Figure(allocated, Provenance.EXACT)),
-            Term("cached, not allocated", Figure(reserved - allocated, Provenance.EXACT)),
-            Term("reserved", Figure(reserved, Provenance.EXACT)),
+            *_by_category(trace, line, peak, sure),
+            Term("allocated", Figure(allocated, sure)),
+            Term("cached, not allocated", Figure(reserved - allocated, sure)),
+            Term("reserved", Figure(reserved, sure)),
             Term("CUDA context", context),
             Term("process", process),
         ),
@@ -93,14 +95,17 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
+def _by_category(trace: Trace, line: Timeline, peak: int, rest: Provenance) -> list[Term]:
     """Split what is allocated at an event by category; rounding goes with the block it belongs to."""
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
-    return [Term(CATEGORIES[category], Figure(total, Provenance.EXACT)) for category, total in totals.items()]
+    return [
+        Term(CATEGORIES[category], Figure(total, rest if category is Category.REST else Provenance.EXACT))
+        for category, total in totals.items()
+    ]
 
 
 def _place(trace: Trace, event: int) -> Place:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,7 +20,13 @@ from memfit.ghost.known import Basis, Known, KnownValues, Number
 from memfit.ghost.where import user_line
 from memfit.records import Provenance
 
-Note = Callable[[Provenance, str, str], None]
+
+class Note(Protocol):
+    """Takes note of something the reader of the figures must know; ``sizes``: bytes depend on it."""
+
+    def __call__(self, provenance: Provenance, text: str, where: str, *, sizes: bool = False) -> None:
+        """Keep it."""
+
 
 _PATIENCE = 100_000
 """Stand-ins given to one line, with no training step in between, before its loop is taken to be endless."""
@@ -94,7 +101,7 @@ class Values:
         self._reads.append(Read(where, kind, answer))
         if (where, text) not in self._noted:
             self._noted.add((where, text))
-            self._note(Provenance.ASSUMED, text, where)
+            self._note(Provenance.ASSUMED, text, where, sizes=kind == "count")
 
     def tell(self, tensor: torch.Tensor, known: Known | None) -> Number | complex:
         """Answer a read of one element of ``tensor``, of which ``known`` is what is known.
