@@ -17,3 +17,25 @@ TRAIN = """
 def figures(answer):
     """Return the terms of a JSON answer: bytes by name."""
     return {term["name"]: term["bytes"] for term in answer["terms"]}
+
+
+INSTALL_VALUES = """
+import json, math
+import torch.nn.functional as F
+from memfit.ghost import values as values_module
+
+notes = []
+
+def install(choices=""):
+    return values_module.install(
+        ghost, values_module.ValueChoices.parse(choices), lambda *note, sizes=False: notes.append(note),
+        fallback_where=lambda: "layers.0",
+    )
+"""
+
+
+def check(told, expected, **options):
+    """Compare what expressions on the ghost are told with what they should be."""
+    answers = told(expected, **options)
+    wrong = {line: answer for line, answer in zip(expected, answers, strict=True) if answer != expected[line]}
+    assert not wrong

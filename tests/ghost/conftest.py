@@ -1,11 +1,14 @@
 """What the ghost's tests need: a script run under it, in a process of its own."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from scripts import INSTALL_VALUES
 
 LOAD_GHOST = """
 from memfit.ghost.build import build
@@ -39,5 +42,25 @@ def on_ghost(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def told(on_ghost):
+    """Return a function that evaluates expressions on the ghost and returns the answers."""
+
+    def run(expressions, before="", choices=""):
+        script = INSTALL_VALUES + textwrap.dedent(
+            f"""
+            values = install({choices!r})
+            d = "cuda"
+            x = torch.randn(4, 10, device=d)
+            whole = torch.arange(5, device=d)
+            """
+        )
+        script += textwrap.dedent(before)
+        script += f"\nprint(json.dumps([eval(line) for line in {list(expressions)!r}]))\n"
+        return json.loads(on_ghost(script).splitlines()[-1])
 
     return run
