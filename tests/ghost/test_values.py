@@ -203,6 +203,42 @@ def test_answers_change_no_allocation(on_ghost):
     assert answered == plain
 
 
+INFER = """
+net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]).cuda().eval()
+x = torch.zeros(64, 512, device="cuda")
+earlier = torch.autocast("cuda", torch.bfloat16)
+
+def inside():
+    with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+        net(x), net(x)
+
+def around():
+    with earlier:
+        net(x)
+        with torch.inference_mode():
+            net(x), net(x)
+        with torch.no_grad():
+            net(x)
+
+@torch.inference_mode()
+def made_before():
+    with earlier:
+        net(x), net(x)
+    return net(x).view(-1)[2:].zero_()
+
+for run in (inside, around, made_before):
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    stats = torch.cuda.memory_stats()
+    peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    print(*peaks, stats["allocation.all.allocated"])
+"""
+
+
+def test_inference_mode_allocates_as_pytorchs_own(on_ghost):
+    assert on_ghost(INFER) == on_ghost(INSTALL_VALUES + "values = install()\n" + INFER)
+
+
 def test_assumptions_are_noted_once_with_their_line(on_ghost):
     script = """
 values = install()

@@ -13,10 +13,11 @@ allocation is theirs; the overrides here only add the answer.
 Fills, factories and copies are followed where Python calls them (``methods.py``) and not in the dispatcher:
 PyTorch's kernels fill tensors that they go on to write, without a word to autograd.
 
-On the ghost ``torch.inference_mode`` is ``torch.no_grad``: tensors made under inference mode carry no
-version, so nothing could be known of them. The allocations are the same.
+On the ghost ``torch.inference_mode`` is ``torch.no_grad`` without autocast's cache: tensors made under
+inference mode carry no version, so nothing could be known of them. The allocations are the same.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ def install(
     count_sizes(overrides, values, ghost)
     wrap_methods(values, ghost)
     torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
+    torch.set_autocast_cache_enabled = _NoGrad.set_cache
     values.keep(overrides)
     return values
 
@@ -164,14 +166,35 @@ def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> Non
 
 
 class _NoGrad:
-    """``torch._C._InferenceMode``, without inference tensors."""
+    """``torch._C._InferenceMode``, without inference tensors.
+
+    What else it does to memory: autocast keeps no cast weights under inference mode. That is the one
+    difference in allocations between the two modes, so autocast's cache is off in here.
+    """
+
+    _inside = threading.local()
+    _set_cache = staticmethod(torch.set_autocast_cache_enabled)
 
     def __init__(self, enabled: bool = True) -> None:
-        self._grad = not enabled
+        self._enabled = enabled
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._grad)
+        self._before = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), self.active()
+        torch._C._set_grad_enabled(not self._enabled)
+        self._inside.active = self._enabled
+        self._set_cache(self._before[1] and not self._enabled)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+        grad, cache, self._inside.active = self._before
+        torch._C._set_grad_enabled(grad)
+        self._set_cache(cache)
+
+    @classmethod
+    def active(cls) -> bool:
+        """Say whether this thread is under inference mode."""
+        return getattr(cls._inside, "active", False)
+
+    @classmethod
+    def set_cache(cls, enabled: bool) -> None:
+        """Stand in for ``torch.set_autocast_cache_enabled``, which ``torch.autocast`` calls on entering."""
+        cls._set_cache(enabled and not cls.active())
