@@ -57,7 +57,7 @@ def install(
         note(
             Provenance.ASSUMED,
             f"PyTorch {torch.__version__} cannot be asked for its own kernels: GPU values that the script "
-            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.9 and later can.",
+            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.14 can.",
             "",
         )
         return values
