@@ -194,7 +194,8 @@ def test_layout(headers, cuda_version, file, ours, theirs, fields):
 # ---- Arguments -------------------------------------------------------------------------------------
 
 WIDE = {"size_t", "int64_t", "uint64_t", "long", "CUdeviceptr", "cuuint64_t", "cudaGraphConditionalHandle"}
-BY_VALUE = {"dim3", "ncclUniqueId", "unique_id", "cudaIpcMemHandle_t", "cudaIpcEventHandle_t"}
+LOCATION = {"cudaMemLocation", "memory_location"}
+BY_VALUE = {"dim3", "ncclUniqueId", "unique_id", "cudaIpcMemHandle_t", "cudaIpcEventHandle_t", *LOCATION}
 
 
 @cache

@@ -164,16 +164,22 @@ class Run:
         os._exit(end.exit_code)
 
     def _hint(self) -> str:
-        """Say what of the ghost may have made the script fail: a gap it reached, or a value it read."""
+        """Say what of the ghost may have made the script fail: a library, a gap, a value it was told."""
+        turned_away = self._ghost.extensions.turned_away
+        if turned_away:
+            return turned_away[-1]
         if gaps := self._gaps_reached():
-            return (
-                f"the ghost does not stand in for {', '.join(gaps)} (memfit doctor --gaps), and refused it."
-            )
+            named = ", ".join(map(self._named, gaps))
+            return f"the ghost does not stand in for {named} (memfit doctor --gaps), and refused it."
         return self._values.hint() if self._values is not None else ""
 
     def _gaps_reached(self) -> list[str]:
-        known = {gap.name for gap in self._settings.build.gaps}
+        known = {gap.name for gap in self._settings.build.gaps} | self._ghost.extensions.wanted_by.keys()
         return [name for name in self._ghost.gaps_reached() if name in known]
+
+    def _named(self, gap: str) -> str:
+        wanted_by = self._ghost.extensions.wanted_by.get(gap)
+        return f"{gap} of {wanted_by}" if wanted_by else gap
 
     def _changed(self) -> None:
         if self._recorder is None:
@@ -200,11 +206,14 @@ class Run:
         for name in self._ghost.gaps_reached():
             self._recorder.note(
                 Provenance.ASSUMED,
-                f"The run reached {name}, a known gap: the ghost refused it; figures after that may be wrong."
+                f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
+                f"may be wrong."
                 if name in gaps
                 else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
                 sizes=True,
             )
+        for reason in self._ghost.extensions.turned_away:
+            self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
         trace = self._recorder.finish(self._settings.device, end, self._command, _versions())
         write_trace(trace, Path(self._settings.output))
         return True

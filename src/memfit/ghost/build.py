@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -192,7 +192,9 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
     try:
         wanted = scan(torch)
         gaps = _compile_runtime(work, wanted, flags, compiler)
-        _make_empty_libraries(work, wanted, compiler)
+        make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
+        # Triton links its launcher with -lcuda, and looks for it in $TRITON_LIBCUDA_PATH.
+        (work / "libcuda.so").symlink_to("libcuda.so.1")
         done = Build(
             folder=folder,
             library=folder / "libghost.so",
@@ -219,7 +221,9 @@ def _compile_runtime(
     objects = [work / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         jobs = [
-            workers.submit(_run, *compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made))
+            workers.submit(
+                run_compiler, *compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made)
+            )
             for source, made in zip(sources, objects, strict=True)
         ]
         for job in jobs:
@@ -232,7 +236,7 @@ def _compile_runtime(
     )
     library = work / "libghost.so"
     link = ("-shared", "-Wl,-soname,libghost.so", "-o", str(library))
-    _run(
+    run_compiler(
         *compiler, *COMPILE_FLAGS, f"-I{RUNTIME}", str(stubs), *map(str, objects), *link, "-ldl", "-lpthread"
     )
     for path in objects:
@@ -246,7 +250,7 @@ def _linked_without_stubs(
 ) -> set[str]:
     """Return which functions the sources define, by linking them once and reading the result."""
     library = work / "written.so"
-    _run(*compiler, "-shared", "-o", str(library), *map(str, objects))
+    run_compiler(*compiler, "-shared", "-o", str(library), *map(str, objects))
     with ElfFile(library) as linked:
         written = linked.defines(set(wanted.symbols) | {gap.name for gap in read_gaps()[0]})
     library.unlink()
@@ -284,11 +288,22 @@ def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _make_empty_libraries(work: Path, wanted: Wanted, compiler: Sequence[str]) -> None:
-    """Make one library per SONAME: nothing inside, the right versions, libghost.so behind it.
+def make_empty_libraries(
+    work: Path, sonames: Mapping[str, Sequence[str]], behind: Path, compiler: Sequence[str]
+) -> None:
+    """Make one library per SONAME: nothing inside, the right versions, ``behind`` behind it.
 
-    PyTorch's libraries name a SONAME and a symbol version; the loader checks both, and then finds the
-    symbol itself in libghost.so, which was loaded for everyone to see.
+    Who needs a library names its SONAME and a symbol version; the loader checks both, and then finds the
+    symbol itself in the library behind, which was loaded for everyone to see.
+
+    Args:
+        work: the folder to make them in.
+        sonames: each library's, with the symbol versions it must have.
+        behind: the library that has the symbols.
+        compiler: its command.
+
+    Raises:
+        GhostError: the compiler failed.
     """
     (work / "empty.c").write_text("")
 
@@ -298,16 +313,19 @@ def _make_empty_libraries(work: Path, wanted: Wanted, compiler: Sequence[str]) -
             script = work / f"{soname}.versions"
             script.write_text("".join(f"{version} {{ }};\n" for version in versions))
             arguments.append(f"-Wl,--version-script,{script}")
-        _run(*compiler, *arguments, "-Wl,--no-as-needed,-rpath,$ORIGIN", str(work / "libghost.so"))
+        run_compiler(*compiler, *arguments, "-Wl,--no-as-needed,-rpath,$ORIGIN", str(behind))
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
-        for _ in workers.map(lambda item: make(*item), wanted.sonames.items()):
+        for _ in workers.map(lambda item: make(*item), sonames.items()):
             pass
-    # Triton links its launcher with -lcuda, and looks for it in $TRITON_LIBCUDA_PATH.
-    (work / "libcuda.so").symlink_to("libcuda.so.1")
 
 
-def _run(*command: str) -> None:
+def run_compiler(*command: str) -> None:
+    """Run the compiler.
+
+    Raises:
+        GhostError: it failed; with its last lines.
+    """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])

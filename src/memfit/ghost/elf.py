@@ -23,7 +23,7 @@ _NEED_AUXILIARY = struct.Struct("<IHHII")  # hash, flags, number, name, next
 
 _SHT_DYNAMIC, _SHT_DYNSYM = 6, 11
 _SHT_GNU_VERNEED, _SHT_GNU_VERSYM = 0x6FFFFFFE, 0x6FFFFFFF
-_DT_NEEDED = 1
+_DT_NEEDED, _DT_RPATH, _DT_RUNPATH = 1, 15, 29
 _UNDEFINED = 0
 _HIDDEN = 0x8000
 
@@ -67,11 +67,12 @@ class ElfFile:
 
     def needed(self) -> list[str]:
         """Return the libraries it needs, by SONAME, in the file's order."""
-        for data, names in self._of_type(_SHT_DYNAMIC):
-            return [
-                self._text(names + value) for tag, value in _DYNAMIC.iter_unpack(data) if tag == _DT_NEEDED
-            ]
-        return []
+        return self._dynamic(_DT_NEEDED)
+
+    def search_paths(self) -> list[str]:
+        """Return the folders it names for what it needs; ``$ORIGIN`` stands for its own."""
+        found = self._dynamic(_DT_RUNPATH) or self._dynamic(_DT_RPATH)
+        return [folder for text in found for folder in text.split(":") if folder]
 
     def imports(self) -> list[Import]:
         """Return the symbols it leaves to others to define."""
@@ -96,6 +97,11 @@ class ElfFile:
                     if text in sought:
                         found.add(text.decode())
         return found
+
+    def _dynamic(self, wanted: int) -> list[str]:
+        for data, names in self._of_type(_SHT_DYNAMIC):
+            return [self._text(names + value) for tag, value in _DYNAMIC.iter_unpack(data) if tag == wanted]
+        return []
 
     def _of_type(self, kind: int) -> Iterator[tuple[bytes, int]]:
         """Yield the bytes of each section of a type, and where its strings start in the file."""

@@ -18,6 +18,7 @@ from typing import Self
 from memfit.devices import Device
 from memfit.errors import GhostError
 from memfit.ghost.build import Build
+from memfit.ghost.extensions import Extensions
 from memfit.ghost.leave import wait_for_autograd
 
 _REFUSALS = {
@@ -130,9 +131,13 @@ class _Event(ctypes.Structure):
 
 
 class Ghost:
-    """The loaded runtime's controls. One per process: made by ``load``."""
+    """The loaded runtime's controls. One per process: made by ``load``.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    ``extensions`` is what libraries that were loaded since wanted and the runtime does not have.
+    """
+
+    def __init__(self, library: ctypes.CDLL, extensions: Extensions) -> None:
+        self.extensions = extensions
         library.ghost_configure.argtypes = (ctypes.POINTER(_Device), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
         library.ghost_counter.restype = ctypes.c_uint64
@@ -201,7 +206,10 @@ class Ghost:
         return bool(self._library.ghost_last_read_known())
 
     def gaps_reached(self) -> tuple[str, ...]:
-        """Return the gaps and assumed answers the run has reached, in order of first use."""
+        """Return the gaps and assumed answers the run has reached, in order of first use.
+
+        Those of extensions (``Extensions.wanted_by``) are among them.
+        """
         needed = self._library.ghost_gaps_reached(None, 0)
         text = ctypes.create_string_buffer(needed)
         self._library.ghost_gaps_reached(text, needed)
@@ -274,4 +282,6 @@ def load(build: Build) -> Ghost:
     # Where Triton finds libcuda.so to link its launchers with; without it, it asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
     atexit.register(wait_for_autograd)  # runs after whatever the script registers
-    return Ghost(runtime)
+    extensions = Extensions(build, runtime)
+    extensions.watch()
+    return Ghost(runtime, extensions)

@@ -232,8 +232,9 @@ void pointers(void)
     CHECK(cudaHostUnregister(part) == HOST_MEMORY_NOT_REGISTERED);
     CHECK(cudaHostUnregister(pinned) == HOST_MEMORY_NOT_REGISTERED);
 
-    CHECK(cudaFreeHost(pinned) == SUCCESS && cudaFreeHost(managed) == SUCCESS &&
-          cudaFreeHost(NULL) == SUCCESS);
+    CHECK(cudaFreeHost(pinned) == SUCCESS && cudaFree(managed) == SUCCESS && type_of(managed) == 0);
+    CHECK(cudaMallocManaged((void **)&managed, 100, 1) == SUCCESS);
+    CHECK(cudaFreeHost(managed) == SUCCESS && cudaFreeHost(NULL) == SUCCESS);
     CHECK(cudaFree(memory) == SUCCESS && type_of(memory) == 0);
     CHECK(ghost_counter("used") == 0);
 }

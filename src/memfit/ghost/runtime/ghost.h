@@ -140,8 +140,8 @@ API void ghost_set_label(uint64_t label);
 
 /* A library call that returns success: it may have written to the device. */
 long ghost_stub_called(void);
-/* A known gap was called: remember its name and return `refusal`. */
-long ghost_gap_called(const char *name, long refusal);
+/* A known gap was called: remember its name, which must stay where it is, and return `refusal`. */
+API long ghost_gap_called(const char *name, long refusal);
 
 /* ---- Shared state (state.c) ------------------------------------------------------------------ */
 
@@ -229,6 +229,7 @@ int mapping_device(uint64_t address);
 bool mapping_range(uint64_t address, uint64_t *start, uint64_t *size);
 /* host.c: 0 unknown to CUDA, otherwise cudaMemoryType. */
 int host_memory_type(const void *pointer);
+bool free_managed(void *pointer); /* false: it is no managed memory, and was left alone */
 /* streams.c */
 bool any_capture(void);
 void note_captured_node(const void *stream);

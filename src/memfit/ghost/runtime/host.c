@@ -110,13 +110,6 @@ API status cudaHostAlloc(void **pointer, size_t size, unsigned flags)
 }
 API status cudaMallocHost(void **pointer, size_t size) { return allocate(pointer, size, HOST); }
 
-/* Managed memory is the host's alone here: it takes nothing from the device's capacity. */
-API status cudaMallocManaged(void **pointer, size_t size, unsigned flags)
-{
-    ghost_assumed("cudaMallocManaged");
-    return allocate(pointer, size, MANAGED);
-}
-
 API status cudaFreeHost(void *pointer)
 {
     if (!pointer)
@@ -152,6 +145,44 @@ int host_memory_type(const void *pointer)
     ghost_unlock();
     return type;
 }
+
+/* ---- Managed memory -------------------------------------------------------------------------- */
+
+/* It is the host's alone here: on a card it moves there when kernels touch it, and away again when
+ * cudaMalloc needs the room, so it takes nothing from the capacity. */
+API status cudaMallocManaged(void **pointer, size_t size, unsigned flags)
+{
+    ghost_assumed("cudaMallocManaged");
+    return allocate(pointer, size, MANAGED);
+}
+
+bool free_managed(void *pointer) { return host_memory_type(pointer) == MANAGED && !cudaFreeHost(pointer); }
+
+/* Where it is to lie, and how it will be used: there is one place. Source: cuda_runtime_api.h; CUDA 13
+ * put a location in the place of the device's number. */
+#if CUDA_VERSION >= 13000
+struct memory_location {
+    int type, id;
+};
+
+API status cudaMemPrefetchAsync(const void *pointer, size_t size, struct memory_location to, unsigned flags,
+                                void *stream)
+{
+    return SUCCESS;
+}
+
+API status cudaMemAdvise(const void *pointer, size_t size, int advice, struct memory_location where)
+{
+    return SUCCESS;
+}
+#else
+API status cudaMemPrefetchAsync(const void *pointer, size_t size, int device, void *stream)
+{
+    return SUCCESS;
+}
+
+API status cudaMemAdvise(const void *pointer, size_t size, int advice, int device) { return SUCCESS; }
+#endif
 
 /* ---- What an address is ---------------------------------------------------------------------- */
 

@@ -204,7 +204,7 @@ API status cudaMalloc(void **pointer, size_t size) { return allocate(pointer, si
 API status cudaFree(void *pointer)
 {
     everything_synchronized(); /* cudaFree waits for the device; PyTorch relies on it */
-    return release(pointer, GHOST_FREE, NULL);
+    return free_managed(pointer) ? SUCCESS : release(pointer, GHOST_FREE, NULL);
 }
 
 API status cudaMallocAsync(void **pointer, size_t size, void *stream)

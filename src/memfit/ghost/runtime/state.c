@@ -221,7 +221,7 @@ void ghost_assumed(const char *name)
     ghost_unlock();
 }
 
-long ghost_gap_called(const char *name, long refusal)
+API long ghost_gap_called(const char *name, long refusal)
 {
     ghost_assumed(name);
     return refusal;
