@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from memfit.errors import GhostError
+from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build import (
     COMPILE_FLAGS,
     RUNTIME,
@@ -90,7 +90,7 @@ class Extensions:
             for wanted in wanting:
                 self._check_cuda(wanted)
             self._refuse_what_is_lacking(wanting)
-        except GhostError as error:
+        except MemfitError as error:
             self.turned_away.append(str(error))
             raise refusal(str(error)) from None
 
