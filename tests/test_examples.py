@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+GOLDEN = Path(__file__).parents[1] / "benchmarks" / "torch_versions.json"  # and how each version gets there
 GIB = 1 << 30
 
 
@@ -98,6 +99,8 @@ def test_peaks_equal_what_the_script_prints_itself(example, tmp_path):
     own = own_peaks(run.printed)
     assert own["allocated"] > 0
     assert {name: run.answer["peak"][name] for name in ("allocated", "reserved")} == own
+    golden = json.loads(GOLDEN.read_text())[run.answer["versions"]["torch"]]
+    assert golden.get(" ".join((example.script, *example.arguments)), own) == own
     if example.steps is not None:
         assert run.answer["steps"] == example.steps
 

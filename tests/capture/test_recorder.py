@@ -235,3 +235,20 @@ def test_labels_do_not_make_gradients_add_out_of_place(trace_of):
     )
     with_labels, without = trace_of(script), trace_of(script, "--no-labels")
     assert dict(with_labels.statistics) == dict(without.statistics)
+
+
+def test_a_pytorch_without_strings_on_its_events_gives_the_same_labels(trace_of):
+    """PyTorch 2.8 has no ``_cuda_setMemoryMetadata``: its events are dated by how many there were."""
+
+    def told(beginning):
+        trace = trace_of(f"{NET}    {beginning}\n    train(Net('reentrant').to('cuda'))\n", "--steps", "2")
+        events = trace.events
+        who = [trace.labels[label] for label in events.label]
+        return [
+            (int(action), int(size), int(category), label.phase, label.module, label.op)
+            for action, size, category, label in zip(
+                events.action, events.size, events.category, who, strict=True
+            )
+        ], [(mark.position, mark.kind) for mark in trace.marks]
+
+    assert told("del torch._C._cuda_setMemoryMetadata") == told("pass")

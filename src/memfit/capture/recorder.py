@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.capture import holders
+from memfit.capture.counted import CountedStamps
 from memfit.capture.history import StackTable, columns
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.modules import ModuleHooks, short_names
@@ -79,6 +80,7 @@ class Recorder:
         self._stacks = StackTable(is_user_file)
         self._with_labels = labels
         self._history = False
+        self._counted: CountedStamps | None = None
         self.book = LabelBook()
         self.steps = Steps(
             self.book,
@@ -126,8 +128,12 @@ class Recorder:
         if self._history:
             memory._record_memory_history("all", context="alloc", stacks="python")
             memory._record_memory_history = self._leave_history_on
-            set_metadata = torch._C._cuda_setMemoryMetadata
-            self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
+            set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
+            if set_metadata is None:  # PyTorch 2.8
+                self._counted = CountedStamps()
+                self.book.stamp_with(self._counted.stamp)
+            else:
+                self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
         elif self._ghost is not None:
             self._ghost.log_allocations(True)
             self.book.stamp_with(self._ghost.set_label)
@@ -206,7 +212,7 @@ class Recorder:
         events, stacks, frames = columns(
             history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
         )
-        serials = events.label
+        serials = self._counted.serials(events.action) if self._counted else events.label
         return Trace(
             events=_labelled(events, serials, self.book, self._held),
             labels=short_names(self.book.labels),

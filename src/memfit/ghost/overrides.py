@@ -1,5 +1,6 @@
 """Override kernels of PyTorch from Python, with the original still at hand."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,7 +47,9 @@ class Overrides:
             def call(keyset: torch.DispatchKeySet, *args: object, **keywords: object) -> object:
                 return function(partial(original, keyset), *args, **keywords)
 
-            self._library.impl(op, call, key, with_keyset=True)  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings():  # PyTorch 2.11 says that a kernel is replaced
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                self._library.impl(op, call, key, with_keyset=True)  # type: ignore[no-untyped-call]
             return function
 
         return register
