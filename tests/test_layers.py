@@ -9,7 +9,7 @@ import pytest
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
-PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "summarize", "write_snapshot"}
+PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "record", "summarize", "write_snapshot"}
 
 TORCH_FREE = (
     "units",
@@ -59,7 +59,9 @@ def test_modules_that_read_traces_do_not_import_torch():
     assert culprits == ""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["dry-run", "--help"], ["--version"], ["gpus"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["dry-run", "--help"], ["record", "--help"], ["--version"], ["gpus"]]
+)
 def test_the_command_line_answers_without_torch(arguments):
     printed = python(
         "import sys\n"

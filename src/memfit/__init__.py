@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.api import diagnose, dry_run, read, summarize, write_snapshot
+    from memfit.api import diagnose, dry_run, read, record, summarize, write_snapshot
     from memfit.errors import MemfitError
 
 __version__ = "0.1.0"
-__all__ = ["MemfitError", "diagnose", "dry_run", "read", "summarize", "write_snapshot"]
+__all__ = ["MemfitError", "diagnose", "dry_run", "read", "record", "summarize", "write_snapshot"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,8 @@
 """The whole pipeline in one file: read this first.
 
 script ── capture.run ──> trace file ── capture.tracefile ──> Trace ── explain.peak ──> DryRun
-             on the ghost                                        no torch from here on
+             dry_run: on the ghost                                        no torch from here on
+             record: on this machine's GPU
 """
 
 import itertools
@@ -10,9 +11,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from memfit.capture.atomic import write_bytes
-from memfit.capture.run import Progress, check_output, check_script, run_on_ghost
-from memfit.capture.settings import ChildSettings
+from memfit.capture.card import find_card
+from memfit.capture.context import keep_context, kept_context, measure_context
+from memfit.capture.run import Progress, check_output, check_script, run_script
+from memfit.capture.settings import ChildSettings, GhostSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, Device, find_device
@@ -22,9 +27,21 @@ from memfit.ghost.build import build
 from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
+from memfit.ghost.torch_install import find_torch
 from memfit.records import DeviceUse, DryRun, Figure, Provenance, Trace
 
-__all__ = ["check_output", "diagnose", "dry_run", "read", "summarize", "write_bytes", "write_snapshot"]
+__all__ = [
+    "check_output",
+    "diagnose",
+    "dry_run",
+    "keep_context",
+    "measure_context",
+    "read",
+    "record",
+    "summarize",
+    "write_bytes",
+    "write_snapshot",
+]
 
 STEPS = 3
 """Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with
@@ -73,16 +90,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
-    if steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {steps}.")
-    command = (str(script), *arguments)
-    check_script(command, module=module)
+    command = _checked(script, arguments, module=module, steps=steps, output=output)
     ValueChoices.parse(values)
-    if output is not None:
-        check_output(output)
     device = find_device(gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
-    context = Figure(device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"])
+    context = kept_context(device, find_torch().version) or Figure(
+        device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"]
+    )
     use = DeviceUse(device.name, total, context, in_use)
     if context.bytes + in_use >= total.bytes:
         raise UsageError(
@@ -90,25 +104,72 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             f"{context.bytes} and others {in_use}."
         )
     devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    built = build()
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        path = output if output is not None else Path(folder) / "run.memfit"
-        settings = ChildSettings(
-            module=module,
-            output=str(path.absolute()),
-            steps=steps,
-            build=built,
-            ghost_device=GhostDevice.of(device, total.bytes),
-            device=use,
-            devices=devices,
-            values=values,
-            host_memory=host_memory,
-            labels=labels,
-            progress=-1,
-            stdout_to_stderr=stdout_to_stderr,
-        )
-        run_on_ghost(command, settings, on_progress)
-        return summarize(read_trace(path))
+    ghost = GhostSettings(
+        build=build(),
+        stands_for=GhostDevice.of(device, total.bytes),
+        device=use,
+        devices=devices,
+        values=values,
+        host_memory=host_memory,
+    )
+    settings = ChildSettings(
+        ghost=ghost,
+        module=module,
+        output="",
+        steps=steps,
+        labels=labels,
+        progress=-1,
+        stdout_to_stderr=stdout_to_stderr,
+    )
+    return _traced(command, settings, output, on_progress)
+
+
+def record(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    steps: int | None = STEPS,
+    labels: bool = True,
+    output: Path | None = None,
+    stdout_to_stderr: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> DryRun:
+    """Run a script on this machine's GPU, unmodified, and say what it used: ``dry_run`` for real.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        module: run a module as ``python -m`` does.
+        steps: training steps after which the script is ended; None lets it come to its own end. The
+            history is kept in host memory until then, so give hours of training a number.
+        labels: record modules and phases; the figures are the same without.
+        output: where the trace is kept; nowhere by default.
+        stdout_to_stderr: keep standard output free of what the script prints.
+        on_progress: called about ten times a second.
+
+    Returns:
+        Verdict, peaks in bytes, and where the peak or the failure was. ``device.machine`` is ``card``, or
+        ``rehearsal`` where memfit's ghost stands in for the card.
+
+    Raises:
+        MemfitError: there is no GPU or no such script, PyTorch keeps no history with the allocator
+            chosen, or the script never used the GPU.
+
+    >>> result = record("train.py", ["--batch-size", "8"])  # doctest: +SKIP
+    """
+    command = _checked(script, arguments, module=module, steps=steps, output=output)
+    find_card(f"record {command[0]}")
+    settings = ChildSettings(
+        ghost=None,
+        module=module,
+        output="",
+        steps=steps,
+        labels=labels,
+        progress=-1,
+        stdout_to_stderr=stdout_to_stderr,
+    )
+    return _traced(command, settings, output, on_progress)
 
 
 def read(path: Path) -> Trace:
@@ -123,6 +184,32 @@ def read(path: Path) -> Trace:
 def diagnose() -> tuple[Check, ...]:
     """Look at everything memfit needs, and say of each whether it is here and what would mend it."""
     return checks()
+
+
+def _checked(
+    script: str | Path, arguments: Sequence[str], *, module: bool, steps: int | None, output: Path | None
+) -> tuple[str, ...]:
+    """Refuse what cannot be run, before anything is built; return the script's ``sys.argv``."""
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps must be at least 1, not {steps}.")
+    command = (str(script), *arguments)
+    check_script(command, module=module)
+    if output is not None:
+        check_output(output)
+    return command
+
+
+def _traced(
+    command: tuple[str, ...],
+    settings: ChildSettings,
+    output: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> DryRun:
+    """Run a script, keep its trace at ``output`` or nowhere, and summarize it."""
+    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+        path = output if output is not None else Path(folder) / "run.memfit"
+        run_script(command, replace(settings, output=str(path.absolute())), on_progress)
+        return summarize(read_trace(path))
 
 
 def _visible_devices(variable: str | None) -> int:

@@ -7,7 +7,8 @@ Exit codes: 0 it could be measured; 1 ``--fail`` and it does not fit; 2 usage; 3
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,16 +76,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: Record modules and phases. Figures are the same without.
     """
     from memfit import api
-    from memfit.report.inert import inert
-    from memfit.report.progress import progress_line
     from memfit.units import parse_bytes
 
     if not command:
         raise UsageError("Which script? memfit dry-run SCRIPT.py [ARGS...], or -m MODULE.")
     if json is not None and json != "-":
         api.check_output(Path(json))
-    begun = time.monotonic()
-    with progress_line() as show:
+    with _progress(steps) as show:
         result = api.dry_run(
             command[0],
             command[1:],
@@ -98,11 +96,67 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             labels=labels,
             output=output,
             stdout_to_stderr=json == "-",
-            on_progress=lambda progress: show(_state(progress, steps, begun)),
+            on_progress=show,
         )
     _write(result, json)
     if output is not None:
-        print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
+        _name_trace(output)
+    return _exit_code(result, fail=fail)
+
+
+@app.command(
+    usage="Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n"
+    "       memfit record [OPTIONS] -m MODULE [ARGS...]",
+)
+def record(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    steps: int = 3,
+    to_end: Annotated[bool, Parameter(negative="")] = False,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=_OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
+    labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
+) -> int:
+    """Run a script on this machine's GPU and say what it used, as dry-run says what it would.
+
+    PyTorch's own history is recorded, and what the process holds outside PyTorch's allocator is read
+    from the driver while the script runs. The script really trains; it is ended after a few training
+    steps. The trace is kept: memfit explain reads it anywhere.
+
+    Args:
+        command: The script and its own arguments.
+        module: Run a module, as python -m does.
+        steps: Training steps after which the script is ended.
+        to_end: Let the script come to its own end instead. Host memory grows with every allocation.
+        output: Keep the trace in this file. By default run.memfit, which is never overwritten.
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with 1 if it does not fit.
+        labels: Record modules and phases. Figures are the same without.
+    """
+    from memfit import api
+
+    if not command:
+        raise UsageError("Which script? memfit record SCRIPT.py [ARGS...], or -m MODULE.")
+    trace = Path("run.memfit") if output is None else output
+    if output is None and trace.exists():
+        raise UsageError(f"{trace} is there already. Name another file, or this one, with -o.")
+    if json is not None and json != "-":
+        api.check_output(Path(json))
+    wanted = None if to_end else steps
+    with _progress(wanted) as show:
+        result = api.record(
+            command[0],
+            command[1:],
+            module=module,
+            steps=wanted,
+            labels=labels,
+            output=trace,
+            stdout_to_stderr=json == "-",
+            on_progress=show,
+        )
+    _write(result, json)
+    _name_trace(trace)
     return _exit_code(result, fail=fail)
 
 
@@ -141,12 +195,20 @@ def gpus() -> int:
 
 
 @app.command
-def doctor(*, gaps: Annotated[bool, Parameter(negative="")] = False) -> int:
+def doctor(
+    *,
+    gaps: Annotated[bool, Parameter(negative="")] = False,
+    context: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
     """Look whether everything memfit needs is here: torch, a compiler, the ghost.
 
     Args:
         gaps: List the CUDA functions that the ghost does not stand in for.
+        context: Measure on this machine's GPU what a process holds outside PyTorch's allocator, and what
+            lowers it. Later dry runs for that GPU use the figure.
     """
+    if context:
+        return _measure_context()
     from memfit.api import diagnose
     from memfit.report.doctor import print_diagnosis
 
@@ -183,11 +245,11 @@ def _script_begins(tokens: list[str]) -> list[str]:
     >>> _script_begins(["dry-run", "--steps", "2", "train.py", "--steps", "9"])
     ['dry-run', '--steps', '2', '--', 'train.py', '--steps', '9']
     """
-    if tokens[:1] != ["dry-run"]:
+    if tokens[:1] not in (["dry-run"], ["record"]):
         return tokens
     takes = {
         name: argument.token_count()[0]
-        for argument in app["dry-run"].assemble_argument_collection()
+        for argument in app[tokens[0]].assemble_argument_collection()
         for name in argument.names
     }
     position = 1
@@ -227,13 +289,41 @@ def _stdout() -> "Console":
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
-def _state(progress: "Progress", steps: int, since: float) -> str:
+def _measure_context() -> int:
+    from memfit import api
+    from memfit.report.context import print_context
+
+    report = api.measure_context()
+    print_context(report, _stdout())
+    if kept := api.keep_context(report):
+        print(f"Kept for dry runs of this GPU with this torch: {kept}", file=sys.stderr)
+    return 0
+
+
+def _name_trace(output: Path) -> None:
+    from memfit.report.inert import inert
+
+    print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
+
+
+@contextmanager
+def _progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
+    """Show how far a script is for as long as the block lasts."""
+    from memfit.report.progress import progress_line
+
+    begun = time.monotonic()
+    with progress_line() as show:
+        yield lambda progress: show(_state(progress, steps, begun))
+
+
+def _state(progress: "Progress", steps: int | None, since: float) -> str:
     from memfit.units import format_gib
 
     seconds = f"{time.monotonic() - since:.0f} s"
     if not progress.peak:
         return f"memfit: starting · {seconds}"
+    step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"
     return (
-        f"memfit: step {min(progress.step + 1, steps)}/{steps} · "
+        f"memfit: step {step} · "
         f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
     )

@@ -29,6 +29,15 @@ class Provenance(StrEnum):
     ASSUMED = "assumed"  # a rule or a table, named where it is used
 
 
+def worst(*provenances: Provenance) -> Provenance:
+    """Return the provenance of a total: that of its least sure term.
+
+    >>> worst(Provenance.EXACT, Provenance.MEASURED).value
+    'measured'
+    """
+    return max(provenances, key=list(Provenance).index)
+
+
 class Phase(StrEnum):
     """What the script was doing when the allocator was called."""
 
@@ -182,6 +191,15 @@ class Figure:
     source: str = ""
 
 
+class Machine(StrEnum):
+    """What a trace was made on."""
+
+    GHOST = "ghost"  # a stand-in CUDA runtime: nothing was computed
+    CARD = "card"  # a real GPU
+    REHEARSAL = "rehearsal"  # a recording with the ghost in the card's place: it measures nothing
+    UNKNOWN = "unknown"  # a snapshot does not say
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
     """The device a trace was made on, and what of it was taken before the allocator came."""
@@ -193,6 +211,60 @@ class DeviceUse:
     """CUDA context and libraries of this process, outside PyTorch's allocator."""
     in_use: int
     """Bytes held by other processes (a desktop, another job)."""
+    machine: Machine = Machine.GHOST
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a process held on a card after using it a little more. Bytes."""
+
+    what: str
+    """What it had just done: "first matmul"."""
+    allocated: int
+    reserved: int
+    """By PyTorch's allocator."""
+    process: int
+    """By the process in all."""
+
+    @property
+    def outside(self) -> int:
+        """Bytes outside PyTorch's allocator: the context, kernels, libraries."""
+        return max(0, self.process - self.reserved)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The same stages with something changed."""
+
+    what: str
+    """The change, as it is written: "CUDA_MODULE_LOADING=EAGER"."""
+    why: str
+    stages: tuple[Stage, ...]
+    failed: str = ""
+    """The last lines of the error; then there are no stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReport:
+    """What a process holds on a card, step by step, and what changes it."""
+
+    card: str
+    """As the driver names it."""
+    driver: str
+    """Its version; empty where NVML does not say."""
+    cuda: str
+    """The newest that the driver serves."""
+    torch: str
+    total: int
+    """Bytes of the card, as cudaMemGetInfo reports them."""
+    machine: Machine
+    """``CARD``, or ``REHEARSAL``: then nothing here was measured."""
+    way: str
+    """How the process's bytes were found."""
+    day: str
+    """When: "2026-05-17"."""
+    stages: tuple[Stage, ...]
+    trials: tuple[Trial, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The process on the ghost: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
+"""The process of the script: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
 
-It loads the ghost, runs the user's script as ``python SCRIPT.py`` would, and writes the trace. Until
-the script itself imports torch nothing here does, so that a script which sets environment variables
-first finds them honoured.
+It loads the ghost, unless the script is to be recorded on a real GPU, runs the user's script as
+``python SCRIPT.py`` would, and writes the trace. Until the script itself imports torch nothing here
+does, so that a script which sets environment variables first finds them honoured.
 """
 
 import atexit
@@ -19,17 +19,14 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from memfit import __version__
+from memfit.capture.ground import Ground, OnCard, OnGhost
 from memfit.capture.script import AfterImport, end_of, print_as_python_does, run_as_main
 from memfit.capture.settings import ChildSettings, read_settings
-from memfit.devices import find_device, refusal
 from memfit.errors import MemfitError, TargetError
-from memfit.ghost.load import Ghost, load
-from memfit.records import Provenance, ScriptEnd
+from memfit.records import ScriptEnd
 
 if TYPE_CHECKING:
     from memfit.capture.recorder import Recorder
-    from memfit.ghost.host import Host
-    from memfit.ghost.values import Values
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 PATIENCE = 5.0  # seconds for the threads of a script that was ended under them
@@ -75,16 +72,14 @@ class Report:
 class Run:
     """One run of a script in this process."""
 
-    def __init__(self, command: tuple[str, ...], settings: ChildSettings, ghost: Ghost) -> None:
+    def __init__(self, command: tuple[str, ...], settings: ChildSettings, ground: Ground) -> None:
         self._command = command
         self._settings = settings
-        self._ghost = ghost
+        self._ground = ground
         self._report = Report(settings.progress)
         self._process = os.getpid()
         self._recorder: Recorder | None = None
-        self._values: Values | None = None
         self._last: BaseException | None = None
-        self._host: Host | None = None
         self._steps_told = 0
 
     def begin(self) -> None:
@@ -92,36 +87,23 @@ class Run:
         import torch
 
         from memfit.capture.recorder import Recorder
-        from memfit.ghost import values
 
         settings = self._settings
-        torch.cuda._lazy_call(self._check_device)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(self._check_ground)  # type: ignore[no-untyped-call]
         recorder = Recorder(
-            self._ghost,
+            self._ground.ghost,
             settings.steps,
             labels=settings.labels,
             on_change=self._changed,
             end_now=lambda: self.finish(ScriptEnd("steps", 0)),
         )
         recorder.install()
-        choices = values.ValueChoices.parse(settings.values)
-        self._values = values.install(self._ghost, choices, recorder.note, fallback_where=recorder.place)
-        if settings.host_memory:
-            from memfit.ghost import host
-
-            self._host = host.install(recorder.note)
+        self._ground.begin(recorder)
         self._recorder = recorder
 
-    def _check_device(self) -> None:
-        """End the run if torch has no kernels for the device.
-
-        Not before CUDA is initialised: asking torch what it was built for marks the process as one that
-        must not fork.
-        """
-        import torch
-
-        built_for = (torch._C._cuda_getArchFlags() or "").split()
-        if refused := refusal(find_device(self._settings.device.name), built_for, torch.__version__):
+    def _check_ground(self) -> None:
+        """End the run if it cannot be measured on what it runs on."""
+        if refused := self._ground.refusal():
             self._refuse(refused, TargetError.exit_code)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
@@ -138,7 +120,7 @@ class Run:
             end = end_of(error)
             if end.reason in ("end", "exception"):
                 print_as_python_does(error)
-            if end.reason == "exception" and (hint := self._hint()):
+            if end.reason == "exception" and (hint := self._ground.hint()):
                 print(f"memfit: {hint}", file=sys.stderr)
             return end
         _join_threads(None)  # Python would wait for them too; one of them may be the training
@@ -163,35 +145,18 @@ class Run:
         _flush()
         os._exit(end.exit_code)
 
-    def _hint(self) -> str:
-        """Say what of the ghost may have made the script fail: a library, a gap, a value it was told."""
-        turned_away = self._ghost.extensions.turned_away
-        if turned_away:
-            return turned_away[-1]
-        if gaps := self._gaps_reached():
-            named = ", ".join(map(self._named, gaps))
-            return f"the ghost does not stand in for {named} (memfit doctor --gaps), and refused it."
-        return self._values.hint() if self._values is not None else ""
-
-    def _gaps_reached(self) -> list[str]:
-        known = {gap.name for gap in self._settings.build.gaps} | self._ghost.extensions.wanted_by.keys()
-        return [name for name in self._ghost.gaps_reached() if name in known]
-
-    def _named(self, gap: str) -> str:
-        wanted_by = self._ghost.extensions.wanted_by.get(gap)
-        return f"{gap} of {wanted_by}" if wanted_by else gap
-
     def _changed(self) -> None:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
         self._report.progress(completed)
-        if self._values is not None and completed > self._steps_told:
+        if completed > self._steps_told:
             self._steps_told = completed
-            self._values.stepped()
+            self._ground.stepped()
 
     def _enough(self) -> bool:
-        return self._recorder is not None and self._recorder.steps.completed >= self._settings.steps
+        wanted = self._settings.steps
+        return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
     def _write_trace(self, end: ScriptEnd) -> bool:
         import_done = sys.modules.get("torch")
@@ -199,22 +164,7 @@ class Run:
             return False
         from memfit.capture.tracefile import write_trace
 
-        if self._settings.devices > 1:
-            seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
-            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
-        gaps = self._gaps_reached()
-        for name in self._ghost.gaps_reached():
-            self._recorder.note(
-                Provenance.ASSUMED,
-                f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
-                f"may be wrong."
-                if name in gaps
-                else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
-                sizes=True,
-            )
-        for reason in self._ghost.extensions.turned_away:
-            self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
-        trace = self._recorder.finish(self._settings.device, end, self._command, _versions())
+        trace = self._recorder.finish(self._ground.device(), end, self._command, _versions())
         write_trace(trace, Path(self._settings.output))
         return True
 
@@ -227,16 +177,11 @@ def main() -> None:
     if settings.stdout_to_stderr:
         os.dup2(2, 1)
     try:
-        ghost = load(settings.build)
-        ghost.configure(
-            settings.ghost_device,
-            count=settings.devices,
-            in_use=settings.device.context.bytes + settings.device.in_use,
-        )
+        ground = OnCard() if settings.ghost is None else OnGhost(settings.ghost)
     except MemfitError as error:
         Report(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         os._exit(error.exit_code)
-    run = Run(tuple(command), settings, ghost)
+    run = Run(tuple(command), settings, ground)
     sys.meta_path.insert(0, AfterImport("torch", run.begin))
     run.finish(run.script())
 

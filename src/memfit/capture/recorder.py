@@ -57,7 +57,7 @@ class Recorder:
 
     Args:
         ghost: the ghost that is loaded, or None on a real GPU.
-        steps: training steps after which the script is ended.
+        steps: training steps after which the script is ended; None for its own end.
         labels: False records the history and the steps alone; figures are the same, what holds them and
             where they were made is unknown.
         on_change: called at changes of phase, for the progress line.
@@ -67,7 +67,7 @@ class Recorder:
     def __init__(
         self,
         ghost: Ghost | None,
-        steps: int,
+        steps: int | None,
         *,
         labels: bool,
         on_change: Callable[[], None],

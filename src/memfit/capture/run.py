@@ -1,8 +1,8 @@
-"""The user's side of a run: build the ghost, start the process on it, and read the trace it leaves.
+"""The user's side of a run: start the process of the script, and read the trace it leaves.
 
-this process                       the process on the ghost (child.py)
-------------                       -----------------------------------
-build, settings ──── argv ───────> load ghost, run script
+this process                       the script's process (child.py)
+------------                       -------------------------------
+settings        ──── argv ───────> load ghost (or none), run script
 progress line   <─── pipe ──────── step, allocated, peak, end
 read_trace      <─── file ──────── write_trace
 """
@@ -52,10 +52,10 @@ class _Line(msgspec.Struct):
     traced: bool = False
 
 
-def run_on_ghost(
+def run_script(
     command: tuple[str, ...], settings: ChildSettings, on_progress: Callable[[Progress], None]
 ) -> ScriptEnd:
-    """Run a script in a process of its own on the ghost.
+    """Run a script in a process of its own, on the ghost or on this machine's GPU.
 
     Args:
         command: the script (or module) and its arguments: its ``sys.argv``.
@@ -147,7 +147,7 @@ def _talk(
     if last.end is None and status in (-signal.SIGINT, INTERRUPTED):
         raise KeyboardInterrupt
     if last.end is None:
-        raise TargetError(_died(status))
+        raise TargetError(_died(status, on_ghost=settings.ghost is not None))
     return last
 
 
@@ -214,9 +214,10 @@ def _never_used(name: str, end: ScriptEnd) -> str:
     )
 
 
-def _died(status: int) -> str:
+def _died(status: int, *, on_ghost: bool) -> str:
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    gap = "; a crash inside a CUDA library call is a gap of the ghost: memfit doctor lists the known ones"
     return (
-        f"The process on the ghost {how} without a result. If a Python traceback stands above, it names the "
-        "line; a crash inside a CUDA library call is a gap of the ghost: memfit doctor lists the known ones."
+        f"The script's process {how} without a result. If a Python traceback stands above, it names the "
+        f"line{gap if on_ghost else ''}."
     )

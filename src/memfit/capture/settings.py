@@ -1,4 +1,4 @@
-"""What the parent tells the process on the ghost."""
+"""What the parent tells the process that runs the script."""
 
 import json
 
@@ -9,16 +9,11 @@ from memfit.ghost.load import GhostDevice
 from memfit.records import DeviceUse
 
 
-class ChildSettings(msgspec.Struct, frozen=True):
-    """One run of a script on the ghost. Travels as JSON on the command line, before the script's own."""
+class GhostSettings(msgspec.Struct, frozen=True):
+    """What a run on the ghost needs beyond what every run does."""
 
-    module: bool
-    """Whether a module is to be run, as after ``python -m``."""
-    output: str
-    """Where the trace is written."""
-    steps: int
     build: Build
-    ghost_device: GhostDevice
+    stands_for: GhostDevice
     device: DeviceUse
     devices: int
     """How many of it the script sees; the first is recorded."""
@@ -26,6 +21,19 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """``ValueChoices`` as on the command line."""
     host_memory: bool
     """Pass over the filling of large CPU tensors."""
+
+
+class ChildSettings(msgspec.Struct, frozen=True):
+    """One run of a script. Travels as JSON on the command line, before the script's own."""
+
+    ghost: GhostSettings | None
+    """What the ghost is; without it the script runs on this machine's own GPU."""
+    module: bool
+    """Whether a module is to be run, as after ``python -m``."""
+    output: str
+    """Where the trace is written."""
+    steps: int | None
+    """Training steps after which the script is ended; None lets it come to its own end."""
     labels: bool
     progress: int
     """File descriptor for progress lines, or -1."""

@@ -19,6 +19,7 @@ from memfit.records import (
     Block,
     DeviceUse,
     Figure,
+    Machine,
     Provenance,
     ScriptEnd,
     Segment,
@@ -95,7 +96,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         frames=frames,
         marks=(),
         segments=at_end,
-        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0),
+        device=DeviceUse(f"device {device} of a snapshot", _UNKNOWN, _UNKNOWN, 0, Machine.UNKNOWN),
         end=ScriptEnd("end", 0),
         settings=settings(snapshot),
         statistics={

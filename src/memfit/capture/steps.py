@@ -44,7 +44,7 @@ class Steps:
 
     Args:
         book: where labels and marks go.
-        wanted: training steps after which the script is ended.
+        wanted: training steps after which the script is ended; None for its own end.
         before_optimizer: called when an optimizer is about to step (its gradients are there).
         after_optimizer: called when it has stepped (its state is there).
         before_backward: called with the roots of an outermost backward pass.
@@ -55,7 +55,7 @@ class Steps:
     def __init__(
         self,
         book: LabelBook,
-        wanted: int,
+        wanted: int | None,
         *,
         before_optimizer: Callable[[Optimizer], None],
         after_optimizer: Callable[[Optimizer], None],
@@ -151,7 +151,7 @@ class Steps:
         self._book.mark(MarkKind.OPTIMIZER_STEP, index)
         alive = {id(built) for built in self._built}
         in_use = [steps for key, steps in self._stepped.items() if key in alive]
-        waiting = len(alive) > len(in_use) and max(in_use) < self._wanted + PATIENCE
+        waiting = len(alive) > len(in_use) and max(in_use) < (self._wanted or 0) + PATIENCE
         if not waiting:
             self._complete(min(in_use))
 
@@ -180,7 +180,7 @@ class Steps:
             self._book.mark(MarkKind.TRAINING_STEP, self.completed)
             self.completed += 1
         self._on_change()
-        if self.completed >= self._wanted:
+        if self._wanted is not None and self.completed >= self._wanted:
             self._ends += 1
             if self._ends > FORBEARANCE:
                 self._end_now()

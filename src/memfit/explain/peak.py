@@ -26,6 +26,7 @@ from memfit.records import (
     Term,
     Timeline,
     Trace,
+    worst,
 )
 
 CATEGORIES = {
@@ -49,10 +50,10 @@ def summarize(trace: Trace) -> DryRun:
     allocated = int(line.allocated.max(initial=0))
     reserved = _reserved(trace, line)
     context = trace.device.context
-    process = Figure(reserved + context.bytes, Provenance.ASSUMED, "reserved + CUDA context")
     failed = _out_of_memory(trace)
     # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
     sure = Provenance.ASSUMED if any(note.sizes for note in trace.notes) else Provenance.EXACT
+    process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
         verdict=_verdict(trace, failed),
         device=trace.device,

@@ -143,6 +143,7 @@ class Ghost:
         library.ghost_counter.restype = ctypes.c_uint64
         library.ghost_set_capacity.argtypes = (ctypes.c_uint64,)
         library.ghost_take.argtypes = (ctypes.c_int64,)
+        library.ghost_own.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         library.ghost_gaps_reached.restype = ctypes.c_size_t
@@ -151,13 +152,14 @@ class Ghost:
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
         self._library = library
 
-    def configure(self, device: GhostDevice, *, count: int = 1, in_use: int = 0) -> None:
+    def configure(self, device: GhostDevice, *, count: int = 1, in_use: int = 0, own: int = 0) -> None:
         """Choose the device, before CUDA is initialised; in a forked child too.
 
         Args:
             device: what to stand in for.
             count: how many of them.
             in_use: bytes of each that are gone from the start: the CUDA context, other processes.
+            own: of those, the bytes of this process's context.
 
         Raises:
             GhostError: it refused, and why.
@@ -169,6 +171,7 @@ class Ghost:
             raise GhostError(
                 f"Cannot configure the ghost as {device.name}: {_REFUSALS.get(refusal, refusal)}."
             )
+        self._library.ghost_own(own)
 
     def counter(self, name: str) -> int:
         """Return a count since loading, or bytes of the current device.

@@ -20,7 +20,10 @@ class Device(msgspec.Struct, frozen=True):
     total: int
     """Bytes, as cudaMemGetInfo reports them."""
     in_use: int
-    """Bytes taken by other processes before the run (--in-use)."""
+    """Bytes taken by other processes: before the run (--in-use), or at the end of a recording."""
+    machine: str
+    """``ghost`` (memfit dry-run), ``card`` (memfit record), ``rehearsal`` (memfit record with the ghost in
+    the card's place: nothing is measured) or ``unknown`` (a snapshot)."""
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -89,7 +92,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What ``memfit dry-run --json`` writes."""
+    """What ``memfit dry-run --json`` and ``memfit record --json`` write."""
 
     schema: int
     verdict: str
@@ -127,7 +130,9 @@ def to_public(result: DryRun) -> Result:
     return Result(
         schema=SCHEMA,
         verdict=result.verdict,
-        device=Device(result.device.name, result.device.total.bytes, result.device.in_use),
+        device=Device(
+            result.device.name, result.device.total.bytes, result.device.in_use, result.device.machine
+        ),
         steps=result.steps,
         peak=Peak(
             result.peak_allocated,

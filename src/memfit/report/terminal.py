@@ -11,11 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Place
+from memfit.records import DryRun, Machine, Place
 from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
-GHOST = "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, no GPU is used."
+MACHINES = {
+    Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
+    "no GPU is used.",
+    Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
+    Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
+}
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
@@ -33,8 +38,8 @@ def print_summary(result: DryRun, console: Console) -> None:
     console.print(_growth(result))
     for line in _notes(result):
         console.print(line)
-    if not _is_snapshot(result):
-        console.print(GHOST, style="dim")
+    if result.device.machine in MACHINES:
+        console.print(MACHINES[result.device.machine], style="dim")
 
 
 def short_path(line: str) -> str:
@@ -89,7 +94,8 @@ def _failure(result: DryRun) -> Text:
     if result.verdict != "out of memory":
         advice = "The script caught this and carried on."
     elif failure.shortfall:
-        advice = "What it needs in all: run again with --memory 1TiB."
+        again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
+        advice = f"What it needs in all: {again} --memory 1TiB."
     else:
         advice = (
             "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
@@ -108,7 +114,7 @@ def _subject(result: DryRun) -> Text:
         inert(" ".join(result.command[:1])),
         inert(result.device.name),
         f"torch {inert(result.versions.get('torch', '?'))}",
-        f"ghost, {result.steps} training step{'s' * (result.steps != 1)}",
+        f"{result.device.machine}, {result.steps} training step{'s' * (result.steps != 1)}",
     ]
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")

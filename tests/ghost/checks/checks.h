@@ -50,7 +50,14 @@ status cuMemAddressReserve(uint64_t *, size_t, size_t, uint64_t, unsigned long l
 status cuMemCreate(void **, size_t, const void *, unsigned long long), cuMemRelease(void *);
 status cuMemMap(uint64_t, size_t, size_t, void *, unsigned long long), cuMemUnmap(uint64_t, size_t);
 status cuMemGetAddressRange_v2(uint64_t *, size_t *, uint64_t);
-status cudaDeviceGetAttribute(int *, int, int);
+status cudaDeviceGetAttribute(int *, int, int), cuDeviceGetPCIBusId(char *, int, int);
+struct process {
+    unsigned pid;
+    unsigned long long used_bytes;
+    unsigned gpu_instance, compute_instance;
+};
+status nvmlDeviceGetHandleByPciBusId_v2(const char *, void **);
+status nvmlDeviceGetComputeRunningProcesses_v3(void *, unsigned *, struct process *);
 status cudnnCreateTensorDescriptor(void **), cudnnDestroyTensorDescriptor(void *);
 status cudnnSetTensorNdDescriptor(void *, int, int, const int *, const int *);
 status cudnnGetTensorNdDescriptor(const void *, int, int *, int *, int *, int *);
@@ -112,7 +119,7 @@ static inline int read_back(void *from, size_t size)
         each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                   \
             each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers)                  \
                 each(held_events) each(capturing) each(collectives) each(descriptors) each(gaps)             \
-                    each(allocation_log) each(threads) each(forks)
+                    each(processes) each(allocation_log) each(threads) each(forks)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

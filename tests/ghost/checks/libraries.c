@@ -39,6 +39,29 @@ void descriptors(void)
     cudnnDestroyTensorDescriptor(tensor);
 }
 
+/* What NVML says of this process is its context and what it allocated, once it has. */
+void processes(void)
+{
+    enum { INSUFFICIENT = 7 };
+    char bus_id[16];
+    void *card;
+    struct process found[2] = {{0}};
+    unsigned count = 2, none = 0;
+    struct ghost_device device = {.name = "small", .total_bytes = GIB};
+    CHECK(ghost_configure(&device, 1, 300 * MIB) == 0);
+    ghost_own(100 * MIB);
+    CHECK(cuDeviceGetPCIBusId(bus_id, 4, 0) != SUCCESS && cuDeviceGetPCIBusId(bus_id, 16, 1) != SUCCESS);
+    CHECK(cuDeviceGetPCIBusId(bus_id, 16, 0) == SUCCESS);
+    CHECK(nvmlDeviceGetHandleByPciBusId_v2(bus_id, &card) == SUCCESS);
+    CHECK(nvmlDeviceGetComputeRunningProcesses_v3(card, &count, found) == SUCCESS && count == 0);
+    void *kept = allocated(4 * MIB);
+    CHECK(nvmlDeviceGetComputeRunningProcesses_v3(card, &none, NULL) == INSUFFICIENT && none == 1);
+    count = 2;
+    CHECK(nvmlDeviceGetComputeRunningProcesses_v3(card, &count, found) == SUCCESS && count == 1);
+    CHECK(found[0].pid == (unsigned)getpid() && found[0].used_bytes == 104 * MIB && found[1].pid == 0);
+    cudaFree(kept);
+}
+
 void gaps(void)
 {
     char text[64], small[8] = "xxxxxxx";

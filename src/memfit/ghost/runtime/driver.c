@@ -50,6 +50,15 @@ API status cuDeviceGetName(char *name, int capacity, int device)
     return SUCCESS;
 }
 
+/* The number of the device on the bus, as cudaDeviceGetPCIBusId says it. */
+API status cuDeviceGetPCIBusId(char *text, int capacity, int device)
+{
+    if (device < 0 || device >= ghost_device_count || capacity < 13)
+        return INVALID_VALUE;
+    snprintf(text, (size_t)capacity, "0000:%02x:00.0", (device + 1) & 0xff);
+    return SUCCESS;
+}
+
 API status cuDeviceTotalMem_v2(size_t *bytes, int device)
 {
     *bytes = ghost_spec.total_bytes;

@@ -117,6 +117,9 @@ API int ghost_configure(const struct ghost_device *device, int count, uint64_t i
  * launches, copies, library_calls, cudnn_calls. 0 for any other name. */
 API uint64_t ghost_counter(const char *name);
 API void ghost_set_capacity(uint64_t total);
+/* Of what was in use from the start, so much of each device is this process's own context: NVML
+ * counts it as held by the process. */
+API void ghost_own(uint64_t bytes);
 /* Another process on the card takes (or, negative, gives back) bytes of the current device. */
 API void ghost_take(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronises or they are released. */
@@ -149,6 +152,7 @@ struct device_memory {
     uint64_t allocated; /* by this process */
     uint64_t others;    /* the CUDA context, other processes */
     uint64_t used_peak; /* of the two together */
+    uint64_t own;       /* of `others`, what is this process's: its CUDA context */
 };
 
 struct counters {

@@ -7,8 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6 };
+enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
 
 static void *handle_of(unsigned index) { return (void *)(uint64_t)(index + 1); }
 static int index_of(const void *handle) { return (int)(uint64_t)handle - 1; }
@@ -126,15 +127,51 @@ API status nvmlDeviceGetUtilizationRates(void *handle, unsigned *gpu_and_memory)
     return SUCCESS;
 }
 
-API status nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, void *processes)
+/* nvmlProcessInfo_v1_t, and what later versions of it begin with. */
+struct process_info {
+    unsigned pid;
+    unsigned long long used_bytes;
+};
+
+/* nvmlProcessInfo_v2_t, which _v3 of the function fills. */
+struct process_info_v2 {
+    struct process_info process;
+    unsigned gpu_instance, compute_instance;
+};
+
+#define NO_INSTANCE 0xffffffffu /* of a card that is not cut into slices */
+
+/* The one process of the card is this one, and it is there once it holds memory of its own. */
+static status running(void *handle, unsigned *count, struct process_info *found)
 {
-    *count = 0;
-    return SUCCESS;
+    int device = index_of(handle);
+    if (device < 0 || device >= MAX_DEVICES || !count)
+        return NVML_INVALID_ARGUMENT;
+    ghost_lock();
+    uint64_t allocated = ghost_devices[device].allocated, own = ghost_devices[device].own;
+    ghost_unlock();
+    unsigned room = *count;
+    *count = allocated ? 1 : 0;
+    *found = (struct process_info){(unsigned)getpid(), own + allocated};
+    return room < *count ? NVML_INSUFFICIENT_SIZE : SUCCESS;
 }
 
-API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, void *processes)
+API status nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process_info *out)
 {
-    return nvmlDeviceGetComputeRunningProcesses(handle, count, processes);
+    struct process_info found;
+    status answer = running(handle, count, &found);
+    if (answer == SUCCESS && *count && out)
+        *out = found;
+    return answer;
+}
+
+API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct process_info_v2 *out)
+{
+    struct process_info found;
+    status answer = running(handle, count, &found);
+    if (answer == SUCCESS && *count && out)
+        *out = (struct process_info_v2){found, NO_INSTANCE, NO_INSTANCE};
+    return answer;
 }
 
 /* ---- Links: there are none ------------------------------------------------------------------- */

@@ -164,6 +164,14 @@ API void ghost_set_capacity(uint64_t total)
     ghost_unlock();
 }
 
+API void ghost_own(uint64_t bytes)
+{
+    ghost_lock();
+    for (int i = 0; i < MAX_DEVICES; i++)
+        ghost_devices[i].own = bytes;
+    ghost_unlock();
+}
+
 API void ghost_take(int64_t bytes)
 {
     ghost_lock();

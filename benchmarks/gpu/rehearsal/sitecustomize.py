@@ -1,0 +1,15 @@
+"""Put memfit's ghost in the place of a GPU, for every Python below: ``PYTHONPATH`` names this folder.
+
+So ``memfit record``, ``memfit doctor --context`` and ``validate.py`` can be tried where there is no GPU.
+They notice, and say "rehearsal" wherever they would say "measured". ``MEMFIT_REHEARSAL`` names the GPU.
+"""
+
+import os
+
+if gpu := os.environ.get("MEMFIT_REHEARSAL"):
+    from memfit.devices import find_device
+    from memfit.ghost.build import build
+    from memfit.ghost.load import GhostDevice, load
+
+    device = find_device(gpu)
+    load(build()).configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)

@@ -1,0 +1,194 @@
+"""What a script can be run on: the ghost, or this machine's own GPU. ``child.py`` asks for no more than this.
+
+        begin        refusal        stepped       hint          device
+ghost   overrides    no kernels     drops values  gaps, values  as configured
+card    -            no history     looks at it   -             as measured
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from memfit.capture.card import is_rehearsal
+from memfit.capture.outside import Outside
+from memfit.capture.settings import GhostSettings
+from memfit.devices import find_device, refusal
+from memfit.ghost.load import Ghost, load
+from memfit.records import DeviceUse, Figure, Machine, Provenance
+
+if TYPE_CHECKING:
+    from memfit.capture.recorder import Recorder
+    from memfit.ghost.host import Host
+    from memfit.ghost.values import Values
+
+BETWEEN_LOOKS = 0.5  # seconds between two looks at a card: NVML takes milliseconds
+
+
+class Ground(Protocol):
+    """What a script runs on."""
+
+    @property
+    def ghost(self) -> Ghost | None:
+        """Return the ghost, where it is what the script runs on."""
+
+    def begin(self, recorder: "Recorder") -> None:
+        """Prepare torch, which has just been imported."""
+
+    def refusal(self) -> str:
+        """Say why the script cannot go on, now that it initialises CUDA; empty if it can."""
+
+    def stepped(self) -> None:
+        """Take note that a training step has been completed."""
+
+    def hint(self) -> str:
+        """Say what of the ground may have made the script fail; empty if nothing."""
+
+    def device(self) -> DeviceUse:
+        """Say what the script ran on, and note what the reader must know. The script has ended."""
+
+
+class OnGhost:
+    """The ghost, loaded into this process.
+
+    Raises:
+        GhostError: it cannot be loaded, or refuses the configuration.
+    """
+
+    def __init__(self, settings: GhostSettings) -> None:
+        self._settings = settings
+        self._recorder: Recorder | None = None
+        self._values: Values | None = None
+        self._host: Host | None = None
+        context = settings.device.context.bytes
+        self.ghost = load(settings.build)
+        self.ghost.configure(
+            settings.stands_for, count=settings.devices, in_use=context + settings.device.in_use, own=context
+        )
+
+    def begin(self, recorder: "Recorder") -> None:
+        """Answer what the script reads, and pass over what would only fill host memory."""
+        from memfit.ghost import values
+
+        self._recorder = recorder
+        choices = values.ValueChoices.parse(self._settings.values)
+        self._values = values.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
+        if self._settings.host_memory:
+            from memfit.ghost import host
+
+            self._host = host.install(recorder.note)
+
+    def refusal(self) -> str:
+        """Refuse a device that torch has no kernels for.
+
+        Not before CUDA is initialised: asking torch what it was built for marks the process as one that
+        must not fork.
+        """
+        import torch
+
+        built_for = (torch._C._cuda_getArchFlags() or "").split()
+        return refusal(find_device(self._settings.device.name), built_for, torch.__version__) or ""
+
+    def stepped(self) -> None:
+        """Let values know: what they remember of a step is of no use in the next."""
+        if self._values is not None:
+            self._values.stepped()
+
+    def hint(self) -> str:
+        """Name a library that was turned away, a gap that was reached, or a value that was told."""
+        turned_away = self.ghost.extensions.turned_away
+        if turned_away:
+            return turned_away[-1]
+        if gaps := self._gaps_reached():
+            named = ", ".join(map(self._named, gaps))
+            return f"the ghost does not stand in for {named} (memfit doctor --gaps), and refused it."
+        return self._values.hint() if self._values is not None else ""
+
+    def device(self) -> DeviceUse:
+        """Return the device as configured; note the gaps that were reached."""
+        if self._recorder is None:
+            return self._settings.device
+        if self._settings.devices > 1:
+            seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
+            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
+        gaps = self._gaps_reached()
+        for name in self.ghost.gaps_reached():
+            self._recorder.note(
+                Provenance.ASSUMED,
+                f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
+                f"may be wrong."
+                if name in gaps
+                else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
+                sizes=True,
+            )
+        for reason in self.ghost.extensions.turned_away:
+            self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
+        return self._settings.device
+
+    def _gaps_reached(self) -> list[str]:
+        known = {gap.name for gap in self._settings.build.gaps} | self.ghost.extensions.wanted_by.keys()
+        return [name for name in self.ghost.gaps_reached() if name in known]
+
+    def _named(self, gap: str) -> str:
+        wanted_by = self.ghost.extensions.wanted_by.get(gap)
+        return f"{gap} of {wanted_by}" if wanted_by else gap
+
+
+class OnCard:
+    """This machine's own GPU: the first that the script sees. Make it before CUDA is initialised."""
+
+    def __init__(self) -> None:
+        self.ghost = None
+        self._recorder: Recorder | None = None
+        self._outside = Outside()
+        self._looked = 0.0
+
+    def begin(self, recorder: "Recorder") -> None:
+        """Change nothing."""
+        self._recorder = recorder
+
+    def refusal(self) -> str:
+        """Refuse allocators that keep no history: outside the ghost nothing else could tell."""
+        import torch
+
+        backend = torch.cuda.get_allocator_backend()
+        if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+            backend = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+        if backend == "native":
+            return ""
+        return (
+            f"Cannot record with {backend}: PyTorch keeps no history of its allocations. Unset it to record; "
+            "memfit dry-run shows them on the ghost."
+        )
+
+    def stepped(self) -> None:
+        """Look at the card, unless that was done just now."""
+        now = time.monotonic()
+        if now - self._looked >= BETWEEN_LOOKS:
+            self._looked = now
+            self._outside.look()
+
+    def hint(self) -> str:
+        """Return nothing: on a card a script fails for its own reasons."""
+        return ""
+
+    def device(self) -> DeviceUse:
+        """Return the card by name, with what its driver and NVML say of it now."""
+        import torch
+
+        last = self._outside.look()
+        rehearsal = is_rehearsal()
+        if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
+            self._recorder.note(
+                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are the first one's."
+            )
+        return DeviceUse(
+            name=torch.cuda.get_device_name(0),
+            total=Figure(
+                torch.cuda.mem_get_info(0)[1],
+                Provenance.ASSUMED if rehearsal else Provenance.MEASURED,
+                "rehearsal: the ghost's" if rehearsal else "cudaMemGetInfo",
+            ),
+            context=self._outside.figure(),
+            in_use=last.others,
+            machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
+        )

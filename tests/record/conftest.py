@@ -1,0 +1,59 @@
+"""memfit's own commands as they run on a card, with the ghost in the card's place."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REHEARSAL = Path(__file__).parents[2] / "benchmarks/gpu/rehearsal"
+GPU = "A100-80GB"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one command did."""
+
+    code: int
+    out: str
+    err: str
+    answer: dict | None
+
+
+@pytest.fixture
+def memfit(tmp_path):
+    """Return a function that runs a command of memfit in an empty folder, on a card that is the ghost."""
+
+    def run(*arguments, card=GPU, **environment):
+        path = os.pathsep.join(filter(None, (str(REHEARSAL), os.environ.get("PYTHONPATH"))))
+        there = {"PYTHONPATH": path, "MEMFIT_REHEARSAL": card} if card else {}
+        done = subprocess.run(
+            [sys.executable, "-m", "memfit", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            timeout=120,
+            env={**os.environ, **there, **environment},
+        )
+        answer = tmp_path / "answer.json"
+        found = json.loads(answer.read_text()) if answer.exists() else None
+        answer.unlink(missing_ok=True)
+        return Rehearsed(done.returncode, done.stdout, done.stderr, found)
+
+    return run
+
+
+@pytest.fixture
+def record(memfit, tmp_path):
+    """Return a function that writes a script and records it; options of memfit come first."""
+
+    def run(script, *options, **environment):
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        return memfit("record", "--json", "answer.json", *options, "script.py", **environment)
+
+    return run
