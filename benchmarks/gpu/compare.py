@@ -1,0 +1,103 @@
+"""Compare what a card's allocator did with what the ghost's did, event by event.
+
+What only the card asked for is what the ghost does not know: above all cuDNN's workspaces, which appear
+here with the operation that asked for them and their bytes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from memfit.records import Action, Trace
+
+_COMPARED = {Action.ALLOC, Action.FREE_REQUESTED, Action.SEGMENT_ALLOC, Action.SEGMENT_FREE}
+MOST = 40  # rows kept of each kind
+
+
+@dataclass(frozen=True)
+class Request:
+    """Allocations of one size by one operation."""
+
+    phase: str
+    module: str
+    op: str
+    bytes: int
+    """As requested, each."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two runs of one job differ."""
+
+    card_events: int
+    ghost_events: int
+    identical: bool
+    """Whether both made the same events of the same sizes in the same order."""
+    first: str
+    """Where they part, in words; empty where they do not."""
+    only_card: tuple[Request, ...]
+    """The largest first, at most ``MOST``."""
+    only_ghost: tuple[Request, ...]
+
+
+def difference(card: Trace, ghost: Trace) -> Difference:
+    """Compare two traces: the sequence of events, and the allocations by operation."""
+    sequences = _sequence(card), _sequence(ghost)
+    at = _parting(*sequences)
+    asked, foretold = _requests(card), _requests(ghost)
+    return Difference(
+        card_events=len(sequences[0]),
+        ghost_events=len(sequences[1]),
+        identical=at is None,
+        first="" if at is None else f"event {at}: card {_told(card, at)}, ghost {_told(ghost, at)}",
+        only_card=_largest(asked - foretold),
+        only_ghost=_largest(foretold - asked),
+    )
+
+
+def _positions(trace: Trace) -> list[int]:
+    return [at for at, action in enumerate(trace.events.action.tolist()) if action in _COMPARED]
+
+
+def _sequence(trace: Trace) -> list[tuple[int, int]]:
+    actions, sizes = trace.events.action.tolist(), trace.events.size.tolist()
+    return [(actions[at], sizes[at]) for at in _positions(trace)]
+
+
+def _parting(card: list[tuple[int, int]], ghost: list[tuple[int, int]]) -> int | None:
+    for at, (one, other) in enumerate(zip(card, ghost, strict=False)):
+        if one != other:
+            return at
+    return None if len(card) == len(ghost) else min(len(card), len(ghost))
+
+
+def _told(trace: Trace, at: int) -> str:
+    positions = _positions(trace)
+    if at >= len(positions):
+        return "has ended"
+    event = positions[at]
+    phase, module, op = _where(trace, event)
+    action = Action(int(trace.events.action[event])).name.lower()
+    return f"{action} {int(trace.events.size[event]):,} B ({' '.join(filter(None, (phase, module, op)))})"
+
+
+def _where(trace: Trace, event: int) -> tuple[str, str, str]:
+    index = int(trace.events.label[event])
+    if index < 0:
+        return "", "", ""
+    label = trace.labels[index]
+    return str(label.phase), label.module, label.op
+
+
+def _requests(trace: Trace) -> Counter[tuple[str, str, str, int]]:
+    events = trace.events
+    return Counter(
+        (*_where(trace, at), int(events.size[at]))
+        for at, action in enumerate(events.action.tolist())
+        if action == Action.ALLOC
+    )
+
+
+def _largest(counted: Counter[tuple[str, str, str, int]]) -> tuple[Request, ...]:
+    ranked = sorted(counted.items(), key=lambda item: (-item[0][3], item[0]))
+    return tuple(Request(*key, count) for key, count in ranked[:MOST])

@@ -1,0 +1,107 @@
+"""The result of validate.py as Markdown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+MIB = 1 << 20
+SHOWN = 6
+"""Requests shown of each job that only one side made; the JSON has more."""
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Write the table of one card."""
+    rehearsal = result["machine"] == "rehearsal"
+    lines = [
+        f"# {'REHEARSAL, nothing was measured: ' * rehearsal}{_versions(result)}",
+        "",
+        f"memfit {result['memfit']}, {result['day']}; the ghost as {result['profile']}.",
+        f"{result['steps']} training steps. MiB; a difference is the ghost's figure less the card's.",
+        "",
+        *_context(result["context"]),
+        "",
+        *_calibration(result["calibration"]),
+        "",
+        *_jobs(result.get("jobs", {})),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _versions(result: Mapping[str, Any]) -> str:
+    return f"{result['card']}, driver {result['driver'] or 'unknown'}, torch {result['torch']}"
+
+
+def _context(context: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"| {stage['what']} | {_mib(stage['allocated'])} | {_mib(stage['reserved'])} "
+        f"| {_mib(stage['process'])} | {_mib(outside)} |"
+        for stage, (_, outside) in zip(context["stages"], context["outside"], strict=True)
+    ]
+    return [
+        f"Outside PyTorch's allocator ({context['way']}):",
+        "",
+        "| after the | allocated | reserved | process | outside |",
+        "|---|---:|---:|---:|---:|",
+        *rows,
+    ]
+
+
+def _calibration(asked: Mapping[str, Any]) -> list[str]:
+    if "failed" in asked:
+        return [f"What the card says of itself could not be asked: {asked['failed']}"]
+    sizes = ", ".join(
+        f"{row['requested']:,} → {row['each']:,.0f} (the first {row['first']:,})"
+        for row in asked["cudaMalloc"]
+    )
+    return [
+        f"Total: {asked['total_by_cudaMemGetInfo']:,} B by cudaMemGetInfo,",
+        f"{asked['total_by_properties']:,} B by its properties. cuDNN {asked['cudnn']}.",
+        f"Bytes that cudaMalloc takes, each of 64: {sizes}.",
+    ]
+
+
+def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = [
+        "| job | allocated | diff. | reserved | diff. | process | diff. | events |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    details: list[str] = []
+    for name, job in jobs.items():
+        if job["status"] != "done":
+            lines.append(f"| {name} | {job['status']}: {job['why'].splitlines()[0]} | | | | | | |")
+            continue
+        card, ghost, differs = job["card"], job["ghost"], job["difference"]
+        cells = [
+            f"{_mib(card[figure])} | {_difference(ghost[figure], card[figure])}"
+            for figure in ("allocated", "reserved", "process")
+        ]
+        events = "identical" if differs["identical"] else f"{differs['card_events']:,} differ"
+        lines.append(f"| {name} | {' | '.join(cells)} | {events} |")
+        details += _details(name, differs)
+    return [*lines, *(["", *details] if details else [])]
+
+
+def _details(name: str, differs: Mapping[str, Any]) -> list[str]:
+    if differs["identical"]:
+        return []
+    lines = [f"- **{name}**: {differs['first']}"]
+    for side, requests in (("card", differs["only_card"]), ("ghost", differs["only_ghost"])):
+        shown = "; ".join(
+            f"{request['count']} x {request['bytes']:,} B "
+            f"{' '.join(filter(None, (request['phase'], request['module'], request['op'])))}"
+            for request in requests[:SHOWN]
+        )
+        if shown:
+            more = f"; and {len(requests) - SHOWN} more" if len(requests) > SHOWN else ""
+            lines.append(f"  - only the {side} asked for {shown}{more}")
+    return lines
+
+
+def _mib(amount: int) -> str:
+    return f"{amount / MIB:,.1f}"
+
+
+def _difference(ours: int, theirs: int) -> str:
+    if ours == theirs:
+        return "0"
+    share = f", {100 * (ours - theirs) / theirs:+.1f} %" if theirs else ""
+    return f"{(ours - theirs) / MIB:+,.1f}{share}"

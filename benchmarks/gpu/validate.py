@@ -1,0 +1,297 @@
+"""Predicted against measured: every job of jobs.toml on this machine's GPU and on the ghost in its place.
+
+    python benchmarks/gpu/validate.py --quick       eight jobs, a few minutes
+    python benchmarks/gpu/validate.py               all of them, at most nine minutes
+    python benchmarks/gpu/validate.py --rehearse A100-80GB --only linear1024
+
+No network is needed; without an installed memfit set PYTHONPATH=src. The result is kept after every job,
+as CARD-DRIVER-TORCH.json and .md, and a second call goes on where it stopped. Each run is a process of its
+own and is ended when it takes too long. With ``--rehearse`` the ghost plays the card as well: then every
+difference should be zero, and nothing is measured.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from compare import difference
+from table import markdown
+
+from memfit import __version__, api
+from memfit.capture.card import find_card
+from memfit.devices import find_device
+from memfit.errors import MemfitError, UnknownDeviceError
+from memfit.records import ContextReport, DryRun
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+STEPS = 3
+SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of jobs.toml."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    seconds: int = SECONDS
+    """One run may take."""
+    quick: bool = False
+
+
+class TooLongError(Exception):
+    """A run was ended because it took too long."""
+
+
+def jobs(path: Path = HERE / "jobs.toml") -> list[Job]:
+    """Read the list of jobs."""
+    return [msgspec.convert(row, Job) for row in tomllib.loads(path.read_text(encoding="utf-8"))["job"]]
+
+
+def in_time(seconds: float) -> Callable[[object], None]:
+    """Return a progress callback that ends its run after so many seconds."""
+    until = time.monotonic() + seconds
+
+    def check(_progress: object) -> None:
+        if time.monotonic() > until:
+            raise TooLongError(f"took more than {seconds:.0f} s and was ended")
+
+    return check
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for as long as the block lasts."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def figures(run: DryRun) -> dict[str, Any]:
+    """Return what is compared of one run; bytes."""
+    (context,) = (term.figure for term in run.terms if term.name == "CUDA context")
+    return {
+        "allocated": run.peak_allocated,
+        "reserved": run.peak_reserved,
+        "process": run.peak_process.bytes,
+        "outside": context.bytes,
+        "outside_provenance": context.provenance,
+        "outside_source": context.source,
+        "steps": run.steps,
+        "verdict": run.verdict,
+        "end": run.end.reason,
+        "exception": run.end.exception,
+        "notes": [note.text for note in run.notes],
+    }
+
+
+def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """Run one job on the card and on the ghost, and compare.
+
+    Args:
+        job: what to run.
+        gpu: the profile of the table that the ghost takes.
+        total: bytes of the card, which the ghost is given too.
+        seconds: left for the two runs.
+        folder: for the traces; what the scripts write goes to the working folder.
+    """
+    missing = [name for name in job.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"status": "skipped", "why": f"needs {', '.join(missing)}"}
+    script, until = ROOT / job.script, time.monotonic() + seconds
+    traces = {"card": folder / "card.memfit", "ghost": folder / "ghost.memfit"}
+    runs: dict[str, Callable[..., DryRun]] = {
+        "card": api.record,
+        "ghost": partial(api.dry_run, gpu=gpu, memory=total),
+    }
+    outcome: dict[str, Any] = {"status": "done"}
+    for side, run in runs.items():
+        begun = time.monotonic()
+        try:
+            with environment(job.environment):
+                found = run(
+                    script,
+                    job.arguments,
+                    steps=STEPS,
+                    output=traces[side],
+                    on_progress=in_time(min(job.seconds, until - begun)),
+                )
+        except (MemfitError, TooLongError) as error:
+            return {**outcome, "status": "failed", "why": f"{side}: {error}"}  # what was measured is kept
+        outcome[side] = {**figures(found), "seconds": round(time.monotonic() - begun, 1)}
+    differs = difference(api.read(traces["card"]), api.read(traces["ghost"]))
+    return {**outcome, "difference": msgspec.to_builtins(differs)}
+
+
+def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
+    """Measure the context and what only a card can tell.
+
+    Raises:
+        MemfitError: PyTorch cannot use the card at all.
+    """
+    context = api.measure_context()
+    try:
+        asked = subprocess.run(
+            [sys.executable, str(HERE / "calibrate.py")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return context, {"failed": f"took more than {seconds:.0f} s"}
+    if asked.returncode != 0:
+        return context, {"failed": (asked.stderr.splitlines() or ["no output"])[-1]}
+    return context, msgspec.json.decode(asked.stdout)
+
+
+class Result:
+    """The file that is kept: what was measured so far."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.json"
+        self.content: dict[str, Any] = {}
+        if self.path.exists():
+            self.content = msgspec.json.decode(self.path.read_bytes())
+
+    @property
+    def done(self) -> dict[str, Any]:
+        """Every job's outcome by name."""
+        found: dict[str, Any] = self.content.setdefault("jobs", {})
+        return found
+
+    def keep(self) -> None:
+        """Write the file and its table."""
+        api.write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
+        api.write_bytes(self.path.with_suffix(".md"), markdown(self.content).encode())
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the shortest useful set of jobs")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="these jobs")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
+    parser.add_argument("--again", action="store_true", help="measure anew what the file already holds")
+    parser.add_argument("--gpu", help="the ghost's profile, if the card's name is not in memfit's table")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
+    parser.add_argument("--rehearse", metavar="GPU", help="let the ghost play this GPU: nothing is measured")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Validate; the exit code is 1 if a job failed or there was no time for it."""
+    options = parsed()
+    until = time.monotonic() + 60 * options.minutes
+    if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
+        os.environ["MEMFIT_REHEARSAL"] = options.rehearse
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(HERE / "rehearsal"), os.environ.get("PYTHONPATH")))
+        )
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - this very command
+    chosen = [job for job in jobs() if job.quick or not options.quick]
+    if options.only:
+        if unknown := set(options.only) - {job.name for job in chosen}:
+            sys.exit(f"No such job: {', '.join(sorted(unknown))}. They are in {HERE / 'jobs.toml'}.")
+        chosen = [job for job in chosen if job.name in options.only]
+    try:
+        card = find_card("validate")
+        gpu = find_device(options.gpu or card.name).name
+        context, asked = calibration(until - time.monotonic())
+    except UnknownDeviceError as error:
+        sys.exit(f"validate.py: {error} Here: --gpu NAME of the nearest.")
+    except MemfitError as error:
+        sys.exit(f"validate.py: {error}")
+    machine = "rehearsal-" if card.rehearsal else ""
+    name = re.sub(r"[^\w.+-]+", "_", f"{machine}{card.name}-{card.driver or card.cuda}-torch{context.torch}")
+    result = Result(options.out.resolve(), name)
+    today = datetime.now(UTC).date().isoformat()
+    result.content |= {
+        "machine": context.machine,
+        "card": card.name,
+        "profile": gpu,
+        "driver": card.driver,
+        "driver_cuda": card.cuda,
+        "torch": context.torch,
+        "memfit": __version__,
+        "day": today,
+        "steps": STEPS,
+        "context": msgspec.to_builtins(context)
+        | {"outside": [[stage.what, stage.outside] for stage in context.stages]},
+        "calibration": asked,
+    }
+    result.keep()
+    run_all(chosen, result, gpu=gpu, total=context.total, until=until, again=options.again)
+    print(result.path.with_suffix(".md").read_text(encoding="utf-8"))
+    print(f"Kept: {result.path}")
+    outcomes = [result.done[job.name]["status"] for job in chosen]
+    return int(any(status in ("failed", "not run") for status in outcomes))
+
+
+def run_all(
+    chosen: Sequence[Job], result: Result, *, gpu: str, total: int, until: float, again: bool
+) -> None:
+    """Run the jobs that have no result yet, one after another, keeping each."""
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    with tempfile.TemporaryDirectory(prefix="memfit-validate-") as scratch, quiet(result.path):
+        os.chdir(scratch)
+        for number, job in enumerate(chosen, 1):
+            if result.done.get(job.name, {}).get("status") == "done" and not again:
+                continue
+            print(f"{number}/{len(chosen)} {job.name}: ", end="", file=terminal, flush=True)
+            left = until - time.monotonic()
+            if left <= 0:
+                outcome: dict[str, Any] = {"status": "not run", "why": "there was no time left (--minutes)"}
+            else:
+                outcome = compare_job(job, gpu, total, left, Path(scratch))
+            named = {"script": job.script, "arguments": job.arguments, "memfit": __version__}
+            result.done[job.name] = {**named, **outcome}
+            result.keep()
+            print(f"{outcome['status']} {outcome.get('why', '')}", file=terminal)
+        os.chdir(ROOT)
+    terminal.close()
+
+
+@contextmanager
+def quiet(path: Path) -> Iterator[None]:
+    """Send what the scripts print to a log beside the result."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with path.with_suffix(".log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        for descriptor, copy in enumerate(kept, 1):
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""On a real GPU: a recording is what PyTorch counted there, and what the ghost foretold."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit import api
+from memfit.capture.card import find_card
+from memfit.devices import find_device
+from memfit.errors import MemfitError, UnknownDeviceError
+
+pytestmark = pytest.mark.gpu
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def card():
+    """Return the GPU of this machine; without one the test is skipped, and says why."""
+    try:
+        found = find_card("test a GPU")
+    except MemfitError as error:
+        pytest.skip(str(error))
+    assert not found.rehearsal
+    return found
+
+
+def test_a_recording_is_what_the_script_itself_counted(card, tmp_path, capfd):
+    answer = api.record(EXAMPLES / "linear1024.py", steps=None, output=tmp_path / "run.memfit")
+    printed = capfd.readouterr().out
+    own = dict(re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE))
+    assert answer.peak_allocated == int(own["allocated"].replace(",", ""))
+    assert answer.peak_reserved == int(own["reserved"].replace(",", ""))
+    assert answer.device.machine == "card"
+    assert answer.device.name == card.name
+    assert answer.peak_process.provenance == "measured"
+    assert answer.peak_process.bytes > answer.peak_reserved
+
+
+def test_the_ghost_foretells_it(card):
+    try:
+        gpu = find_device(card.name).name
+    except UnknownDeviceError as error:
+        pytest.skip(str(error))
+    real = api.record(EXAMPLES / "linear1024.py")
+    foretold = api.dry_run(EXAMPLES / "linear1024.py", gpu=gpu, memory=real.device.total.bytes)
+    assert (foretold.peak_allocated, foretold.peak_reserved) == (real.peak_allocated, real.peak_reserved)
+
+
+def test_the_context_grows_with_what_is_used(card):
+    report = api.measure_context()
+    outside = [stage.outside for stage in report.stages]
+    assert outside[0] > 0
+    assert outside == sorted(outside)
+    print(report, file=sys.stderr)
