@@ -59,6 +59,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     steps: int = STEPS,
     values: str = "",
     host_memory: bool = True,
+    weights: bool = True,
     labels: bool = True,
     output: Path | None = None,
     stdout_to_stderr: bool = False,
@@ -76,6 +77,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         steps: training steps after which the script is ended.
         values: what the script is told when it reads a GPU value, see ``ValueChoices``.
         host_memory: pass over the filling of large CPU tensors, so that they cost no memory.
+        weights: read the checkpoints that transformers' ``from_pretrained`` is asked for. Those that are not
+            on this machine, and with False all of them, are made up from their configuration.
         labels: record modules and phases; the figures are the same without.
         output: where the trace is kept; nowhere by default.
         stdout_to_stderr: keep standard output free of what the script prints.
@@ -111,6 +114,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         devices=devices,
         values=values,
         host_memory=host_memory,
+        weights=weights,
     )
     settings = ChildSettings(
         ghost=ghost,

@@ -52,6 +52,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
     values: Annotated[str, Parameter(group=_GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
+    no_weights: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
     labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
 ) -> int:
     """Run a script on the ghost GPU and say what it would use.
@@ -73,6 +74,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         values: What the script is told when it reads a GPU value:
             float=1,int=1,bool=false,all=true,count=upper.
         fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
+        no_weights: Neither download nor read the checkpoints of transformers' from_pretrained, which are made
+            up from their configurations. Missing ones are without this option, too.
         labels: Record modules and phases. Figures are the same without.
     """
     from memfit import api
@@ -93,6 +96,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             steps=steps,
             values=values,
             host_memory=not fill_host_memory,
+            weights=not no_weights,
             labels=labels,
             output=output,
             stdout_to_stderr=json == "-",

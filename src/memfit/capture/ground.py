@@ -6,11 +6,13 @@ card    -            no history     looks at it   -             as measured
 """
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
 from memfit.capture.card import is_rehearsal
 from memfit.capture.outside import Outside
+from memfit.capture.script import AfterImport
 from memfit.capture.settings import GhostSettings
 from memfit.devices import find_device, refusal
 from memfit.ghost.load import Ghost, load
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from memfit.ghost.host import Host
     from memfit.ghost.values import Values
 
+_LOADER = "transformers.modeling_utils"
 BETWEEN_LOOKS = 0.5  # seconds between two looks at a card: NVML takes milliseconds
 
 
@@ -64,6 +67,8 @@ class OnGhost:
         self.ghost.configure(
             settings.stands_for, count=settings.devices, in_use=context + settings.device.in_use, own=context
         )
+        # Now, not when torch has been imported: this may be what imports it.
+        sys.meta_path.insert(0, AfterImport(_LOADER, self._watch_loading))
 
     def begin(self, recorder: "Recorder") -> None:
         """Answer what the script reads, and pass over what would only fill host memory."""
@@ -76,6 +81,12 @@ class OnGhost:
             from memfit.ghost import host
 
             self._host = host.install(recorder.note)
+
+    def _watch_loading(self) -> None:
+        from memfit.ghost import weights
+
+        if self._recorder is not None:
+            weights.install(sys.modules[_LOADER], self._recorder.note, never=not self._settings.weights)
 
     def refusal(self) -> str:
         """Refuse a device that torch has no kernels for.

@@ -21,6 +21,8 @@ class GhostSettings(msgspec.Struct, frozen=True):
     """``ValueChoices`` as on the command line."""
     host_memory: bool
     """Pass over the filling of large CPU tensors."""
+    weights: bool
+    """Read the checkpoints that ``from_pretrained`` is asked for, where they are on this machine."""
 
 
 class ChildSettings(msgspec.Struct, frozen=True):

@@ -1,0 +1,65 @@
+"""from_pretrained where only the configuration is on this machine: the same bytes as with the weights."""
+
+import subprocess
+import sys
+
+import pytest
+
+MAKE = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+LlamaForCausalLM(config).bfloat16().save_pretrained(sys.argv[1])
+"""
+LOAD = """
+    import os, sys, torch
+    from transformers import AutoModelForCausalLM
+    models = [
+        AutoModelForCausalLM.from_pretrained(sys.argv[1]).to("cuda"),
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, device_map="cuda"),
+    ]
+    print([(p.dtype, p.device.type) for model in models for p in list(model.parameters())[:1]])
+    ids = torch.randint(100, (2, 64), device="cuda")
+    models[0](input_ids=ids, labels=ids).loss.backward()
+    print("tied", models[1].lm_head.weight is models[1].model.embed_tokens.weight)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run([sys.executable, "-c", MAKE, folder], check=True, capture_output=True)
+    return folder
+
+
+def peaks(run):
+    assert run.code == 0, run.err
+    assert "[(torch.bfloat16, 'cuda'), (torch.float32, 'cuda')]" in run.out
+    assert "tied True" in run.out
+    return run.answer["peak"], run.answer["terms"]
+
+
+def made_up(run):
+    return [note for note in run.answer["notes"] if "weights were not loaded" in note["text"]]
+
+
+def test_missing_weights_are_made_up_from_the_configuration_to_the_byte(dry_run, checkpoint):
+    with_weights = dry_run(LOAD, str(checkpoint))
+    assert not made_up(with_weights)
+    (checkpoint / "model.safetensors").write_bytes(b"not weights at all")
+    told_not_to = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
+    (checkpoint / "model.safetensors").unlink()
+    missing = dry_run(LOAD, str(checkpoint))
+    assert peaks(missing) == peaks(told_not_to) == peaks(with_weights)
+    for run in (missing, told_not_to):
+        notes = made_up(run)
+        assert [note["provenance"] for note in notes] == ["assumed", "assumed"]
+        assert [note["where"].rpartition("script.py:")[2] for note in notes] == ["5", "6"]
+        assert "torch.bfloat16" in notes[0]["text"]
+
+
+def test_a_folder_without_a_configuration_fails_as_it_would(dry_run, tmp_path):
+    run = dry_run(LOAD, str(tmp_path / "nothing"), json_answer=False)
+    assert run.code == 3
+    assert "OSError" in run.err
