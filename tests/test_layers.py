@@ -9,7 +9,17 @@ import pytest
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
-PUBLIC = {"MemfitError", "diagnose", "dry_run", "read", "record", "summarize", "write_snapshot"}
+PUBLIC = {
+    "MemfitError",
+    "diagnose",
+    "dry_run",
+    "estimate",
+    "read",
+    "record",
+    "summarize",
+    "synthetic_batch",
+    "write_snapshot",
+}
 
 TORCH_FREE = (
     "units",

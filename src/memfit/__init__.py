@@ -10,16 +10,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.api import diagnose, dry_run, read, record, summarize, write_snapshot
+    from memfit.api import diagnose, dry_run, estimate, read, record, summarize, write_snapshot
+    from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
 
 __version__ = "0.1.0"
-__all__ = ["MemfitError", "diagnose", "dry_run", "read", "record", "summarize", "write_snapshot"]
+__all__ = [
+    "MemfitError",
+    "diagnose",
+    "dry_run",
+    "estimate",
+    "read",
+    "record",
+    "summarize",
+    "synthetic_batch",
+    "write_snapshot",
+]
+_HOMES = {"MemfitError": "memfit.errors", "synthetic_batch": "memfit.capture.synthetic"}
 
 
 def __getattr__(name: str) -> object:
     # Late, so that importing memfit (and memfit --help) costs next to nothing.
     if name not in __all__:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-    home = "memfit.errors" if name == "MemfitError" else "memfit.api"
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "memfit.api")), name)

@@ -5,11 +5,13 @@ script ── capture.run ──> trace file ── capture.tracefile ──> Tr
              record: on this machine's GPU
 """
 
+import dataclasses
 import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -21,19 +23,25 @@ from memfit.capture.settings import ChildSettings, GhostSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, Device, find_device
-from memfit.errors import UsageError
+from memfit.errors import TargetError, UsageError
 from memfit.explain.peak import summarize
 from memfit.ghost.build import build
 from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.ghost.torch_install import find_torch
-from memfit.records import DeviceUse, DryRun, Figure, Provenance, Trace
+from memfit.records import DeviceUse, DryRun, Figure, Note, Provenance, Trace
+from memfit.report.estimate import Estimate
+from memfit.units import TIB
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "check_output",
     "diagnose",
     "dry_run",
+    "estimate",
     "keep_context",
     "measure_context",
     "read",
@@ -46,6 +54,8 @@ __all__ = [
 STEPS = 3
 """Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with
 it, the third shows whether anything still grows."""
+NO_LIMIT = 16 * TIB
+"""Bytes of a GPU on which anything fits."""
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -174,6 +184,90 @@ def record(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=stdout_to_stderr,
     )
     return _traced(command, settings, output, on_progress)
+
+
+def estimate(  # noqa: PLR0913 - one parameter an option
+    model: "torch.nn.Module",
+    inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    gpu: str = DEFAULT,
+    memory: int | None = None,
+    in_use: int = 0,
+    steps: int = STEPS,
+    values: str = "",
+) -> Estimate:
+    """Say what a live model would use on a GPU, in a notebook too; no GPU is needed.
+
+    A copy of the model without its weights' values goes to a process on the ghost and is run there, in a
+    loop as PyTorch's tutorials write it (``capture/estimated.py``): ``zero_grad``, forward, loss, backward,
+    step, with the inputs moved to the GPU anew each time. Nothing that is passed in is changed. The model
+    runs in the mode it is in (``train()``, ``eval()``), under the autocast and the switches in force here.
+    Gradients and optimizer state that are there already are not copied: the estimate begins afresh.
+
+    With an optimizer it is training; with a loss alone, forward and backward; with neither, inference: the
+    forward under ``torch.no_grad()``.
+
+    Args:
+        model: on the CPU, on ``meta`` or on a GPU; its parameters and buffers are taken to be on the GPU.
+        inputs: an example of what the model is called with. Only shapes and types matter. A tuple is the
+            positional arguments, a mapping the keyword arguments, ``(tuple, mapping)`` both; anything else
+            is the one argument.
+        loss: ``loss(model, inputs)`` runs the forward itself and returns the loss. A criterion
+            (``nn.CrossEntropyLoss()``) takes ``inputs`` as ``(what the model is called with, target)``.
+            Without one, the ``loss`` in the model's output stands for it, or the sum of what it returns.
+        optimizer: an optimizer on the model's parameters, which is made anew from its class and its
+            settings; or a class or function that makes one from parameters.
+        gpu: name of a device in the table (``memfit gpus``).
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps, or forward passes.
+        values: what code is told that reads a GPU value, see ``ValueChoices``.
+
+    Returns:
+        ``total``, ``fits()``, ``breakdown``, and the whole dry run as ``run``; printed, the summary.
+
+    Raises:
+        NotSentError: something that hangs on the model cannot be copied; it is named.
+        TargetError: the model, the loss or the optimizer failed on the ghost.
+        UsageError: no such device, or an option out of range.
+
+    >>> from torch import nn, ones, optim
+    >>> net = nn.Linear(1024, 1024)
+    >>> answer = estimate(net, ones(8, 1024), optimizer=optim.AdamW(net.parameters()))  # doctest: +SKIP
+    >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
+    (True, 4198400)
+    """
+    from memfit.capture.send import job_of, pack
+
+    packed = pack(job_of(model, inputs, loss, optimizer, steps))
+
+    def run(gpu: str, memory: int | None) -> DryRun:
+        with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
+            Path(file.name).write_bytes(packed.data)
+            done = dry_run(
+                "memfit.capture.estimated",
+                [file.name],
+                module=True,
+                gpu=gpu,
+                memory=memory,
+                in_use=in_use,
+                steps=steps,
+                values=values,
+            )
+        if done.end.reason == "interrupted":
+            raise KeyboardInterrupt
+        if done.end.reason == "exception":
+            gaps = " ".join(note.text for note in done.notes if note.sizes)
+            where = f" ({done.end.where})" if done.end.where else ""
+            raise TargetError(f"The model failed on the ghost{where}: {done.end.exception}. {gaps}".rstrip())
+        notes = tuple(Note(Provenance.ASSUMED, text) for text in packed.notes)
+        return dataclasses.replace(done, command=(packed.name,), notes=(*notes, *done.notes))
+
+    first = run(gpu, memory)
+    # Where it does not fit, what it needs in all is still worth knowing, and takes one more run.
+    return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)
 
 
 def read(path: Path) -> Trace:

@@ -5,6 +5,7 @@
      │   └─ UnknownDeviceError         2      no such GPU in the table; names the nearest
      ├─ FileFormatError                2      a trace or snapshot could not be trusted or read
      └─ TargetError                    3      the script could not be run
+         ├─ NotSentError               3      a live object cannot be copied to the ghost's process
          ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform does not serve
          └─ GhostError                 3      the ghost could not be built, loaded or reached
 
@@ -36,6 +37,10 @@ class FileFormatError(MemfitError, ValueError):
 
 class TargetError(MemfitError):
     """The user's script could not be run to a result."""
+
+
+class NotSentError(TargetError):
+    """Something that hangs on a live model cannot be copied to the ghost's process; the message names it."""
 
 
 class UnsuitableEnvironmentError(TargetError):

@@ -27,7 +27,7 @@ _OOM = "oom"
 _MAX_LINE = (1 << 31) - 1
 
 _PACKAGE_OF_OURS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:torch|memfit)[/\\]")
-_NOT_PYTHON = re.compile(r"\?\?|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen .*|", re.DOTALL)
+_NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen .*|", re.DOTALL)
 _MEMFIT = str(Path(__file__).parents[1]) + "/"
 
 

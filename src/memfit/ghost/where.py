@@ -46,7 +46,7 @@ def is_user_file(file: str) -> bool:
 @functools.cache
 def _kind(file: str) -> str:
     """Say whose a source file is: ``user``, ``installed`` (a third-party package) or ``internal``."""
-    if file.startswith((_OWN, "<frozen")):
+    if file.startswith((_OWN, "<frozen", "<string>")):  # generated code, python -c: no file to look into
         return "internal"
     for root in _package_roots():
         if file.startswith(root):

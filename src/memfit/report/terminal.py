@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Machine, Place
+from memfit.records import DryRun, Figure, Machine, Place
 from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -28,9 +28,15 @@ _TOTALS = {"allocated", "reserved", "process"}
 _MOST_NOTES = 8
 
 
-def print_summary(result: DryRun, console: Console) -> None:
-    """Print the verdict, the ladder from allocated to process, and what the reader must know."""
-    console.print(_verdict(result))
+def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = None) -> None:
+    """Print the verdict, the ladder from allocated to process, and what the reader must know.
+
+    Args:
+        result: what to print.
+        console: where to.
+        in_all: what it needs where memory does not end, if that is known.
+    """
+    console.print(_verdict(result, in_all))
     console.print(_subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
@@ -55,7 +61,7 @@ def short_path(line: str) -> str:
     return line
 
 
-def _verdict(result: DryRun) -> Text:
+def _verdict(result: DryRun, in_all: Figure | None) -> Text:
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
@@ -68,7 +74,7 @@ def _verdict(result: DryRun) -> Text:
             f"  {inert(short_path(result.end.where))}" * bool(result.end.where)
         )
         return text.append(f"\nThe script ended with {ended}", style="not bold default")
-    return _failure(result)
+    return _failure(result, in_all)
 
 
 def _needs(result: DryRun) -> str:
@@ -77,7 +83,7 @@ def _needs(result: DryRun) -> str:
     return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
 
 
-def _failure(result: DryRun) -> Text:
+def _failure(result: DryRun, in_all: Figure | None) -> Text:
     text = Text(result.verdict.upper(), style="bold red")
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
@@ -91,7 +97,9 @@ def _failure(result: DryRun) -> Text:
     if failure.shortfall:
         text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
     text.append(f"\nRan out in: {_where(failure.place)}", style="not bold default")
-    if result.verdict != "out of memory":
+    if in_all is not None:
+        advice = f"In all it needs {format_gib(in_all.bytes)}, on a GPU that has as much."
+    elif result.verdict != "out of memory":
         advice = "The script caught this and carried on."
     elif failure.shortfall:
         again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
