@@ -1,6 +1,7 @@
 """The GPUs memfit knows: what a script would find on each, and how sure every figure is.
 
-    devices.toml   a row per card, a table per compute capability and chip, a source per figure
+    devices.toml   a row per card, a table per compute capability and chip, a source per figure,
+                   and what people saw a process hold outside PyTorch's allocator
          |  read once, no torch
     find_device("rtx 4090")             -> Device
     find_device("A100-80GB:1g.10gb")    -> Device    a MIG slice: its parent's row, in proportion
@@ -79,6 +80,45 @@ class Device:
         (False, True)
         """
         return dtype in self.tensor_cores
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What somebody saw a process hold on a card outside PyTorch's allocator."""
+
+    card: str
+    """As in the table, or another card."""
+    what: str
+    """``bare`` (after the first tensor), ``after work`` (a script has computed), or what was looked at."""
+    bytes: int
+    torch: str
+    """Empty, as the two below, where the source does not say; ``2``: some PyTorch 2."""
+    cuda: str
+    driver: str
+    source: str
+
+    def __str__(self) -> str:
+        versions = ("torch", self.torch), ("CUDA", self.cuda), ("driver", self.driver)
+        told = "".join(f", {name} {version}" for name, version in versions if version)
+        return f"seen {self.what} on {self.card}{told}: {self.source}"
+
+
+@functools.cache
+def observations() -> tuple[Observation, ...]:
+    """Everything that was seen, in the table's order.
+
+    >>> {seen.what for seen in observations() if seen.card == "RTX 3090"} == {"bare", "after work"}
+    True
+    """
+    absent, sources = dict.fromkeys(("torch", "cuda", "driver"), ""), _table()["sources"]
+    return tuple(
+        Observation(
+            **absent | {key: row[key] for key in row.keys() - {"mib", "source"}},
+            bytes=row["mib"] * _MIB,
+            source=sources.get(row["source"], row["source"]),
+        )
+        for row in _table()["outside"]["seen"]
+    )
 
 
 @functools.cache
@@ -220,6 +260,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
     clock, memory_clock = row["clock"] * 10**6, row["memory_clock"] * 10**6
     tensor_clock = row.get("tensor_clock", row["clock"]) * 10**6
     keys = _table()["source"] | row.get("sources", {})
+    context, context_source = _context(name, row)
     return Device(
         name=name,
         reported_as=row["reported_as"],
@@ -244,10 +285,25 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
         },
         tensor_cores=tensor_cores,
         host_bandwidth=_table()["link"][row["link"]],
-        context_bytes=row["context_mib"] * _MIB,
-        sources={figure: _source(key, row, figure) for figure, key in keys.items()},
-        approximate=frozenset(figure for figure, key in keys.items() if key in _table()["rules"]),
+        context_bytes=context,
+        sources={figure: _source(key, row, figure) for figure, key in keys.items()}
+        | {"context_bytes": context_source},
+        approximate=frozenset(figure for figure, key in keys.items() if key in _table()["rules"])
+        | ({"context_bytes"} if "context_like" in row else set()),
     )
+
+
+def _context(name: str, row: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the bytes that a process holds outside PyTorch's allocator once it has worked, and why."""
+    like = row.get("context_like", name)
+    seen = max(
+        (seen for seen in observations() if (seen.card, seen.what) == (like, "after work")),
+        key=lambda seen: ([int(part) for part in seen.torch.split(".")], seen.bytes),
+    )
+    if like == name:
+        return seen.bytes, str(seen)
+    share = row["multiprocessors"] / _table()["device"][like]["multiprocessors"]
+    return int(seen.bytes * share), f"{_table()['rules']['context-like']}; {seen}"
 
 
 def _source(key: str, row: Mapping[str, Any], figure: str) -> str:
