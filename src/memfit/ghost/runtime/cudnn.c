@@ -180,7 +180,7 @@ API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int n
 {
     int64_t count = 0;
     if (name == ENGINE_CONFIG_WORKSPACE_SIZE || name == EXECUTION_PLAN_WORKSPACE_SIZE)
-        ghost_assumed("cuDNN workspace size");
+        ghost_assumed("cuDNN workspace size, as 0 bytes");
     if (name == ENGINE_CONFIG_KNOB_CHOICES) {
         count = 0;
     } else if (type == TYPE_BACKEND_DESCRIPTOR) {
@@ -214,7 +214,7 @@ _Static_assert(sizeof(struct algorithm_performance) == 48, "cudnnConvolutionFwdA
 
 static status one_algorithm(int wanted, int *found, struct algorithm_performance *results)
 {
-    ghost_assumed("cuDNN workspace size");
+    ghost_assumed("cuDNN workspace size, as 0 bytes");
     *found = wanted > 0;
     if (wanted > 0)
         results[0] = (struct algorithm_performance){.algorithm = 1, .determinism = 1};
@@ -223,7 +223,7 @@ static status one_algorithm(int wanted, int *found, struct algorithm_performance
 
 static status no_workspace(size_t *size)
 {
-    ghost_assumed("cuDNN workspace size");
+    ghost_assumed("cuDNN workspace size, as 0 bytes");
     *size = 0;
     return SUCCESS;
 }
