@@ -1,0 +1,381 @@
+"""Run PyTorch's own database of operators on the ghost, forward and backward, and count how they end.
+
+    python benchmarks/ops.py                        every operator, float32
+    python benchmarks/ops.py --sample 300 --seed 1  a random sample of them
+    python benchmarks/ops.py --dtype complex64 linalg.svd fft.fft2
+
+The inputs that PyTorch's tests make for an operator are made on the ghost, and the operator is called on
+them; where it is differentiable, the sum of its outputs is sent backward. The referee for shapes and dtypes
+is the same call on the CPU. Operators run in forked children, so a crash is seen and laid to the one that
+caused it; one that fails is tried again in a child of its own, so that the gaps it reached are its own.
+
+    ran        shapes and dtypes as on the CPU; or other sizes where the ghost noted that it told a value
+    refused    it reached known gaps of the ghost (runtime/gaps.txt), which are named
+    real too   PyTorch has no CUDA kernel, the CPU raises the same kind of error, or a reason stands below
+    other      an error without a name, or shapes that differ without a note
+    crashed    the process died, or did not end in time
+
+Needs: pip install expecttest (PyTorch's database imports it).
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.devices import find_device
+from memfit.ghost.build import build
+from memfit.ghost.choices import ValueChoices
+from memfit.ghost.load import Ghost, GhostDevice, load
+
+if TYPE_CHECKING:
+    import torch
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+OUTCOMES = ("ran", "refused", "real too", "other", "crashed")
+_NO_STATISTICS = "in evaluation PyTorch's CPU kernel returns no statistics and its CUDA kernel does"
+_EMPTY_BATCH = "PyTorch's shapes for an empty batch do not fit; no answer of the ghost takes part in them"
+NOT_THE_GHOSTS: Mapping[str, tuple[str, str]] = {
+    "native_batch_norm": ("32[2]', 'float32[2]'", _NO_STATISTICS),
+    "_native_batch_norm_legit": ("32[2]', 'float32[2]'", _NO_STATISTICS),
+    "linalg.eig": ("must match the size of tensor b (0)", _EMPTY_BATCH),
+    "linalg.eigvals": ("must match the size of tensor b (0)", _EMPTY_BATCH),
+}
+"""Operator -> part of an error, and why a real GPU is believed to show it too (read, not tried on one)."""
+
+GPU = find_device("A100-80GB")
+
+PATIENCE = 300
+"""Seconds for one operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one operator ended, over all its sample inputs."""
+
+    op: str
+    dtype: str
+    outcome: str
+    """One of ``OUTCOMES``."""
+    samples: int
+    """Sample inputs that were tried."""
+    text: str = ""
+    """The gaps or the error: where, what."""
+    assumed: tuple[str, ...] = ()
+    """Names of answers that the ghost assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One operator to try: its place in the database, and a dtype by name."""
+
+    index: int
+    dtype: str
+
+
+class DiffersError(Exception):
+    """The ghost's outputs are not shaped as the CPU's."""
+
+
+class Trial:
+    """Tries operators in this process, which is a child with CUDA to itself."""
+
+    def __init__(self, ghost: Ghost, most_samples: int, *, show: bool = False) -> None:
+        from memfit.ghost import values
+
+        self._ghost = ghost
+        self._most = most_samples
+        self._show = show
+        self._values = values.install(ghost, ValueChoices(), lambda *_, **__: None)
+
+    def run(self, op: "OpInfo", dtype: "torch.dtype") -> Result:
+        """Try every sample of one operator; the first that does not run decides."""
+        import torch
+
+        count = 0
+        name = op.formatted_name
+        kind = str(dtype).removeprefix("torch.")
+        grad = dtype in op.supported_backward_dtypes("cuda") and op.supports_autograd
+        try:
+            where = "making samples"
+            on_cpu = None
+            references = References(op, dtype, self._most, grad=grad)
+            for count, sample in enumerate(islice(_samples(op, "cuda:0", dtype, grad), self._most), 1):
+                where = f"sample {count}"
+                on_cpu = references.like(sample)
+                self._one(op, sample, on_cpu, grad=grad)
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - whatever an operator raises is its outcome
+            gaps = self._gaps()
+            text = f"{where}: {type(error).__name__}: {_first_line(error)}"
+            if gaps:
+                return Result(name, kind, "refused", count, f"{', '.join(gaps)} ({text})")
+            if self._show:
+                traceback.print_exc()
+            part, reason = NOT_THE_GHOSTS.get(op.name, ("", ""))
+            if reason and part in text:
+                return Result(name, kind, "real too", count, f"{reason} ({text})")
+            same = _no_kernel(error) or (on_cpu is not None and _fails_alike(op, on_cpu, error, grad=grad))
+            return Result(name, kind, "real too" if same else "other", count, text)
+        return Result(name, kind, "ran", count, assumed=self._ghost.gaps_reached())
+
+    def _gaps(self) -> list[str]:
+        known = {gap.name for gap in build().gaps}
+        return [name for name in self._ghost.gaps_reached() if name in known]
+
+    def _one(self, op: "OpInfo", sample: "SampleInput", on_cpu: "SampleInput | None", *, grad: bool) -> None:
+        before = self._values.last_reads()
+        found = _call(op, sample, backward=grad)
+        told = [read for read in self._values.last_reads() if all(read is not other for other in before)]
+        if on_cpu is None:
+            return
+        try:
+            expected = _call(op, on_cpu, backward=grad)
+        except Exception:  # noqa: BLE001 - not every operator has a CPU kernel for every dtype
+            return
+        if found != expected and not told:
+            raise DiffersError(f"{found} on the ghost, {expected} on the CPU")
+
+
+class References:
+    """The samples of one operator on the CPU, by their looks: devices do not all get the same ones."""
+
+    def __init__(self, op: "OpInfo", dtype: "torch.dtype", most: int, *, grad: bool) -> None:
+        self._by_looks: dict[str, list[SampleInput]] = {}
+        for sample in islice(_samples(op, "cpu", dtype, grad), 2 * most):
+            self._by_looks.setdefault(_looks(sample), []).append(sample)
+
+    def like(self, sample: "SampleInput") -> "SampleInput | None":
+        """Take a sample of the same shapes and arguments, if there is one."""
+        alike = self._by_looks.get(_looks(sample))
+        return alike.pop(0) if alike else None
+
+
+def _looks(sample: "SampleInput") -> str:
+    from torch.utils._pytree import tree_leaves
+
+    arguments = sample.input, sample.args, sample.kwargs
+    return str([(_describe(leaf), _wants_grad(leaf)) for leaf in tree_leaves(arguments)])
+
+
+def _samples(op: "OpInfo", device: str, dtype: "torch.dtype", grad: bool) -> "Iterator[SampleInput]":
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    return iter(op.sample_inputs(device, dtype, requires_grad=grad))
+
+
+def _call(op: "OpInfo", sample: "SampleInput", *, backward: bool) -> list[object]:
+    """Call the operator, send its outputs backward, and describe outputs and gradients."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    out = op(sample.input, *sample.args, **sample.kwargs)
+    described = [_describe(leaf) for leaf in tree_leaves(out)]
+    inputs = [leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if _wants_grad(leaf)]
+    if backward and inputs:
+        processed = tree_leaves(sample.output_process_fn_grad(out))
+        differentiable = [leaf for leaf in processed if _wants_grad(leaf)]
+        if differentiable:
+            sums = [leaf.abs().sum() if leaf.is_complex() else leaf.sum() for leaf in differentiable]
+            grads = torch.autograd.grad(sum(sums), inputs, allow_unused=True)
+            described += [_describe(grad) for grad in grads]
+    return described
+
+
+def _wants_grad(leaf: object) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _describe(leaf: object) -> object:
+    import torch
+
+    if not isinstance(leaf, torch.Tensor):
+        plain = isinstance(leaf, bool | int | str | torch.dtype | torch.layout | torch.memory_format | None)
+        return leaf if plain else type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" + (
+        "" if leaf.layout is torch.strided else f" {leaf.layout}"
+    )
+
+
+def _fails_alike(op: "OpInfo", sample: "SampleInput", error: Exception, *, grad: bool) -> bool:
+    try:
+        _call(op, sample, backward=grad)
+    except Exception as other:  # noqa: BLE001
+        return type(other) is type(error)
+    return False
+
+
+def _no_kernel(error: Exception) -> bool:
+    """Say whether PyTorch itself says that it has no kernel for CUDA."""
+    return isinstance(error, NotImplementedError) and str(error).startswith("Could not run 'aten::")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+# ---- Children --------------------------------------------------------------------------------------
+
+
+def run_all(jobs: Sequence[Job], trial: Any, *, batch: int) -> Iterator[Result]:
+    """Try every job in forked children, ``batch`` to a child; a failure is tried again alone."""
+    waiting = list(jobs)
+    while waiting:
+        now, waiting = waiting[:batch], waiting[batch:]
+        done = list(_in_child(now, trial))
+        for job, result in zip(now, done, strict=False):
+            alone = result.outcome == "ran" or len(now) == 1
+            yield result if alone else next(_in_child([job], trial))
+        waiting = now[len(done) :] + waiting
+
+
+def _in_child(jobs: Sequence[Job], trial: Any) -> Iterator[Result]:
+    """Fork, try the jobs in order, and yield their results; the last one may be the crash that ended it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "w") as lines:
+                _be_child(jobs, trial, lines)
+            code = 0
+        except BaseException:  # noqa: BLE001 - it must not go on as a second parent
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    got = 0
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            fields = json.loads(line)
+            got += 1
+            yield Result(**{**fields, "assumed": tuple(fields["assumed"])})
+    _, status = os.waitpid(child, 0)
+    if got < len(jobs):
+        code = os.waitstatus_to_exitcode(status)
+        how = f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+        if code == -signal.SIGALRM:
+            how = f"did not end in {PATIENCE} s"
+        yield Result(_database()[jobs[got].index].formatted_name, jobs[got].dtype, "crashed", 0, how)
+
+
+def _be_child(jobs: Sequence[Job], trial: Any, lines: Any) -> None:
+    import torch
+
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    warnings.simplefilter("ignore")
+    tried = trial()
+    for job in jobs:
+        signal.alarm(PATIENCE)
+        result = tried.run(_database()[job.index], getattr(torch, job.dtype))
+        signal.alarm(0)
+        lines.write(json.dumps(asdict(result)) + "\n")
+        lines.flush()
+
+
+def _database() -> "list[OpInfo]":
+    """Import the database without initialising CUDA, as children forked after that could not.
+
+    The import asks what the device can do; it is told what the ghost will say.
+    """
+    import torch
+    import torch.utils._triton as triton
+
+    told: dict[tuple[Any, str], Any] = {
+        (triton, "has_triton"): lambda: False,
+        (torch.cuda, "is_available"): lambda: True,
+        (torch.cuda, "get_device_capability"): lambda *_: GPU.compute_capability,
+    }
+    kept = {place: getattr(*place) for place in told}
+    try:
+        for place, answer in told.items():
+            setattr(*place, answer)
+        from torch.testing._internal.common_methods_invocations import op_db
+    finally:
+        for place, function in kept.items():
+            setattr(*place, function)
+    return op_db  # type: ignore[no-any-return]
+
+
+# ---- The command -----------------------------------------------------------------------------------
+
+
+def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed: int) -> list[Job]:
+    """List what to try: operators that PyTorch says take the dtype on CUDA, or a seeded sample of them."""
+    import torch
+
+    jobs = [
+        Job(index, dtype)
+        for dtype in dtypes
+        for index, op in enumerate(_database())
+        if op.supports_dtype(getattr(torch, dtype), "cuda") and (not names or op.name in names)
+    ]
+    return jobs if sample is None else random.Random(seed).sample(jobs, min(sample, len(jobs)))  # noqa: S311
+
+
+def main() -> None:
+    """Run, print every operator that did not simply run, and the counts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="operators by name; all by default")
+    parser.add_argument("--dtype", action="append", help="a dtype of torch (again for more); float32")
+    parser.add_argument("--sample", type=int, help="try so many, chosen at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice")
+    parser.add_argument("--inputs", type=int, default=30, help="try at most so many inputs of each")
+    parser.add_argument("--batch", type=int, default=32, help="operators to a child")
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of every error")
+    parser.add_argument("--json", type=Path, help="write every result here")
+    options = parser.parse_args()
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not survive the forks
+    ghost = load(build())
+    ghost.configure(GhostDevice.of(GPU))
+    jobs = choose(options.names, options.dtype or ["float32"], options.sample, options.seed)
+    results = []
+    for result in run_all(
+        jobs, lambda: Trial(ghost, options.inputs, show=options.traceback), batch=options.batch
+    ):
+        results.append(result)
+        if result.outcome != "ran":
+            print(f"{result.outcome:10} {result.op:40} {result.dtype:10} {result.text}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    print(_summary(results, options))
+    sys.exit(any(result.outcome in {"other", "crashed"} for result in results))
+
+
+def _summary(results: Sequence[Result], options: argparse.Namespace) -> str:
+    import torch
+
+    lines = [
+        f"torch {torch.__version__}, Python {platform.python_version()}, {GPU.name}, seed {options.seed}"
+    ]
+    dtypes = list(dict.fromkeys(result.dtype for result in results))
+    lines.append(f"{'':12}" + "".join(f"{dtype:>12}" for dtype in dtypes))
+    for outcome in OUTCOMES:
+        counts = Counter(result.dtype for result in results if result.outcome == outcome)
+        lines.append(f"{outcome:12}" + "".join(f"{counts[dtype]:12}" for dtype in dtypes))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
