@@ -46,6 +46,7 @@ TO_THE_END = [
     Example("mlp.py", ("--epochs", "1"), steps=11),
     Example("resnet50.py", ("--images", "96")),
     Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0")),
+    Example("svd.py", ("--steps", "3")),
     Example("two_linear.py", steps=None),
     Example("vit_l16.py", ("--steps", "3")),
 ]
