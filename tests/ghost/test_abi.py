@@ -171,7 +171,7 @@ LAYOUTS = [
         {"algorithm": "algo", "workspace_size": "workspaceSize", "state": "state", "waves": "wavesCount"},
     ),
     (
-        "cudnn.c",
+        "cudnn_convolution.c",
         "struct algorithm_performance",
         "cudnnConvolutionFwdAlgoPerf_t",
         {"result": "status", "time": "time", "memory": "memory", "determinism": "determinism"},

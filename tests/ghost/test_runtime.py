@@ -95,7 +95,7 @@ def test_mixed_precision_and_channels_last(on_ghost):
             scaler.update()
         print(ghost.gaps_reached(), ghost.counter("cudnn_calls") > 0)
     """)
-    assert out == "('cuDNN workspace size, as 0 bytes',) True\n"
+    assert out == "() True\n"
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
@@ -251,34 +251,18 @@ def test_held_events_defer_frees(on_ghost):
 def test_a_gap_raises_and_is_named(on_ghost):
     out = on_ghost("""
         try:
-            torch.nn.LSTM(8, 8).cuda()(torch.randn(2, 2, 8, device="cuda"))
+            event = torch.cuda.Event(interprocess=True)
+            event.record()
+            event.ipc_handle()
         except RuntimeError as error:
             print("memfit" in str(error))
         try:
-            torch._cslt_compress(torch.ones(64, 64, device="cuda", dtype=torch.half))
+            torch.linalg.cholesky(torch.eye(3, device="cuda"))
         except RuntimeError as error:
-            print("memfit" in str(error))
-        try:
-            torch.ones(1, device="cuda").untyped_storage()._share_cuda_()
-        except RuntimeError as error:
-            print("memfit" in str(error))
-        try:
-            import os
-            torch.cuda.gds.GdsFile(__file__, os.O_RDWR)
-        except RuntimeError as error:
-            print("cuFile" in str(error))
+            print("cusolver" in str(error))
         print(ghost.gaps_reached())
     """)
-    *named, gaps = out.splitlines()
-    assert named == ["True"] * 4
-    assert gaps == str(
-        (
-            "cudnnGetRNNWeightSpaceSize",
-            "cusparseLtSpMMACompressedSize2",
-            "cudaIpcGetMemHandle",
-            "cuFileHandleRegister",
-        )
-    )
+    assert out == "True\nTrue\n('cudaIpcGetEventHandle', 'cusolverDnXpotrf_bufferSize')\n"
 
 
 def test_counts_are_answered_on_this_thread_only(on_ghost):

@@ -9,8 +9,7 @@ import atexit
 import ctypes
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from enum import IntEnum
@@ -21,6 +20,7 @@ from memfit.errors import GhostError
 from memfit.ghost.build import Build
 from memfit.ghost.extensions import Extensions
 from memfit.ghost.leave import wait_for_autograd
+from memfit.ghost.workspaces import Workspaces
 
 _REFUSALS = {
     1: "the device count or the bytes in use are out of range",
@@ -100,6 +100,17 @@ class LogEvent:
     """Microseconds since the Unix epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A use of memory that a library worked in."""
+
+    address: int
+    size: int
+    """Bytes, as the library had asked for them."""
+    label: int
+    """What the calling thread had set with ``Ghost.set_label``."""
+
+
 class _Device(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * 256),
@@ -131,6 +142,13 @@ class _Event(ctypes.Structure):
     )
 
 
+class _Space(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_uint64), ("size", ctypes.c_uint64), ("label", ctypes.c_uint64))
+
+
+_ANSWERER = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p)
+
+
 class Ghost:
     """The loaded runtime's controls. One per process: made by ``load``.
 
@@ -151,8 +169,12 @@ class Ghost:
         library.ghost_allocation_log.argtypes = (ctypes.POINTER(_Event), ctypes.c_size_t)
         library.ghost_allocation_log.restype = ctypes.c_size_t
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
+        library.ghost_answer_with.argtypes = (_ANSWERER,)
+        library.ghost_spaces.argtypes = (ctypes.POINTER(_Space), ctypes.c_size_t)
+        library.ghost_spaces.restype = ctypes.c_size_t
         self._library = library
-        self._thread = threading.local()
+        self.workspaces = Workspaces.read()
+        self.answer_with(self.workspaces.answer)
 
     def configure(self, device: GhostDevice, *, count: int = 1, in_use: int = 0, own: int = 0) -> None:
         """Choose the device, before CUDA is initialised; in a forked child too.
@@ -199,18 +221,12 @@ class Ghost:
 
     @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:
-        """Answer this thread's device-to-host copies of at most 8 bytes with a count; the innermost wins."""
-        outer: int | None = getattr(self._thread, "count", None)
-        self._thread.count = count
+        """Answer this thread's device-to-host copies of at most 8 bytes with a count."""
         self._library.ghost_answer_counts(count)
         try:
             yield
         finally:
-            self._thread.count = outer
-            if outer is None:
-                self._library.ghost_answer_nothing()
-            else:
-                self._library.ghost_answer_counts(outer)
+            self._library.ghost_answer_nothing()
 
     def last_read_known(self) -> bool:
         """Return whether this thread's last device-to-host copy was answered from remembered bytes."""
@@ -233,6 +249,23 @@ class Ghost:
     def set_label(self, label: int) -> None:
         """Tag this thread's next entries of the allocation log."""
         self._library.ghost_set_label(label)
+
+    def answer_with(self, answer: Callable[[bytes], int]) -> None:
+        """Let a function say how many bytes a library wants to work in.
+
+        Args:
+            answer: takes a question as ``memfit.ghost.workspaces`` reads it. It is called on whichever
+                thread asks, and must not raise.
+        """
+        self._answerer = _ANSWERER(answer)  # kept: the runtime holds its address alone
+        self._library.ghost_answer_with(self._answerer)
+
+    def spaces(self) -> list[Space]:
+        """Return every use of memory that libraries worked in, in order, repetitions left out."""
+        length = self._library.ghost_spaces(None, 0)
+        spaces = (_Space * length)()
+        length = min(length, self._library.ghost_spaces(spaces, length))
+        return [Space(space.address, space.size, space.label) for space in spaces[:length]]
 
     def allocation_log(self) -> list[LogEvent]:
         """Return every cudaMalloc, cudaFree and their stream-ordered kin since the log was started.

@@ -1,15 +1,8 @@
-/* cuDNN: descriptors, and plans that need no workspace.
- *
- * How much workspace cuDNN asks for depends on engines that are chosen inside it, per shape and
- * card; it is not known here. The ghost answers 0 and records that it did (ghost_assumed), so that
- * a result can say so. PyTorch allocates that workspace through its own allocator, hence a network
- * of convolutions is reported too low by it, and by it alone.
- *
- * Recurrent networks and CTC loss also ask cuDNN for the size of tensors that stay (weights,
- * reserve space). A guess there would be wrong for good: those calls are gaps (gaps.txt).
- */
-#include "ghost.h"
+/* cuDNN: handles, descriptors, and how a question about a size is put. cudnn.h lists the rest. */
+#include "cudnn.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,7 +14,7 @@ API status cudnnGetProperty(int type, int *value)
 {
     const int parts[] = {CUDNN_VERSION / 10000, CUDNN_VERSION / 100 % 100, CUDNN_VERSION % 100};
     if (type < 0 || type > 2)
-        return 2000; /* CUDNN_STATUS_BAD_PARAM */
+        return DNN_BAD_PARAM;
     *value = parts[type];
     return SUCCESS;
 }
@@ -37,7 +30,7 @@ API void cudnnGetLastErrorString(char *message, size_t capacity)
         message[0] = '\0';
 }
 
-/* ---- Handles and descriptors ----------------------------------------------------------------- */
+/* ---- Handles --------------------------------------------------------------------------------- */
 
 struct dnn_handle {
     void *stream;
@@ -63,18 +56,12 @@ API status cudnnGetStream(struct dnn_handle *handle, void **stream)
     return SUCCESS;
 }
 
-#define MOST_DIMENSIONS 8 /* cudnn_graph.h, CUDNN_DIM_MAX */
+/* ---- Descriptors of which nothing is asked --------------------------------------------------- */
 
-/* Tensors and filters are read back by PyTorch; the other descriptors only ever go in. */
-struct descriptor {
-    int data_type, format, dimensions;
-    int sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
-};
-
-#define DESCRIPTOR(Kind)                                                                                     \
+#define DESCRIPTOR(Kind, size)                                                                               \
     API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
     {                                                                                                        \
-        return ghost_new_handle(descriptor, sizeof(struct descriptor));                                      \
+        return ghost_new_handle(descriptor, size);                                                           \
     }                                                                                                        \
     API status cudnnDestroy##Kind##Descriptor(void *descriptor)                                              \
     {                                                                                                        \
@@ -82,195 +69,123 @@ struct descriptor {
         return SUCCESS;                                                                                      \
     }
 
-DESCRIPTOR(Tensor)
-DESCRIPTOR(Filter)
-DESCRIPTOR(Convolution)
-DESCRIPTOR(Activation)
-DESCRIPTOR(Pooling)
-DESCRIPTOR(Dropout)
-DESCRIPTOR(RNN)
-DESCRIPTOR(RNNData)
-DESCRIPTOR(CTCLoss)
-DESCRIPTOR(SpatialTransformer)
+DESCRIPTOR(Activation, 1)
+DESCRIPTOR(Pooling, 1)
+DESCRIPTOR(SpatialTransformer, 1)
 
-static int within(int dimensions) { return dimensions < MOST_DIMENSIONS ? dimensions : MOST_DIMENSIONS; }
+/* ---- Tensors and filters --------------------------------------------------------------------- */
 
-static void copy_sizes(int *to, const int *from, int count)
+DESCRIPTOR(Tensor, sizeof(struct tensor))
+DESCRIPTOR(Filter, sizeof(struct tensor))
+
+API status cudnnSetTensorNdDescriptor(struct tensor *tensor, int data_type, int dimensions, const int *sizes,
+                                      const int *strides)
 {
-    memcpy(to, from, (size_t)(count > 0 ? count : 0) * sizeof *to);
-}
-
-API status cudnnSetTensorNdDescriptor(struct descriptor *tensor, int data_type, int dimensions,
-                                      const int *sizes, const int *strides)
-{
-    *tensor = (struct descriptor){.data_type = data_type, .dimensions = within(dimensions)};
-    copy_sizes(tensor->sizes, sizes, tensor->dimensions);
-    copy_sizes(tensor->strides, strides, tensor->dimensions);
+    *tensor = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    for (int i = 0; i < tensor->dimensions; i++) {
+        tensor->sizes[i] = sizes[i];
+        tensor->strides[i] = strides[i];
+    }
     return SUCCESS;
 }
 
-API status cudnnGetTensorNdDescriptor(const struct descriptor *tensor, int wanted, int *data_type,
+API status cudnnGetTensorNdDescriptor(const struct tensor *tensor, int wanted, int *data_type,
                                       int *dimensions, int *sizes, int *strides)
 {
-    int count = wanted < tensor->dimensions ? wanted : tensor->dimensions;
     *data_type = tensor->data_type;
     *dimensions = tensor->dimensions;
-    copy_sizes(sizes, tensor->sizes, count);
-    copy_sizes(strides, tensor->strides, count);
+    for (int i = 0; i < tensor->dimensions && i < wanted; i++) {
+        sizes[i] = (int)tensor->sizes[i];
+        strides[i] = (int)tensor->strides[i];
+    }
     return SUCCESS;
 }
 
-API status cudnnSetFilterNdDescriptor(struct descriptor *filter, int data_type, int format, int dimensions,
+/* Source: cudnn_graph.h, cudnnTensorFormat_t. */
+enum { FORMAT_NCHW = 0, FORMAT_NHWC = 1 };
+
+API status cudnnSetFilterNdDescriptor(struct tensor *filter, int data_type, int format, int dimensions,
                                       const int *sizes)
 {
-    *filter = (struct descriptor){.data_type = data_type, .format = format, .dimensions = within(dimensions)};
-    copy_sizes(filter->sizes, sizes, filter->dimensions);
+    *filter = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    int64_t stride = 1;
+    bool channels_last = format == FORMAT_NHWC && filter->dimensions > 1;
+    if (channels_last) {
+        filter->strides[1] = 1;
+        stride = sizes[1];
+    }
+    for (int i = filter->dimensions - 1; i >= 0; i--) {
+        filter->sizes[i] = sizes[i];
+        if (channels_last && i == 1)
+            continue;
+        filter->strides[i] = stride;
+        stride *= sizes[i];
+    }
     return SUCCESS;
 }
 
-API status cudnnGetFilterNdDescriptor(const struct descriptor *filter, int wanted, int *data_type,
-                                      int *format, int *dimensions, int *sizes)
+API status cudnnGetFilterNdDescriptor(const struct tensor *filter, int wanted, int *data_type, int *format,
+                                      int *dimensions, int *sizes)
 {
     *data_type = filter->data_type;
-    *format = filter->format;
     *dimensions = filter->dimensions;
-    copy_sizes(sizes, filter->sizes, wanted < filter->dimensions ? wanted : filter->dimensions);
+    *format = filter->dimensions > 1 && filter->strides[1] == 1 && filter->sizes[1] > 1 ? FORMAT_NHWC
+                                                                                        : FORMAT_NCHW;
+    for (int i = 0; i < filter->dimensions && i < wanted; i++)
+        sizes[i] = (int)filter->sizes[i];
     return SUCCESS;
 }
 
-/* ---- The graph API: how PyTorch runs convolutions and attention ------------------------------ */
+/* ---- Questions ------------------------------------------------------------------------------- */
 
-/* Source: cudnn_graph.h 9.24; the numbers have not moved since cuDNN 9.0. */
-enum attribute_type { TYPE_INT64 = 3, TYPE_BACKEND_DESCRIPTOR = 15, TYPE_INT32 = 23 };
-enum attribute_name {
-    ENGINE_CONFIG_KNOB_CHOICES = 302,
-    ENGINE_CONFIG_WORKSPACE_SIZE = 303,
-    EXECUTION_PLAN_WORKSPACE_SIZE = 402,
-};
-
-struct backend_descriptor {
-    int type;
-};
-
-API status cudnnBackendCreateDescriptor(int type, void **descriptor)
+__attribute__((format(printf, 2, 3))) static void say(struct question *question, const char *format, ...)
 {
-    status result = ghost_new_handle(descriptor, sizeof(struct backend_descriptor));
-    if (result == SUCCESS)
-        ((struct backend_descriptor *)*descriptor)->type = type;
-    return result;
+    size_t room = sizeof question->text - question->length;
+    va_list arguments;
+    va_start(arguments, format);
+    int needed = vsnprintf(question->text + question->length, room, format, arguments);
+    va_end(arguments);
+    if (needed < 0 || (size_t)needed >= room)
+        question->cut = true;
+    else
+        question->length += (size_t)needed;
 }
 
-API status cudnnBackendDestroyDescriptor(void *descriptor)
+struct question question_about(const char *kind)
 {
-    free(descriptor);
-    return SUCCESS;
+    struct question question = {.length = 0};
+    say(&question, "{\"kind\":\"%s\"", kind);
+    return question;
 }
 
-API status cudnnBackendSetAttribute(void *descriptor, int name, int type, int64_t count, const void *values)
+void say_number(struct question *question, const char *name, int64_t value)
 {
-    return SUCCESS;
+    say(question, ",\"%s\":%lld", name, (long long)value);
 }
 
-API status cudnnBackendFinalize(void *descriptor) { return SUCCESS; }
-
-/* Every question has one answer: one engine configuration, no knobs, no notes, numbers that are 0.
- * Where descriptors are asked for, the caller made them and they stay as they are. */
-API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int name, int type, int64_t wanted,
-                                    int64_t *found, void *values)
+void say_text(struct question *question, const char *name, const char *value)
 {
-    int64_t count = 0;
-    if (name == ENGINE_CONFIG_WORKSPACE_SIZE || name == EXECUTION_PLAN_WORKSPACE_SIZE)
-        ghost_assumed("cuDNN workspace size, as 0 bytes");
-    if (name == ENGINE_CONFIG_KNOB_CHOICES) {
-        count = 0;
-    } else if (type == TYPE_BACKEND_DESCRIPTOR) {
-        count = 1;
-    } else if (type == TYPE_INT64 || type == TYPE_INT32) {
-        count = 1;
-        if (values && wanted > 0)
-            memset(values, 0, type == TYPE_INT64 ? sizeof(int64_t) : sizeof(int32_t));
-    }
-    if (found)
-        *found = count;
-    return SUCCESS;
+    say(question, ",\"%s\":\"%s\"", name, value);
 }
 
-API status cudnnBackendExecute(void *handle, void *plan, void *variant_pack)
+void say_list(struct question *question, const char *name, const int64_t *values, int count)
 {
-    COUNT(cudnn_calls);
-    return (status)ghost_stub_called();
+    say(question, ",\"%s\":[", name);
+    for (int i = 0; i < count; i++)
+        say(question, i ? ",%lld" : "%lld", (long long)values[i]);
+    say(question, "]");
 }
 
-/* ---- The older convolution API (TORCH_CUDNN_V8_API_DISABLED=1) ------------------------------- */
-
-/* Source: cudnn_cnn.h 9.24, cudnnConvolutionFwdAlgoPerf_t and its two siblings. */
-struct algorithm_performance {
-    int algorithm, result;
-    float time;
-    size_t memory;
-    int determinism, math_type, reserved[3];
-};
-_Static_assert(sizeof(struct algorithm_performance) == 48, "cudnnConvolutionFwdAlgoPerf_t");
-
-static status one_algorithm(int wanted, int *found, struct algorithm_performance *results)
+void say_tensor(struct question *question, const char *name, const struct tensor *tensor)
 {
-    ghost_assumed("cuDNN workspace size, as 0 bytes");
-    *found = wanted > 0;
-    if (wanted > 0)
-        results[0] = (struct algorithm_performance){.algorithm = 1, .determinism = 1};
-    return SUCCESS;
+    say(question, ",\"%s\":{\"data_type\":%d", name, tensor->data_type);
+    say_list(question, "sizes", tensor->sizes, tensor->dimensions);
+    say_list(question, "strides", tensor->strides, tensor->dimensions);
+    say(question, "}");
 }
 
-static status no_workspace(size_t *size)
+uint64_t asked(struct question *question)
 {
-    ghost_assumed("cuDNN workspace size, as 0 bytes");
-    *size = 0;
-    return SUCCESS;
-}
-
-#define CONVOLUTION(Direction)                                                                               \
-    API status cudnnGetConvolution##Direction##Algorithm_v7(                                                 \
-        void *handle, void *a, void *b, void *convolution, void *c, int wanted, int *found,                  \
-        struct algorithm_performance *results)                                                               \
-    {                                                                                                        \
-        return one_algorithm(wanted, found, results);                                                        \
-    }                                                                                                        \
-    API status cudnnFindConvolution##Direction##AlgorithmEx(                                                 \
-        void *handle, void *a, const void *a_data, void *b, const void *b_data, void *convolution, void *c,  \
-        void *c_data, int wanted, int *found, struct algorithm_performance *results, void *workspace,        \
-        size_t size)                                                                                         \
-    {                                                                                                        \
-        forget_everything();                                                                                 \
-        return one_algorithm(wanted, found, results);                                                        \
-    }                                                                                                        \
-    API status cudnnGetConvolution##Direction##WorkspaceSize(                                                \
-        void *handle, void *a, void *b, void *convolution, void *c, int algorithm, size_t *size)             \
-    {                                                                                                        \
-        return no_workspace(size);                                                                           \
-    }
-
-CONVOLUTION(Forward)
-CONVOLUTION(BackwardData)
-CONVOLUTION(BackwardFilter)
-
-/* ---- Batch normalization --------------------------------------------------------------------- */
-
-API status cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations,
-                                                                    void *x, void *z, void *y, void *scale,
-                                                                    void *activation, size_t *size)
-{
-    return no_workspace(size);
-}
-
-API status cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operations, void *x,
-                                                             void *y, void *dy, void *dz, void *dx,
-                                                             void *scale, void *activation, size_t *size)
-{
-    return no_workspace(size);
-}
-
-API status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operations,
-                                                                void *activation, void *x, size_t *size)
-{
-    return no_workspace(size);
+    say(question, "}");
+    return ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->text);
 }

@@ -125,8 +125,7 @@ API void ghost_take(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronises or they are released. */
 API void ghost_hold_events(int on);
 /* Between the two, this thread's device-to-host copies of at most 8 bytes answer `value`, little
- * endian, saturated at the copy's width as a signed integer; those of 16 bytes, which is how Thrust's
- * searches end, say that it was found, at 0. */
+ * endian, saturated at the copy's width as a signed integer. */
 API void ghost_answer_counts(uint64_t value);
 API void ghost_answer_nothing(void);
 /* 1 if this thread's last device-to-host copy was answered wholly from remembered bytes. */
@@ -140,17 +139,23 @@ API void ghost_log_allocations(int on);
 API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
 
+/* A use of memory that a library worked in: an allocation of that address and size, made under that label. */
+struct ghost_space {
+    uint64_t address, size, label;
+};
+
+/* Who says how many bytes a library would ask for. A question is a JSON object with a "kind". Without
+ * an answerer every answer is 0, and is recorded as assumed. */
+API void ghost_answer_with(uint64_t (*answer)(const char *question));
+/* The uses of such memory so far. Returns their number; writes the first `capacity` of them. */
+API size_t ghost_spaces(struct ghost_space *out, size_t capacity);
+
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
 /* A library call that returns success: it may have written to the device. */
 long ghost_stub_called(void);
 /* A known gap was called: remember its name, which must stay where it is, and return `refusal`. */
 API long ghost_gap_called(const char *name, long refusal);
-
-/* A handle or descriptor that only ever goes back in, and how it is destroyed. */
-#define OPAQUE(create, destroy)                                                                              \
-    API status create(void **handle) { return ghost_new_handle(handle, 64); }                                \
-    API status destroy(void *handle) { return ghost_end_handle(handle); }
 
 /* ---- Shared state (state.c) ------------------------------------------------------------------ */
 
@@ -184,11 +189,16 @@ status ghost_fail(status error);
 void ghost_assumed(const char *name);
 /* Allocate a zeroed handle of `size` bytes into *out. */
 status ghost_new_handle(void **out, size_t size);
-/* Free a handle made by it. */
-status ghost_end_handle(void *handle);
-/* Bytes of one element. Source: library_types.h 13.0, cudaDataType. */
-size_t data_type_width(int data_type);
 int64_t ghost_now_us(void);
+
+/* ---- Memory that libraries work in (spaces.c) ------------------------------------------------- */
+
+/* How many bytes a library wants: `question` is a JSON object with a "kind". */
+uint64_t ghost_ask(const char *question);
+/* A library was handed memory of a size it had named. */
+void ghost_space_used(const void *address, uint64_t size);
+/* memory.c: what this thread had set with ghost_set_label. */
+uint64_t ghost_label(void);
 
 /* The capacity of a device: bytes gone, take some (false: not there), give back; with the lock held. */
 uint64_t capacity_used(int device);

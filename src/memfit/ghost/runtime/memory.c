@@ -68,6 +68,8 @@ static void log_event(enum ghost_action action, int device, uint64_t address, ui
 
 API void ghost_set_label(uint64_t value) { label = value; }
 
+uint64_t ghost_label(void) { return label; }
+
 API void ghost_log_allocations(int on)
 {
     ghost_lock();
