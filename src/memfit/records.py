@@ -59,6 +59,8 @@ class Category(IntEnum):
     GRADIENT = 2
     OPTIMIZER_STATE = 3
     BUFFER = 4
+    WORKSPACE = 5
+    """What a library works in (cuDNN), or keeps from a forward to its backward, in a size that it names."""
 
 
 class Action(IntEnum):
@@ -180,6 +182,8 @@ class Note:
     """``file:line``, or empty."""
     sizes: bool = False
     """Whether bytes depend on it: figures that it touches are no surer than it is."""
+    workspaces: bool = False
+    """Of those, whether it touches ``Category.WORKSPACE`` and totals alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,28 @@ def test_marks_and_categories(trace_of):
     assert held[Category.OPTIMIZER_STATE] == 2 * tensors
 
 
+def test_workspaces_are_told_from_allocations_of_their_size_and_place(trace_of):
+    script = """
+    import torch
+    from torch import nn
+    size = 58_720_256  # what the one rule for a convolution says
+    x = torch.zeros(1, 64, 224, 224, device="cuda", requires_grad=True)
+    layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
+    for _ in range(2):
+        layer(x).sum().backward()
+        alike = torch.empty(size, dtype=torch.uint8, device="cuda")
+        del alike
+    """
+    trace = trace_of(script)
+    found = [
+        (int(trace.events.category[at]), trace.labels[trace.events.label[at]].phase)
+        for at in range(len(trace.events))
+        if trace.events.action[at] == Action.ALLOC and trace.events.size[at] == 58_720_256
+    ]
+    assert [category for category, _ in found] == [Category.WORKSPACE, Category.REST] * 2
+    assert found[0][1] is Phase.BACKWARD
+
+
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 def test_recomputation_is_told_apart_and_labels_come_back(trace_of, how):
     trace = trace_of(NET + f"    train(Net({how!r}).cuda())\n")

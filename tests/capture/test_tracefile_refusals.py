@@ -158,7 +158,7 @@ def test_segments_out_of_range(file, trace):
     ("column", "value", "words"),
     [
         ("action", 10, "an action"),
-        ("category", 5, "a category"),
+        ("category", 6, "a category"),
         ("size", -1, "an event's size"),
         ("address", 1 << 63, "an event's address"),
         ("stream", -1, "an event's stream"),

@@ -108,19 +108,25 @@ def test_memory_in_use_and_the_context_count(dry_run):
 def test_a_run_that_reaches_a_known_gap_says_so(dry_run):
     script = """
         import torch
+        event = torch.cuda.Event(interprocess=True)
+        event.record()
         try:
-            torch.nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))
+            event.ipc_handle()
         except RuntimeError as refused:
             print(refused)
     """
     texts = [note["text"] for note in dry_run(script).answer["notes"]]
-    assert any("cudnn" in text and "a known gap" in text for text in texts)
+    assert any("cudaIpcGetEventHandle" in text and "a known gap" in text for text in texts)
 
 
-def test_convolutions_say_that_workspaces_count_as_nothing(dry_run):
+def test_assumed_workspaces_leave_the_other_rows_exact(dry_run):
     script = "import torch; torch.nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device='cuda'))"
-    (note,) = [note for note in dry_run(script).answer["notes"] if "cuDNN workspace" in note["text"]]
+    answer = dry_run(script).answer
+    (note,) = [note for note in answer["notes"] if "cuDNN's workspaces" in note["text"]]
     assert note["provenance"] == "assumed"
+    sure = {term["name"]: term["provenance"] for term in answer["terms"]}
+    assert {sure[name] for name in ("parameters", "gradients", "the rest")} == {"exact"}
+    assert {sure[name] for name in ("cuDNN workspaces", "allocated", "reserved")} == {"assumed"}
 
 
 def test_the_script_sees_the_devices_that_are_visible(dry_run):

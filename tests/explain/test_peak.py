@@ -118,6 +118,24 @@ def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
     assert result.peak_process.provenance is Provenance.ASSUMED
 
 
+@pytest.mark.parametrize(("workspaces", "rest"), [(True, Provenance.EXACT), (False, Provenance.ASSUMED)])
+def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
+    note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=workspaces)
+    result = summarize(
+        trace(
+            alloc(0, 1000, category=Category.PARAMETER),
+            alloc(1024, 4096, category=Category.WORKSPACE),
+            notes=(note,),
+        )
+    )
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    assert terms(result)["cuDNN workspaces"] == 4096
+    assert sure["parameters"] is Provenance.EXACT
+    assert sure["the rest"] is rest
+    assert sure["cuDNN workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
+    assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
+
+
 def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
     result = summarize(
         trace(

@@ -128,11 +128,13 @@ class OnGhost:
                 f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
                 f"may be wrong."
                 if name in gaps
-                else f"The ghost assumed an answer that memory depends on: {name}.",
+                else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
                 sizes=True,
             )
         for reason in self.ghost.extensions.turned_away:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
+        for text in self.ghost.workspaces.notes():
+            self._recorder.note(Provenance.ASSUMED, text, sizes=True, workspaces=True)
         return self._settings.device
 
     def _gaps_reached(self) -> list[str]:

@@ -26,7 +26,7 @@ from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.modules import ModuleHooks, short_names
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
-from memfit.ghost.load import Ghost, LogAction
+from memfit.ghost.load import Ghost, LogAction, Space
 from memfit.ghost.where import is_user_file
 from memfit.records import (
     Action,
@@ -107,9 +107,17 @@ class Recorder:
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
         self._note_peak_resets()
 
-    def note(self, provenance: Provenance, text: str, where: str = "", *, sizes: bool = False) -> None:
+    def note(
+        self,
+        provenance: Provenance,
+        text: str,
+        where: str = "",
+        *,
+        sizes: bool = False,
+        workspaces: bool = False,
+    ) -> None:
         """Keep a note for the result, once."""
-        self._notes.setdefault((text, where), Note(provenance, text, where, sizes))
+        self._notes.setdefault((text, where), Note(provenance, text, where, sizes, workspaces))
 
     def place(self) -> str:
         """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""
@@ -131,12 +139,26 @@ class Recorder:
             set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
             if set_metadata is None:  # PyTorch 2.8
                 self._counted = CountedStamps()
-                self.book.stamp_with(self._counted.stamp)
+                self.book.stamp_with(self._and_for_workspaces(self._counted.stamp))
             else:
-                self.book.stamp_with(lambda serial: set_metadata(metadata_of(serial)))
+                self.book.stamp_with(
+                    self._and_for_workspaces(lambda serial: set_metadata(metadata_of(serial)))
+                )
         elif self._ghost is not None:
             self._ghost.log_allocations(True)
             self.book.stamp_with(self._ghost.set_label)
+
+    def _and_for_workspaces(self, stamp: Callable[[int], None]) -> Callable[[int], None]:
+        """Stamp the ghost's log of workspaces, too."""
+        ghost = self._ghost
+        if ghost is None:
+            return stamp
+
+        def both(serial: int) -> None:
+            stamp(serial)
+            ghost.set_label(serial)
+
+        return both
 
     def _leave_history_on(self, *_args: object, **_kwargs: object) -> None:
         self.note(
@@ -213,8 +235,12 @@ class Recorder:
             history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
         )
         serials = self._counted.serials(events.action) if self._counted else events.label
+        events = _labelled(events, serials, self.book, self._held)
+        if missed := _mark_spaces(events, serials, self._spaces()):
+            text = "workspaces were not found in the allocator's history: they count with the rest."
+            self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
-            events=_labelled(events, serials, self.book, self._held),
+            events=events,
             labels=short_names(self.book.labels),
             stacks=stacks,
             frames=frames,
@@ -228,6 +254,9 @@ class Recorder:
             command=command,
             notes=tuple(self._notes.values()),
         )
+
+    def _spaces(self) -> list[Space]:
+        return self._ghost.spaces() if self._ghost is not None else []
 
     def _logged(self) -> list[dict[str, Any]]:
         """Return the ghost's own log in the form of PyTorch's history, for back ends that keep none."""
@@ -295,3 +324,24 @@ def _labelled(
         stack=events.stack,
         category=category,
     )
+
+
+def _mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:
+    """Mark the allocations that libraries worked in: of that address and size, under that label.
+
+    A library is called right after its memory was allocated, on the same thread and with no hook between.
+    A thread that was never stamped has no label in the history and label 0 in the ghost's log.
+
+    Returns:
+        How many were not found.
+    """
+    used = {(space.address, space.size, space.label) for space in spaces}
+    found = set()
+    of_their_size = np.isin(events.size, list({space.size for space in spaces}))
+    for position in np.flatnonzero((events.action == Action.ALLOC) & of_their_size).tolist():
+        label = max(int(serials[position]), 0)
+        allocation = int(events.address[position]), int(events.size[position]), label
+        if allocation in used:
+            events.category[position] = Category.WORKSPACE
+            found.add(allocation)
+    return len(used - found)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +30,13 @@ from memfit.records import (
     worst,
 )
 
+WORKSPACES = "cuDNN workspaces"
 CATEGORIES = {
     Category.PARAMETER: "parameters",
     Category.BUFFER: "buffers",
     Category.GRADIENT: "gradients",
     Category.OPTIMIZER_STATE: "optimizer state",
+    Category.WORKSPACE: WORKSPACES,
     Category.REST: "the rest",
 }
 
@@ -52,7 +55,7 @@ def summarize(trace: Trace) -> DryRun:
     context = trace.device.context
     failed = _out_of_memory(trace)
     # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
-    sure = Provenance.ASSUMED if any(note.sizes for note in trace.notes) else Provenance.EXACT
+    sure = _surest(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
         verdict=_verdict(trace, failed),
@@ -63,7 +66,7 @@ def summarize(trace: Trace) -> DryRun:
         peak_process=process,
         peak_place=_place(trace, peak),
         terms=(
-            *_by_category(trace, line, peak, sure),
+            *_by_category(trace, line, peak),
             Term("allocated", Figure(allocated, sure)),
             Term("cached, not allocated", Figure(reserved - allocated, sure)),
             Term("reserved", Figure(reserved, sure)),
@@ -96,15 +99,28 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _by_category(trace: Trace, line: Timeline, peak: int, rest: Provenance) -> list[Term]:
-    """Split what is allocated at an event by category; rounding goes with the block it belongs to."""
+def _surest(assumptions: Iterable[Note]) -> Provenance:
+    return Provenance.ASSUMED if any(True for _ in assumptions) else Provenance.EXACT
+
+
+def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
+    """Split what is allocated at an event by category; rounding goes with the block it belongs to.
+
+    What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
+    theirs, and otherwise in the rest.
+    """
+    unsure = [note for note in trace.notes if note.sizes]
+    sure = {
+        Category.WORKSPACE: _surest(note for note in unsure if note.workspaces),
+        Category.REST: _surest(note for note in unsure if not note.workspaces),
+    }
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
     return [
-        Term(CATEGORIES[category], Figure(total, rest if category is Category.REST else Provenance.EXACT))
+        Term(CATEGORIES[category], Figure(total, sure.get(category, Provenance.EXACT)))
         for category, total in totals.items()
     ]
 

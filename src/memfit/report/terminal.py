@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Figure, Machine, Place
+from memfit.records import DryRun, Figure, Machine, Place, Provenance
 from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -25,6 +25,7 @@ _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
 _TOTALS = {"allocated", "reserved", "process"}
+_OFTEN_NONE = {"buffers", "cuDNN workspaces"}
 _MOST_NOTES = 8
 
 
@@ -148,7 +149,7 @@ def _ladder(result: DryRun, width: int) -> Table:
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     for term in result.terms:
-        if term.name == "buffers" and not term.figure.bytes:
+        if term.name in _OFTEN_NONE and not term.figure.bytes and term.figure.provenance is Provenance.EXACT:
             continue
         total_row = term.name in _TOTALS
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
