@@ -1,0 +1,46 @@
+"""Peaks of two small networks that a real GPU showed, plain and checkpointed: equal to the byte.
+
+They rest on one assumed size, the workspace of a 64-to-64-channel weight gradient (ghost/workspaces.toml);
+everything else in them is PyTorch's own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "small_checkpointed.py"
+
+# MiB of max_memory_allocated: input 1x3x224x224, each network built while the one before is alive.
+# Published with an article on checkpointing small networks; card and versions are not stated.
+PUBLISHED = {
+    ("residual", "plain"): 180.2099609375,
+    ("residual", "checkpointed, non-reentrant"): 157.41796875,
+    ("residual", "checkpointed, reentrant"): 169.9501953125,
+    ("straight", "plain"): 130.78662109375,
+    ("straight", "checkpointed, non-reentrant"): 131.64794921875,
+    ("straight", "checkpointed, reentrant"): 143.89794921875,
+}
+
+
+@pytest.mark.parametrize("variant", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("network", ["residual", "straight"])
+def test_published_peaks(network, variant, tmp_path):
+    command = [sys.executable, "-m", "memfit", "dry-run", "--json", "answer.json"]
+    options = ["--network", network, *["--reentrant"] * (variant == "reentrant")]
+    done = subprocess.run(
+        [*command, SCRIPT, *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    peaks = dict(re.findall(r"^(plain|checkpointed) +([\d.]+) MiB$", done.stdout, re.MULTILINE))
+    assert float(peaks["plain"]) == PUBLISHED[network, "plain"]
+    assert float(peaks["checkpointed"]) == PUBLISHED[network, f"checkpointed, {variant}"]
+    terms = {term["name"]: term for term in json.loads((tmp_path / "answer.json").read_text())["terms"]}
+    assert terms["cuDNN workspaces"]["bytes"] == 58_720_256
+    assert terms["cuDNN workspaces"]["provenance"] == "assumed"
