@@ -165,14 +165,21 @@ class Block(nn.Module):
 def shift(x):
     return x + WIDTH
 
-answer = memfit.estimate(
-    Block(), torch.ones(4, WIDTH), loss=lambda model, x: shift(model(x)).mean(), optimizer=torch.optim.SGD
-)
+def loss(model, x):
+    assert torch.backends.cudnn.benchmark
+    output = model(x)
+    assert output.dtype is torch.bfloat16, output.dtype
+    return output.mean()
+
+torch.backends.cudnn.benchmark = True
+torch.set_autocast_dtype("cuda", torch.bfloat16)
+torch.set_autocast_enabled("cuda", True)  # torch.autocast("cuda") refuses to where there is no GPU
+answer = memfit.estimate(Block(), torch.ones(4, WIDTH), loss=loss, optimizer=torch.optim.SGD)
 print(answer.run.peak_place.phase, answer.breakdown["parameters"].bytes, answer.run.steps)
 """
 
 
-def test_classes_of_an_interactive_session_travel_as_code(tmp_path):
+def test_an_interactive_sessions_classes_and_switches_travel(tmp_path):
     done = subprocess.run(
         [sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, check=False, cwd=tmp_path
     )

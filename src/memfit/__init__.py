@@ -4,6 +4,8 @@
 >>> result = memfit.dry_run("train.py", gpu="RTX-3060")  # doctest: +SKIP
 >>> result.verdict, result.peak_allocated  # doctest: +SKIP
 ('fits', 6448338944)
+>>> memfit.estimate(model, inputs, optimizer=optimizer).fits("RTX-3060")  # doctest: +SKIP
+True
 """
 
 import importlib

@@ -203,8 +203,9 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     A copy of the model without its weights' values goes to a process on the ghost and is run there, in a
     loop as PyTorch's tutorials write it (``capture/estimated.py``): ``zero_grad``, forward, loss, backward,
     step, with the inputs moved to the GPU anew each time. Nothing that is passed in is changed. The model
-    runs in the mode it is in (``train()``, ``eval()``), under the autocast and the switches in force here.
-    Gradients and optimizer state that are there already are not copied: the estimate begins afresh.
+    runs in the mode it is in (``train()``, ``eval()``), under the switches in force here. Autocast belongs
+    into ``loss``: around this call PyTorch itself leaves it off where there is no GPU. Gradients and
+    optimizer state that are there already are not copied: the estimate begins afresh.
 
     With an optimizer it is training; with a loss alone, forward and backward; with neither, inference: the
     forward under ``torch.no_grad()``.

@@ -53,12 +53,12 @@ def test_a_large_copy_does_not_weigh_anything():
 def test_tied_weights_stay_tied_and_views_stay_views():
     model = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 100, bias=False))
     model[1].weight = model[0].weight
-    model.first_rows = model[0].weight.detach()[:10]
+    model.rows = model[0].weight.detach()[5:15]
     model.columns = model[0].weight.detach().t()
     copy = sent(model)[0].model
     assert copy[1].weight is copy[0].weight
-    assert memory(copy.first_rows) == memory(copy.columns) == memory(copy[0].weight)
-    assert copy.first_rows.shape == (10, 32)
+    assert memory(copy.rows) == memory(copy.columns) == memory(copy[0].weight)
+    assert (copy.rows.shape, copy.rows.storage_offset()) == ((10, 32), 5 * 32)
     assert copy.columns.stride() == (1, 32)
 
 
@@ -149,6 +149,14 @@ def test_every_module_that_travels_is_moved_also_one_in_a_closure():
     job, roots = sent(model, loss=lambda m, x: (m(x) - teacher(x)).sum())
     assert [type(root) for root in roots] == [nn.Sequential, nn.Linear]
     assert roots[0] is job.model
+
+
+def test_modules_of_a_kind_of_their_own_are_imported_on_the_other_side():
+    code = "def loss(model, x): return torch.backends.cudnn.enabled, model(x)"
+    interactive = {"__name__": "__main__", "torch": torch}
+    exec(code, interactive)  # noqa: S102 - as a notebook's cell is
+    job, _ = sent(nn.Linear(4, 4), torch.ones(1, 4), loss=interactive["loss"])
+    assert job.loss(job.model, job.inputs)[0] is torch.backends.cudnn.enabled
 
 
 def lock_in_a_closure():

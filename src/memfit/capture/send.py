@@ -4,6 +4,7 @@ The user's objects are read, never changed. Classes and functions that the other
 (of a notebook, of the script itself) travel as code: cloudpickle. What cannot travel is named.
 """
 
+import importlib
 import inspect
 import io
 import pickle
@@ -57,6 +58,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._module(obj)
         if isinstance(obj, Optimizer):
             return OptimizerCopy.make, (OptimizerCopy.of(obj),)
+        unusual = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if (
+            unusual and sys.modules.get(obj.__name__) is obj
+        ):  # torch.backends.cudnn, and what is loaded lazily
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
