@@ -4,7 +4,8 @@
     python benchmarks/gpu/validate.py               all of them, at most nine minutes
     python benchmarks/gpu/validate.py --rehearse A100-80GB --only linear1024
 
-No network is needed; without an installed memfit set PYTHONPATH=src. The result is kept after every job,
+No network is needed; without an installed memfit set PYTHONPATH=src (numpy, msgspec and platformdirs
+are all that it needs beside torch). The result is kept after every job,
 as CARD-DRIVER-TORCH.json and .md, and a second call goes on where it stopped. Each run is a process of its
 own and is ended when it takes too long. With ``--rehearse`` the ghost plays the card as well: then every
 difference should be zero, and nothing is measured.

@@ -164,7 +164,8 @@ class Run:
             return False
         from memfit.capture.tracefile import write_trace
 
-        trace = self._recorder.finish(self._ground.device(), end, self._command, _versions())
+        versions = _versions() | self._ground.versions()
+        trace = self._recorder.finish(self._ground.device(), end, self._command, versions)
         write_trace(trace, Path(self._settings.output))
         return True
 

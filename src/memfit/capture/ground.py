@@ -49,6 +49,9 @@ class Ground(Protocol):
     def device(self) -> DeviceUse:
         """Say what the script ran on, and note what the reader must know. The script has ended."""
 
+    def versions(self) -> dict[str, str]:
+        """Say what else figures may depend on, by name."""
+
 
 class OnGhost:
     """The ghost, loaded into this process.
@@ -137,6 +140,10 @@ class OnGhost:
             self._recorder.note(Provenance.ASSUMED, text, sizes=True, workspaces=True)
         return self._settings.device
 
+    def versions(self) -> dict[str, str]:
+        """Return nothing: the ghost was built for the torch that is named."""
+        return {}
+
     def _gaps_reached(self) -> list[str]:
         known = {gap.name for gap in self._settings.build.gaps} | self.ghost.extensions.wanted_by.keys()
         return [name for name in self.ghost.gaps_reached() if name in known]
@@ -174,9 +181,13 @@ class OnCard:
         )
 
     def stepped(self) -> None:
-        """Look at the card, unless that was done just now."""
+        """Look at the card, unless that was done just now, or would change what the script does."""
+        import torch
+
+        # To look at a card initialises CUDA, and in the capture of a CUDA graph it may end the capture.
+        may = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         now = time.monotonic()
-        if now - self._looked >= BETWEEN_LOOKS:
+        if may and now - self._looked >= BETWEEN_LOOKS:
             self._looked = now
             self._outside.look()
 
@@ -205,3 +216,10 @@ class OnCard:
             in_use=last.others,
             machine=Machine.REHEARSAL if rehearsal else Machine.CARD,
         )
+
+    def versions(self) -> dict[str, str]:
+        """Return the driver's and cuDNN's, where they can be told."""
+        import torch
+
+        versions = {"driver": self._outside.driver(), "cudnn": str(torch.backends.cudnn.version() or "")}  # type: ignore[no-untyped-call]
+        return {name: version for name, version in versions.items() if version}

@@ -62,6 +62,10 @@ class Outside:
             self._most = reading
         return reading
 
+    def driver(self) -> str:
+        """Return the driver's version, or an empty string where NVML is not there to say it."""
+        return self._nvml.driver_version() if self._nvml else ""
+
     def figure(self) -> Figure:
         """Return the most that was ever seen outside; ``look`` was called at least once."""
         most = self._most or self.look()
