@@ -142,6 +142,9 @@ def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) ->
         except (MemfitError, TooLongError) as error:
             return {**outcome, "status": "failed", "why": f"{side}: {error}"}  # what was measured is kept
         outcome[side] = {**figures(found), "seconds": round(time.monotonic() - begun, 1)}
+        if found.verdict == "unknown" or (found.end.reason == "end" and found.end.exit_code):
+            why = found.end.exception or f"exit code {found.end.exit_code}"
+            outcome = {"why": f"{side}: the script ended with {why}", **outcome, "status": "failed"}
     differs = difference(api.read(traces["card"]), api.read(traces["ghost"]))
     return {**outcome, "difference": msgspec.to_builtins(differs)}
 
