@@ -156,6 +156,7 @@ def test_modules_of_a_kind_of_their_own_are_imported_on_the_other_side():
     interactive = {"__name__": "__main__", "torch": torch}
     exec(code, interactive)  # noqa: S102 - as a notebook's cell is
     job, _ = sent(nn.Linear(4, 4), torch.ones(1, 4), loss=interactive["loss"])
+    assert job.loss.__globals__["torch"].backends.cudnn is torch.backends.cudnn
     assert job.loss(job.model, job.inputs)[0] is torch.backends.cudnn.enabled
 
 

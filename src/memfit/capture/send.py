@@ -58,11 +58,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._module(obj)
         if isinstance(obj, Optimizer):
             return OptimizerCopy.make, (OptimizerCopy.of(obj),)
-        unusual = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
-        if (
-            unusual and sys.modules.get(obj.__name__) is obj
-        ):  # torch.backends.cudnn, and what is loaded lazily
-            return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # torch.backends.cudnn, what is loaded lazily
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
