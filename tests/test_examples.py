@@ -50,6 +50,7 @@ TO_THE_END = [
     Example("resnet50.py", ("--images", "96")),
     Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0")),
     Example("small_checkpointed.py", steps=None),
+    Example("svd.py", ("--steps", "3")),
     Example("two_linear.py", steps=None),
     Example("vit_l16.py", ("--steps", "3")),
 ]

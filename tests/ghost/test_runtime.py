@@ -257,12 +257,30 @@ def test_a_gap_raises_and_is_named(on_ghost):
         except RuntimeError as error:
             print("memfit" in str(error))
         try:
-            torch.linalg.cholesky(torch.eye(3, device="cuda"))
+            torch._cslt_compress(torch.ones(64, 64, device="cuda", dtype=torch.half))
         except RuntimeError as error:
-            print("cusolver" in str(error))
+            print("memfit" in str(error))
+        try:
+            torch.ones(1, device="cuda").untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            print("memfit" in str(error))
+        try:
+            import os
+            torch.cuda.gds.GdsFile(__file__, os.O_RDWR)
+        except RuntimeError as error:
+            print("cuFile" in str(error))
         print(ghost.gaps_reached())
     """)
-    assert out == "True\nTrue\n('cudaIpcGetEventHandle', 'cusolverDnXpotrf_bufferSize')\n"
+    *named, gaps = out.splitlines()
+    assert named == ["True"] * 4
+    assert gaps == str(
+        (
+            "cudaIpcGetEventHandle",
+            "cusparseLtSpMMACompressedSize2",
+            "cudaIpcGetMemHandle",
+            "cuFileHandleRegister",
+        )
+    )
 
 
 def test_counts_are_answered_on_this_thread_only(on_ghost):

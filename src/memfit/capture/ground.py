@@ -131,7 +131,7 @@ class OnGhost:
                 f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
                 f"may be wrong."
                 if name in gaps
-                else f"The ghost assumed an answer ({name}): what it adds on a card counts as 0 bytes.",
+                else f"The ghost assumed an answer that memory depends on: {name}.",
                 sizes=True,
             )
         for reason in self.ghost.extensions.turned_away:

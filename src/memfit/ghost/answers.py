@@ -148,11 +148,12 @@ class Values:
 
         Yields the answers not yet given.
         """
+        outer = getattr(self._thread, "answers", [])
         unread = self._thread.answers = list(answers)
         try:
             yield unread
         finally:
-            self._thread.answers = []
+            self._thread.answers = outer
 
     def next_prepared(self) -> Number | None:
         """Take the next prepared answer of this thread, if there is one."""

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -173,6 +174,7 @@ class Ghost:
         library.ghost_spaces.argtypes = (ctypes.POINTER(_Space), ctypes.c_size_t)
         library.ghost_spaces.restype = ctypes.c_size_t
         self._library = library
+        self._thread = threading.local()
         self.workspaces = Workspaces.read()
         self.answer_with(self.workspaces.answer)
 
@@ -221,12 +223,18 @@ class Ghost:
 
     @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:
-        """Answer this thread's device-to-host copies of at most 8 bytes with a count."""
+        """Answer this thread's device-to-host copies of at most 8 bytes with a count; the innermost wins."""
+        outer: int | None = getattr(self._thread, "count", None)
+        self._thread.count = count
         self._library.ghost_answer_counts(count)
         try:
             yield
         finally:
-            self._library.ghost_answer_nothing()
+            self._thread.count = outer
+            if outer is None:
+                self._library.ghost_answer_nothing()
+            else:
+                self._library.ghost_answer_counts(outer)
 
     def last_read_known(self) -> bool:
         """Return whether this thread's last device-to-host copy was answered from remembered bytes."""

@@ -6,7 +6,9 @@ sizes its result by, is answered.
     op                                        at most                       answered by
     --------------------------------------    --------------------------    ----------------------------
     nonzero (and x[mask], where, masked_*)    every element                 the ghost: its small copies
+    mode                                      every element of a slice      the ghost: its small copies
     unique, unique_consecutive, coalesce      every element, row or entry   the ghost: its small copies
+    matrix_exp                                groups scaled alike: one     the ghost, prepared
     repeat_interleave                         no bound: one each            prepared (``Values.prepared``)
     one_hot, bincount without a size          no bound: 1,000               prepared
 """
@@ -23,6 +25,8 @@ from memfit.ghost.overrides import Overrides, Run
 _CLASSES = 1000
 """Classes where nothing bounds them: as many as ImageNet's, the commonest large label set."""
 
+_SHORT_SLICE = 2048
+
 
 def count_sizes(overrides: Overrides, values: Values, ghost: Ghost) -> None:
     """Override every op whose result has as many elements as its input's values decide."""
@@ -31,6 +35,8 @@ def count_sizes(overrides: Overrides, values: Values, ghost: Ghost) -> None:
     _answer_by_ghost(overrides, values, ghost, "unique_consecutive", "CUDA", _slices)
     _answer_by_ghost(overrides, values, ghost, "unique_dim", "CUDA", lambda tensor, dim, *_: tensor.size(dim))
     _answer_by_ghost(overrides, values, ghost, "_coalesce", "SparseCUDA", lambda tensor: tensor._nnz())
+    _answer_by_ghost(overrides, values, ghost, "mode", "CUDA", _distinct)
+    _scale_alike(overrides, values, ghost)
     _answer_by_reads(overrides, values)
 
 
@@ -44,6 +50,15 @@ def _slices(
     return tensor.numel() if dim is None else tensor.size(dim)
 
 
+def _distinct(tensor: torch.Tensor, dim: int = -1, *_: object) -> int:
+    """Count the values of a slice that ``mode`` may have to sort out; a short slice it does without.
+
+    Source: ``mode_kernel_impl``, aten/src/ATen/native/cuda/TensorModeKernel.cpp, PyTorch 2.14.
+    """
+    size = tensor.size(dim) if tensor.dim() else 1
+    return size if size > _SHORT_SLICE else 0
+
+
 def _answer_by_ghost(
     overrides: Overrides, values: Values, ghost: Ghost, op: str, key: str, bound: Callable[..., int]
 ) -> None:
@@ -54,18 +69,37 @@ def _answer_by_ghost(
         upper = bound(tensor, *args)
         if upper == 0:
             return run(tensor, *args)
-        found = _known_count(values, tensor) if op == "nonzero" else None
+        found = values.next_prepared()
+        if found is None and op == "nonzero":
+            found = _known_count(values, tensor)
         if found is None:
             found = values.choices.count_of(upper)
             name = op.removeprefix("_").removesuffix("2")
             _note(values, found, f"{name} was taken to find {found:,} of at most {upper:,}")
-        with values.while_counting(), ghost.answering_counts(found):
+        with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
             # Beyond 2**31 elements it counts in pieces and copies all counts at once: more than 8 bytes.
             short = f"nonzero of {upper:,} elements found {len(result):,}, as it could not be told more"
             _note(values, len(result), short)
         return result
+
+
+def _scale_alike(overrides: Overrides, values: Values, ghost: Ghost) -> None:
+    """Let ``matrix_exp`` find that all its matrices are squared as often: one group, with all of them in it.
+
+    Source: ``compute_T18_scale_square``, aten/src/ATen/native/LinearAlgebra.cpp, PyTorch 2.14.
+    """
+
+    @overrides.add("linalg_matrix_exp", "CUDA")
+    def matrix_exp(run: Run, tensor: torch.Tensor) -> object:
+        if tensor.numel() == 0:
+            return run(tensor)
+        matrices = tensor.numel() // (tensor.size(-1) * tensor.size(-2))
+        text = f"matrix_exp was taken to scale all of {matrices:,} matrices alike, as GPU values decide."
+        values.assume("count", matrices, text)
+        with values.prepared(1), ghost.answering_counts(matrices):
+            return run(tensor)
 
 
 def _known_count(values: Values, tensor: torch.Tensor) -> int | None:

@@ -18,7 +18,7 @@ inference mode carry no version, so nothing could be known of them. The allocati
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from memfit.ghost import overrides as kernels
 from memfit.ghost.answers import Note, Read, Values
 from memfit.ghost.choices import ValueChoices
-from memfit.ghost.known import Known, is_plain
+from memfit.ghost.known import Known, Number, is_plain
 from memfit.ghost.load import Ghost
 from memfit.ghost.methods import wrap_methods
 from memfit.ghost.overrides import Overrides, Run
@@ -35,6 +35,15 @@ from memfit.ghost.sizes import count_sizes
 from memfit.records import Provenance
 
 __all__ = ["Read", "ValueChoices", "Values", "install"]
+
+
+_CHECKS: Mapping[str, tuple[Number, ...]] = {
+    "_linalg_check_errors": (0, 0),  # every matrix was factorized
+    "linalg_eig": (True,),  # the input is finite
+    "linalg_eig.out": (True,),
+    "segment_reduce": (0, True),  # the least length, and that the lengths add up
+}
+"""Op that reads something of its own arguments to check them -> what it must read to pass."""
 
 
 def install(
@@ -97,10 +106,15 @@ def _answer_scalars(overrides: Overrides, values: Values, ghost: Ghost) -> None:
 def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
     """Answer what ops read to check their own arguments, or to compare two tensors."""
 
-    def agree(run: Run, a: torch.Tensor, b: torch.Tensor, **options: Any) -> object:
+    def agree(run: Run, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
         known = RULES["eq.Tensor"](facts, a, b)
+        if known is None and a.dtype == torch.bool and not a.dim():
+            # How PyTorch asks whether one truth holds (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
+            prepared = values.next_prepared()
+            with values.prepared(bool(values.tell(a, facts.of(a)) if prepared is None else prepared)):
+                return run(a, b, *args, **options)
         with values.prepared(facts.all if known is None else known.value) as unread:
-            result = run(a, b, **options)
+            result = run(a, b, *args, **options)
         if known is None and not unread:
             values.assume(
                 "all", facts.all, f"Two GPU tensors were compared; the script was told {facts.all}."
@@ -110,10 +124,19 @@ def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
     overrides.add("equal", "CUDA")(agree)
     overrides.add("allclose", "CUDA")(agree)
 
-    @overrides.add("_linalg_check_errors", "CUDA")
-    def solved(run: Run, *args: object, **options: Any) -> object:
-        with values.prepared(0, 0):
-            return run(*args, **options)
+    @overrides.add("cov", "AutogradCUDA")
+    def cov(run: Run, tensor: torch.Tensor, **options: Any) -> object:
+        weights = [options[name] for name in ("fweights", "aweights") if options.get(name) is not None]
+        passing = [True] * len(weights) + [True] * bool(weights)  # none is negative, and their sum is not 0
+        with values.prepared(*passing):
+            return run(tensor, **options)
+
+    for op, passing in _CHECKS.items():
+
+        @overrides.add(op, "CUDA")
+        def check(run: Run, *args: object, passing: tuple[Number, ...] = passing, **options: Any) -> object:
+            with values.prepared(*passing):
+                return run(*args, **options)
 
 
 def _follow(overrides: Overrides, facts: Facts, op: str, rule: Rule) -> None:

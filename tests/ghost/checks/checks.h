@@ -67,6 +67,20 @@ status ncclGetUniqueId(struct nccl_id *), ncclCommInitRank(void **, int, struct 
 status ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 status ncclBroadcast(const void *, void *, size_t, int, int, void *, void *);
 
+status cusolverDnSsyevd_bufferSize(void *, int, int, int, const void *, int, const void *, int *);
+status cusolverDnXsyevd_bufferSize(void *, void *, int, int, int64_t, int, const void *, int64_t, int,
+                                   const void *, int, size_t *, size_t *);
+status cusolverDnSgesvdjBatched_bufferSize(void *, int, int, int, const void *, int, const void *,
+                                           const void *, int, const void *, int, int *, void *, int);
+status cufftXtMakePlanMany(int, int, long long *, long long *, long long, long long, int, long long *,
+                           long long, long long, int, long long, size_t *, int);
+status cusparseCreateCsr(void **, int64_t, int64_t, int64_t, void *, void *, void *, int, int, int, int);
+status cusparseDestroySpMat(void *), cusparseSpMatGetSize(const void *, int64_t *, int64_t *, int64_t *);
+status cusparseSpGEMM_compute(void *, int, int, const void *, const void *, const void *, const void *,
+                              void *, int, int, void *, size_t *, void *);
+status cusparseXcsrgeam2Nnz(void *, int, int, void *, int, const int *, const int *, void *, int, const int *,
+                            const int *, void *, int *, int *, void *);
+
 struct pointer_attributes {
     int type, device;
     void *device_pointer, *host_pointer;
@@ -116,8 +130,8 @@ static inline int read_back(void *from, size_t size)
     each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                       \
     each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers) each(held_events)        \
     each(capturing) each(collectives) each(descriptors) each(question_bounds) each(graph_api)                \
-    each(space_log) each(recurrent_weights) each(gaps) each(processes) each(allocation_log)                   \
-    each(threads) each(forks)
+    each(space_log) each(recurrent_weights) each(gaps) each(processes) each(work_space)                      \
+    each(sparse_products) each(allocation_log) each(threads) each(forks)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

@@ -58,6 +58,60 @@ void gaps(void)
     CHECK(ghost_gaps_reached(small, sizeof small) == 14 && strcmp(small, "first\n") == 0);
 }
 
+/* In elements or bytes, at least 1, and refused where an int cannot hold it. */
+void work_space(void)
+{
+    enum { REAL_32 = 0, COMPLEX_32 = 4, COMPLEX_64 = 5, REFUSED = 3 };
+    int elements = -1;
+    size_t on_device, on_host = 1;
+    long long sizes[2] = {8, 8};
+    char text[256];
+    CHECK(cusolverDnSsyevd_bufferSize(NULL, 1, 0, 100, NULL, 100, NULL, &elements) == SUCCESS);
+    CHECK(elements == 1 + 6 * 100 + 2 * 100 * 100);
+    CHECK(cusolverDnSsyevd_bufferSize(NULL, 1, 0, 40000, NULL, 40000, NULL, &elements) == REFUSED);
+    CHECK(cusolverDnXsyevd_bufferSize(NULL, NULL, 1, 0, 40000, COMPLEX_64, NULL, 40000, 1, NULL, COMPLEX_64,
+                                      &on_device, &on_host) == SUCCESS);
+    CHECK(on_device == (1 + 6 * 40000 + 2 * 40000ul * 40000) * 16 && on_host == 0);
+    CHECK(cusolverDnSgesvdjBatched_bufferSize(NULL, 1, 0, 0, NULL, 1, NULL, NULL, 1, NULL, 1, &elements, NULL,
+                                              5) == SUCCESS);
+    CHECK(elements == 1);
+    CHECK(cufftXtMakePlanMany(1, 2, sizes, NULL, 1, 64, REAL_32, NULL, 1, 40, COMPLEX_32, 3, &on_device,
+                              COMPLEX_32) == SUCCESS);
+    CHECK(on_device == 3 * 8 * (8 / 2 + 1) * 8);
+    CHECK(cufftXtMakePlanMany(1, 2, sizes, NULL, 1, 64, COMPLEX_64, NULL, 1, 64, COMPLEX_64, 3, &on_device,
+                              COMPLEX_64) == SUCCESS);
+    CHECK(on_device == 3 * 8 * 8 * 16);
+    ghost_gaps_reached(text, sizeof text);
+    CHECK(strstr(text, "cuSOLVER work space") && strstr(text, "cuFFT work area"));
+}
+
+/* As many entries as there can be: each entry of A meets a row of B, and a matrix has so many places. */
+void sparse_products(void)
+{
+    const int64_t huge = (int64_t)1 << 40;
+    void *a, *b, *c, *wide;
+    int64_t rows, columns, entries;
+    size_t size;
+    int count;
+    cusparseCreateCsr(&a, 4, 5, 6, NULL, NULL, NULL, 0, 0, 0, 0);
+    cusparseCreateCsr(&b, 5, 30, 2, NULL, NULL, NULL, 0, 0, 0, 0);
+    cusparseCreateCsr(&c, 4, 30, 0, NULL, NULL, NULL, 0, 0, 0, 0);
+    cusparseCreateCsr(&wide, huge, huge, huge, NULL, NULL, NULL, 0, 0, 0, 0);
+    CHECK(cusparseSpGEMM_compute(NULL, 0, 0, NULL, a, b, NULL, c, 0, 0, NULL, &size, NULL) == SUCCESS);
+    CHECK(size == (4 + 12) * 4);
+    CHECK(cusparseSpMatGetSize(c, &rows, &columns, &entries) == SUCCESS);
+    CHECK(rows == 4 && columns == 30 && entries == 6 * 2);
+    cusparseSpGEMM_compute(NULL, 0, 0, NULL, wide, wide, NULL, c, 0, 0, NULL, &size, NULL);
+    CHECK(size > 100 * TIB);
+    cusparseSpMatGetSize(c, &rows, &columns, &entries);
+    CHECK(entries == INT64_MAX);
+    cusparseXcsrgeam2Nnz(NULL, 3, 3, NULL, 4, NULL, NULL, NULL, 2, NULL, NULL, NULL, NULL, &count, NULL);
+    CHECK(count == 6);
+    cusparseXcsrgeam2Nnz(NULL, 3, 3, NULL, 8, NULL, NULL, NULL, 7, NULL, NULL, NULL, NULL, &count, NULL);
+    CHECK(count == 9);
+    cusparseDestroySpMat(a), cusparseDestroySpMat(b), cusparseDestroySpMat(c), cusparseDestroySpMat(wide);
+}
+
 void allocation_log(void)
 {
     struct ghost_event events[8];

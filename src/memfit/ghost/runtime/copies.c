@@ -22,6 +22,7 @@
 #define LONGEST (64 * KIB)   /* bytes of one remembered copy */
 #define MOST_BYTES (4 * MIB) /* on record at once, uniform ranges not counted */
 #define MOST_RANGES 1024
+#define THRUST_FOUND 16 /* bytes of thrust::tuple<bool, long>: whether a search found, and where */
 
 struct known {
     uint64_t start, size;
@@ -222,6 +223,10 @@ static void copy_to_host(unsigned char *to, uint64_t from, uint64_t size)
         uint64_t most = size == 0 ? 0 : UINT64_MAX >> (64 - 8 * size + 1);
         uint64_t value = answer < most ? answer : most;
         memcpy(to, &value, size); /* x86-64 is little endian, as the device is */
+        return;
+    }
+    if (answering && size == THRUST_FOUND) {
+        to[0] = true;
         return;
     }
     if (any_capture())

@@ -108,24 +108,10 @@ REDUCTION(cublasIdamin_v2, int)
 REDUCTION(cublasIcamin_v2, int)
 REDUCTION(cublasIzamin_v2, int)
 
-/* Source: library_types.h, cudaDataType: the widths of the types cublasDotEx is called with. */
-static size_t width_of(int data_type)
-{
-    enum { REAL_32 = 0, REAL_64 = 1, REAL_16 = 2, COMPLEX_32 = 4, COMPLEX_64 = 5, BFLOAT_16 = 14 };
-    switch (data_type) {
-    case REAL_16:
-    case BFLOAT_16: return 2;
-    case REAL_64:
-    case COMPLEX_32: return 8;
-    case COMPLEX_64: return 16;
-    default: return 4;
-    }
-}
-
 API status cublasDotEx(void *handle, int n, const void *x, int x_type, int x_step, const void *y, int y_type,
                        int y_step, void *result, int result_type, int execution_type)
 {
-    write_result(result, width_of(result_type));
+    write_result(result, data_type_width(result_type));
     return SUCCESS;
 }
 

@@ -125,7 +125,8 @@ API void ghost_take(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronises or they are released. */
 API void ghost_hold_events(int on);
 /* Between the two, this thread's device-to-host copies of at most 8 bytes answer `value`, little
- * endian, saturated at the copy's width as a signed integer. */
+ * endian, saturated at the copy's width as a signed integer; those of 16 bytes, which is how Thrust's
+ * searches end, say that it was found, at 0. */
 API void ghost_answer_counts(uint64_t value);
 API void ghost_answer_nothing(void);
 /* 1 if this thread's last device-to-host copy was answered wholly from remembered bytes. */
@@ -156,6 +157,11 @@ API size_t ghost_spaces(struct ghost_space *out, size_t capacity);
 long ghost_stub_called(void);
 /* A known gap was called: remember its name, which must stay where it is, and return `refusal`. */
 API long ghost_gap_called(const char *name, long refusal);
+
+/* A handle or descriptor that only ever goes back in, and how it is destroyed. */
+#define OPAQUE(create, destroy)                                                                              \
+    API status create(void **handle) { return ghost_new_handle(handle, 64); }                                \
+    API status destroy(void *handle) { return ghost_end_handle(handle); }
 
 /* ---- Shared state (state.c) ------------------------------------------------------------------ */
 
@@ -189,6 +195,10 @@ status ghost_fail(status error);
 void ghost_assumed(const char *name);
 /* Allocate a zeroed handle of `size` bytes into *out. */
 status ghost_new_handle(void **out, size_t size);
+/* Free a handle made by it. */
+status ghost_end_handle(void *handle);
+/* Bytes of one element. Source: library_types.h 13.0, cudaDataType. */
+size_t data_type_width(int data_type);
 int64_t ghost_now_us(void);
 
 /* ---- Memory that libraries work in (spaces.c) ------------------------------------------------- */

@@ -265,3 +265,27 @@ status ghost_new_handle(void **out, size_t size)
     *out = calloc(1, size);
     return *out ? SUCCESS : OUT_OF_MEMORY;
 }
+
+status ghost_end_handle(void *handle)
+{
+    free(handle);
+    return SUCCESS;
+}
+
+size_t data_type_width(int data_type)
+{
+    enum { REAL_64 = 1, REAL_16 = 2, INT_8 = 3, COMPLEX_32 = 4, COMPLEX_64 = 5, UINT_8 = 8 };
+    enum { BFLOAT_16 = 14, FLOAT_8_E4M3 = 28, FLOAT_8_E5M2 = 29 };
+    switch (data_type) {
+    case INT_8:
+    case UINT_8:
+    case FLOAT_8_E4M3:
+    case FLOAT_8_E5M2: return 1;
+    case REAL_16:
+    case BFLOAT_16: return 2;
+    case REAL_64:
+    case COMPLEX_32: return 8;
+    case COMPLEX_64: return 16;
+    default: return 4; /* REAL_32, COMPLEX_16, COMPLEX_BFLOAT_16 and the 32-bit integers */
+    }
+}
