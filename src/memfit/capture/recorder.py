@@ -42,6 +42,13 @@ from memfit.records import (
 )
 
 _UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+_UNLOGGED = {
+    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch counts nothing: figures are the CUDA "
+    "runtime's own, without source lines. How cudaMalloc rounds is assumed: to 512 bytes below 1 MiB, to "
+    "2 MiB from there on.",
+    False: "PyTorch keeps no history with backend:cudaMallocAsync: figures are the CUDA runtime's own, "
+    "without source lines. How CUDA's pool grows is assumed: by 32 MiB.",
+}
 _FREED = ("free_requested", "free_completed")
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
@@ -262,16 +269,12 @@ class Recorder:
         """Return the ghost's own log in the form of PyTorch's history, for back ends that keep none."""
         if self._ghost is None:
             return []
-        self.note(
-            Provenance.EXACT,
-            "PyTorch keeps no history with this allocator (cudaMallocAsync, or no caching): "
-            "figures are the CUDA runtime's own, without source lines.",
-        )
+        self.note(Provenance.ASSUMED, _UNLOGGED[_UNCACHED in os.environ], sizes=True)
         return [
             {
                 "action": action,
                 "addr": event.address,
-                "device_free": 0,
+                "device_free": event.address,
                 "size": event.size,
                 "stream": event.stream,
                 "time_us": event.time_us,

@@ -97,13 +97,23 @@ def end_of(error: BaseException) -> ScriptEnd:
         return ScriptEnd("steps", 0)
     failed = not isinstance(error, SystemExit) or bool(_exit_code(error))
     for link in chain:
-        if type(link).__name__ == "OutOfMemoryError" and type(link).__module__.startswith("torch") and failed:
+        if _is_out_of_memory(link) and failed:
             return ScriptEnd("out of memory", 1, _summary(link), _innermost_user_line(link))
     if isinstance(error, SystemExit):
         return ScriptEnd("end", _exit_code(error))
     if isinstance(error, KeyboardInterrupt):
         return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(error))
     return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell PyTorch's out of memory; with caching off it raises CUDA's own error, in other words.
+
+    Source: ``uncached_allocate`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    if not type(error).__module__.startswith("torch"):
+        return False
+    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
 
 
 def print_as_python_does(error: BaseException) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -116,11 +117,13 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     }
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
+    # Without segments a row is what CUDA took for its tensors, and that is no surer than the rest.
+    own = Provenance.EXACT if AllocatorConfig.read(trace.settings).has_segments else sure[Category.REST]
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
     return [
-        Term(CATEGORIES[category], Figure(total, sure.get(category, Provenance.EXACT)))
+        Term(CATEGORIES[category], Figure(total, sure.get(category, own)))
         for category, total in totals.items()
     ]
 
@@ -159,11 +162,13 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
     event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
+    config = AllocatorConfig.read(trace.settings)
+    place = _place(trace, event)
     return OutOfMemory(
-        _place(trace, event),
+        replace(place, line=place.line or trace.end.where),
         requested,
         free,
-        max(0, segment_size(requested, AllocatorConfig.read(trace.settings)) - free),
+        max(0, (segment_size(requested, config) if config.has_segments else requested) - free),
     )
 
 

@@ -90,7 +90,7 @@ class LogEvent:
     action: LogAction
     device: int
     address: int
-    """0 for ``OUT_OF_MEMORY``."""
+    """For ``OUT_OF_MEMORY`` the bytes that were still free, in the pool too where it was asked."""
     size: int
     """Bytes it takes of the device; as requested for ``OUT_OF_MEMORY``."""
     stream: int

@@ -100,7 +100,7 @@ enum ghost_action {
 struct ghost_event {
     int32_t action; /* enum ghost_action */
     int32_t device;
-    uint64_t address; /* 0 for GHOST_OUT_OF_MEMORY */
+    uint64_t address; /* for GHOST_OUT_OF_MEMORY the bytes that were still free */
     uint64_t size;    /* bytes it takes of the device; as requested for GHOST_OUT_OF_MEMORY */
     uint64_t stream;  /* the handle; 0 for the default stream and for the synchronous calls */
     uint64_t label;   /* what this thread had set with ghost_set_label */

@@ -120,6 +120,14 @@ static bool pool_take(int device, uint64_t bytes)
     return true;
 }
 
+/* What the device has left, and for an allocation from the pool what lies idle in it. */
+static uint64_t bytes_free(int device, bool pooled)
+{
+    uint64_t used = capacity_used(device), total = ghost_spec.total_bytes;
+    uint64_t idle = pooled ? pools[device].reserved - pools[device].used : 0;
+    return (used < total ? total - used : 0) + idle;
+}
+
 static void pool_trim(int device, uint64_t keep)
 {
     struct pool *pool = &pools[device];
@@ -172,7 +180,7 @@ static status allocate(void **out, uint64_t size, bool pooled, const void *strea
         pools[device].used -= bytes;
     else if (taken)
         capacity_give(device, bytes);
-    log_event(GHOST_OUT_OF_MEMORY, device, 0, size, stream);
+    log_event(GHOST_OUT_OF_MEMORY, device, bytes_free(device, pooled), size, stream);
     ghost_unlock();
     free(made);
     return ghost_fail(OUT_OF_MEMORY);

@@ -1,0 +1,93 @@
+"""Scripts that PyTorch's caching allocator does not serve, or that empty its cache at every step."""
+
+import os
+import textwrap
+
+import pytest
+
+from scripts import TRAIN, figures
+
+MIB = 1 << 20
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+FILL = """
+    import torch
+    held = []
+    for _ in range(100):
+        held.append(torch.empty(300 * 2**20, dtype=torch.uint8, device="cuda"))
+"""
+
+
+def with_environment(**more):
+    return {"env": {**os.environ, **more}}
+
+
+def test_without_a_cache_every_tensor_is_rounded_as_cuda_would(dry_run):
+    script = """
+        import torch
+        small = torch.empty(1, device="cuda")
+        large = torch.empty(1024 * 1024 + 1, dtype=torch.uint8, device="cuda")
+        gone = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")
+        del gone
+        print(torch.cuda.memory_allocated())
+    """
+    run = dry_run(script, **with_environment(**UNCACHED))
+    assert run.out.splitlines()[0] == "0"  # PyTorch counts nothing in this mode
+    assert run.answer["peak"]["allocated"] == 512 + 2 * MIB + 4 * MIB
+    assert run.answer["peak"]["reserved"] == run.answer["peak"]["allocated"]
+
+
+@pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
+def test_no_figure_is_called_exact_where_cudas_rounding_is_assumed(environment, dry_run):
+    run = dry_run(TRAIN + "    for _ in range(4): step()\n", **with_environment(**environment))
+    assert run.answer["steps"] == 3
+    assert figures(run.answer)["parameters"] >= 4 * (256 * 512 + 512 + 512 * 8 + 8)
+    assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
+    assert any(
+        "is assumed" in note["text"] for note in run.answer["notes"] if note["provenance"] == "assumed"
+    )
+
+
+@pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
+def test_running_out_is_told_as_such_with_what_was_free(environment, dry_run):
+    run = dry_run(FILL, options=("--memory", "4GiB"), **with_environment(**environment))
+    assert run.answer["verdict"] == "out of memory"
+    failure = run.answer["out_of_memory"]
+    assert failure["requested"] == 300 * MIB
+    context = figures(run.answer)["CUDA context"]
+    if environment is UNCACHED:  # eleven tensors fit beside the context
+        assert failure["free"] == 4096 * MIB - context - 11 * 300 * MIB
+    assert 0 < failure["free"] < failure["requested"]
+    assert failure["shortfall"] == failure["requested"] - failure["free"]
+    assert failure["line"].endswith("script.py:5")
+
+
+def test_an_error_that_only_looks_like_it_is_an_exception(dry_run):
+    run = dry_run(
+        """
+        import torch
+        torch.zeros(1, device="cuda")
+        raise RuntimeError("CUDA error: out of memory")
+        """
+    )
+    assert run.answer["end"]["reason"] == "exception"
+
+
+def test_emptying_the_cache_lowers_what_is_held_between_steps_and_not_the_peak(dry_run):
+    script = textwrap.dedent(TRAIN) + textwrap.dedent("""
+        import os
+        for _ in range(4):
+            step()
+            if os.environ.get("EMPTY"):
+                torch.cuda.empty_cache()
+        own = torch.cuda
+        print(own.max_memory_allocated(), own.max_memory_reserved(), own.memory_reserved())
+    """)
+    kept = dry_run(script, options=("--steps", "10"))
+    emptied = dry_run(script, options=("--steps", "10"), **with_environment(EMPTY="1"))
+    for run in (kept, emptied):
+        allocated, reserved, _ = map(int, run.out.splitlines()[0].split())
+        assert (run.answer["peak"]["allocated"], run.answer["peak"]["reserved"]) == (allocated, reserved)
+    assert emptied.answer["peak"] == kept.answer["peak"]
+    assert emptied.answer["growth"] == kept.answer["growth"]
+    assert int(emptied.out.split()[2]) < int(kept.out.split()[2])
