@@ -1,0 +1,210 @@
+"""How far the ghost is from real cards: figures that others published, next to the same job on the ghost.
+
+    python benchmarks/accuracy.py [--sets DE] [--markdown FILE] [--json FILE] [--runs FILE]
+
+Without FILE the table goes to standard output. The rows, their sources and what explains a difference are
+in benchmarks/accuracy/rows.toml. With --runs, what was run is kept there and not run again. Exits with 1
+when a row differs by more than it states.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent / "accuracy"
+MANY = 1000  # figures from here on are shown without decimals
+BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure and the run that should give it. The fields are explained in rows.toml."""
+
+    set: str
+    what: str
+    run: tuple[str, ...]
+    figure: str
+    published: float
+    unit: str
+    source: str
+    within: float
+    explained: str
+    then: tuple[str, ...] = ()
+    minus: tuple[str, ...] = ()
+    outside: float = 0
+    per: int = 1
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def theirs(self) -> float:
+        """What PyTorch's allocator took by the published figure, in `unit`."""
+        return (self.published - self.outside) / self.per
+
+    def ours(self, runs: "Runs", *, then: bool) -> float:
+        """Return the same from the ghost, in `unit`; with `then`, as the author's software did it."""
+        extra = self.then if then else ()
+        amount = runs.peaks(self, (*self.run, *extra))[self.figure]
+        if self.minus:
+            amount -= runs.peaks(self, (*self.minus, *extra))[self.figure]
+        return amount / self.per / BYTES[self.unit]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row, measured."""
+
+    row: Row
+    today: float
+    """On the ghost, with the software that is installed; in the row's unit."""
+    then: float | None
+    """With what the row says has changed since put back; None where nothing has."""
+
+    @property
+    def percent(self) -> float:
+        """Difference of the run that is most like the author's, in percent of the published figure."""
+        return percent(self.row, self.today if self.then is None else self.then)
+
+    @property
+    def met(self) -> bool:
+        """Whether the difference is within what the row states."""
+        return abs(self.percent) <= self.row.within
+
+
+def percent(row: Row, value: float) -> float:
+    """Return by how many percent of the published figure a value differs from it."""
+    return 100 * (value - row.theirs) / row.theirs
+
+
+def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
+    """Read rows.toml: the rows of these sets (letters; all by default) and the sources by name."""
+    table = tomllib.loads((HERE / "rows.toml").read_text())
+    lists = ("run", "then", "minus", "options")
+    chosen = (
+        Row(**{name: tuple(value) if name in lists else value for name, value in row.items()})
+        for row in table["row"]
+        if not sets or row["set"] in sets
+    )
+    return tuple(chosen), table["source"]
+
+
+class Runs:
+    """What every script used, each run once; kept in a file where one is given."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def peaks(self, row: Row, run: tuple[str, ...]) -> dict[str, int]:
+        """Return the peaks of one run: allocated, reserved and process; bytes."""
+        settings = [f"{name}={value}" for name, value in row.environment.items()]
+        name = " ".join((*settings, *row.options, *run))
+        if name not in self._known:
+            self._known[name] = dry_run(run, row.options, row.environment)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._known, indent=1) + "\n")
+        return self._known[name]
+
+
+def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[str, str]) -> dict[str, int]:
+    """Run a script of benchmarks/accuracy/ to its own end under `memfit dry-run`.
+
+    Returns:
+        Its peaks by name, and what it printed as `name 1.5 MiB`; bytes.
+    """
+    script, *arguments = run
+    command = [sys.executable, "-m", "memfit", "dry-run", "--steps", "1000000", *options, "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        done = subprocess.run(
+            [*command, str(answer), str(HERE / script), *arguments],
+            env={**os.environ, **environment},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found = json.loads(answer.read_text()) if answer.exists() else None
+    if found is None or found["verdict"] != "fits" or found["end"]["reason"] != "end":
+        raise SystemExit(f"{' '.join(run)} did not run to its end on the ghost:\n{done.stderr[-2000:]}")
+    printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
+    own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}
+    return own | {name: found["peak"][name] for name in ("allocated", "reserved", "process")}
+
+
+def measure(row: Row, runs: Runs) -> Result:
+    """Run what a row needs."""
+    return Result(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None)
+
+
+def markdown(results: Iterable[Result], sources: dict[str, dict[str, str]]) -> str:
+    """Write the table, and under it the sources."""
+    lines = [
+        "| set | what | published | ghost | | as then | | what explains the difference |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    results = tuple(results)
+    for result in results:
+        row = result.row
+        digits = 2 if row.theirs < MANY else 0
+        then = ("", "") if result.then is None else _shown(row, result.then, digits)
+        cells = (row.set, f"{row.what} ({row.figure})", f"{row.theirs:,.{digits}f} {row.unit}")
+        lines.append(
+            "| " + " | ".join((*cells, *_shown(row, result.today, digits), *then, row.explained)) + " |"
+        )
+    used = dict.fromkeys((result.row.set, result.row.source) for result in results)
+    lines += ["", *(f"- {letter}: {sources[name]['cite']}. {sources[name]['of']}." for letter, name in used)]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(row: Row, value: float, digits: int) -> tuple[str, str]:
+    return f"{value:,.{digits}f}", f"{percent(row, value):+.2f} %"
+
+
+def versions() -> str:
+    """Name what the ghost's side was run with."""
+    names = ("torch", "torchvision", "transformers")
+    return ", ".join((*(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}"))
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sets", default="", help="letters of the sets to run; all by default")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--runs", type=Path, help="keep the runs here, and take from here what was run before"
+    )
+    options = parser.parse_args()
+    chosen, sources = rows(options.sets)
+    runs, results = Runs(options.runs), []
+    for row in chosen:
+        results.append(result := measure(row, runs))
+        print(f"{row.set} {row.what}: {result.percent:+.2f} %", file=sys.stderr, flush=True)
+    text = f"Ghost: {versions()}.\n\n{markdown(results, sources)}"
+    if options.markdown:
+        options.markdown.write_text(text)
+    else:
+        print(text)
+    if options.json:
+        measured = [asdict(result) | {"percent": result.percent, "met": result.met} for result in results]
+        options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
+    if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
+        raise SystemExit("Further off than stated: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Train torchvision's ConvNeXt-Large with SGD on made-up images."""
+
+import argparse
+
+import torch
+from torch import nn
+from torchvision.models import convnext_large
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--fp16", action="store_true")
+    args = parser.parse_args()
+
+    torch.manual_seed(1234)
+    model = convnext_large(weights=None).to("cuda")
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cuda", enabled=args.fp16)
+    dtype = torch.float16 if args.fp16 else torch.float32
+
+    model.train()
+    for _ in range(args.steps):
+        images = torch.randn(args.batch_size, 3, 224, 224).to("cuda", dtype=dtype)
+        targets = torch.randint(1000, (args.batch_size,)).to("cuda")
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=args.fp16):
+            loss = criterion(model(images), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    print(f"peak allocated {torch.cuda.max_memory_allocated():,} B")
+    print(f"peak reserved {torch.cuda.max_memory_reserved():,} B")
+
+
+if __name__ == "__main__":
+    main()

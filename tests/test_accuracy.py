@@ -1,0 +1,80 @@
+"""Golden figures of real cards that whole training jobs must meet: the fast rows of benchmarks/accuracy.
+
+The figures, where they come from and how far off a row may be stand in benchmarks/accuracy/rows.toml;
+`python benchmarks/accuracy.py` runs all of them.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def load():
+    """Import benchmarks/accuracy.py, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("accuracy", BENCHMARKS / "accuracy.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+accuracy = load()
+ROWS, SOURCES = accuracy.rows()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return accuracy.Runs()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.set in "DE"], ids=lambda row: row.what)
+def test_the_figure_is_what_a_real_card_showed(row, runs):
+    extra = row.then  # the run that is like the author's; the other is the benchmark's to show
+    result = accuracy.Result(row, row.ours(runs, then=bool(extra)), None)
+    assert result.met, f"{result.today:.3f} {row.unit}, published {row.theirs:.3f}: {result.percent:+.2f} %"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.set} {row.what}")
+def test_every_row_is_whole(row):
+    assert (BENCHMARKS / "accuracy" / row.run[0]).is_file()
+    assert row.source in SOURCES
+    assert row.unit in accuracy.BYTES
+    assert row.figure in {"allocated", "reserved", "process", "plain", "checkpointed"}
+    assert row.theirs > 0
+    if row.within > 1:
+        assert row.explained
+    if row.minus:
+        assert row.minus[0] == row.run[0]
+
+
+def test_a_slope_is_the_difference_of_two_runs_over_the_samples_between():
+    row = accuracy.Row(
+        set="X",
+        what="",
+        run=("job.py", "3"),
+        minus=("job.py", "1"),
+        per=2,
+        figure="reserved",
+        published=120,
+        outside=20,
+        unit="MiB",
+        source="",
+        within=1,
+        explained="",
+    )
+    runs = accuracy.Runs()
+    runs._known = {"job.py 3": {"reserved": 130 << 20}, "job.py 1": {"reserved": 31 << 20}}
+    result = accuracy.measure(row, runs)
+    assert row.theirs == 50
+    assert result.today == 49.5
+    assert result.percent == -1
+    assert result.met
+    assert not accuracy.Result(row, 50.6, None).met
+
+
+def test_a_run_that_fails_is_no_figure():
+    row = ROWS[0]
+    with pytest.raises(SystemExit, match="did not run to its end"):
+        accuracy.dry_run((*row.run, "--no-such-option"), row.options, row.environment)
