@@ -1,11 +1,11 @@
 """Scripts that PyTorch's caching allocator does not serve, or that empty its cache at every step."""
 
 import os
-import textwrap
 
 import pytest
 
-from scripts import TRAIN, figures
+from memfit.capture.script import end_of
+from scripts import figures
 
 MIB = 1 << 20
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -38,17 +38,6 @@ def test_without_a_cache_every_tensor_is_rounded_as_cuda_would(dry_run):
 
 
 @pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
-def test_no_figure_is_called_exact_where_cudas_rounding_is_assumed(environment, dry_run):
-    run = dry_run(TRAIN + "    for _ in range(4): step()\n", **with_environment(**environment))
-    assert run.answer["steps"] == 3
-    assert figures(run.answer)["parameters"] >= 4 * (256 * 512 + 512 + 512 * 8 + 8)
-    assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
-    assert any(
-        "is assumed" in note["text"] for note in run.answer["notes"] if note["provenance"] == "assumed"
-    )
-
-
-@pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
 def test_running_out_is_told_as_such_with_what_was_free(environment, dry_run):
     run = dry_run(FILL, options=("--memory", "4GiB"), **with_environment(**environment))
     assert run.answer["verdict"] == "out of memory"
@@ -60,29 +49,32 @@ def test_running_out_is_told_as_such_with_what_was_free(environment, dry_run):
     assert 0 < failure["free"] < failure["requested"]
     assert failure["shortfall"] == failure["requested"] - failure["free"]
     assert failure["line"].endswith("script.py:5")
-
-
-def test_an_error_that_only_looks_like_it_is_an_exception(dry_run):
-    run = dry_run(
-        """
-        import torch
-        torch.zeros(1, device="cuda")
-        raise RuntimeError("CUDA error: out of memory")
-        """
+    # Nothing is called exact where the rounding of CUDA is assumed.
+    assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
+    assert any(
+        "is assumed" in note["text"] for note in run.answer["notes"] if note["provenance"] == "assumed"
     )
-    assert run.answer["end"]["reason"] == "exception"
+
+
+def test_an_error_that_only_looks_like_it_is_an_exception():
+    assert end_of(RuntimeError("CUDA error: out of memory")).reason == "exception"
 
 
 def test_emptying_the_cache_lowers_what_is_held_between_steps_and_not_the_peak(dry_run):
-    script = textwrap.dedent(TRAIN) + textwrap.dedent("""
-        import os
+    script = """
+        import os, torch
+        from torch.nn import Linear, ReLU, Sequential
+        model = Sequential(Linear(1000, 4096), ReLU(), Linear(4096, 10)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(4):
-            step()
+            optimizer.zero_grad()
+            model(torch.randn(64, 1000, device="cuda")).square().mean().backward()
+            optimizer.step()
             if os.environ.get("EMPTY"):
                 torch.cuda.empty_cache()
         own = torch.cuda
         print(own.max_memory_allocated(), own.max_memory_reserved(), own.memory_reserved())
-    """)
+    """
     kept = dry_run(script, options=("--steps", "10"))
     emptied = dry_run(script, options=("--steps", "10"), **with_environment(EMPTY="1"))
     for run in (kept, emptied):

@@ -115,15 +115,16 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
         Category.WORKSPACE: _surest(note for note in unsure if note.workspaces),
         Category.REST: _surest(note for note in unsure if not note.workspaces),
     }
+    if not AllocatorConfig.read(trace.settings).has_segments:
+        # Every row is what CUDA took for its tensors, and how CUDA rounds is assumed.
+        sure = dict.fromkeys(CATEGORIES, sure[Category.REST])
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
-    # Without segments a row is what CUDA took for its tensors, and that is no surer than the rest.
-    own = Provenance.EXACT if AllocatorConfig.read(trace.settings).has_segments else sure[Category.REST]
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
     return [
-        Term(CATEGORIES[category], Figure(total, sure.get(category, own)))
+        Term(CATEGORIES[category], Figure(total, sure.get(category, Provenance.EXACT)))
         for category, total in totals.items()
     ]
 
