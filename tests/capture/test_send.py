@@ -119,6 +119,7 @@ def test_optimizers_are_made_anew_on_the_copys_parameters(kind, options):
     assert copy.defaults == optimizer.defaults
     assert [id(p) for p in copy.param_groups[0]["params"]] == [id(p) for p in job.model.parameters()]
     assert set(vars(copy)) == set(vars(optimizer))
+    assert len(copy.state) == len(optimizer.state)  # Adagrad's two, made with it
 
 
 def test_groups_keep_their_settings_and_schedulers_leave_the_copy_alone():
