@@ -12,4 +12,5 @@ if gpu := os.environ.get("MEMFIT_REHEARSAL"):
     from memfit.ghost.load import GhostDevice, load
 
     device = find_device(gpu)
-    load(build()).configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)
+    ghost = load(build())  # kept by this module: the runtime calls back into it
+    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)
