@@ -29,7 +29,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("variant", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("network", ["residual", "straight"])
 def test_published_peaks(network, variant, tmp_path):
-    command = [sys.executable, "-m", "memfit", "dry-run", "--json", "answer.json"]
+    command = [sys.executable, "-m", "memfit", "dry-run", "--workspaces", "rules", "--json", "answer.json"]
     options = ["--network", network, *["--reentrant"] * (variant == "reentrant")]
     done = subprocess.run(
         [*command, SCRIPT, *options],

@@ -30,6 +30,7 @@ from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.ghost.torch_install import find_torch
+from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, DryRun, Figure, Note, Provenance, Trace
 from memfit.report.estimate import Estimate
 from memfit.units import TIB
@@ -70,6 +71,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     values: str = "",
     host_memory: bool = True,
     weights: bool = True,
+    workspaces: str = "cudnn",
     labels: bool = True,
     output: Path | None = None,
     stdout_to_stderr: bool = False,
@@ -89,6 +91,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         host_memory: pass over the filling of large CPU tensors, so that they cost no memory.
         weights: read the checkpoints that transformers' ``from_pretrained`` is asked for. Those that are not
             on this machine, and with False all of them, are made up from their configuration.
+        workspaces: who says what cuDNN works in: ``cudnn``, ``rules`` or ``none``, see ``WorkspaceSource``.
         labels: record modules and phases; the figures are the same without.
         output: where the trace is kept; nowhere by default.
         stdout_to_stderr: keep standard output free of what the script prints.
@@ -105,6 +108,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     """
     command = _checked(script, arguments, module=module, steps=steps, output=output)
     ValueChoices.parse(values)
+    if workspaces not in tuple(WorkspaceSource):
+        raise UsageError(f"--workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
     device = find_device(gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = kept_context(device, find_torch().version) or Figure(
@@ -125,6 +130,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         values=values,
         host_memory=host_memory,
         weights=weights,
+        workspaces=WorkspaceSource(workspaces),
     )
     settings = ChildSettings(
         ghost=ghost,

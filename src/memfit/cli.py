@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
@@ -53,6 +53,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     values: Annotated[str, Parameter(group=_GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
     no_weights: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
+    workspaces: Annotated[Literal["cudnn", "rules", "none"], Parameter(group=_GHOST)] = "cudnn",
     labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
 ) -> int:
     """Run a script on the ghost GPU and say what it would use.
@@ -76,6 +77,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
         no_weights: Neither download nor read the checkpoints of transformers' from_pretrained, which are made
             up from their configurations. Missing ones are without this option, too.
+        workspaces: Who says what cuDNN works in: the installed cuDNN (rules where it cannot be asked), the
+            rules alone, or nobody, which counts 0 bytes.
         labels: Record modules and phases. Figures are the same without.
     """
     from memfit import api
@@ -97,6 +100,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             values=values,
             host_memory=not fill_host_memory,
             weights=not no_weights,
+            workspaces=workspaces,
             labels=labels,
             output=output,
             stdout_to_stderr=json == "-",

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from scripts import TRAIN, figures
 
 
@@ -119,14 +121,18 @@ def test_a_run_that_reaches_a_known_gap_says_so(dry_run):
     assert any("cudaIpcGetEventHandle" in text and "a known gap" in text for text in texts)
 
 
-def test_assumed_workspaces_leave_the_other_rows_exact(dry_run):
-    script = "import torch; torch.nn.Conv2d(3, 8, 3).cuda()(torch.ones(1, 3, 32, 32, device='cuda'))"
-    answer = dry_run(script).answer
-    (note,) = [note for note in answer["notes"] if "cuDNN's workspaces" in note["text"]]
-    assert note["provenance"] == "assumed"
+@pytest.mark.parametrize(("source", "provenance"), [("cudnn", "simulated"), ("none", "assumed")])
+def test_workspaces_leave_the_other_rows_exact(dry_run, source, provenance):
+    script = "import torch; torch.nn.Conv2d(64, 64, 3).cuda()(torch.ones(1, 64, 99, 99, device='cuda'))"
+    answer = dry_run(script, options=("--workspaces", source)).answer
+    notes = [note for note in answer["notes"] if "convolutions" in note["text"]]
+    if source == "cudnn" and len(notes) > 1:
+        pytest.skip(f"the installed cuDNN cannot be asked: {notes}")
+    assert [note["provenance"] for note in notes] == [provenance]
+    assert (figures(answer)["cuDNN workspaces"] > 0) == (source == "cudnn")
     sure = {term["name"]: term["provenance"] for term in answer["terms"]}
     assert {sure[name] for name in ("parameters", "gradients", "the rest")} == {"exact"}
-    assert {sure[name] for name in ("cuDNN workspaces", "allocated", "reserved")} == {"assumed"}
+    assert {sure[name] for name in ("cuDNN workspaces", "allocated", "reserved")} == {provenance}
 
 
 def test_the_script_sees_the_devices_that_are_visible(dry_run):

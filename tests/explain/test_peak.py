@@ -136,6 +136,19 @@ def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
     assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
 
 
+@pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
+def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
+    notes = [
+        Note(provenance, f"size {i}", sizes=True, workspaces=True)
+        for i, provenance in enumerate((Provenance.SIMULATED, *others))
+    ]
+    result = summarize(trace(alloc(0, 4096, category=Category.WORKSPACE), notes=tuple(notes)))
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    worst = Provenance.ASSUMED if Provenance.ASSUMED in others else Provenance.SIMULATED
+    assert sure["cuDNN workspaces"] is sure["allocated"] is sure["reserved"] is worst
+    assert sure["the rest"] is Provenance.EXACT
+
+
 def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
     result = summarize(
         trace(

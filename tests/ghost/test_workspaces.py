@@ -3,9 +3,15 @@
 import json
 import tomllib
 
+import msgspec
 import pytest
 
-from memfit.ghost.workspaces import RULES, Workspaces
+import trees
+from memfit.ghost.cudnn.client import NoAnswerError
+from memfit.ghost.cudnn.kept import Answer, Configuration
+from memfit.ghost.cudnn.tree import Descriptor, operation_of
+from memfit.ghost.workspaces import RULES, Workspaces, WorkspaceSource
+from memfit.records import Provenance
 
 FLOAT32, FLOAT16 = 0, 2
 
@@ -58,7 +64,7 @@ def recurrent(cell, space, **changes):
 @pytest.fixture
 def answer():
     workspaces = Workspaces.read()
-    return lambda asked: workspaces.answer(json.dumps(asked).encode())
+    return lambda asked: workspaces.answer(json.dumps(asked).encode())[0].workspace
 
 
 def test_every_rule_has_a_source_and_says_what_it_is_about():
@@ -114,8 +120,10 @@ OTHERS = [
 
 def test_what_has_no_rule_is_0_and_said_in_one_sentence():
     workspaces = Workspaces.read()
-    assert [workspaces.answer(json.dumps(asked).encode()) for asked in OTHERS] == [0] * len(OTHERS)
-    (note,) = workspaces.notes()
+    for asked in OTHERS:
+        assert workspaces.answer(json.dumps(asked).encode()) == (Configuration(0),)
+    ((provenance, note),) = workspaces.notes()
+    assert provenance is Provenance.ASSUMED
     assert "count as 0 bytes" in note
     for subject in ("batch normalization", "dropout", "CTC", "attention"):
         assert subject in note
@@ -126,8 +134,117 @@ def test_notes_name_the_rules_that_were_used_once_each():
     assert list(workspaces.notes()) == []
     for asked in (recurrent("GRU", "work"), recurrent("GRU", "work", batch=1), convolution(), convolution()):
         workspaces.answer(json.dumps(asked).encode())
-    gru, convolutions = workspaces.notes()
+    gru, convolutions = (text for _, text in workspaces.notes())
     assert "GRU" in gru
     assert "13,169,920" in gru
     assert "2895" in gru
     assert "58,720,256" in convolutions
+
+
+# ---- Asking cuDNN first -----------------------------------------------------------------------------
+
+OFFERS = (Configuration(5 << 20, 38, 1), Configuration(0))
+
+
+class Cudnn:
+    """Stands in for CudnnClient: gives every question one answer, or a reason for none."""
+
+    def __init__(self, offers=OFFERS, refusal=""):
+        self.offers, self.refusal, self.asked, self.missed = offers, refusal, [], set()
+
+    def answer(self, question):
+        self.asked.append(question)
+        if self.refusal:
+            raise NoAnswerError(self.refusal)
+        return Answer(92_400, self.offers)
+
+
+def plan(tree):
+    return b'{"kind":"plan","descriptor":' + tree + b"}"
+
+
+def asking(cudnn, source=WorkspaceSource.CUDNN):
+    return Workspaces.read(source, lambda: cudnn)
+
+
+def notes_of(workspaces):
+    return [(provenance, text) for provenance, text in workspaces.notes()]
+
+
+def test_cudnn_is_asked_once_for_each_convolution_and_its_offers_are_passed_on():
+    cudnn = Cudnn()
+    workspaces = asking(cudnn)
+    assert notes_of(workspaces) == []
+    for _ in range(2):
+        assert workspaces.answer(plan(trees.convolution("forward"))) == OFFERS
+    (asked,) = cudnn.asked
+    assert json.loads(asked) == json.loads(trees.convolution("forward"))
+    ((provenance, note),) = notes_of(workspaces)
+    assert provenance is Provenance.SIMULATED
+    assert "cuDNN 9.24.0" in note
+
+
+def test_cudnn_is_not_asked_about_anything_else():
+    cudnn = Cudnn()
+    workspaces = asking(cudnn)
+    older_api = json.dumps(convolution()).encode()
+    for question in (plan(trees.attention()), older_api, *(json.dumps(other).encode() for other in OTHERS)):
+        workspaces.answer(question)
+    assert not cudnn.asked
+    assert {provenance for provenance, _ in notes_of(workspaces)} == {Provenance.ASSUMED}
+
+
+@pytest.mark.parametrize("source", [WorkspaceSource.RULES, WorkspaceSource.NONE])
+def test_nor_when_another_source_was_chosen(source):
+    cudnn = Cudnn()
+    workspaces = asking(cudnn, source)
+    rule = {WorkspaceSource.RULES: 58_720_256, WorkspaceSource.NONE: 0}[source]
+    for question in (plan(trees.convolution("weight gradient")), json.dumps(convolution()).encode()):
+        assert workspaces.answer(question)[0].workspace == rule
+    assert not cudnn.asked
+    ((provenance, note),) = notes_of(workspaces)
+    assert provenance is Provenance.ASSUMED
+    assert ("as asked for" in note) == (source is WorkspaceSource.NONE)
+
+
+def test_without_an_answer_the_rules_hold_and_the_reason_is_told_once():
+    workspaces = asking(Cudnn(refusal="it is of another opinion"))
+    for images in (1, 2):
+        workspaces.answer(plan(trees.convolution("weight gradient", images=images)))
+    first, *_ = workspaces.answer(plan(trees.convolution("weight gradient")))
+    assert first == Configuration(58_720_256)
+    notes = notes_of(workspaces)
+    assert {provenance for provenance, _ in notes} == {Provenance.ASSUMED}
+    assert [text for _, text in notes if "it is of another opinion" in text] == [
+        "The installed cuDNN did not say what 2 kinds of convolutions work in: it is of another opinion."
+    ]
+    assert any("58,720,256" in text for _, text in notes)
+
+
+def test_no_engine_is_an_answer_until_it_is_the_last():
+    workspaces = asking(Cudnn(offers=()))
+    assert workspaces.answer(plan(trees.convolution("forward"))) == ()
+    last = plan(trees.convolution("forward", mode=trees.FALLBACK))
+    assert workspaces.answer(last) == (Configuration(0),), "the script is not made to fail by a guess"
+    assert any("no engine" in text for _, text in notes_of(workspaces))
+
+
+def test_what_cudnn_missed_is_told():
+    cudnn = Cudnn()
+    cudnn.missed.add("cuNewFunction")
+    workspaces = asking(cudnn)
+    workspaces.answer(plan(trees.convolution("forward")))
+    assert any("cuNewFunction" in text for _, text in notes_of(workspaces))
+
+
+def test_a_convolution_is_read_out_of_its_tree():
+    read = operation_of(msgspec.json.decode(trees.convolution("weight gradient"), type=Descriptor))
+    assert msgspec.to_builtins(read) == {
+        **convolution(),
+        "x": {**tensor(1, 64, 224, 224), "strides": (3211264, 50176, 224, 1), "sizes": (1, 64, 224, 224)},
+        "w": {**tensor(64, 64, 3, 3), "strides": (576, 9, 3, 1), "sizes": (64, 64, 3, 3)},
+        "y": {**tensor(1, 64, 224, 224), "strides": (3211264, 50176, 224, 1), "sizes": (1, 64, 224, 224)},
+        "padding": (1, 1),
+        "stride": (1, 1),
+        "dilation": (1, 1),
+    }

@@ -68,7 +68,11 @@ class OnGhost:
         context = settings.device.context.bytes
         self.ghost = load(settings.build)
         self.ghost.configure(
-            settings.stands_for, count=settings.devices, in_use=context + settings.device.in_use, own=context
+            settings.stands_for,
+            count=settings.devices,
+            in_use=context + settings.device.in_use,
+            own=context,
+            workspaces=settings.workspaces,
         )
         # Now, not when torch has been imported: this may be what imports it.
         sys.meta_path.insert(0, AfterImport(_LOADER, self._watch_loading))
@@ -136,8 +140,8 @@ class OnGhost:
             )
         for reason in self.ghost.extensions.turned_away:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
-        for text in self.ghost.workspaces.notes():
-            self._recorder.note(Provenance.ASSUMED, text, sizes=True, workspaces=True)
+        for provenance, text in self.ghost.workspaces.notes():
+            self._recorder.note(provenance, text, sizes=True, workspaces=True)
         return self._settings.device
 
     def versions(self) -> dict[str, str]:

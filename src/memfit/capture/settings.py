@@ -6,6 +6,7 @@ import msgspec
 
 from memfit.ghost.build import Build
 from memfit.ghost.load import GhostDevice
+from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse
 
 
@@ -23,6 +24,7 @@ class GhostSettings(msgspec.Struct, frozen=True):
     """Pass over the filling of large CPU tensors."""
     weights: bool
     """Read the checkpoints that ``from_pretrained`` is asked for, where they are on this machine."""
+    workspaces: WorkspaceSource = WorkspaceSource.CUDNN
 
 
 class ChildSettings(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ def summarize(trace: Trace) -> DryRun:
     context = trace.device.context
     failed = _out_of_memory(trace)
     # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
-    sure = _surest(note for note in trace.notes if note.sizes)
+    sure = _how_sure(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
         verdict=_verdict(trace, failed),
@@ -100,8 +100,10 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _surest(assumptions: Iterable[Note]) -> Provenance:
-    return Provenance.ASSUMED if any(True for _ in assumptions) else Provenance.EXACT
+def _how_sure(unsure: Iterable[Note]) -> Provenance:
+    """Return how sure a figure is that rests on sizes with these notes: as the least sure of them."""
+    order = list(Provenance)
+    return max((note.provenance for note in unsure), key=order.index, default=Provenance.EXACT)
 
 
 def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
@@ -112,8 +114,8 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     """
     unsure = [note for note in trace.notes if note.sizes]
     sure = {
-        Category.WORKSPACE: _surest(note for note in unsure if note.workspaces),
-        Category.REST: _surest(note for note in unsure if not note.workspaces),
+        Category.WORKSPACE: _how_sure(note for note in unsure if note.workspaces),
+        Category.REST: _how_sure(note for note in unsure if not note.workspaces),
     }
     if not AllocatorConfig.read(trace.settings).has_segments:
         # Every row is what CUDA took for its tensors, and how CUDA rounds is assumed.

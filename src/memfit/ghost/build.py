@@ -33,6 +33,7 @@ from memfit.ghost.elf import ElfFile
 from memfit.ghost.torch_install import TorchInstall, Wanted, find_torch, scan
 
 RUNTIME = Path(__file__).with_name("runtime")
+NO_DEVICE = Path(__file__).with_name("cudnn") / "no_device.c"
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_FLAGS = (
     "-std=c11",
@@ -64,6 +65,8 @@ class Build:
     folder: Path
     library: Path
     """The runtime itself."""
+    no_device: Path
+    """A libcuda.so.1 that knows of no device, for asking the real cuDNN."""
     sonames: tuple[str, ...]
     """The empty libraries beside it, which stand for NVIDIA's."""
     torch_version: str
@@ -117,10 +120,10 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
         ) from error
 
 
-def cache_folder() -> Path:
-    """Return where builds are kept: ``$MEMFIT_CACHE/ghost``, or the user's cache folder."""
+def cache_folder(kind: str = "ghost") -> Path:
+    """Return where builds are kept: ``$MEMFIT_CACHE/ghost``, or the user's cache folder; or another kind."""
     chosen = os.environ.get("MEMFIT_CACHE")
-    return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / "ghost"
+    return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / kind
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -157,7 +160,7 @@ def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     """Name what a build depends on: our sources, and this PyTorch's files."""
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
     ours = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "torch_install.py")]
-    for source in (*ours, *sorted(RUNTIME.glob("*.[ch]")), RUNTIME / "gaps.txt"):
+    for source in (*ours, *sorted(RUNTIME.glob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for library in torch.libraries():
         digest.update(f"{library.name} {library.stat().st_size}\n".encode())
@@ -179,11 +182,13 @@ def _read(folder: Path) -> Build | None:
     except (OSError, msgspec.DecodeError):  # not there, or not ours: it is built, or says why not
         return None
     # Whoever tidies caches may have taken a library away, or left half of it.
-    for name in (kept.library.name, *kept.sonames):
+    for name in (kept.library.name, kept.no_device.name, *kept.sonames):
         path = folder / name
         if not path.is_file() or path.stat().st_size != kept.sizes.get(name):
             return None
-    return replace(kept, folder=folder, library=folder / kept.library.name)  # the cache may have been moved
+    return replace(
+        kept, folder=folder, library=folder / kept.library.name, no_device=folder / kept.no_device.name
+    )  # the cache may have been moved
 
 
 def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]) -> Build:
@@ -193,11 +198,13 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
         wanted = scan(torch)
         gaps = _compile_runtime(work, wanted, flags, compiler)
         make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
+        _make_no_device(work, compiler)
         # Triton links its launcher with -lcuda, and looks for it in $TRITON_LIBCUDA_PATH.
         (work / "libcuda.so").symlink_to("libcuda.so.1")
         done = Build(
             folder=folder,
             library=folder / "libghost.so",
+            no_device=folder / "libnodevice.so",
             sonames=tuple(wanted.sonames),
             torch_version=torch.version,
             cuda_version=torch.cuda,
@@ -318,6 +325,12 @@ def make_empty_libraries(
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         for _ in workers.map(lambda item: make(*item), sonames.items()):
             pass
+
+
+def _make_no_device(work: Path, compiler: Sequence[str]) -> None:
+    """Make the libcuda.so.1 that knows of no device, under a file name of its own."""
+    link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(work / "libnodevice.so"))
+    run_compiler(*compiler, *COMPILE_FLAGS, str(NO_DEVICE), *link)
 
 
 def run_compiler(*command: str) -> None:

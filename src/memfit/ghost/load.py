@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from enum import IntEnum
@@ -19,9 +19,11 @@ from typing import Self
 from memfit.devices import Device
 from memfit.errors import GhostError
 from memfit.ghost.build import Build
+from memfit.ghost.cudnn.client import installed_cudnn
+from memfit.ghost.cudnn.kept import Configuration
 from memfit.ghost.extensions import Extensions
 from memfit.ghost.leave import wait_for_autograd
-from memfit.ghost.workspaces import Workspaces
+from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
 _REFUSALS = {
     1: "the device count or the bytes in use are out of range",
@@ -147,7 +149,16 @@ class _Space(ctypes.Structure):
     _fields_ = (("address", ctypes.c_uint64), ("size", ctypes.c_uint64), ("label", ctypes.c_uint64))
 
 
-_ANSWERER = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p)
+class _Configuration(ctypes.Structure):
+    _fields_ = (
+        ("workspace", ctypes.c_uint64),
+        ("engine", ctypes.c_int64),
+        ("numerical_notes", ctypes.c_uint32),
+        ("behavior_notes", ctypes.c_uint32),
+    )
+
+
+_ANSWERER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_Configuration), ctypes.c_int)
 
 
 class Ghost:
@@ -156,7 +167,7 @@ class Ghost:
     ``extensions`` is what libraries that were loaded since wanted and the runtime does not have.
     """
 
-    def __init__(self, library: ctypes.CDLL, extensions: Extensions) -> None:
+    def __init__(self, library: ctypes.CDLL, build: Build, extensions: Extensions) -> None:
         self.extensions = extensions
         library.ghost_configure.argtypes = (ctypes.POINTER(_Device), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
@@ -175,10 +186,18 @@ class Ghost:
         library.ghost_spaces.restype = ctypes.c_size_t
         self._library = library
         self._thread = threading.local()
+        self._build = build
         self.workspaces = Workspaces.read()
-        self.answer_with(self.workspaces.answer)
 
-    def configure(self, device: GhostDevice, *, count: int = 1, in_use: int = 0, own: int = 0) -> None:
+    def configure(
+        self,
+        device: GhostDevice,
+        *,
+        count: int = 1,
+        in_use: int = 0,
+        own: int = 0,
+        workspaces: WorkspaceSource = WorkspaceSource.CUDNN,
+    ) -> None:
         """Choose the device, before CUDA is initialised; in a forked child too.
 
         Args:
@@ -186,6 +205,7 @@ class Ghost:
             count: how many of them.
             in_use: bytes of each that are gone from the start: the CUDA context, other processes.
             own: of those, the bytes of this process's context.
+            workspaces: who says what libraries work in.
 
         Raises:
             GhostError: it refused, and why.
@@ -198,6 +218,8 @@ class Ghost:
                 f"Cannot configure the ghost as {device.name}: {_REFUSALS.get(refusal, refusal)}."
             )
         self._library.ghost_own(own)
+        self.workspaces = Workspaces.read(workspaces, lambda: installed_cudnn(device, self._build))
+        self.answer_with(self.workspaces.answer)
 
     def counter(self, name: str) -> int:
         """Return a count since loading, or bytes of the current device.
@@ -258,14 +280,23 @@ class Ghost:
         """Tag this thread's next entries of the allocation log."""
         self._library.ghost_set_label(label)
 
-    def answer_with(self, answer: Callable[[bytes], int]) -> None:
-        """Let a function say how many bytes a library wants to work in.
+    def answer_with(self, answer: Callable[[bytes], Sequence[Configuration]]) -> None:
+        """Let a function say what a library would choose, and how many bytes that works in.
 
         Args:
-            answer: takes a question as ``memfit.ghost.workspaces`` reads it. It is called on whichever
-                thread asks, and must not raise.
+            answer: takes a question as ``memfit.ghost.workspaces`` reads it, and returns the ways to do
+                it in order of preference. It is called on whichever thread asks, and must not raise.
         """
-        self._answerer = _ANSWERER(answer)  # kept: the runtime holds its address alone
+
+        def write(question: bytes, out: "ctypes._Pointer[_Configuration]", room: int) -> int:
+            offers = answer(question)[:room]
+            for i, offer in enumerate(offers):
+                out[i] = _Configuration(
+                    offer.workspace, offer.engine, offer.numerical_notes, offer.behavior_notes
+                )
+            return len(offers)
+
+        self._answerer = _ANSWERER(write)  # kept: the runtime holds its address alone
         self._library.ghost_answer_with(self._answerer)
 
     def spaces(self) -> list[Space]:
@@ -336,4 +367,4 @@ def load(build: Build) -> Ghost:
     atexit.register(wait_for_autograd)  # runs after whatever the script registers
     extensions = Extensions(build, runtime)
     extensions.watch()
-    return Ghost(runtime, extensions)
+    return Ghost(runtime, build, extensions)

@@ -1,6 +1,8 @@
 /* Events, captures, graphs. */
 #include "checks.h"
 
+#include <time.h>
+
 /* ---- Streams, events, graphs ----------------------------------------------------------------- */
 
 void held_events(void)
@@ -26,6 +28,25 @@ void held_events(void)
     cudaEventSynchronize(later); /* never waits */
     CHECK(cudaEventQuery(later) == SUCCESS);
     cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(stream);
+}
+
+/* One piece of work takes as long as any other; of more, the host's own time is told. */
+void elapsed_time(void)
+{
+    void *event, *later;
+    float elapsed = 0;
+    const struct timespec nap = {.tv_nsec = 5 * 1000 * 1000};
+    cudaEventCreateWithFlags(&event, 0), cudaEventCreateWithFlags(&later, 0);
+    for (int pieces = 0; pieces < 3; pieces++) {
+        cudaEventRecord(event, NULL);
+        for (int i = 0; i < pieces; i++)
+            ghost_stub_called();
+        nanosleep(&nap, NULL);
+        cudaEventRecord(later, NULL);
+        cudaEventElapsedTime(&elapsed, event, later);
+        CHECK(pieces < 2 ? elapsed == 0.001f : elapsed >= 5);
+    }
+    cudaEventDestroy(event), cudaEventDestroy(later);
 }
 
 static int destroyed;

@@ -138,37 +138,61 @@ API status cudnnGetFilterNdDescriptor(const struct tensor *filter, int wanted, i
 
 /* ---- Questions ------------------------------------------------------------------------------- */
 
-__attribute__((format(printf, 2, 3))) static void say(struct question *question, const char *format, ...)
+static bool make_room(struct text *text, size_t needed)
 {
-    size_t room = sizeof question->text - question->length;
-    va_list arguments;
-    va_start(arguments, format);
-    int needed = vsnprintf(question->text + question->length, room, format, arguments);
-    va_end(arguments);
-    if (needed < 0 || (size_t)needed >= room)
-        question->cut = true;
-    else
-        question->length += (size_t)needed;
+    if (needed <= text->capacity)
+        return true;
+    size_t capacity = 2 * needed;
+    char *larger = realloc(text->at, capacity);
+    if (!larger)
+        return false;
+    text->at = larger;
+    text->capacity = capacity;
+    return true;
 }
 
-struct question question_about(const char *kind)
+void say(struct text *text, const char *format, ...)
 {
-    struct question question = {.length = 0};
+    va_list arguments;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        size_t room = text->capacity - text->length;
+        va_start(arguments, format);
+        int needed = vsnprintf(text->at ? text->at + text->length : NULL, room, format, arguments);
+        va_end(arguments);
+        if (needed >= 0 && (size_t)needed < room) {
+            text->length += (size_t)needed;
+            return;
+        }
+        if (needed < 0 || !make_room(text, text->length + (size_t)needed + 1))
+            break;
+    }
+    text->cut = true;
+}
+
+void free_text(struct text *text)
+{
+    free(text->at);
+    *text = (struct text){.at = NULL};
+}
+
+struct text question_about(const char *kind)
+{
+    struct text question = {.at = NULL};
     say(&question, "{\"kind\":\"%s\"", kind);
     return question;
 }
 
-void say_number(struct question *question, const char *name, int64_t value)
+void say_number(struct text *question, const char *name, int64_t value)
 {
     say(question, ",\"%s\":%lld", name, (long long)value);
 }
 
-void say_text(struct question *question, const char *name, const char *value)
+void say_text(struct text *question, const char *name, const char *value)
 {
     say(question, ",\"%s\":\"%s\"", name, value);
 }
 
-void say_list(struct question *question, const char *name, const int64_t *values, int count)
+void say_list(struct text *question, const char *name, const int64_t *values, int count)
 {
     say(question, ",\"%s\":[", name);
     for (int i = 0; i < count; i++)
@@ -176,7 +200,7 @@ void say_list(struct question *question, const char *name, const int64_t *values
     say(question, "]");
 }
 
-void say_tensor(struct question *question, const char *name, const struct tensor *tensor)
+void say_tensor(struct text *question, const char *name, const struct tensor *tensor)
 {
     say(question, ",\"%s\":{\"data_type\":%d", name, tensor->data_type);
     say_list(question, "sizes", tensor->sizes, tensor->dimensions);
@@ -184,8 +208,16 @@ void say_tensor(struct question *question, const char *name, const struct tensor
     say(question, "}");
 }
 
-uint64_t asked(struct question *question)
+int offered(struct text *question, struct ghost_configuration *offers, int room)
 {
     say(question, "}");
-    return ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->text);
+    int count = ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->at, offers, room);
+    free_text(question);
+    return count;
+}
+
+uint64_t asked(struct text *question)
+{
+    struct ghost_configuration only = {0};
+    return offered(question, &only, 1) > 0 ? only.workspace : 0;
 }

@@ -18,7 +18,6 @@
 
 #define DNN_BAD_PARAM 2000  /* cudnn_graph.h, CUDNN_STATUS_BAD_PARAM */
 #define MOST_DIMENSIONS 8   /* cudnn_graph.h, CUDNN_DIM_MAX */
-#define LONGEST_QUESTION 2048
 
 /* A tensor, or a filter. Sizes and strides in elements, outermost first. */
 struct tensor {
@@ -40,20 +39,27 @@ struct convolution {
     int fused; /* operations that follow in the same graph: bias, activation */
 };
 
-/* A question is a JSON object, written piece by piece; what does not fit is cut off, and a cut
- * question is not asked but answered like an unknown one. */
-struct question {
-    char text[LONGEST_QUESTION];
-    size_t length;
+/* Text that grows as it is written. `cut`: something is missing from it. */
+struct text {
+    char *at;
+    size_t length, capacity;
     bool cut;
 };
 
-struct question question_about(const char *kind);
-void say_number(struct question *question, const char *name, int64_t value);
-void say_text(struct question *question, const char *name, const char *value);
-void say_tensor(struct question *question, const char *name, const struct tensor *tensor);
-void say_list(struct question *question, const char *name, const int64_t *values, int count);
-uint64_t asked(struct question *question);
+__attribute__((format(printf, 2, 3))) void say(struct text *text, const char *format, ...);
+void free_text(struct text *text);
+
+/* A question is a JSON object, written piece by piece. A cut one is not asked, but answered like an unknown
+ * one. Asking frees it. */
+struct text question_about(const char *kind);
+void say_number(struct text *question, const char *name, int64_t value);
+void say_text(struct text *question, const char *name, const char *value);
+void say_tensor(struct text *question, const char *name, const struct tensor *tensor);
+void say_list(struct text *question, const char *name, const int64_t *values, int count);
+/* How many bytes it takes. */
+uint64_t asked(struct text *question);
+/* The ways to do it, in the order of preference; returns how many were written. */
+int offered(struct text *question, struct ghost_configuration *offers, int room);
 
 uint64_t convolution_workspace(const struct convolution *convolution);
 

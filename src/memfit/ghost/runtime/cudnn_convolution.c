@@ -6,7 +6,7 @@
 uint64_t convolution_workspace(const struct convolution *convolution)
 {
     static const char *const operations[] = {"forward", "data gradient", "weight gradient"};
-    struct question question = question_about("convolution");
+    struct text question = question_about("convolution");
     say_text(&question, "operation", operations[convolution->operation]);
     say_number(&question, "compute_type", convolution->compute_type);
     say_tensor(&question, "x", &convolution->x);

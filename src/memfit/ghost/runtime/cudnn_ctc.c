@@ -34,7 +34,7 @@ API status cudnnSetCTCLossDescriptor_v9(struct ctc *ctc, int data_type, int norm
 
 static status ctc_workspace(const struct tensor *probabilities, int longest, int algorithm, size_t *size)
 {
-    struct question question = question_about("ctc");
+    struct text question = question_about("ctc");
     say_tensor(&question, "probabilities", probabilities); /* steps, batch, alphabet */
     say_number(&question, "longest", longest);
     say_number(&question, "algorithm", algorithm);

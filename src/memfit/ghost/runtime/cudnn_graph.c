@@ -1,75 +1,61 @@
 /* cuDNN's graph API: how PyTorch runs convolutions (with bias and activation) and attention.
  *
- *   tensors, convolution ──> operations ──> operation graph ──> heuristics, engine ──> engine
+ *   tensors, convolution ──> operations ──> operation graph ──> heuristics ──> engine configurations
  *   configuration ──> execution plan ──> its workspace's size; execute with a variant pack
  *
- * What a descriptor says is copied into each that is made from it, so none can outlive another. The
- * heuristics answer with two configurations, whatever is asked: one whose workspace is asked about the
- * whole operation, and one without a workspace, which PyTorch falls back on when the first's cannot be
- * allocated. (Convolutions always have one: CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM and the two
- * gradients' ALGO_0 are documented to need none.)
+ * What is set on a descriptor is written down as JSON, and copied into each that is made from it:
+ *
+ *   {"type":17,"attributes":[[901,1,[0]],[902,3,[1,64,224,224]],...]}    name, type, values; in a graph
+ *                                                                        the values are descriptors again
+ *
+ * When heuristics are finalized, the whole of it is the question, and the answer is the list of
+ * configurations: each with its workspace, its engine's number and notes. PyTorch chooses among them as it
+ * does on a card (filterEngineConfigs and try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp).
  */
 #include "cudnn.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Source: cudnn_graph.h 9.24; the numbers have not moved since cuDNN 9.0. */
+#define MOST_OFFERS 256
+#define DNN_ALLOC_FAILED 4003 /* cudnn_graph.h 9.24, CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED */
+
+/* Source: cudnn_graph.h 9.24; the numbers have not moved since cuDNN 9.0. Types that are not listed are
+ * enums. */
 enum attribute_type {
-    TYPE_DATA_TYPE = 1,
+    TYPE_HANDLE = 0,
+    TYPE_BOOLEAN = 2,
     TYPE_INT64 = 3,
+    TYPE_FLOAT = 4,
+    TYPE_DOUBLE = 5,
     TYPE_VOID_PTR = 6,
+    TYPE_NUMERICAL_NOTE = 11,
     TYPE_BACKEND_DESCRIPTOR = 15,
+    TYPE_BEHAVIOR_NOTE = 19,
     TYPE_INT32 = 23,
+    TYPE_CHAR = 24,
+    TYPE_FRACTION = 26,
 };
-enum descriptor_type {
-    OPERATION_CONVOLUTION_FORWARD = 10,
-    OPERATION_CONVOLUTION_BACKWARD_FILTER = 11,
-    OPERATION_CONVOLUTION_BACKWARD_DATA = 12,
-};
+enum descriptor_type { ENGINECFG = 3, ENGINEHEUR = 4, EXECUTION_PLAN = 5, VARIANT_PACK = 16 };
 enum attribute_name {
-    CONVOLUTION_COMPUTE_TYPE = 100,
-    CONVOLUTION_DILATIONS = 102,
-    CONVOLUTION_FILTER_STRIDES = 103,
-    CONVOLUTION_PRE_PADDINGS = 105,
-    CONVOLUTION_SPATIAL_DIMENSIONS = 106,
-    ENGINEHEUR_OPERATION_GRAPH = 201,
     ENGINEHEUR_RESULTS = 202,
     ENGINECFG_ENGINE = 300,
-    ENGINECFG_KNOB_CHOICES = 302,
     ENGINECFG_WORKSPACE_SIZE = 303,
     EXECUTION_PLAN_ENGINE_CONFIG = 401,
     EXECUTION_PLAN_WORKSPACE_SIZE = 402,
-    FORWARD_CONVOLUTION = 702,
-    FORWARD_W = 703,
-    FORWARD_X = 704,
-    FORWARD_Y = 705,
-    BACKWARD_DATA_CONVOLUTION = 708,
-    BACKWARD_DATA_W = 709,
-    BACKWARD_DATA_DX = 710,
-    BACKWARD_DATA_DY = 711,
-    BACKWARD_FILTER_CONVOLUTION = 714,
-    BACKWARD_FILTER_DW = 715,
-    BACKWARD_FILTER_X = 716,
-    BACKWARD_FILTER_DY = 717,
-    OPERATIONGRAPH_OPERATIONS = 801,
-    TENSOR_DATA_TYPE = 901,
-    TENSOR_DIMENSIONS = 902,
-    TENSOR_STRIDES = 903,
     VARIANT_PACK_WORKSPACE = 1003,
-    ENGINE_OPERATION_GRAPH = 1300,
+    ENGINE_GLOBAL_INDEX = 1301,
 };
 
 /* One struct for every type: `type` says which of it means something. */
 struct backend_descriptor {
     int type;
-    struct tensor tensor;
-    struct convolution convolution;
-    int operations;      /* of a graph, and of what is made from it */
-    bool is_convolution; /* whether one of them is `convolution` */
-    bool is_frugal;      /* an engine that is slower and needs no workspace */
-    bool is_sized;       /* a plan: whether `workspace_size` was asked for already */
-    uint64_t workspace_size;
+    struct text said;                   /* what was set, a JSON list without its brackets */
+    struct ghost_configuration *offers; /* of heuristics */
+    int offered;
+    struct ghost_configuration chosen; /* of a configuration, and of its engine and plan */
+    bool is_chosen;
     void *workspace; /* of a variant pack */
 };
 
@@ -81,184 +67,169 @@ API status cudnnBackendCreateDescriptor(int type, void **descriptor)
     return result;
 }
 
-API status cudnnBackendDestroyDescriptor(void *descriptor)
+API status cudnnBackendDestroyDescriptor(void *opaque)
 {
+    struct backend_descriptor *descriptor = opaque;
+    if (descriptor) {
+        free_text(&descriptor->said);
+        free(descriptor->offers);
+    }
     free(descriptor);
     return SUCCESS;
 }
 
-API status cudnnBackendFinalize(void *descriptor) { return SUCCESS; }
-
 /* ---- What is set ----------------------------------------------------------------------------- */
 
-static void set_numbers(int64_t *to, int *count_to, int64_t count, const int64_t *values)
+static void choose(struct backend_descriptor *descriptor, const struct ghost_configuration *configuration)
 {
-    *count_to = within(count);
-    memcpy(to, values, (size_t)*count_to * sizeof *to);
+    descriptor->chosen = *configuration;
+    descriptor->is_chosen = true;
 }
 
-/* What an operation is made from: tensors, and the convolution's own numbers. */
-static void set_part(struct backend_descriptor *operation, int name, const struct backend_descriptor *part)
+static void say_descriptor(struct text *text, const struct backend_descriptor *descriptor)
 {
-    struct convolution *convolution = &operation->convolution;
-    switch (name) {
-    case FORWARD_X:
-    case BACKWARD_DATA_DX:
-    case BACKWARD_FILTER_X:
-        convolution->x = part->tensor;
-        break;
-    case FORWARD_W:
-    case BACKWARD_DATA_W:
-    case BACKWARD_FILTER_DW:
-        convolution->w = part->tensor;
-        break;
-    case FORWARD_Y:
-    case BACKWARD_DATA_DY:
-    case BACKWARD_FILTER_DY:
-        convolution->y = part->tensor;
-        break;
-    case FORWARD_CONVOLUTION:
-    case BACKWARD_DATA_CONVOLUTION:
-    case BACKWARD_FILTER_CONVOLUTION: {
-        struct tensor x = convolution->x, w = convolution->w, y = convolution->y;
-        *convolution = part->convolution;
-        convolution->x = x, convolution->w = w, convolution->y = y;
-        break;
-    }
-    default: /* of operations that are not convolutions */
-        break;
-    }
+    say(text, "{\"type\":%d,\"attributes\":[", descriptor->type);
+    if (descriptor->said.length)
+        say(text, "%s", descriptor->said.at);
+    say(text, "]}");
+    text->cut |= descriptor->said.cut;
 }
 
-static bool is_convolution(int type)
+static void say_value(struct text *text, int type, const void *values, int64_t i)
 {
-    return type == OPERATION_CONVOLUTION_FORWARD || type == OPERATION_CONVOLUTION_BACKWARD_DATA ||
-           type == OPERATION_CONVOLUTION_BACKWARD_FILTER;
-}
-
-static void set_operations(struct backend_descriptor *graph, int64_t count,
-                           struct backend_descriptor *const *operations)
-{
-    graph->operations = count > 0 ? (int)count : 0;
-    graph->is_convolution = false;
-    for (int64_t i = 0; i < count; i++) {
-        if (!operations[i] || !is_convolution(operations[i]->type))
-            continue;
-        graph->convolution = operations[i]->convolution;
-        graph->convolution.fused = graph->operations - 1;
-        graph->convolution.operation =
-            operations[i]->type == OPERATION_CONVOLUTION_FORWARD         ? CONVOLUTION_FORWARD
-            : operations[i]->type == OPERATION_CONVOLUTION_BACKWARD_DATA ? CONVOLUTION_DATA_GRADIENT
-                                                                         : CONVOLUTION_WEIGHT_GRADIENT;
-        graph->is_convolution = true;
-    }
-}
-
-static void inherit_graph(struct backend_descriptor *to, const struct backend_descriptor *from)
-{
-    to->operations = from->operations;
-    to->is_convolution = from->is_convolution;
-    to->is_frugal = from->is_frugal;
-    to->convolution = from->convolution;
-}
-
-static void set_descriptors(struct backend_descriptor *descriptor, int name, int64_t count,
-                            struct backend_descriptor *const *given)
-{
-    switch (name) {
-    case OPERATIONGRAPH_OPERATIONS:
-        set_operations(descriptor, count, given);
-        break;
-    case ENGINEHEUR_OPERATION_GRAPH:
-    case ENGINE_OPERATION_GRAPH:
-    case ENGINECFG_ENGINE:
-    case EXECUTION_PLAN_ENGINE_CONFIG:
-        if (count > 0 && given[0])
-            inherit_graph(descriptor, given[0]);
-        break;
+    double real = 0;
+    switch (type) {
+    case TYPE_BACKEND_DESCRIPTOR:
+        say_descriptor(text, ((struct backend_descriptor *const *)values)[i]);
+        return;
+    case TYPE_INT64:
+        say(text, "%lld", (long long)((const int64_t *)values)[i]);
+        return;
+    case TYPE_BOOLEAN:
+        say(text, "%d", ((const bool *)values)[i]);
+        return;
+    case TYPE_CHAR:
+        say(text, "%d", ((const unsigned char *)values)[i]);
+        return;
+    case TYPE_FLOAT:
+    case TYPE_DOUBLE:
+        real = type == TYPE_FLOAT ? (double)((const float *)values)[i] : ((const double *)values)[i];
+        say(text, "%.17g", real);
+        text->cut |= !isfinite(real); /* JSON has no word for it */
+        return;
     default:
-        if (count > 0 && given[0])
-            set_part(descriptor, name, given[0]);
+        say(text, "%d", ((const int32_t *)values)[i]);
     }
 }
 
 API status cudnnBackendSetAttribute(struct backend_descriptor *descriptor, int name, int type, int64_t count,
                                     const void *values)
 {
-    struct tensor *tensor = &descriptor->tensor;
-    struct convolution *convolution = &descriptor->convolution;
     if (count < 1 || !values)
         return SUCCESS;
-    if (type == TYPE_BACKEND_DESCRIPTOR) {
-        set_descriptors(descriptor, name, count, values);
-    } else if (type == TYPE_INT64) {
-        int ignored;
-        if (name == TENSOR_DIMENSIONS)
-            set_numbers(tensor->sizes, &tensor->dimensions, count, values);
-        else if (name == TENSOR_STRIDES)
-            set_numbers(tensor->strides, &ignored, count, values);
-        else if (name == CONVOLUTION_PRE_PADDINGS)
-            set_numbers(convolution->padding, &ignored, count, values);
-        else if (name == CONVOLUTION_FILTER_STRIDES)
-            set_numbers(convolution->stride, &ignored, count, values);
-        else if (name == CONVOLUTION_DILATIONS)
-            set_numbers(convolution->dilation, &ignored, count, values);
-        else if (name == CONVOLUTION_SPATIAL_DIMENSIONS)
-            convolution->spatial = within(*(const int64_t *)values);
-    } else if (type == TYPE_DATA_TYPE) {
-        if (name == TENSOR_DATA_TYPE)
-            tensor->data_type = *(const int *)values;
-        else if (name == CONVOLUTION_COMPUTE_TYPE)
-            convolution->compute_type = *(const int *)values;
-    } else if (type == TYPE_VOID_PTR && name == VARIANT_PACK_WORKSPACE) {
-        descriptor->workspace = *(void *const *)values;
+    bool descriptors = type == TYPE_BACKEND_DESCRIPTOR;
+    for (int64_t i = 0; descriptors && i < count; i++)
+        if (!((void *const *)values)[i])
+            return DNN_BAD_PARAM;
+    if (descriptors && (name == ENGINECFG_ENGINE || name == EXECUTION_PLAN_ENGINE_CONFIG)) {
+        const struct backend_descriptor *given = *(struct backend_descriptor *const *)values;
+        if (given->is_chosen)
+            choose(descriptor, &given->chosen);
     }
+    if (type == TYPE_VOID_PTR && name == VARIANT_PACK_WORKSPACE)
+        descriptor->workspace = *(void *const *)values;
+    /* Addresses are no part of a question, and nothing is asked about what is made at every call. */
+    if (type == TYPE_HANDLE || type == TYPE_VOID_PTR || descriptor->type == EXECUTION_PLAN ||
+        descriptor->type == VARIANT_PACK)
+        return SUCCESS;
+    struct text *said = &descriptor->said;
+    said->cut |= type == TYPE_FRACTION;
+    say(said, said->length ? ",[%d,%d,[" : "[%d,%d,[", name, type);
+    for (int64_t i = 0; i < count; i++) {
+        if (i)
+            say(said, ",");
+        say_value(said, type, values, i);
+    }
+    say(said, "]]");
     return SUCCESS;
 }
 
 /* ---- What is asked --------------------------------------------------------------------------- */
 
-static uint64_t workspace_size(struct backend_descriptor *plan)
+API status cudnnBackendFinalize(struct backend_descriptor *descriptor)
 {
-    if (plan->is_frugal)
-        return 0;
-    if (!plan->is_sized && plan->is_convolution) {
-        plan->workspace_size = convolution_workspace(&plan->convolution);
-    } else if (!plan->is_sized) {
-        struct question question = question_about("graph");
-        say_number(&question, "operations", plan->operations);
-        plan->workspace_size = asked(&question);
-    }
-    plan->is_sized = true;
-    return plan->workspace_size;
+    if (descriptor->type == ENGINECFG && !descriptor->is_chosen)
+        ghost_assumed("an engine that was not chosen by cuDNN's heuristics");
+    if (descriptor->type != ENGINEHEUR || descriptor->offers)
+        return SUCCESS;
+    descriptor->offers = calloc(MOST_OFFERS, sizeof *descriptor->offers);
+    if (!descriptor->offers)
+        return DNN_ALLOC_FAILED;
+    struct text question = question_about("plan");
+    say(&question, ",\"descriptor\":");
+    say_descriptor(&question, descriptor);
+    descriptor->offered = offered(&question, descriptor->offers, MOST_OFFERS);
+    return SUCCESS;
 }
 
-/* No knobs, no notes, and numbers that are 0. Descriptors that are asked for were made by the caller,
- * who goes on with them: they stand for the same graph. */
+/* Descriptors that are asked for were made by the caller, who goes on with them. */
+static int64_t get_descriptors(const struct backend_descriptor *descriptor, int name, int64_t wanted,
+                               struct backend_descriptor *const *made)
+{
+    bool results = name == ENGINEHEUR_RESULTS;
+    bool one = name == ENGINECFG_ENGINE || name == EXECUTION_PLAN_ENGINE_CONFIG;
+    int64_t count = results ? descriptor->offered : one ? 1 : 0;
+    if (made && wanted < count)
+        count = wanted;
+    for (int64_t i = 0; made && i < count; i++)
+        if (made[i] && (results || descriptor->is_chosen))
+            choose(made[i], results ? &descriptor->offers[i] : &descriptor->chosen);
+    return count;
+}
+
+static int64_t get_notes(uint32_t notes, int64_t wanted, int32_t *values)
+{
+    int64_t count = 0;
+    for (int note = 0; note < 32; note++) {
+        if (!(notes >> note & 1))
+            continue;
+        if (values && count < wanted)
+            values[count] = note;
+        count += !values || count < wanted;
+    }
+    return count;
+}
+
+static int64_t number(const struct backend_descriptor *descriptor, int name)
+{
+    switch (name) {
+    case EXECUTION_PLAN_WORKSPACE_SIZE:
+    case ENGINECFG_WORKSPACE_SIZE:
+        return (int64_t)descriptor->chosen.workspace;
+    case ENGINE_GLOBAL_INDEX:
+        return descriptor->chosen.engine;
+    default:
+        return 0;
+    }
+}
+
+/* No knobs, and numbers that are 0 unless they are known. */
 API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int name, int type, int64_t wanted,
                                     int64_t *found, void *values)
 {
     int64_t count = 0;
-    if (name == ENGINECFG_KNOB_CHOICES) {
-        count = 0;
-    } else if (type == TYPE_BACKEND_DESCRIPTOR) {
-        struct backend_descriptor *const *made = values;
-        count = name == ENGINEHEUR_RESULTS ? 2 : 1;
-        if (made && wanted < count)
-            count = wanted;
-        for (int64_t i = 0; made && i < count; i++) {
-            if (!made[i])
-                continue;
-            inherit_graph(made[i], descriptor);
-            made[i]->is_frugal |= i > 0;
-        }
+    if (type == TYPE_BACKEND_DESCRIPTOR) {
+        count = get_descriptors(descriptor, name, wanted, values);
+    } else if (type == TYPE_NUMERICAL_NOTE) {
+        count = get_notes(descriptor->chosen.numerical_notes, wanted, values);
+    } else if (type == TYPE_BEHAVIOR_NOTE) {
+        count = get_notes(descriptor->chosen.behavior_notes, wanted, values);
     } else if (type == TYPE_INT64 || type == TYPE_INT32) {
-        bool sized = name == EXECUTION_PLAN_WORKSPACE_SIZE || name == ENGINECFG_WORKSPACE_SIZE;
         count = 1;
-        if (values && wanted > 0 && sized && type == TYPE_INT64)
-            *(int64_t *)values = (int64_t)workspace_size(descriptor);
+        if (values && wanted > 0 && type == TYPE_INT64)
+            *(int64_t *)values = number(descriptor, name);
         else if (values && wanted > 0)
-            memset(values, 0, type == TYPE_INT64 ? sizeof(int64_t) : sizeof(int32_t));
+            *(int32_t *)values = (int32_t)number(descriptor, name);
     }
     if (found)
         *found = count;
@@ -269,6 +240,6 @@ API status cudnnBackendExecute(void *handle, struct backend_descriptor *plan,
                                struct backend_descriptor *variant_pack)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(variant_pack->workspace, plan->is_sized ? plan->workspace_size : 0);
+    ghost_space_used(variant_pack->workspace, plan->chosen.workspace);
     return (status)ghost_stub_called();
 }

@@ -4,7 +4,7 @@
 static status batch_norm_space(const char *space, int mode, int operations, const struct tensor *x,
                                size_t *size)
 {
-    struct question question = question_about("batch norm");
+    struct text question = question_about("batch norm");
     say_text(&question, "space", space);
     say_number(&question, "mode", mode);
     say_number(&question, "operations", operations);

@@ -198,7 +198,7 @@ API status cudnnGetRNNWeightParams(void *handle, struct recurrent *rnn, int32_t 
 static uint64_t recurrent_space(const char *space, const struct recurrent *rnn,
                                 const struct sequences *sequences, int training)
 {
-    struct question question = question_about("recurrent");
+    struct text question = question_about("recurrent");
     say_text(&question, "space", space);
     say_number(&question, "training", training);
     say_number(&question, "algorithm", rnn->algorithm);
@@ -262,7 +262,7 @@ API status cudnnRNNBackwardWeights_v8(void *handle, void *rnn, int add, const in
 
 API status cudnnDropoutGetStatesSize(void *handle, size_t *size)
 {
-    struct question question = question_about("dropout");
+    struct text question = question_about("dropout");
     say_number(&question, "multiprocessors", ghost_spec.multiprocessors);
     say_number(&question, "threads", ghost_spec.threads_per_multiprocessor);
     *size = (size_t)asked(&question);

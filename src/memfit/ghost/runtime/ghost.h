@@ -145,9 +145,19 @@ struct ghost_space {
     uint64_t address, size, label;
 };
 
-/* Who says how many bytes a library would ask for. A question is a JSON object with a "kind". Without
- * an answerer every answer is 0, and is recorded as assumed. */
-API void ghost_answer_with(uint64_t (*answer)(const char *question));
+/* One way for a library to do what it is asked: the bytes it works in, the number of its engine, and notes
+ * on it as bits (cudnn_graph.h, cudnnBackendNumericalNote_t and cudnnBackendBehaviorNote_t). */
+struct ghost_configuration {
+    uint64_t workspace;
+    int64_t engine;
+    uint32_t numerical_notes, behavior_notes;
+};
+
+/* Who says what a library would choose. A question is a JSON object with a "kind"; the answer is at most
+ * `room` configurations in the order of preference, and returns their number. Without an answerer there
+ * is one and it takes 0 bytes, which is recorded as assumed. */
+typedef int (*ghost_answerer)(const char *question, struct ghost_configuration *out, int room);
+API void ghost_answer_with(ghost_answerer answer);
 /* The uses of such memory so far. Returns their number; writes the first `capacity` of them. */
 API size_t ghost_spaces(struct ghost_space *out, size_t capacity);
 
@@ -203,8 +213,8 @@ int64_t ghost_now_us(void);
 
 /* ---- Memory that libraries work in (spaces.c) ------------------------------------------------- */
 
-/* How many bytes a library wants: `question` is a JSON object with a "kind". */
-uint64_t ghost_ask(const char *question);
+/* Ask whoever answers; returns how many configurations were written, at most `room`. */
+int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was handed memory of a size it had named. */
 void ghost_space_used(const void *address, uint64_t size);
 /* memory.c: what this thread had set with ghost_set_label. */

@@ -9,16 +9,20 @@
 
 #include <stdlib.h>
 
-static uint64_t (*answerer)(const char *question);
+static ghost_answerer answerer;
 
-API void ghost_answer_with(uint64_t (*answer)(const char *question)) { answerer = answer; }
+API void ghost_answer_with(ghost_answerer answer) { answerer = answer; }
 
-uint64_t ghost_ask(const char *question)
+int ghost_ask(const char *question, struct ghost_configuration *out, int room)
 {
-    if (answerer)
-        return answerer(question);
+    if (answerer) {
+        int count = answerer(question, out, room);
+        return count < 0 ? 0 : count < room ? count : room;
+    }
     ghost_assumed("work space of libraries");
-    return 0;
+    if (room > 0)
+        out[0] = (struct ghost_configuration){0};
+    return room > 0;
 }
 
 static struct {

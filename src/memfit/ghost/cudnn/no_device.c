@@ -1,0 +1,35 @@
+/* A libcuda.so.1 for the process that asks cuDNN (process.py). There is no device, and every function
+ * says so, as NVIDIA's own does where there is none. cuDNN offers the engines that it compiles at run
+ * time only where it finds these functions, and calls none of them to say what it would choose. While
+ * this library is loaded, no other libcuda.so.1 is.
+ *
+ * Source: the names that cuDNN 9.24 says it misses ("Could not load symbol") when a libcuda.so.1 has
+ * none of them; process.py reports any that another version misses.
+ */
+#define NO_DEVICE(function)                                                                                  \
+    __attribute__((visibility("default"))) int function(void) { return 100; } /* CUDA_ERROR_NO_DEVICE */
+
+NO_DEVICE(cuCtxGetCurrent)
+NO_DEVICE(cuCtxGetLimit)
+NO_DEVICE(cuCtxPopCurrent)
+NO_DEVICE(cuCtxPushCurrent)
+NO_DEVICE(cuDeviceGet)
+NO_DEVICE(cuDeviceGetCount)
+NO_DEVICE(cuDriverGetVersion)
+NO_DEVICE(cuGetErrorName)
+NO_DEVICE(cuGetErrorString)
+NO_DEVICE(cuKernelGetAttribute)
+NO_DEVICE(cuKernelSetAttribute)
+NO_DEVICE(cuLaunchCooperativeKernel)
+NO_DEVICE(cuLaunchKernel)
+NO_DEVICE(cuLaunchKernelEx)
+NO_DEVICE(cuLibraryGetKernel)
+NO_DEVICE(cuLibraryLoadData)
+NO_DEVICE(cuLibraryLoadFromFile)
+NO_DEVICE(cuLibraryUnload)
+NO_DEVICE(cuLinkAddData)
+NO_DEVICE(cuLinkComplete)
+NO_DEVICE(cuLinkCreate)
+NO_DEVICE(cuLinkDestroy)
+NO_DEVICE(cuOccupancyMaxPotentialClusterSize)
+NO_DEVICE(cuStreamGetCtx)
