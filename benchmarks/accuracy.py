@@ -158,7 +158,8 @@ def markdown(results: Iterable[Result], sources: dict[str, dict[str, str]]) -> s
         row = result.row
         digits = 2 if row.theirs < MANY else 0
         then = ("", "") if result.then is None else _shown(row, result.then, digits)
-        cells = (row.set, f"{row.what} ({row.figure})", f"{row.theirs:,.{digits}f} {row.unit}")
+        figure = "" if row.figure in row.what else f", {row.figure}"
+        cells = (row.set, f"{row.what}{figure}", f"{row.theirs:,.{digits}f} {row.unit}")
         lines.append(
             "| " + " | ".join((*cells, *_shown(row, result.today, digits), *then, row.explained)) + " |"
         )
