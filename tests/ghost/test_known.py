@@ -31,6 +31,51 @@ def test_constants_of_the_script_are_known_through_kernels_and_views(told):
     )
 
 
+def test_masks_written_by_index_select_no_more_than_was_written(told):
+    """The rest of the mask is as it was made; what was written, and read since, is not known."""
+    check(
+        told,
+        {
+            "len(picked.nonzero())": 4,
+            "len((picked | other).nonzero())": 7,
+            "len((picked & unknown).nonzero())": 4,
+            "len((picked & other).nonzero())": 3,
+            "len((picked > 0).nonzero())": 4,
+            "len((~(picked == 1)).nonzero())": 100,  # nearly all are the other way round
+            "len(picked.to(torch.bool).nonzero())": 4,
+            "len(picked[:50].nonzero())": 4,
+            "len(picked[2:4].nonzero())": 2,
+            "len((square | row).nonzero())": 2 * 10 + 4,  # every element of a row counts once for each column
+            "len(hot.nonzero())": 6,
+            "len(twice.nonzero())": 5,
+            "len(covered.nonzero())": 100,
+            "len(masked.nonzero())": 100,
+            "picked.max().item()": 9,
+            "bool(picked.any())": True,
+        },
+        before="""
+        x[0].add_(1)
+        def zeros(*shape): return torch.zeros(*shape, dtype=torch.uint8, device=d)
+        picked, other, unknown = zeros(100), zeros(100), torch.randint(9, (100,), device=d).to(torch.uint8)
+        four, three = torch.arange(4, device=d), torch.arange(3, device=d)
+        picked[four] = 1
+        other[three] = 1
+        square, row = zeros(10, 10), zeros(10)
+        square[four, four] = 1
+        row[four[:2]] = 1
+        hot = zeros(3, 5).scatter_(1, torch.arange(6, device=d).view(3, 2), 1)
+        twice = zeros(100)
+        twice[four] = 1
+        twice[7] = 1
+        covered = zeros(100)
+        covered[torch.arange(300, device=d)] = 1
+        masked = zeros(100)
+        masked[unknown > 3] = 1
+        """,
+        choices="int=9,bool=true",
+    )
+
+
 def test_a_stale_answer_is_impossible(told):
     """What wrote into a tensor, by whatever way, makes it unknown: the stand-in 9 appears."""
     writes = {

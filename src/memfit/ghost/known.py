@@ -41,10 +41,12 @@ class Basis(IntEnum):
 
 
 class Known(NamedTuple):
-    """The value that every element of a tensor holds."""
+    """The value that every element of a tensor holds, but for a few."""
 
     value: Number
     basis: Basis = Basis.FILLED
+    exceptions: int = 0
+    """How many elements at most may hold something else: those written by index since."""
 
 
 def known_number(number: object) -> Known | None:
@@ -86,6 +88,17 @@ class KnownValues:
 
         A view that reads the bytes as another dtype, negated or conjugated is not known.
         """
+        known = self.mostly(tensor)
+        return None if known is None or known.exceptions else known
+
+    def mostly(self, tensor: torch.Tensor) -> Known | None:
+        """Say what the elements of ``tensor`` hold but for ``Known.exceptions`` of them, if that is known.
+
+        >>> values, mask = KnownValues(), torch.zeros(8)
+        >>> values.put(mask, Known(0.0, exceptions=3))
+        >>> values.mostly(mask[:4]).exceptions, values.get(mask) is None
+        (3, True)
+        """
         storage = _storage_id(tensor)
         entry = self._entries.get(storage)
         if (
@@ -115,7 +128,9 @@ class KnownValues:
         self._entries.pop(storage, None)
         if fresh:
             self._exposed.discard(storage)
-        if known is None or not storage or storage in self._exposed or not tensor.numel():
+        if known is None or not storage or storage in self._exposed:
+            return
+        if known.exceptions >= tensor.numel():
             return
         value = rounded(known.value, tensor.dtype)
         if value is not None:
@@ -125,7 +140,7 @@ class KnownValues:
                 _part(tensor),
                 tensor._version,
                 tensor.dtype,
-                Known(value, known.basis),
+                known._replace(value=value),
             )
             self._sweep()
 

@@ -1,6 +1,7 @@
 """Wrap names of ``torch`` and ``torch.Tensor`` where it is Python's own call that matters.
 
     full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
+    mask[indices] = ...  scatter_                       count the elements that may have changed
     to  cpu  copy_  tolist                              answer what arrives on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: the memory leaves autograd's sight
     _foreach_*_  _fused_*_                              forget: they write without counting up versions
@@ -10,6 +11,7 @@ PyTorch's C++ code fills and copies all the time, gradients among others, and ne
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,7 @@ def wrap_methods(values: Values, ghost: Ghost) -> None:
         _replace_function(name, _noting(getattr(torch, name), held, values))
     for name, held in _METHODS.items():
         setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), held, values))
+    _count_written(values)
     _answer_copies(values, ghost)
     _expose(values)
     _forget_lists(values)
@@ -75,6 +78,40 @@ def _number_at(position: int, args: tuple[object, ...], options: dict[str, objec
     return known_number(options.get("fill_value", options.get("value")))
 
 
+def _count_written(values: Values) -> None:
+    """Keep what is known of a tensor that is written at some indices: it holds for all other elements."""
+
+    def wrap(name: str, written: Callable[..., int | None]) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
+            result = method(self, *args, **options)
+            count = written(self, *args, **options) if known is not None else None
+            if known is not None and count is not None:
+                values.known.put(self, known._replace(exceptions=known.exceptions + count))
+            return result
+
+        setattr(torch.Tensor, name, call)
+
+    wrap("__setitem__", lambda tensor, index, _: _selected(tensor, index))
+    wrap("scatter_", lambda _tensor, _dim, index, *_, **__: index.numel())
+
+
+def _selected(tensor: torch.Tensor, index: object) -> int | None:
+    """Count the elements that integer indices select from the first dimensions; None for any other index."""
+    indices = index if isinstance(index, tuple) else (index,)
+    shapes = []
+    for part in indices:
+        if isinstance(part, torch.Tensor) and part.dtype in (torch.int64, torch.int32):
+            shapes.append(part.shape)
+        elif not isinstance(part, int) or isinstance(part, bool):
+            return None
+    selected = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return selected * math.prod(tensor.shape[len(indices) :])
+
+
 def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
     """Put ``wrapper`` in the place of ``torch.name``, also where PyTorch knows functions by identity.
 
@@ -93,8 +130,9 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
     def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         known = values.known.get(source)
         if copy.is_cuda:
-            if known is not None and copy is not source:
-                values.known.put(copy, known, fresh=True)
+            mostly = values.known.mostly(source)
+            if mostly is not None and copy is not source:
+                values.known.put(copy, mostly, fresh=True)
         elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
                 copy.data.fill_(values.tell(source, known))  # past autograd: the copy keeps its history

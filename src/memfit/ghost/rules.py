@@ -16,7 +16,7 @@ a buffer and then works on it calls below that key, unheard.
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,12 @@ class Facts:
             return self.values.get(operand)
         return known_number(operand)
 
+    def mostly(self, operand: object) -> Known | None:
+        """Return what is known of a tensor but for some elements; a plain number is known."""
+        if isinstance(operand, torch.Tensor):
+            return self.values.mostly(operand)
+        return known_number(operand)
+
 
 Rule = Callable[..., Known | None]
 """``rule(facts, *arguments, **keywords)`` of an op: what its first result will hold."""
@@ -52,26 +58,48 @@ def _same(facts: Facts, tensor: torch.Tensor, *_: object, **__: object) -> Known
     return facts.of(tensor)
 
 
+def _spread(known: Known, operand: object, operands: Sequence[object]) -> Known:
+    """Return what is known of an operand as it is once spread over the shape of an elementwise result."""
+    if not known.exceptions or not isinstance(operand, torch.Tensor):
+        return known
+    shapes = [other.shape for other in operands if isinstance(other, torch.Tensor)]
+    elements = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return known._replace(exceptions=known.exceptions * (elements // operand.numel()))
+
+
+def _operands(facts: Facts, *operands: object) -> list[Known | None]:
+    """Return what is known of each operand of an elementwise op, spread over its result."""
+    known = ((facts.mostly(operand), operand) for operand in operands)
+    return [fact and _spread(fact, operand, operands) for fact, operand in known]
+
+
 def _compare(function: Callable[[Any, Any], bool], facts: Facts, a: Any, b: Any) -> Known | None:
-    left, right = facts.of(a), facts.of(b)
+    left, right = _operands(facts, a, b)
     if left is None or right is None:
         return None
     dtype = torch.result_type(a, b)  # 0.1 is another number in half than in float
     x, y = rounded(left.value, dtype), rounded(right.value, dtype)
-    return None if x is None or y is None else Known(function(x, y), max(left.basis, right.basis))
+    return None if x is None or y is None else _combined(function(x, y), left, right)
+
+
+def _combined(value: Number, left: Known, right: Known) -> Known:
+    return Known(value, max(left.basis, right.basis), left.exceptions + right.exceptions)
 
 
 def _logic(
     function: Callable[[Any, Any], Number], decides: bool | None, facts: Facts, *sides: object
 ) -> Known | None:
     """Combine truths; ``decides`` is the one that settles the result whatever the other side holds."""
-    known = [Known(bool(fact.value), fact.basis) for fact in map(facts.of, sides) if fact is not None]
-    settled = [fact for fact in known if fact.value is decides]
-    if settled:
-        return min(settled, key=lambda fact: fact.basis)
-    if len(known) < len(sides):
-        return None
-    return Known(function(known[0].value, known[1].value), max(fact.basis for fact in known))
+    known = [fact._replace(value=bool(fact.value)) for fact in _operands(facts, *sides) if fact is not None]
+    return _settled(known, decides) or (
+        _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
+    )
+
+
+def _settled(known: Sequence[Known], decides: Number | None) -> Known | None:
+    """Return the surest of the sides that settle a result, where one does."""
+    settled = [fact for fact in known if decides is not None and fact.value == decides]
+    return min(settled, key=lambda fact: (fact.exceptions, fact.basis), default=None)
 
 
 def _bitwise(
@@ -80,24 +108,23 @@ def _bitwise(
     """Combine bits: as ``_logic`` between bools; among integers both sides must be known, or one be 0."""
     if all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in sides):
         return _logic(function, decides, facts, *sides)
-    known = [fact for fact in map(facts.of, sides) if fact is not None]
-    if function is operator.and_ and any(not fact.value for fact in known):
-        return Known(0, min(fact.basis for fact in known if not fact.value))
-    if len(known) < len(sides):
-        return None
-    return Known(function(known[0].value, known[1].value), max(fact.basis for fact in known))
+    known = [fact for fact in _operands(facts, *sides) if fact is not None]
+    settled = _settled(known, 0) if function is operator.and_ else None
+    return settled or (
+        _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
+    )
 
 
 def _invert(facts: Facts, tensor: torch.Tensor) -> Known | None:
-    known = facts.of(tensor)
+    known = facts.mostly(tensor)
     if known is None:
         return None
-    return Known(not known.value if tensor.dtype == torch.bool else ~int(known.value), known.basis)
+    return known._replace(value=not known.value if tensor.dtype == torch.bool else ~int(known.value))
 
 
 def _not(facts: Facts, tensor: torch.Tensor) -> Known | None:
-    known = facts.of(tensor)
-    return None if known is None else Known(not known.value, known.basis)
+    known = facts.mostly(tensor)
+    return None if known is None else known._replace(value=not known.value)
 
 
 def _test(function: Callable[[float], bool], usual: bool, facts: Facts, tensor: torch.Tensor) -> Known:

@@ -5,8 +5,14 @@ sizes its result by, is answered.
 
     op                                        at most                       answered by
     --------------------------------------    --------------------------    ----------------------------
+<<<<<<< HEAD
     nonzero (and x[mask], where, masked_*)    every element                 the ghost: its small copies
     mode                                      every element of a slice      the ghost: its small copies
+=======
+    nonzero (and x[mask], where, masked_*)    every element; of a mask      the ghost: its small copies
+                                              made by index, as many
+                                              indices
+>>>>>>> 5f516bf (Bound masks written by index by the indices that were written)
     unique, unique_consecutive, coalesce      every element, row or entry   the ghost: its small copies
     matrix_exp                                groups scaled alike: one     the ghost, prepared
     repeat_interleave                         no bound: one each            prepared (``Values.prepared``)
@@ -69,6 +75,8 @@ def _answer_by_ghost(
         upper = bound(tensor, *args)
         if upper == 0:
             return run(tensor, *args)
+        if op == "nonzero":
+            upper = _most(values, tensor)
         found = values.next_prepared()
         if found is None and op == "nonzero":
             found = _known_count(values, tensor)
@@ -100,6 +108,14 @@ def _scale_alike(overrides: Overrides, values: Values, ghost: Ghost) -> None:
         values.assume("count", matrices, text)
         with values.prepared(1), ghost.answering_counts(matrices):
             return run(tensor)
+
+
+def _most(values: Values, tensor: torch.Tensor) -> int:
+    """Return how many elements can be nonzero at most; what only a check vouches for may be anything."""
+    known = values.known.mostly(tensor)
+    if known is None or known.basis is Basis.CHECKED or known.value:
+        return tensor.numel()
+    return known.exceptions or tensor.numel()
 
 
 def _known_count(values: Values, tensor: torch.Tensor) -> int | None:
