@@ -5,18 +5,15 @@ sizes its result by, is answered.
 
     op                                        at most                       answered by
     --------------------------------------    --------------------------    ----------------------------
-<<<<<<< HEAD
-    nonzero (and x[mask], where, masked_*)    every element                 the ghost: its small copies
-    mode                                      every element of a slice      the ghost: its small copies
-=======
     nonzero (and x[mask], where, masked_*)    every element; of a mask      the ghost: its small copies
                                               made by index, as many
                                               indices
->>>>>>> 5f516bf (Bound masks written by index by the indices that were written)
+    mode                                      every element of a slice      the ghost: its small copies
     unique, unique_consecutive, coalesce      every element, row or entry   the ghost: its small copies
     matrix_exp                                groups scaled alike: one     the ghost, prepared
     repeat_interleave                         no bound: one each            prepared (``Values.prepared``)
     one_hot, bincount without a size          no bound: 1,000               prepared
+    nested tensors for padded batches         the padded batch              the batch stays padded
 """
 
 from collections.abc import Callable
@@ -44,6 +41,7 @@ def count_sizes(overrides: Overrides, values: Values, ghost: Ghost) -> None:
     _answer_by_ghost(overrides, values, ghost, "mode", "CUDA", _distinct)
     _scale_alike(overrides, values, ghost)
     _answer_by_reads(overrides, values)
+    _keep_padding(overrides, values)
 
 
 def _elements(tensor: torch.Tensor, *_: object) -> int:
@@ -83,7 +81,8 @@ def _answer_by_ghost(
         if found is None:
             found = values.choices.count_of(upper)
             name = op.removeprefix("_").removesuffix("2")
-            _note(values, found, f"{name} was taken to find {found:,} of at most {upper:,}")
+            text = f"{name} was taken to find {found:,} of at most {upper:,}"
+            _note(values, found, text, bounded=True)
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
@@ -167,6 +166,19 @@ def _answer_by_reads(overrides: Overrides, values: Values) -> None:
             return run(tensor, weights, minlength)
 
 
+def _keep_padding(overrides: Overrides, values: Values) -> None:
+    """Have ``nn.TransformerEncoder`` keep the padding that it would take out of a batch to run faster.
+
+    It asks first whether the padding is all at the end, and goes on with the padded batch if not.
+    """
+
+    @overrides.add("_nested_tensor_from_mask_left_aligned", "CUDA")
+    def left_aligned(_run: Run, _tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+        text = "a padded batch was taken to stay padded, which takes the most memory"
+        values.assume("count", mask.numel(), f"A size that depends on GPU values: {text}.")
+        return False
+
+
 def _classes(values: Values, op: str, argument: str) -> int:
     count = values.choices.count
     classes = count if isinstance(count, int) else _CLASSES
@@ -174,7 +186,7 @@ def _classes(values: Values, op: str, argument: str) -> int:
     return max(classes, 1)
 
 
-def _note(values: Values, found: int, text: str) -> None:
-    values.assume(
-        "count", found, f"A size that depends on GPU values: {text}. --values count=… chooses otherwise."
-    )
+def _note(values: Values, found: int, text: str, *, bounded: bool = False) -> None:
+    other = "1: the least memory" if values.choices.count == "upper" else "upper: the most memory"
+    how = f"--values count=… chooses otherwise{f' (count={other})' if bounded else ''}."
+    values.assume("count", found, f"A size that depends on GPU values: {text}. {how}")
