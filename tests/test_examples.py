@@ -36,6 +36,7 @@ TO_THE_END = [
     Example("checkpointed.py", ("--steps", "3")),
     Example("ctc.py", ("--steps", "3")),
     Example("gan.py", ("--steps", "3")),
+    Example("generate.py", steps=None),
     Example("gpt.py", ("--steps", "3")),
     Example("gpt.py", ("--steps", "3", "--dtype", "bfloat16"), options=("--gpu", "RTX-3060")),
     Example("gru.py", ("--steps", "3")),
@@ -44,6 +45,8 @@ TO_THE_END = [
     Example("linear1024.py", steps=2),
     Example("llama7b.py", options=("--memory", "160GiB")),
     Example("lstm.py", ("--steps", "3")),
+    Example("lora.py", ("--steps", "3")),
+    Example("lora.py", ("--steps", "3", "--four-bit")),
     Example("manual_sgd.py", steps=None),
     Example("masked.py"),
     Example("mlp.py", ("--epochs", "1"), steps=11),
@@ -51,7 +54,9 @@ TO_THE_END = [
     Example("resnet50.py", ("--images", "96", "--channels-last", "--workers", "0")),
     Example("small_checkpointed.py", steps=None),
     Example("svd.py", ("--steps", "3")),
+    Example("retinanet.py", ("--steps", "3")),
     Example("two_linear.py", steps=None),
+    Example("unet.py", ("--steps", "3")),
     Example("vit_l16.py", ("--steps", "3")),
 ]
 
