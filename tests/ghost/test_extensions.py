@@ -161,6 +161,25 @@ def test_the_dry_run_names_the_function_and_the_library(dry_run, workshop):
     assert sure["allocated"] == "assumed"  # who knows what it would have done
 
 
+def test_functions_looked_up_in_the_driver_are_told_in_one_note(dry_run):
+    """A library with a CUDA runtime of its own inside looks up hundreds."""
+    script = """
+        import ctypes
+        import torch
+        torch.zeros(100, device="cuda")
+        found, function = ctypes.c_int(), ctypes.c_void_p()
+        for name in (b"cuMadeUp", b"cuMadeUpToo"):
+            ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2(
+                name, ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(found)
+            )
+        print("found", found.value, function.value)
+    """
+    run = dry_run(script)
+    assert "found 1 None" in run.out
+    (text,) = [note["text"] for note in run.answer["notes"] if "cuMadeUp" in note["text"]]
+    assert "functions that the ghost does not have (2, the first cuMadeUp)" in text
+
+
 def test_an_imported_module_is_looked_at_too(on_ghost, workshop):
     workshop.extension("extension.so", SOURCE + MODULE)
     script = f"""

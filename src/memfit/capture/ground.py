@@ -6,6 +6,7 @@ card    -            no history     looks at it   -             as measured
 """
 
 import os
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -128,16 +129,8 @@ class OnGhost:
         if self._settings.devices > 1:
             seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
-        gaps = self._gaps_reached()
-        for name in self.ghost.gaps_reached():
-            self._recorder.note(
-                Provenance.ASSUMED,
-                f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that "
-                f"may be wrong."
-                if name in gaps
-                else f"The ghost assumed an answer that memory depends on: {name}.",
-                sizes=True,
-            )
+        for text in self._reached():
+            self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         for reason in self.ghost.extensions.turned_away:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
         for provenance, text in self.ghost.workspaces.notes():
@@ -147,6 +140,28 @@ class OnGhost:
     def versions(self) -> dict[str, str]:
         """Return nothing: the ghost was built for the torch that is named."""
         return {}
+
+    def _reached(self) -> list[str]:
+        """Say in a sentence each what the run reached that the ghost refused, assumed, or does not have."""
+        gaps = self._gaps_reached()
+        others = [name for name in self.ghost.gaps_reached() if name not in gaps]
+        asked_for = [name for name in others if name.isidentifier() and re.match("cu[A-Z]", name)]
+        notes = [
+            f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that may "
+            f"be wrong."
+            for name in gaps
+        ]
+        notes += [
+            f"The ghost assumed an answer that memory depends on: {name}."
+            for name in others
+            if name not in asked_for
+        ]
+        if asked_for:  # a CUDA runtime that a library brings along asks for all there are
+            notes.append(
+                f"The driver was asked for functions that the ghost does not have ({len(asked_for)}, the "
+                f"first {asked_for[0]}); who asked may have gone without them."
+            )
+        return notes
 
     def _gaps_reached(self) -> list[str]:
         known = {gap.name for gap in self._settings.build.gaps} | self.ghost.extensions.wanted_by.keys()

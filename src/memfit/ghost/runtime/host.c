@@ -152,7 +152,7 @@ int host_memory_type(const void *pointer)
  * cudaMalloc needs the room, so it takes nothing from the capacity. */
 API status cudaMallocManaged(void **pointer, size_t size, unsigned flags)
 {
-    ghost_assumed("cudaMallocManaged");
+    ghost_assumed("managed memory takes 0 bytes of the device (cudaMallocManaged)");
     return allocate(pointer, size, MANAGED);
 }
 
