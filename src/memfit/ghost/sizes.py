@@ -114,7 +114,7 @@ def _most(values: Values, tensor: torch.Tensor) -> int:
     known = values.known.mostly(tensor)
     if known is None or known.basis is Basis.CHECKED or known.value:
         return tensor.numel()
-    return known.exceptions or tensor.numel()
+    return min(known.exceptions or tensor.numel(), tensor.numel())
 
 
 def _known_count(values: Values, tensor: torch.Tensor) -> int | None:

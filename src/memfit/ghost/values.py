@@ -108,6 +108,8 @@ def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
 
     def agree(run: Run, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
         known = RULES["eq.Tensor"](facts, a, b)
+        if known is not None and known.exceptions:
+            known = None
         if known is None and a.dtype == torch.bool and not a.dim():
             # How PyTorch asks whether one truth holds (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
             prepared = values.next_prepared()
