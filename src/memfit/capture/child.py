@@ -20,9 +20,10 @@ import msgspec
 
 from memfit import __version__
 from memfit.capture.ground import Ground, OnCard, OnGhost
-from memfit.capture.script import AfterImport, end_of, print_as_python_does, run_as_main
+from memfit.capture.script import end_of, print_as_python_does, run_as_main
 from memfit.capture.settings import ChildSettings, read_settings
 from memfit.errors import MemfitError, TargetError
+from memfit.ghost.after_import import after_import
 from memfit.records import ScriptEnd
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def main() -> None:
         Report(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         os._exit(error.exit_code)
     run = Run(tuple(command), settings, ground)
-    sys.meta_path.insert(0, AfterImport("torch", run.begin))
+    after_import("torch", run.begin)
     run.finish(run.script())
 
 

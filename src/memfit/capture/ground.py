@@ -16,6 +16,7 @@ from memfit.capture.outside import Outside
 from memfit.capture.script import AfterImport
 from memfit.capture.settings import GhostSettings
 from memfit.devices import find_device, refusal
+from memfit.ghost.build import cache_folder
 from memfit.ghost.load import Ghost, load
 from memfit.records import DeviceUse, Figure, Machine, Provenance
 
@@ -79,12 +80,14 @@ class OnGhost:
         sys.meta_path.insert(0, AfterImport(_LOADER, self._watch_loading))
 
     def begin(self, recorder: "Recorder") -> None:
-        """Answer what the script reads, and pass over what would only fill host memory."""
-        from memfit.ghost import values
+        """Answer what the script reads, keep compilers apart, spare the host's memory."""
+        from memfit.ghost import compiling, values
 
         self._recorder = recorder
         choices = values.ValueChoices.parse(self._settings.values)
         self._values = values.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
+        caches = cache_folder("compiled")
+        compiling.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         if self._settings.host_memory:
             from memfit.ghost import host
 

@@ -11,7 +11,8 @@ event that carries 40 or more, with no clock involved.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from memfit.records import Label, MarkKind, Phase
 
@@ -58,6 +59,17 @@ class LabelBook:
         self.serials.append(label)
         if self._stamp is not None:
             self._stamp(len(self.serials) - 1)
+
+    @contextmanager
+    def doing(self, op: str) -> Iterator[None]:
+        """Say what is done on the calling thread, within what it is doing already."""
+        before = self.current()
+        label = self.labels[before]
+        self.use(self.intern(label.phase, label.module, op, label.stack))
+        try:
+            yield
+        finally:
+            self.use(before)
 
     def current(self) -> int:
         """Return the label in force on the calling thread; label 0 (setup) where none was set."""

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.loss import _Loss
@@ -28,13 +28,13 @@ from torch.nn.modules.module import (
 
 from memfit.capture.history import StackTable
 from memfit.capture.labels import LabelBook
+from memfit.capture.lifted import LiftedHooks
 from memfit.records import Label, Phase
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 _CLAIMED = "memfit"
 _ACCUMULATE = "AccumulateGrad"
+_COMPILED = "_orig_mod"
+"""Where ``torch.compile(module)`` keeps the module that it wraps: both go by one name."""
 
 
 class ModuleNames:
@@ -72,9 +72,11 @@ class ModuleNames:
             parent = parent_ref() if parent_ref is not None else None
             if parent is None:
                 break
-            names.append(name)
+            if name != _COMPILED:
+                names.append(name)
             module = parent
-        return ".".join([type(module).__name__, *reversed(names)])
+        root = module._modules.get(_COMPILED) or module
+        return ".".join([type(root).__name__, *reversed(names)])
 
     def _knows(self, module: torch.nn.Module) -> bool:
         entry = self._parents.get(id(module))
@@ -122,15 +124,19 @@ class ModuleHooks:
         self.names = ModuleNames()
         self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
-        self._handles: list[RemovableHandle] = []
 
-    def install(self) -> None:
-        """Put hooks on every module of the process."""
-        self._handles = [
+    def install(self, hooks: LiftedHooks) -> None:
+        """Put hooks on every module of the process.
+
+        Args:
+            hooks: where hooks go that compiled code must not see.
+        """
+        for handle in (
             register_module_module_registration_hook(self.names.learn),
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+            register_module_forward_pre_hook(self._enter_hook),
+            register_module_forward_hook(self._leave_hook, always_call=True),
+        ):
+            hooks.add(handle)
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
         """Claim what no module has claimed: nodes between the model's output and ``backward()``.
@@ -139,11 +145,23 @@ class ModuleHooks:
             roots: what the backward pass starts from.
             caller: the frame that called for it.
         """
-        self._claim(roots, since=-1, module="", caller=caller)
+        self.claim(roots, since=-1, module="", caller=caller)
 
-    def _enter(self, module: torch.nn.Module, _args: object) -> None:
-        if torch.compiler.is_compiling():
+    def _enter_hook(self, module: torch.nn.Module, _args: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter(module)
+
+    def _leave_hook(self, _module: torch.nn.Module, _args: object, output: object) -> None:
+        active = self._active.get(threading.get_ident())
+        if torch.compiler.is_compiling() or not active:
             return
+        _, since, path = active[-1]
+        if torch.is_grad_enabled() and output is not None:
+            self.claim((output,), since, path, sys._getframe(1))
+        self.leave(requires_grad=requires_grad(output))
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Label the calling thread with a module that is about to run."""
         active = self._active.setdefault(threading.get_ident(), [])
         recomputing = self._in_backward()
         name = self._name(module)
@@ -158,17 +176,18 @@ class ModuleHooks:
         active.append((self._book.current(), torch.autograd._get_sequence_nr(), name))  # type: ignore[attr-defined]
         self._book.use(self._book.intern(phase, name))
 
-    def _leave(self, _module: torch.nn.Module, _args: object, output: object) -> None:
-        active = self._active.get(threading.get_ident())
-        if torch.compiler.is_compiling() or not active:
-            return
-        before, since, path = active.pop()
-        if torch.is_grad_enabled() and output is not None:
-            self._claim((output,), since, path, sys._getframe(1))
+    def leave(self, *, requires_grad: bool) -> None:
+        """Label the calling thread with what follows the module entered last.
+
+        Args:
+            requires_grad: whether there may be a backward of what it returned.
+        """
+        active = self._active[threading.get_ident()]
+        before, _, _ = active.pop()
         if active or self._in_backward():
             self._book.use(before)
         else:
-            self._after_root(Phase.LOSS if _requires_grad(output) else Phase.INPUT)
+            self._after_root(Phase.LOSS if requires_grad else Phase.INPUT)
 
     def _name(self, module: torch.nn.Module) -> str:
         entry = self._names_of.get(id(module))
@@ -177,7 +196,18 @@ class ModuleHooks:
             self._names_of[id(module)] = entry
         return entry[1]
 
-    def _claim(self, outputs: Iterable[object], since: int, module: str, caller: FrameType) -> None:
+    def claim(
+        self, outputs: Iterable[object], since: int, module: str, caller: FrameType, op: str = ""
+    ) -> None:
+        """Label the backward of what was just computed, as far as nobody has.
+
+        Args:
+            outputs: what was computed; tensors among them, however nested.
+            since: autograd's sequence number before it was.
+            module: path of what computed it.
+            caller: the frame that called that.
+            op: what its nodes are called; their own names if empty.
+        """
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
         where: int | None = None
@@ -188,7 +218,7 @@ class ModuleHooks:
                 metadata[_CLAIMED] = True
                 if where is None:
                     where = self._stacks.intern(_lines(caller))
-                node.register_prehook(self._labeller(module, node.name(), where))
+                node.register_prehook(self._labeller(module, op or node.name(), where))
             for following, _ in node.next_functions:
                 if (
                     following is not None
@@ -236,5 +266,6 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, depth - 1)
 
 
-def _requires_grad(output: object) -> bool:
+def requires_grad(output: object) -> bool:
+    """Say whether any tensor among some objects takes part in a backward."""
     return any(tensor.requires_grad for tensor in tensors_in((output,)))

@@ -20,9 +20,11 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.capture import holders
+from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
 from memfit.capture.history import StackTable, columns
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
+from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
@@ -89,6 +91,7 @@ class Recorder:
         self._history = False
         self._counted: CountedStamps | None = None
         self.book = LabelBook()
+        self._hooks = LiftedHooks()
         self.steps = Steps(
             self.book,
             steps,
@@ -105,12 +108,20 @@ class Recorder:
             on_root=self._enter_root,
             after_root=self.steps.enter,
         )
+        self.compiled = CompiledCode(
+            self.book,
+            self._hooks,
+            self.steps,
+            self.modules if labels else None,
+            hold_parameters=lambda parameters: self._hold(Category.PARAMETER, parameters),
+        )
 
     def install(self) -> None:
         """Start watching the process: call once, when torch has just been imported."""
-        self.steps.install()
+        self.steps.install(self._hooks)
         if self._with_labels:
-            self.modules.install()
+            self.modules.install(self._hooks)
+        self.compiled.install()
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
         self._note_peak_resets()
 
@@ -225,6 +236,8 @@ class Recorder:
             self._hold(Category.PARAMETER, holders.parameters_of(optimizer))
             self._hold(Category.OPTIMIZER_STATE, holders.state_of(optimizer))
         self._hold_modules(self._roots)
+        if compiled := self.compiled.summary():
+            self.note(Provenance.EXACT, compiled)
         statistics = {
             name: value for name, value in torch.cuda.memory_stats(0).items() if isinstance(value, int)
         }

@@ -1,7 +1,6 @@
 """Running a script as the interpreter's own command line would, and reading how it ended."""
 
 import builtins
-import importlib.abc
 import importlib.machinery
 import io
 import os
@@ -9,42 +8,11 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memfit.records import ScriptEnd
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once a module has been imported, and leaves the import itself alone."""
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
-        self._action = action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module as everyone else would, and hang the action on its loader."""
-        if fullname != self._name:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_then_act(module: types.ModuleType) -> None:
-                # Not when it is found: many programs look whether a module is there and go on.
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                execute(module)
-                self._action()
-
-            spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
-        return spec
 
 
 def run_as_main(command: tuple[str, ...], *, module: bool) -> None:

@@ -4,7 +4,8 @@
 
 A training step is complete when every optimizer in use has stepped once more: with two optimizers
 (a GAN) that is after the slower one. A step that GradScaler skips counts, since the script goes on.
-Where parameters are updated by hand there is no optimizer, and each backward pass is a step.
+Where parameters are updated by hand there is no optimizer, and each backward pass is a step. What a CUDA
+graph captured is counted when it is replayed, and the warm-up before a capture is not counted at all.
 """
 
 import functools
@@ -21,11 +22,14 @@ from torch.optim.optimizer import (
 )
 
 from memfit.capture.labels import LabelBook
+from memfit.capture.lifted import LiftedHooks
+from memfit.capture.replays import Replays, warming_up
 from memfit.records import MarkKind, Phase
 
 PATIENCE = 8
 """Steps that other optimizers may make while one that has never stepped is waited for. A critic that
-steps five times per generator step is common; an optimizer built and never used must not run forever."""
+steps five times per generator step is common; an optimizer built and never used must not run forever.
+As many may be made on a side stream before they are taken for training, not for a warm-up."""
 
 FORBEARANCE = 3
 """How often a script may catch the exception that ends it before it is ended without being asked."""
@@ -71,6 +75,9 @@ class Steps:
         self._on_change = on_change
         self._end_now = end_now
         self._ends = 0
+        self._seen = 0  # steps of any optimizer
+        self._warm_ups = 0
+        self._replays = Replays()
         self._built: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: dict[int, int] = {}  # id(optimizer) -> steps; ids of those in use stay alive
         self._order: dict[int, int] = {}
@@ -91,10 +98,15 @@ class Steps:
         """The optimizers that exist now."""
         return tuple(self._built)
 
-    def install(self) -> None:
-        """Put hooks on the optimizers, backward passes and gradient scalers of this process."""
-        register_optimizer_step_pre_hook(self._enter_optimizer)
-        register_optimizer_step_post_hook(self._leave_optimizer)
+    def install(self, hooks: LiftedHooks) -> None:
+        """Put hooks on the optimizers, backward passes and gradient scalers of this process.
+
+        Args:
+            hooks: where hooks go that compiled code must not see.
+        """
+        hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
+        hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
+        self._replays.install()
         _wrap(Optimizer, "__init__", self._building)
         _wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
@@ -119,12 +131,18 @@ class Steps:
         original(optimizer, *args, **kwargs)
         self._built.add(optimizer)
 
-    def _enter_optimizer(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def enter_optimizer(self, optimizer: Optimizer) -> None:
+        """Label the calling thread with an optimizer that is about to step."""
         self._inside[threading.get_ident()] = self._book.current()
         self._before_optimizer(optimizer)
         self.enter(Phase.OPTIMIZER)
 
-    def _leave_optimizer(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def leave_optimizer(self, optimizer: Optimizer) -> None:
+        """Count an optimizer that has stepped.
+
+        Raises:
+            EnoughStepsReached: that was the last step wanted.
+        """
         before = self._inside.pop(threading.get_ident(), 0)
         self._after_optimizer(optimizer)
         if self.in_backward:  # a step fused into the backward
@@ -136,16 +154,20 @@ class Steps:
     def _scaled_step(
         self, original: Callable[..., Any], scaler: object, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        before = self._stepped.get(id(optimizer), 0)
+        before = self._seen
         result = original(scaler, optimizer, *args, **kwargs)
-        if self._stepped.get(id(optimizer), 0) == before:
+        if self._seen == before:
             self.enter(Phase.INPUT)
             self._count(optimizer)
         return result
 
     def _count(self, optimizer: Optimizer) -> None:
-        key = id(optimizer)
+        self._seen += 1
         self._built.add(optimizer)  # one that was unpickled was never built here
+        again = functools.partial(self._count_again, weakref.ref(optimizer))
+        if self._replays.captured(again) or self._warms_up():
+            return
+        key = id(optimizer)
         self._stepped[key] = self._stepped.get(key, 0) + 1
         index = self._order.setdefault(key, len(self._order))
         self._book.mark(MarkKind.OPTIMIZER_STEP, index)
@@ -155,6 +177,17 @@ class Steps:
         if not waiting:
             self._complete(min(in_use))
 
+    def _count_again(self, optimizer: "weakref.ref[Optimizer]") -> None:
+        stepped = optimizer()
+        if stepped is not None:
+            self._count(stepped)
+
+    def _warms_up(self) -> bool:
+        """Say whether what has just been done was for warming up; there is an end to that, too."""
+        warms_up = warming_up() and self._warm_ups < PATIENCE
+        self._warm_ups += warms_up
+        return warms_up
+
     # -- backward passes ----------------------------------------------------------------------
 
     def _backward(
@@ -162,7 +195,7 @@ class Steps:
     ) -> Any:
         if self.in_backward:  # a reentrant checkpoint, or a gradient taken inside a backward
             return original(roots, *args, **kwargs)
-        if not self._built:
+        if not self._built and not self._replays.captured(self._backward_again) and not self._warms_up():
             self._complete(self._backwards)  # the last backward's update by hand has now been made
         self._book.mark(MarkKind.BACKWARD, self._backwards)
         self._before_backward(roots)
@@ -174,6 +207,11 @@ class Steps:
             self._depth -= 1
             self._backwards += 1
             self.enter(Phase.BETWEEN)
+
+    def _backward_again(self) -> None:
+        if not self._built:
+            self._backwards += 1
+            self._complete(self._backwards)
 
     def _complete(self, steps: int) -> None:
         while self.completed < steps:

@@ -32,6 +32,9 @@ from memfit.records import (
 )
 
 WORKSPACES = "cuDNN workspaces"
+_SHARED_POOL = (0, 0)
+"""Of segments that belong to no CUDA graph."""
+
 CATEGORIES = {
     Category.PARAMETER: "parameters",
     Category.BUFFER: "buffers",
@@ -180,7 +183,8 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
 
     Requested, not allocated: the same tensors can land in blocks of other sizes from step to step. What
     grows is told from what varies by age: bytes that have outlived a whole step since they were allocated
-    should stay the same, while a step's own tensors may be of any size (batches of varying length).
+    should stay the same, while a step's own tensors may be of any size (batches of varying length). The
+    pool of a CUDA graph came to stay when the graph was captured, in whichever step that was.
     """
     ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     if len(ends) <= 1:
@@ -200,7 +204,17 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
 
 def _held(trace: Trace, line: Timeline, moment: int, born_before: int) -> int:
     alive = _alive(trace, line, moment)
-    return int(trace.events.size[alive[alive < born_before]].sum())
+    alive = alive[alive < born_before]
+    return int(trace.events.size[alive[~_captured(trace, alive)]].sum())
+
+
+def _captured(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Say which allocations lie in the private pools of CUDA graphs, as far as these are still there."""
+    pools = sorted((s.address, s.address + s.size) for s in trace.segments if s.pool != _SHARED_POOL)
+    starts, stops = np.array(pools, np.uint64).reshape(-1, 2).T
+    address = trace.events.address[events]
+    segment = np.searchsorted(starts, address, side="right")  # counts those that begin at it or before
+    return (segment > 0) & (address < np.append(stops, 0)[segment - 1])
 
 
 def _alive(trace: Trace, line: Timeline, position: int) -> npt.NDArray[np.int64]:

@@ -176,6 +176,7 @@ class Ghost:
         library.ghost_take.argtypes = (ctypes.c_int64,)
         library.ghost_own.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
+        library.ghost_answer_elapsed.argtypes = (ctypes.c_float,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         library.ghost_gaps_reached.restype = ctypes.c_size_t
         library.ghost_allocation_log.argtypes = (ctypes.POINTER(_Event), ctypes.c_size_t)
@@ -257,6 +258,15 @@ class Ghost:
                 self._library.ghost_answer_nothing()
             else:
                 self._library.ghost_answer_counts(outer)
+
+    @contextmanager
+    def answering_elapsed(self, milliseconds: float) -> Iterator[None]:
+        """Answer this thread's questions for the time between two events with one duration."""
+        self._library.ghost_answer_elapsed(milliseconds)
+        try:
+            yield
+        finally:
+            self._library.ghost_answer_elapsed(0)
 
     def last_read_known(self) -> bool:
         """Return whether this thread's last device-to-host copy was answered from remembered bytes."""

@@ -20,6 +20,10 @@ void held_events(void)
     ghost_hold_events(0);
     CHECK(cudaEventQuery(later) == SUCCESS);
     CHECK(cudaEventElapsedTime(&elapsed, event, later) == SUCCESS && elapsed > 0);
+    ghost_answer_elapsed(250);
+    CHECK(cudaEventElapsedTime(&elapsed, event, later) == SUCCESS && elapsed == 250);
+    ghost_answer_elapsed(0);
+    CHECK(cudaEventElapsedTime(&elapsed, event, later) == SUCCESS && elapsed < 250);
     ghost_hold_events(1);
     cudaEventRecord(later, stream);
     cudaDeviceSynchronize();

@@ -124,6 +124,7 @@ API void ghost_own(uint64_t bytes);
 API void ghost_take(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronises or they are released. */
 API void ghost_hold_events(int on);
+API void ghost_answer_elapsed(float milliseconds);
 /* Between the two, this thread's device-to-host copies of at most 8 bytes answer `value`, little
  * endian, saturated at the copy's width as a signed integer; those of 16 bytes, which is how Thrust's
  * searches end, say that it was found, at 0. */

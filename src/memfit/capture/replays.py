@@ -1,0 +1,65 @@
+"""CUDA graphs: what a script's Python did once, while it was captured, happens again at every replay.
+
+    capture_begin ... optimizer.step() ... capture_end      remembered, and not counted
+    replay                                                  counted, as often as it comes
+
+Memory is asked for while capturing, from the graph's own pool; a replay asks for none.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Happening = Callable[[], None]
+
+
+class Replays:
+    """What happened while graphs were captured."""
+
+    def __init__(self) -> None:
+        self._capturing: dict[int, list[Happening]] = {}  # thread -> what has happened so far
+        self._captured: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, list[Happening]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def install(self) -> None:
+        """Watch every graph of this process."""
+        graph: Any = torch.cuda.CUDAGraph
+        begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+
+        def capture_begin(self: Any, *args: Any, **options: Any) -> None:
+            begin(self, *args, **options)
+            replays._capturing[threading.get_ident()] = replays._captured[self] = []
+
+        def capture_end(self: Any) -> None:
+            replays._capturing.pop(threading.get_ident(), None)
+            end(self)
+
+        def replay_again(self: Any) -> None:
+            replay(self)
+            for happening in replays._captured.get(self, ()):
+                happening()
+
+        replays = self
+        graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_again
+
+    def captured(self, happening: Happening) -> bool:
+        """Say whether the calling thread is capturing; if so, what happens now happens at each replay."""
+        happened = self._capturing.get(threading.get_ident())
+        if happened is None:
+            return False
+        happened.append(happening)
+        return True
+
+
+def warming_up() -> bool:
+    """Say whether the calling thread works on a side stream, as what is to be captured is run before.
+
+    Source: the notes on CUDA graphs in PyTorch's documentation ("Whole-network capture").
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.cuda.current_stream() != torch.cuda.default_stream())

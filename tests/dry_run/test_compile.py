@@ -1,0 +1,253 @@
+"""Scripts that compile: what memfit adds changes nothing of it, and says which graph holds what.
+
+Compilers are slow, so one script shows many things.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memfit.capture.tracefile import read_trace
+from memfit.ghost.build import cache_folder
+from memfit.records import Action, Phase, Trace
+
+SCRIPT = """
+    import os
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "mine"  # the user's own, which must stay as it is
+    import torch, torch._dynamo
+    from torch import nn
+    from torch._dynamo.utils import counters
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(64, 256), nn.Linear(256, 64)
+        def forward(self, x):
+            x = x * torch.ones(64, device=x.device) + torch.full((1,), 2.0, device=x.device)
+            x = self.inner(x.clone()).relu_()
+            torch._dynamo.graph_break()
+            return self.outer(x)
+
+    def report(name):
+        stats = torch.cuda.memory_stats()
+        sums = [stats[key] for key in ("allocation.all.allocated", "allocated_bytes.all.allocated",
+                                       "allocated_bytes.all.peak", "reserved_bytes.all.peak")]
+        breaks = sum(counters["graph_break"].values())
+        print("@", name, counters["stats"]["unique_graphs"], breaks, *sums)
+
+    model = Net().cuda()
+    net = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    update = torch.compile(optimizer.step)
+    for _ in range(3):  # graph breaks, and an optimizer that is compiled
+        net(torch.randn(32, 64, device="cuda")).square().mean().backward()
+        update()
+        optimizer.zero_grad()
+    report("module, optimizer")
+
+    static = nn.Sequential(nn.Linear(64, 64), nn.GELU()).cuda()
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def loss(x):
+        return static(x).square().mean()
+    for _ in range(4):  # warm up, record, replay
+        loss(torch.randn(32, 64, device="cuda")).backward()
+        static.zero_grad()
+    report("function, CUDA graphs")
+"""
+
+BARE = """
+    import runpy
+    from contextlib import suppress
+    from pathlib import Path
+    from memfit.devices import find_device
+    from memfit.ghost.build import build
+    from memfit.ghost.load import GhostDevice, load
+    ghost = load(build())
+    ghost.configure(GhostDevice.of(find_device("A100-80GB")))
+    import torch
+    from memfit.ghost import compiling
+    compiling.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
+    runpy.run_path("script.py", run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process printed, and the trace it left."""
+
+    out: str
+    err: str
+    folder: Path
+    trace: Trace | None = None
+    answer: dict | None = None
+
+    @property
+    def reported(self):
+        """The script's own figures."""
+        return [line for line in self.out.splitlines() if line.startswith("@")]
+
+
+def run_script(folder, script, *options, **environment):
+    """Run a script under ``memfit dry-run`` and read its trace."""
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    trace, answer = folder / "run.memfit", folder / "answer.json"
+    command = ["-m", "memfit", "dry-run", "-o", trace, "--json", answer, *options, "script.py"]
+    done = run_python(folder, command, environment)
+    return Run(done.stdout, done.stderr, folder, read_trace(trace), json.loads(answer.read_text()))
+
+
+def run_python(folder, command, environment):
+    """Run Python in a folder to its good end."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+        cwd=folder,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory):
+    """Return where memfit keeps its files, as on its first use but for the ghost, which is built."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "ghost").symlink_to(cache_folder() / "ghost")
+    return {"MEMFIT_CACHE": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory, cold):
+    return run_script(tmp_path_factory.mktemp("labelled"), SCRIPT, "--steps", "1000", **cold)
+
+
+@pytest.fixture(scope="module")
+def unlabelled(tmp_path_factory, cold, labelled):
+    """The same again: without labels, and with warm caches."""
+    return run_script(tmp_path_factory.mktemp("plain"), SCRIPT, "--steps", "1000", "--no-labels", **cold)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The same on the ghost alone: nothing of memfit watches."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (folder / "bare.py").write_text(textwrap.dedent(BARE))
+    done = run_python(folder, ["bare.py"], {})
+    return Run(done.stdout, done.stderr, folder)
+
+
+def test_compiles_and_allocates_the_same_watched_or_not(labelled, unlabelled, bare):
+    assert len(bare.reported) == 2
+    assert labelled.reported == bare.reported
+    assert unlabelled.reported == bare.reported
+
+
+def test_every_event_is_the_same_with_labels_and_without(labelled, unlabelled):
+    first, second = labelled.trace.events, unlabelled.trace.events
+    assert len(first) == len(second) > 100
+    for column in ("action", "address", "size", "stream"):
+        assert (getattr(first, column) == getattr(second, column)).all(), column
+
+
+def test_nothing_is_warned_of_that_the_bare_ghost_does_not_warn_of(labelled, bare):
+    def warnings(run):
+        return {line for line in run.err.splitlines() if "Warning" in line or "torch._dynamo" in line}
+
+    assert warnings(labelled) <= warnings(bare)
+
+
+def test_graphs_are_labelled_forward_and_backward(labelled):
+    seen = {(label.phase, label.module, label.op) for label in labelled.trace.labels}
+    first, second = (
+        "compiled graph 0 (Net.forward, script.py:11)",
+        "compiled graph 1 (Net.forward, script.py:14)",
+    )
+    for op in (first, second):
+        assert {(Phase.FORWARD, "Net", op), (Phase.BACKWARD, "Net", op)} <= seen
+    assert any(phase is Phase.OPTIMIZER and op.startswith("compiled graph 2 (") for phase, _, op in seen)
+    assert not any("lifted.py" in op or "compiled.py" in op for _, _, op in seen)
+    (note,) = (note.text for note in labelled.trace.notes if note.text.startswith("torch.compile made"))
+    assert "graphs" in note
+
+
+def test_steps_of_a_compiled_optimizer_are_counted(labelled):
+    assert labelled.answer["steps"] == 3
+    assert labelled.answer["end"]["reason"] == "end"
+
+
+def test_the_users_caches_stay_as_they_are(labelled, cold):
+    assert not (labelled.folder / "mine").exists()
+    assert any(Path(cold["MEMFIT_CACHE"], "compiled", "inductor").rglob("*.py"))
+    assert not list(Path(cold["MEMFIT_CACHE"]).rglob("*.best_config"))
+
+
+def test_private_pools_are_in_the_trace_and_are_no_leak(labelled):
+    pools = {segment.pool for segment in labelled.trace.segments}
+    assert (0, 0) in pools
+    assert len(pools) > 1
+    assert not labelled.answer["growth"]["leak"]
+
+
+GRAPHED = """
+    import torch
+    model = torch.nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x = torch.ones(64, 512, device="cuda")
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for n in range(3): step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for n in range(100):
+        graph.replay()
+        print("replayed", n)
+"""
+
+
+def test_replays_are_steps_and_the_warm_up_is_none(tmp_path):
+    run = run_script(tmp_path, GRAPHED)
+    assert run.answer["steps"] == 3
+    assert run.answer["end"]["reason"] == "steps"
+    assert run.out.count("replayed") == 2  # the third ends the script
+    assert len({segment.pool for segment in run.trace.segments}) == 2
+    assert not run.answer["growth"]["leak"]
+
+
+KERNEL = """
+    import torch, triton, triton.language as tl
+
+    @triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 512, 1024)], key=["size"])
+    @triton.jit
+    def double(x, size, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + at, 2 * tl.load(x + at, at < size), at < size)
+
+    x = torch.ones(4096, device="cuda")
+    double[lambda meta: (triton.cdiv(4096, meta["BLOCK"]),)](x, 4096)
+    print("chosen", double.best_config.kwargs["BLOCK"], "known", x[0].item())
+"""
+
+
+def test_a_kernel_is_chosen_without_timing(tmp_path, cold):
+    run = run_script(tmp_path, KERNEL, "--values", "float=7", **cold)
+    assert "chosen 256 known 7.0" in run.out  # the kernel wrote: it no longer holds ones
+    assert any("first candidate" in note.text for note in run.trace.notes)
+    events, labels = run.trace.events, run.trace.labels
+    flushed = (events.action == Action.ALLOC) & (events.size == 256 << 20)  # Triton's own, to clear the cache
+    assert flushed.any()
+    assert {labels[index].op for index in events.label[flushed]} == {"timing kernels"}
