@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from memfit.capture.tracefile import read_trace
-from memfit.ghost.build import cache_folder
+from memfit.ghost.build import build
 from memfit.records import Action, Phase, Trace
 
 SCRIPT = """
@@ -121,7 +121,7 @@ def run_python(folder, command, environment):
 def cold(tmp_path_factory):
     """Return where memfit keeps its files, as on its first use but for the ghost, which is built."""
     folder = tmp_path_factory.mktemp("cache")
-    (folder / "ghost").symlink_to(cache_folder() / "ghost")
+    (folder / "ghost").symlink_to(build().folder.parent)
     return {"MEMFIT_CACHE": str(folder)}
 
 

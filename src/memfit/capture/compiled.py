@@ -32,6 +32,7 @@ from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _STEP = "Optimizer.step#"  # what torch.optim calls the profiler range of every step
+_STEPPING = "memfit_stepping"  # what a graph that is being traced keeps its optimizers under
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -73,7 +74,6 @@ class CompiledCode:
         self._hold_parameters = hold_parameters
         self._graphs: list[Graph] = []
         self._codes: Counter[CodeType] = Counter()
-        self._stepping: weakref.WeakKeyDictionary[Any, list[Optimizer]] = weakref.WeakKeyDictionary()
         self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region had a backward
 
     def install(self) -> None:
@@ -168,13 +168,13 @@ class CompiledCode:
     ) -> Any:
         result = original(variable, tx, name, *args)
         if name == "_init_group":  # every step begins with it, for each of its groups
-            self._stepping.setdefault(tx.output, []).append(variable.value)
+            vars(tx.output).setdefault(_STEPPING, []).append(variable.value)
         return result
 
     def _compile(self, original: Callable[..., Any], output: Any, *args: Any) -> Any:
         code = output.root_tx.f_code
         graph = Graph(f"compiled graph {len(self._graphs)} ({_place(code)})")
-        graph.optimizers.update(self._stepping.pop(output, ()))
+        graph.optimizers.update(vars(output).pop(_STEPPING, ()))
         self._graphs.append(graph)
         self._codes[code] += 1
         compiled = original(output, *args)

@@ -208,6 +208,8 @@ class ModuleHooks:
             caller: the frame that called that.
             op: what its nodes are called; their own names if empty.
         """
+        if _backward_is_compiled():
+            return  # hooks on nodes would be compiled with it
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
         where: int | None = None
@@ -237,6 +239,12 @@ class ModuleHooks:
             use(label)
 
         return label_thread
+
+
+def _backward_is_compiled() -> bool:
+    """Say whether compiled autograd is on; torch._dynamo is not imported to ask."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:

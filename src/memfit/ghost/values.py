@@ -194,7 +194,8 @@ class _NoGrad:
     """``torch._C._InferenceMode``, without inference tensors.
 
     What else it does to memory: autocast keeps no cast weights under inference mode. That is the one
-    difference in allocations between the two modes, so autocast's cache is off in here.
+    difference in allocations between the two modes, so autocast's cache is off in here. Like the original
+    it ends at the latest when nobody holds it any more: torch.compile enters it and drops it.
     """
 
     _inside = threading.local()
@@ -202,6 +203,7 @@ class _NoGrad:
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
+        self._before: tuple[bool, bool, bool] | None = None
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), self.active()
@@ -210,9 +212,15 @@ class _NoGrad:
         self._set_cache(self._before[1] and not self._enabled)
 
     def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            return
         grad, cache, self._inside.active = self._before
+        self._before = None
         torch._C._set_grad_enabled(grad)
         self._set_cache(cache)
+
+    def __del__(self) -> None:
+        self.__exit__()
 
     @classmethod
     def active(cls) -> bool:
