@@ -17,6 +17,8 @@ from memfit.capture.tracefile import read_trace
 from memfit.ghost.build import build
 from memfit.records import Action, Phase, Trace
 
+pytestmark = pytest.mark.timeout(1800)  # of all that a fixture waits for
+
 SCRIPT = """
     import os
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = "mine"  # the user's own, which must stay as it is
@@ -102,6 +104,12 @@ def run_script(folder, script, *options, **environment):
     return Run(done.stdout, done.stderr, folder, read_trace(trace), json.loads(answer.read_text()))
 
 
+def line_of(text):
+    """Return the line of the script that a text stands in."""
+    (found,) = (number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
+    return found
+
+
 def run_python(folder, command, environment):
     """Run Python in a folder to its good end."""
     done = subprocess.run(
@@ -168,10 +176,8 @@ def test_nothing_is_warned_of_that_the_bare_ghost_does_not_warn_of(labelled, bar
 
 def test_graphs_are_labelled_forward_and_backward(labelled):
     seen = {(label.phase, label.module, label.op) for label in labelled.trace.labels}
-    first, second = (
-        "compiled graph 0 (Net.forward, script.py:11)",
-        "compiled graph 1 (Net.forward, script.py:14)",
-    )
+    first = f"compiled graph 0 (Net.forward, script.py:{line_of('def forward')})"
+    second = f"compiled graph 1 (Net.forward, script.py:{line_of('graph_break()')})"
     for op in (first, second):
         assert {(Phase.FORWARD, "Net", op), (Phase.BACKWARD, "Net", op)} <= seen
     assert any(phase is Phase.OPTIMIZER and op.startswith("compiled graph 2 (") for phase, _, op in seen)
