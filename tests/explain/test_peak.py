@@ -1,5 +1,7 @@
 """From a trace to the answer, on traces small enough to work out by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -189,6 +191,20 @@ def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
         marks=step_ends(3, 7, 11),
     )
     assert summarize(leaking).growth == Growth(None, 100, "train.py:3", leak=True)
+
+
+def test_a_pool_that_a_graph_captured_in_the_last_steps_is_no_leak():
+    events = [
+        (Action.SEGMENT_ALLOC, 2 * MIB, 2 * MIB, FORWARD, -1, 0),
+        alloc(0, 1000),
+        *(alloc(2 * MIB + at, 512) for at in (0, 512, 1024)),
+    ]
+    run = trace(*events, marks=step_ends(3, 4, 5))
+    second = dataclasses.replace(run.segments[0], address=BASE + 2 * MIB)
+    run = dataclasses.replace(run, segments=(*run.segments, second))
+    assert summarize(run).growth == Growth(None, 512, "train.py:3", leak=True)
+    captured = (run.segments[0], dataclasses.replace(second, pool=(0, 1)))
+    assert summarize(dataclasses.replace(run, segments=captured)).growth == Growth(1, 0, "", leak=False)
 
 
 def test_batches_of_varying_size_are_no_leak():
