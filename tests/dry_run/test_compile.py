@@ -160,11 +160,14 @@ def test_compiles_and_allocates_the_same_watched_or_not(labelled, unlabelled, ba
     assert unlabelled.reported == bare.reported
 
 
-def test_every_event_is_the_same_with_labels_and_without(labelled, unlabelled):
-    first, second = labelled.trace.events, unlabelled.trace.events
-    assert len(first) == len(second) > 100
-    for column in ("action", "address", "size", "stream"):
-        assert (getattr(first, column) == getattr(second, column)).all(), column
+def test_every_allocation_is_the_same_with_labels_and_without(labelled, unlabelled):
+    def allocations(run):  # not frees: when Python's collector comes by is nobody's promise
+        events = run.trace.events
+        kept = (events.action == Action.ALLOC) | (events.action == Action.SEGMENT_ALLOC)
+        return list(zip(events.action[kept], events.size[kept], events.stream[kept], strict=True))
+
+    assert len(allocations(labelled)) > 300
+    assert allocations(labelled) == allocations(unlabelled)
 
 
 def test_nothing_is_warned_of_that_the_bare_ghost_does_not_warn_of(labelled, bare):
@@ -181,7 +184,11 @@ def test_graphs_are_labelled_forward_and_backward(labelled):
     for op in (first, second):
         assert {(Phase.FORWARD, "Net", op), (Phase.BACKWARD, "Net", op)} <= seen
     assert any(phase is Phase.OPTIMIZER and op.startswith("compiled graph 2 (") for phase, _, op in seen)
-    assert not any("lifted.py" in op or "compiled.py" in op for _, _, op in seen)
+    assert {phase for phase, _, op in seen if op.startswith("compiled graph 3 (loss, script.py:")} == {
+        Phase.FORWARD,
+        Phase.BACKWARD,
+    }
+    assert not any("compiled/" in frame.file for frame in labelled.trace.frames)  # generated code is nobody's
     (note,) = (note.text for note in labelled.trace.notes if note.text.startswith("torch.compile made"))
     assert "graphs" in note
 

@@ -33,6 +33,7 @@ from memfit.records import Phase
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _STEP = "Optimizer.step#"  # what torch.optim calls the profiler range of every step
 _STEPPING = "memfit_stepping"  # what a graph that is being traced keeps its optimizers under
+_BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -177,7 +178,8 @@ class CompiledCode:
         graph.optimizers.update(vars(output).pop(_STEPPING, ()))
         self._graphs.append(graph)
         self._codes[code] += 1
-        compiled = original(output, *args)
+        with self._steps.tracing():
+            compiled = original(output, *args)
 
         def run(*inputs: Any, **keywords: Any) -> Any:
             return self._run(graph, compiled, inputs, keywords)
@@ -196,7 +198,8 @@ class CompiledCode:
         label = self._book.labels[before]
         differentiable = torch.is_grad_enabled() and requires_grad(inputs)
         phase = label.phase
-        if phase in (Phase.SETUP, Phase.INPUT) and differentiable and not self._steps.in_backward:
+        opens = differentiable and phase in _BEFORE_FORWARD and not self._steps.in_backward
+        if opens:
             phase = Phase.FORWARD
             self._steps.enter_forward()
         since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -209,7 +212,7 @@ class CompiledCode:
             self._differentiable[threading.get_ident()] = True
             if self._modules is not None:
                 self._modules.claim((result,), since, label.module, sys._getframe(2), graph.name)
-            if label.phase in (Phase.SETUP, Phase.INPUT):
+            if opens:
                 self._steps.enter(Phase.LOSS)
         for optimizer in list(graph.optimizers):
             self._steps.leave_optimizer(optimizer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from memfit.ghost.where import GENERATED
 from memfit.records import Action, Events, Frame
 
 DEPTH = 40
@@ -63,8 +64,8 @@ class StackTable:
         """Return the index of a stack, or -1 if nothing of it is kept.
 
         Args:
-            lines: ``(file, line, function)``, innermost first. PyTorch's own frames, memfit's and those
-                that are not Python are left out.
+            lines: ``(file, line, function)``, innermost first. PyTorch's own frames, memfit's, those
+                that torch.compile generated and those that are not Python are left out.
         """
         return self.intern_frames([self.frame(*line) for line in lines])
 
@@ -74,7 +75,7 @@ class StackTable:
         return self._stacks.setdefault(stack, len(self._stacks)) if stack else -1
 
     def frame(self, file: str, line: int, function: str) -> int:
-        """Return the index of a frame, or -1 if it is PyTorch's, memfit's or not Python."""
+        """Return the index of a frame, or -1 if it is PyTorch's, memfit's, generated or not Python."""
         if file not in self._files:
             self._files[file] = self._is_user_file(file) if self._kept(file) else None
         user = self._files[file]
@@ -84,7 +85,7 @@ class StackTable:
 
     def _kept(self, file: str) -> bool:
         ours = file.startswith((_MEMFIT, self._torch)) or _PACKAGE_OF_OURS.search(file)
-        return not ours and not _NOT_PYTHON.fullmatch(file)
+        return not ours and not _NOT_PYTHON.fullmatch(file) and not GENERATED.fullmatch(file)
 
 
 def columns(

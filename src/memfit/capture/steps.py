@@ -11,7 +11,8 @@ graph captured is counted when it is replayed, and the warm-up before a capture 
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Steps:
         self._inside: dict[int, int] = {}  # thread -> label to return to after the optimizer
         self._backwards = 0
         self._depth = 0
+        self._tracing: set[int] = set()  # threads on which a compiler works
         self.forwards = 0
         self.completed = 0
         """Training steps completed."""
@@ -122,6 +124,18 @@ class Steps:
         """Label the calling thread with a phase outside any module."""
         self._book.use(self._book.intern(phase))
         self._on_change()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Count no backward pass on the calling thread within: a compiler runs the script on no data."""
+        thread = threading.get_ident()
+        outermost = thread not in self._tracing
+        self._tracing.add(thread)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._tracing.discard(thread)
 
     # -- optimizers ---------------------------------------------------------------------------
 
@@ -193,7 +207,8 @@ class Steps:
     def _backward(
         self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
     ) -> Any:
-        if self.in_backward:  # a reentrant checkpoint, or a gradient taken inside a backward
+        # A reentrant checkpoint, a gradient taken inside a backward, or one that a compiler traces.
+        if self.in_backward or threading.get_ident() in self._tracing:
             return original(roots, *args, **kwargs)
         if not self._built and not self._replays.captured(self._backward_again) and not self._warms_up():
             self._complete(self._backwards)  # the last backward's update by hand has now been made

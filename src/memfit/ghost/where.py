@@ -2,11 +2,17 @@
 
 import functools
 import os
+import re
 import site
 import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
+
+GENERATED = re.compile(
+    r"<eval_with_key>.*|.*[/\\](?:torchinductor_[^/\\]*|compiled[/\\]inductor)[/\\].*", re.DOTALL
+)
+"""Files that torch.compile wrote: by default in the temporary folder, under memfit in its cache."""
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -46,7 +52,8 @@ def is_user_file(file: str) -> bool:
 @functools.cache
 def _kind(file: str) -> str:
     """Say whose a source file is: ``user``, ``installed`` (a third-party package) or ``internal``."""
-    if file.startswith((_OWN, "<frozen", "<string>")):  # generated code, python -c: no file to look into
+    # Generated code and python -c have no file to look into.
+    if file.startswith((_OWN, "<frozen", "<string>")) or GENERATED.fullmatch(file):
         return "internal"
     for root in _package_roots():
         if file.startswith(root):
