@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from memfit.capture.card import is_rehearsal
 from memfit.capture.outside import Outside
-from memfit.capture.script import AfterImport
 from memfit.capture.settings import GhostSettings
 from memfit.devices import find_device, refusal
+from memfit.ghost.after_import import after_import
 from memfit.ghost.build import cache_folder
 from memfit.ghost.load import Ghost, load
 from memfit.records import DeviceUse, Figure, Machine, Provenance
@@ -77,7 +77,7 @@ class OnGhost:
             workspaces=settings.workspaces,
         )
         # Now, not when torch has been imported: this may be what imports it.
-        sys.meta_path.insert(0, AfterImport(_LOADER, self._watch_loading))
+        after_import(_LOADER, self._watch_loading)
 
     def begin(self, recorder: "Recorder") -> None:
         """Answer what the script reads, keep compilers apart, spare the host's memory."""
