@@ -132,7 +132,7 @@ def _is(name: str, device: Device) -> bool:
 
 
 def _folder() -> Path:
-    return cache_folder() / "contexts"
+    return cache_folder("contexts")
 
 
 def _read(path: Path) -> ContextReport | None:
