@@ -193,6 +193,10 @@ def test_graphs_are_labelled_forward_and_backward(labelled):
     assert "graphs" in note
 
 
+def test_constants_that_are_folded_are_known(labelled):
+    assert not [note for note in labelled.trace.notes if "read a GPU value" in note.text]
+
+
 def test_steps_of_a_compiled_optimizer_are_counted(labelled):
     assert labelled.answer["steps"] == 3
     assert labelled.answer["end"]["reason"] == "end"

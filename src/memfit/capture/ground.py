@@ -88,10 +88,17 @@ class OnGhost:
         self._values = values.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
         caches = cache_folder("compiled")
         compiling.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
+        after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._settings.host_memory:
             from memfit.ghost import host
 
             self._host = host.install(recorder.note)
+
+    def _follow_folding(self) -> None:
+        from memfit.ghost.constants import follow_folding
+
+        if self._values is not None:
+            follow_folding(self._values.known)
 
     def _watch_loading(self) -> None:
         from memfit.ghost import weights

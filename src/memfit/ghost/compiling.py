@@ -5,8 +5,8 @@ it is not: no kernel runs, so none is faster. Compilers therefore keep their cac
 never in the user's, whatever the environment or the script says; remote caches are left alone.
 
 Choices. A compiler that times candidates is told that all take as long, and takes its first; what it
-allocates for the timing it allocates. Such choices are never read back from a cache, so that a second dry
-run allocates what the first one did.
+allocates for the timing it allocates. Such choices are never read back from a cache, nor are graphs that
+were shaped by them, so that a second dry run allocates what the first one did.
 
 Compiling happens in this process: a worker process would import PyTorch without the ghost.
 """
@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch._guards import TracingContext
 
 from memfit.ghost.after_import import after_import
 from memfit.ghost.answers import Note
@@ -30,7 +32,12 @@ _CHOSEN = (
     "Kernels that a card chooses by timing them were not timed: the first candidate was taken each time. "
     "What the timing allocates is counted, as on a card's first run; later runs find the choice in a cache."
 )
+_SHAPED = (
+    "While compiling, ways to compute something were not timed against each other, and the first was taken: "
+    "sizes depend on it where one of them pads its inputs or needs work space."
+)
 _TIMING = "timing kernels"
+_TIMED = "memfit_timed"  # set on the context of a graph that was compiled by timings
 _OFF = (
     "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE",
     "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE",
@@ -72,7 +79,7 @@ class Compiling:
         self._set_environment()
         for module, action in (
             ("torch._inductor.config", self._set_inductor),
-            ("torch._inductor.codecache", self._forget_choices),
+            ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
             ("torch._inductor.runtime.benchmarking", self._tie_inductor),
             ("triton", self._set_environment),
             ("triton.testing", self._tie_triton),
@@ -93,19 +100,15 @@ class Compiling:
         config.autotune_in_subproc = False
 
     def _forget_choices(self) -> None:
-        """Have graphs whose kernels were chosen while compiling compiled again each time."""
-        from torch._inductor import config
-        from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+        """Keep timings to this process, and graphs that were shaped by them out of the caches."""
+        from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+        from torch._inductor.codecache import CacheBase, FxGraphCache
 
-        check = FxGraphCache._check_can_cache
-
-        @functools.wraps(check)
-        def check_can_cache(*args: Any, **options: Any) -> None:
-            if config.max_autotune or config.max_autotune_gemm:
-                raise BypassFxGraphCache("kernels were chosen without timing")
-            check(*args, **options)
-
-        FxGraphCache._check_can_cache = staticmethod(check_can_cache)  # type: ignore[method-assign]
+        timings: dict[str, Any] = {}
+        CacheBase.get_local_cache = lambda _: timings  # type: ignore[method-assign,assignment]
+        CacheBase.update_local_cache = lambda _, cache: timings.update(cache)  # type: ignore[method-assign,assignment]
+        for cache, name in ((FxGraphCache, "_save_graph"), (AOTAutogradCache, "save")):
+            setattr(cache, name, staticmethod(_unless_timed(getattr(cache, name))))
 
     def _tie_inductor(self) -> None:
         from torch._inductor.runtime import benchmarking
@@ -124,8 +127,24 @@ class Compiling:
 
         @functools.wraps(benchmark)
         def timed(*args: Any, **options: Any) -> Any:
-            self._note(Provenance.ASSUMED, _CHOSEN, "")
+            context = TracingContext.try_get()
+            if context is not None:
+                vars(context)[_TIMED] = True
+            self._note(
+                Provenance.ASSUMED, _CHOSEN if context is None else _SHAPED, "", sizes=context is not None
+            )
             with self._labelled(_TIMING), self._ghost.answering_elapsed(_TIE_MS):
                 return benchmark(*args, **options)
 
         return timed
+
+
+def _unless_timed(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what saves a compiled graph: one that was shaped by timings is not saved."""
+
+    @functools.wraps(save)
+    def save_unless_timed(*args: Any, **options: Any) -> Any:
+        if not getattr(TracingContext.try_get(), _TIMED, False):
+            save(*args, **options)
+
+    return save_unless_timed
