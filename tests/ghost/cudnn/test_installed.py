@@ -61,11 +61,6 @@ def test_fallbacks_need_next_to_nothing():
     assert min(offer.workspace for offer in offers) == 0
 
 
-def test_it_says_what_it_finds_missing_in_the_stand_in_for_the_driver():
-    client, _ = installed("H100-80GB")
-    assert client.missed == set()
-
-
 DECOY = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -92,6 +87,7 @@ def test_no_driver_of_the_machine_is_ever_loaded(tmp_path, monkeypatch, shielded
     client, _ = installed("A100-80GB")
     client.answer(convolution("weight gradient", images=3 + shielded))  # not answered before
     assert (tmp_path / "loaded").exists() != shielded
+    assert bool(client.missed) != shielded, "the stand-in has every function that cuDNN looks for"
 
 
 def test_the_library_beside_torch_comes_first(tmp_path, monkeypatch):

@@ -179,6 +179,6 @@ def installed_cudnn(device: "GhostDevice", build: Build) -> CudnnClient:
     except MemfitError as error:
         raise NoAnswerError(str(error)) from error
     if library is None:
-        raise NoAnswerError(f"{soname or 'libcudnn'} is not installed")
+        raise NoAnswerError(f"{soname or 'libcudnn'} is not installed (pip install torch brings it)")
     told = properties(device, build.cuda_version)
     return CudnnClient(library, build.no_device, told, Kept.of(cache_folder("cudnn"), library, told))
