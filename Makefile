@@ -15,7 +15,7 @@ demo: $(READY)  # what a GPT of GPT-2 small's size needs, and where a small card
 	$(BIN)/memfit dry-run --gpu RTX-3060 examples/gpt.py --batch-size 32
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -119,7 +119,7 @@ def test_workspaces_are_told_from_allocations_of_their_size_and_place(trace_of):
         alike = torch.empty(size, dtype=torch.uint8, device="cuda")
         del alike
     """
-    trace = trace_of(script)
+    trace = trace_of(script, "--workspaces", "rules")
     found = [
         (int(trace.events.category[at]), trace.labels[trace.events.label[at]].phase)
         for at in range(len(trace.events))

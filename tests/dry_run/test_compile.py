@@ -17,7 +17,10 @@ from memfit.capture.tracefile import read_trace
 from memfit.ghost.build import build
 from memfit.records import Action, Phase, Trace
 
-pytestmark = pytest.mark.timeout(1800)  # of all that a fixture waits for
+pytestmark = [
+    pytest.mark.timeout(1800),  # of all that a fixture waits for
+    pytest.mark.xdist_group("compile"),  # on one worker: they look at the same runs
+]
 
 SCRIPT = """
     import os

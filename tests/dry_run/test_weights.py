@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("weights")  # on one worker: they read the same files
+
 MAKE = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM

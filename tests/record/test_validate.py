@@ -23,6 +23,8 @@ from memfit.records import (
     Trace,
 )
 
+pytestmark = pytest.mark.xdist_group("validate")  # on one worker: they look at the same rehearsal
+
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 JOBS = ("linear1024", "attention flash")
 
