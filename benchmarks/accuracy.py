@@ -18,7 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 HERE = Path(__file__).parent / "accuracy"
@@ -43,6 +43,7 @@ class Row:
     minus: tuple[str, ...] = ()
     outside: float = 0
     per: int = 1
+    over: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -57,6 +58,8 @@ class Row:
         amount = runs.peaks(self, (*self.run, *extra))[self.figure]
         if self.minus:
             amount -= runs.peaks(self, (*self.minus, *extra))[self.figure]
+        if self.over:
+            return amount / runs.peaks(self, (*self.over, *extra))[self.figure]
         return amount / self.per / BYTES[self.unit]
 
 
@@ -89,7 +92,7 @@ def percent(row: Row, value: float) -> float:
 def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
     """Read rows.toml: the rows of these sets (letters; all by default) and the sources by name."""
     table = tomllib.loads((HERE / "rows.toml").read_text())
-    lists = ("run", "then", "minus", "options")
+    lists = ("run", "then", "minus", "over", "options")
     chosen = (
         Row(**{name: tuple(value) if name in lists else value for name, value in row.items()})
         for row in table["row"]
@@ -156,7 +159,7 @@ def markdown(results: Iterable[Result], sources: dict[str, dict[str, str]]) -> s
     results = tuple(results)
     for result in results:
         row = result.row
-        digits = 2 if row.theirs < MANY else 0
+        digits = 3 if row.over else 2 if row.theirs < MANY else 0
         then = ("", "") if result.then is None else _shown(row, result.then, digits)
         figure = "" if row.figure in row.what else f", {row.figure}"
         cells = (row.set, f"{row.what}{figure}", f"{row.theirs:,.{digits}f} {row.unit}")
@@ -174,7 +177,8 @@ def _shown(row: Row, value: float, digits: int) -> tuple[str, str]:
 
 def versions() -> str:
     """Name what the ghost's side was run with."""
-    names = ("torch", "torchvision", "transformers")
+    cudnn = sorted(found.name for found in distributions() if found.name.startswith("nvidia-cudnn-cu"))
+    names = ("torch", "torchvision", "transformers", *cudnn)
     return ", ".join((*(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}"))
 
 

@@ -40,13 +40,13 @@ def test_the_figure_is_what_a_real_card_showed(row, runs):
 def test_every_row_is_whole(row):
     assert (BENCHMARKS / "accuracy" / row.run[0]).is_file()
     assert row.source in SOURCES
-    assert row.unit in accuracy.BYTES
+    assert row.unit == "of base" if row.over else row.unit in accuracy.BYTES
     assert row.figure in {"allocated", "reserved", "process", "plain", "checkpointed"}
     assert row.theirs > 0
     if row.within > 1:
         assert row.explained
-    if row.minus:
-        assert row.minus[0] == row.run[0]
+    for other in (row.minus, row.over):
+        assert not other or other[0] == row.run[0]
 
 
 def test_a_slope_is_the_difference_of_two_runs_over_the_samples_between():
@@ -72,6 +72,17 @@ def test_a_slope_is_the_difference_of_two_runs_over_the_samples_between():
     assert result.percent == -1
     assert result.met
     assert not accuracy.Result(row, 50.6, None).met
+
+
+def test_a_ratio_is_one_run_over_another():
+    row = next(row for row in ROWS if row.over)
+    runs = accuracy.Runs()
+    runs._known = {
+        " ".join((*row.options, *run)): {row.figure: amount}
+        for run, amount in ((row.run, 3 << 20), (row.over, 4 << 20))
+    }
+    assert accuracy.measure(row, runs).today == 0.75
+    assert round(row.theirs, 3) == 0.773  # of the published base
 
 
 def test_a_run_that_fails_is_no_figure():

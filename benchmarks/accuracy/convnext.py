@@ -12,9 +12,12 @@ def main():
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--tf32", action="store_true")
     args = parser.parse_args()
 
     torch.manual_seed(1234)
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    torch.backends.cudnn.allow_tf32 = args.tf32
     model = convnext_large(weights=None).to("cuda")
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
