@@ -43,7 +43,7 @@ def driver():
 
 
 def asks(library, driver, folder):
-    return CudnnClient(library, driver, {"deviceVer": 800}, Kept.of(folder, library, {}))
+    return CudnnClient(library, [driver], {"deviceVer": 800}, Kept.of(folder, library, {}))
 
 
 def reason(client, question=QUESTION):

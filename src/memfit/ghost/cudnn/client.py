@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,13 +96,18 @@ class CudnnClient:
 
     Args:
         library: the libcudnn.so to ask.
-        driver: the libcuda.so.1 that knows of no device.
+        before: what to load before it: the libcuda.so.1 that knows of no device, and then what PyTorch has
+            loaded by then. cuDNN 9.13's own search does not lead to cuBLASLt where wheels put it.
         device: what cuDNN is told of, see ``properties.py``.
         kept: the answers of earlier runs.
     """
 
-    def __init__(self, library: Path, driver: Path, device: Mapping[str, object], kept: Kept) -> None:
-        self._begin = msgspec.json.encode({"path": str(library), "driver": str(driver), "properties": device})
+    def __init__(
+        self, library: Path, before: Sequence[Path], device: Mapping[str, object], kept: Kept
+    ) -> None:
+        self._begin = msgspec.json.encode(
+            {"path": str(library), "before": [str(path) for path in before], "properties": device}
+        )
         self._kept = kept
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -173,12 +178,18 @@ def installed_cudnn(device: "GhostDevice", build: Build) -> CudnnClient:
     Raises:
         NoAnswerError: there is none.
     """
-    soname = next((name for name in build.sonames if name.startswith("libcudnn.so")), None)
     try:
-        library = find_library(soname, find_torch().folder) if soname else None
+        torch = find_torch().folder
     except MemfitError as error:
         raise NoAnswerError(str(error)) from error
+
+    def find(name: str) -> Path | None:
+        soname = next((soname for soname in build.sonames if soname.startswith(f"{name}.so")), None)
+        return find_library(soname, torch) if soname else None
+
+    library, cublas = find("libcudnn"), find("libcublasLt")
     if library is None:
-        raise NoAnswerError(f"{soname or 'libcudnn'} is not installed (pip install torch brings it)")
+        raise NoAnswerError("libcudnn is not installed (pip install torch brings it)")
+    before = [build.no_device, *([cublas] if cublas else [])]
     told = properties(device, build.cuda_version)
-    return CudnnClient(library, build.no_device, told, Kept.of(cache_folder("cudnn"), library, told))
+    return CudnnClient(library, before, told, Kept.of(cache_folder("cudnn"), library, told))

@@ -57,16 +57,18 @@ class Cudnn:
 
     Args:
         path: of libcudnn.so.
-        driver: of the libcuda.so.1 that knows of no device. It is loaded first, so that no other is.
+        before: what to load first, in this order: the libcuda.so.1 that knows of no device, so that no other
+            is loaded, and what PyTorch has loaded by the time it calls cuDNN, which may not find it itself.
         properties: of the device, by the names that cuDNN knows them.
 
     Raises:
         RefusedError: the library cannot be loaded, is too old, or does not take the properties.
     """
 
-    def __init__(self, path: str, driver: str, properties: Mapping[str, object]) -> None:
+    def __init__(self, path: str, before: Sequence[str], properties: Mapping[str, object]) -> None:
         try:
-            ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)
+            for library in before:
+                ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
             self._library = ctypes.CDLL(path)
         except OSError as error:
             raise RefusedError(str(error)) from error
