@@ -5,6 +5,7 @@ Exit codes: 0 it could be measured; 1 ``--fail`` and it does not fit; 2 usage; 3
 """
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -186,9 +187,9 @@ def explain(
     from memfit import api
 
     trace = api.read(path)
-    _write(api.summarize(trace), json)
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
+    _write(api.summarize(trace), json)
     return 0
 
 
@@ -242,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("memfit: interrupted; nothing was measured.", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader has gone; Python would complain once more while ending
+        # The reader has gone: what is left to write goes nowhere, and Python has nothing to complain of.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)
 
@@ -263,6 +265,8 @@ def _script_begins(tokens: list[str]) -> list[str]:
     position = 1
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "--":
         name, inline, _ = tokens[position].partition("=")
+        if name.startswith("--") and name not in {*takes, "--help", "--version"}:
+            raise UsageError(f"No such option: {name}. See memfit {tokens[0]} --help.")
         position += 1 + (0 if inline else takes.get(name, 0))
     if position >= len(tokens) or tokens[position] == "--":
         return tokens
@@ -277,9 +281,9 @@ def _write(result: "DryRun", json: str | None) -> None:
     if json == "-":
         sys.stdout.write(to_json(result).decode() + "\n")
         return
-    print_summary(result, _stdout())
     if json is not None:
         api.write_bytes(Path(json), to_json(result) + b"\n")
+    print_summary(result, _stdout())  # last: whoever reads it may stop at any line
 
 
 def _exit_code(result: "DryRun", *, fail: bool) -> int:
@@ -293,8 +297,12 @@ def _exit_code(result: "DryRun", *, fail: bool) -> int:
 def _stdout() -> "Console":
     from rich.console import Console
 
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - the BrokenPipeError that rich is handling: main answers for it
+
     # What is piped is not wrapped: somebody may search it.
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    return Printer(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def _measure_context() -> int:

@@ -41,6 +41,7 @@ def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
         (("--steps", "0", "script.py"), 2, "at least 1"),
         (("--steps", "many", "script.py"), 2, "steps"),
         (("--nonsense", "script.py"), 2, "nonsense"),
+        (("--step", "3", "script.py"), 2, "No such option: --step."),
         (("--values", "float=blue", "script.py"), 2, "float"),
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
@@ -61,3 +62,21 @@ def test_bad_input_gets_one_clear_error(dry_run, tmp_path, options, code, words)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.memfit*"))
+
+
+def test_a_reader_that_stops_reading_loses_no_file_and_hears_no_complaint(dry_run):
+    run = dry_run("import torch; torch.ones(1, device='cuda')", options=("-o", "run.memfit"))
+    assert run.code == 0, run.err
+    nobody_reads, stdout = os.pipe()
+    os.close(nobody_reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "explain", "run.memfit", "--json", "answer.json"],
+        cwd=run.folder,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(stdout)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (run.folder / "answer.json").is_file()
