@@ -155,7 +155,7 @@ class Recorder:
             memory._record_memory_history("all", context="alloc", stacks="python")
             memory._record_memory_history = self._leave_history_on
             set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
-            if set_metadata is None:  # PyTorch 2.8
+            if set_metadata is None:  # PyTorch 2.8 and 2.9
                 self._counted = CountedStamps()
                 self.book.stamp_with(self._and_for_workspaces(self._counted.stamp))
             else:

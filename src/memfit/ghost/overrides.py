@@ -60,5 +60,5 @@ class Overrides:
 
 
 def available() -> bool:
-    """Say whether this PyTorch lets its own kernels be called from an override (2.14 does, 2.8 does not)."""
+    """Say whether this PyTorch lets its own kernels be called from an override (2.9 does, 2.8 does not)."""
     return hasattr(torch.library, "get_kernel")

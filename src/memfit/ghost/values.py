@@ -66,7 +66,7 @@ def install(
         note(
             Provenance.ASSUMED,
             f"PyTorch {torch.__version__} cannot be asked for its own kernels: GPU values that the script "
-            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.14 can.",
+            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.9 and later can.",
             "",
         )
         return values
