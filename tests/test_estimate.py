@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.errors import TargetError
+from memfit.errors import TargetError, UsageError
 from memfit.records import Provenance
 
 LOOP = """
@@ -145,6 +145,23 @@ def test_where_it_does_not_fit_what_it_needs_in_all_is_told_and_another_gpu_can_
 def test_a_model_that_fails_is_named_with_its_line(tmp_path):
     with pytest.raises(TargetError, match=r"model failed on the ghost.*RuntimeError: mat1 and mat2"):
         memfit.estimate(nn.Linear(3, 4), torch.ones(2, 5))
+
+
+def test_a_model_that_leaves_has_not_run_and_a_criterion_that_is_a_function_is_told_its_call():
+    class Leaver(nn.Linear):
+        def forward(self, *_):
+            sys.exit(3)
+
+    with pytest.raises(TargetError, match=r"test_estimate\.py:\d+\): RuntimeError: it called sys\.exit\(3\)"):
+        memfit.estimate(Leaver(3, 4), torch.ones(2, 3))
+    with pytest.raises(TargetError, match=r"failed on the ghost.* called as loss\(model, inputs\)"):
+        memfit.estimate(nn.Linear(3, 4), (torch.ones(2, 3), torch.ones(2, 4)), loss=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("option", ["memory", "in_use"])
+def test_amounts_are_ints_in_bytes(option):
+    with pytest.raises(UsageError, match=f"{option} is an int, in bytes"):
+        memfit.estimate(nn.Linear(3, 4), torch.ones(2, 3), **{option: "8GiB"})
 
 
 NOTEBOOK = """

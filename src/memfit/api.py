@@ -57,6 +57,10 @@ STEPS = 3
 it, the third shows whether anything still grows."""
 NO_LIMIT = 16 * TIB
 """Bytes of a GPU on which anything fits."""
+_LOSS_CALLED = (
+    "The loss was called as loss(model, inputs), to run the forward itself; one of (output, target) is "
+    "given as a criterion: loss=nn.MSELoss(), inputs=(x, target)."
+)
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -107,6 +111,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
     command = _checked(script, arguments, module=module, steps=steps, output=output)
+    _check_bytes(memory=memory, in_use=in_use)
     ValueChoices.parse(values)
     if workspaces not in tuple(WorkspaceSource):
         raise UsageError(f"--workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
@@ -225,7 +230,8 @@ def estimate(  # noqa: PLR0913 - one parameter an option
             (``nn.CrossEntropyLoss()``) takes ``inputs`` as ``(what the model is called with, target)``.
             Without one, the ``loss`` in the model's output stands for it, or the sum of what it returns.
         optimizer: an optimizer on the model's parameters, which is made anew from its class and its
-            settings; or a class or function that makes one from parameters.
+            settings; or a class or function that makes one from parameters. Not one whose ``step`` wants
+            a closure, such as LBFGS.
         gpu: name of a device in the table (``memfit gpus``).
         memory: bytes of device memory instead of that device's.
         in_use: bytes of device memory that other processes hold.
@@ -238,7 +244,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     Raises:
         NotSentError: something that hangs on the model cannot be copied; it is named.
         TargetError: the model, the loss or the optimizer failed on the ghost.
-        UsageError: no such device, or an option out of range.
+        UsageError: no such device, an option out of range, or an optimizer that is another model's.
 
     >>> from torch import nn, ones, optim
     >>> net = nn.Linear(1024, 1024)
@@ -246,6 +252,8 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
     (True, 4198400)
     """
+    from torch.nn import Module
+
     from memfit.capture.send import job_of, pack
 
     packed = pack(job_of(model, inputs, loss, optimizer, steps))
@@ -268,7 +276,10 @@ def estimate(  # noqa: PLR0913 - one parameter an option
         if done.end.reason == "exception":
             gaps = " ".join(note.text for note in done.notes if note.sizes)
             where = f" ({done.end.where})" if done.end.where else ""
-            raise TargetError(f"The model failed on the ghost{where}: {done.end.exception}. {gaps}".rstrip())
+            called = "" if loss is None or isinstance(loss, Module) else f" {_LOSS_CALLED}"
+            raise TargetError(
+                f"The model failed on the ghost{where}: {done.end.exception}.{called} {gaps}".rstrip()
+            )
         notes = tuple(Note(Provenance.ASSUMED, text) for text in packed.notes)
         return dataclasses.replace(done, command=(packed.name,), notes=(*notes, *done.notes))
 
@@ -302,6 +313,12 @@ def _checked(
     if output is not None:
         check_output(output)
     return command
+
+
+def _check_bytes(**amounts: int | None) -> None:
+    for name, amount in amounts.items():
+        if amount is not None and type(amount) is not int:
+            raise UsageError(f"{name} is an int, in bytes (8 GiB is 8 * 2**30), not {amount!r}.")
 
 
 def _traced(

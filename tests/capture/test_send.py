@@ -106,7 +106,6 @@ def test_tensor_subclasses_that_say_what_they_are_made_of():
         (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
         (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
         (torch.optim.Adagrad, {"lr": 0.5}),  # makes its state when it is made
-        (torch.optim.LBFGS, {"history_size": 7}),
         (torch.optim.Adam, {"lr": torch.tensor(0.1), "capturable": True}),
     ],
 )
@@ -213,8 +212,27 @@ def test_arguments_that_make_no_sense_are_refused():
         job_of(3, None, None, None, 3)
     with pytest.raises(UsageError, match="optimizer='adam'"):
         job_of(nn.Linear(2, 2), None, None, "adam", 3)
+    with pytest.raises(UsageError, match=r"loss=MSELoss\(\)"):
+        job_of(nn.Linear(2, 2), None, nn.MSELoss, None, 3)
     with pytest.raises(UsageError, match="target"):
         job_of(nn.Linear(2, 2), torch.ones(2), nn.MSELoss(), None, 3)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = nn.Linear(2, 2)
+    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS):
+        with pytest.raises(UsageError, match="LBFGS steps with a closure"):
+            job_of(model, None, None, optimizer, 3)
+
+
+def test_another_models_optimizer_is_refused_and_one_of_a_part_or_of_more_is_not():
+    model, before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="Adam holds none of the parameters of this Sequential"):
+        job_of(model, None, None, torch.optim.Adam(before.parameters()), 3)
+    for parameters in (model[1].parameters(), [model[0].bias, before.weight]):
+        job_of(model, None, None, torch.optim.Adam(parameters), 3)
+    model.requires_grad_(False)  # what is trained is elsewhere: a prompt in the loss
+    job_of(model, None, None, torch.optim.Adam(before.parameters()), 3)
 
 
 def test_switches_are_set_as_they_stood():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import BertConfig, GPT2Config, T5Config, ViTConfig
+from transformers import BertConfig, GPT2Config, RobertaConfig, T5Config, ViTConfig
 
 import memfit
 from memfit.errors import UsageError
@@ -17,11 +17,28 @@ BERT = BertConfig(
     intermediate_size=32,
     num_labels=2,
 )
-GPT2 = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, loss_type="ForCausalLM")
+GPT2 = GPT2Config(vocab_size=99, n_positions=16, n_embd=32, n_layer=1, n_head=2, loss_type="ForCausalLM")
 T5 = T5Config(
     vocab_size=99, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
 )
 VIT = ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+ROBERTA = RobertaConfig(
+    vocab_size=99,
+    max_position_embeddings=18,
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+)
+
+
+class Detector(nn.Sequential):
+    def forward(self, images, targets=None):
+        return super().forward(images), targets
+
+
+def several_labels(kind):
+    return kind(BertConfig(**BERT.to_diff_dict() | {"problem_type": "multi_label_classification"}))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +83,15 @@ def test_image_classifiers_in_plain_pytorch():
         (lambda: transformers.GPT2LMHeadModel(GPT2), {}, "GPT2LMHeadModel reads text: give length="),
         (lambda: transformers.BertForPreTraining(BERT), {"length": 8}, "labels, next_sentence_label"),
         (lambda: transformers.BertForMultipleChoice(BERT), {"length": 8}, "BertForMultipleChoice"),
-        (lambda: nn.Conv2d(3, 3, 3), {}, "image="),
-        (lambda: nn.Sequential(nn.Conv2d(3, 3, 3)), {"image": (8, 8)}, "no Linear"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(3, 3)), {}, "image="),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3)), {"image": (8, 8)}, "last layer is no"),
+        (lambda: Detector(nn.Conv2d(3, 3, 3), nn.Linear(3, 3)), {"image": (8, 8)}, "images, targets"),
+        (lambda: transformers.ViTForMaskedImageModeling(VIT), {}, "it takes no labels"),
+        (lambda: several_labels(transformers.BertForSequenceClassification), {"length": 8}, "labels"),
+        (lambda: transformers.GPT2LMHeadModel(GPT2), {"length": 17}, "wpe has 16"),
+        (lambda: transformers.RobertaModel(ROBERTA), {"length": 17}, "position_embeddings has 16"),
+        (lambda: nn.Linear(3, 3), {"length": 0}, "length is a whole number"),
+        (lambda: 3, {}, "not for a int"),
         (lambda: nn.Linear(3, 3), {"image": (8, 8)}, "no Conv2d"),
     ],
 )
@@ -76,6 +100,21 @@ def test_what_is_not_known_is_named(make, sizes, message):
         memfit.synthetic_batch(make(), 2, **sizes)
 
 
-def test_a_batch_has_samples():
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_a_batch_has_samples(size):
     with pytest.raises(UsageError, match="at least one"):
-        memfit.synthetic_batch(nn.Linear(3, 3), 0)
+        memfit.synthetic_batch(nn.Linear(3, 3), size)
+
+
+def test_a_compiled_models_batch_is_that_of_the_model():
+    model = transformers.GPT2LMHeadModel(GPT2)
+    batch = memfit.synthetic_batch(model, 2, length=8)
+    compiled = memfit.synthetic_batch(torch.compile(model, backend="eager"), 2, length=8)
+    assert batch.keys() == compiled.keys() == {"input_ids", "attention_mask", "labels"}
+
+
+def test_every_position_may_be_used():
+    roberta = transformers.RobertaModel(ROBERTA)
+    assert roberta(**memfit.synthetic_batch(roberta, 2, length=16)).last_hidden_state.shape[1] == 16
+    with pytest.raises(RuntimeError, match="out of bounds"):  # as memfit says it would
+        roberta(torch.full((2, 17), 5))

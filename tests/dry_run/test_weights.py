@@ -1,5 +1,6 @@
 """from_pretrained where only the configuration is on this machine: the same bytes as with the weights."""
 
+import json
 import subprocess
 import sys
 
@@ -59,6 +60,16 @@ def test_missing_weights_are_made_up_from_the_configuration_to_the_byte(dry_run,
         assert [note["provenance"] for note in notes] == ["assumed", "assumed"]
         assert [note["where"].rpartition("script.py:")[2] for note in notes] == ["5", "6"]
         assert "torch.bfloat16" in notes[0]["text"]
+
+
+def test_a_dtype_that_the_configuration_does_not_name_is_a_guess_and_no_figure_is_exact(dry_run, checkpoint):
+    file = checkpoint / "config.json"
+    named = file.read_text()
+    file.write_text(json.dumps({key: value for key, value in json.loads(named).items() if key != "dtype"}))
+    run = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
+    file.write_text(named)
+    assert "does not say in which dtype" in made_up(run)[0]["text"]
+    assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
 
 
 def test_a_folder_without_a_configuration_fails_as_it_would(dry_run, tmp_path):

@@ -138,6 +138,12 @@ def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
     assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
 
 
+def test_an_assumed_size_of_the_objects_themselves_leaves_no_figure_exact():
+    note = Note(Provenance.ASSUMED, "a dtype", sizes=True, objects=True)
+    result = summarize(trace(alloc(0, 1000, category=Category.PARAMETER), notes=(note,)))
+    assert {term.figure.provenance for term in result.terms} == {Provenance.ASSUMED}
+
+
 @pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
 def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
     notes = [

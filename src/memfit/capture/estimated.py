@@ -36,11 +36,14 @@ def main() -> None:
     set_flags(job.flags)
     for module in roots:
         module.to("cuda")
-    optimizer = _optimizer(job)
-    if optimizer is None and job.loss is None:
-        _infer(job)
-    else:
-        _train(job, optimizer)
+    try:
+        optimizer = _optimizer(job)
+        if optimizer is None and job.loss is None:
+            _infer(job)
+        else:
+            _train(job, optimizer)
+    except SystemExit as stop:  # a script may end so; what is called in this loop has failed
+        raise RuntimeError(f"it called sys.exit({stop.code!r})").with_traceback(stop.__traceback__) from stop
 
 
 def _infer(job: Job) -> None:

@@ -133,9 +133,10 @@ class Recorder:
         *,
         sizes: bool = False,
         workspaces: bool = False,
+        objects: bool = False,
     ) -> None:
         """Keep a note for the result, once."""
-        self._notes.setdefault((text, where), Note(provenance, text, where, sizes, workspaces))
+        self._notes.setdefault((text, where), Note(provenance, text, where, sizes, workspaces, objects))
 
     def place(self) -> str:
         """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from memfit.capture.flags import flags
+from memfit.capture.holders import parameters_of
 from memfit.capture.job import Job, OptimizerCopy
 from memfit.capture.weightless import StorageCopy, describe, why_not
 from memfit.errors import NotSentError, UsageError
@@ -31,6 +32,7 @@ _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, Valu
 _NO_LOSS = "No loss was given: the one in the model's output stands for it, or the sum of what it returns."
 _DETACHED = "A tensor that the model keeps from an earlier computation was copied without that computation."
 _WITH_TARGET = 2
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Refused(pickle.PicklingError):
@@ -107,6 +109,9 @@ def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps
             raise UsageError(
                 f"{name}={value!r} cannot be called. See help(memfit.estimate) for what it may be."
             )
+    if isinstance(loss, type):
+        raise UsageError(f"loss={loss.__name__} is a class. Make a criterion of it: loss={loss.__name__}().")
+    _check_optimizer(model, optimizer)
     if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
         raise UsageError("A criterion needs a target: inputs=(what the model is called with, target).")
     return Job(
@@ -118,6 +123,30 @@ def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps
         autocast=torch.is_autocast_enabled("cuda"),
         flags=flags(),
     )
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer that the loop of ``estimated.py`` could not step, or that is another model's."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, Optimizer) and not _steps_alone(kind):
+        raise UsageError(
+            f"{kind.__name__} steps with a closure that runs the forward and the backward again, which "
+            "estimate does not give it. Measure the script itself: memfit dry-run train.py."
+        )
+    if not isinstance(optimizer, Optimizer):
+        return
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
+        raise UsageError(
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made "
+            "for another model, or for this one before it was made again. Make it from model.parameters()."
+        )
+
+
+def _steps_alone(kind: type[Optimizer]) -> bool:
+    """Say whether ``step()`` of an optimizer can be called with nothing; LBFGS wants a closure."""
+    _, *takes = inspect.signature(kind.step).parameters.values()
+    return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
 def pack(job: Job) -> Packed:

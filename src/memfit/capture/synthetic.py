@@ -1,11 +1,14 @@
 """A batch that a model accepts, where there is no data: right in names, shapes, types and ranges, no more.
 
 What a model wants is read off the model: transformers models say it in their class, their configuration and
-the signature of their ``forward``; of an image classifier the first convolution and the last linear layer
-tell. Everything else is refused by name: a guess at what a model is fed would be a guess at its memory.
+the signature of their ``forward``. Any other is taken for an image classifier if its ``forward`` wants one
+thing and no target, it convolves, and its last layer is linear; the first and the last layer tell the rest.
+What is neither is refused by name: a guess at what a model is fed would be a guess at its memory.
 """
 
 import inspect
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +27,9 @@ _EACH_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _SPAN = "ForQuestionAnswering"
 _YOURSELF = "Make a batch yourself, of any values: memfit.estimate looks at shapes and types."
 _TARGETS = {"labels", "next_sentence_label", "start_positions", "end_positions"}
+_CLASSES = (None, "single_label_classification")
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+_POSITIONS = re.compile(r"position_embeddings?|embed_positions|wpe")
 
 
 def synthetic_batch(
@@ -44,27 +50,33 @@ def synthetic_batch(
         batch_size: samples.
         length: tokens of a sample, for models that read text; of the labels, too.
         image: height and width in pixels, for models that see; by default what a configuration says.
-        labels: what the loss is computed from, too.
+        labels: what the loss is computed from, too; a bare transformers model (``BertModel``) has none.
 
     Returns:
         For a transformers model, a dict of its keyword arguments; for others ``(images, labels)``, or the
         images alone. The same each time; PyTorch's random generator is left as it is.
 
     Raises:
-        UsageError: a size is missing, or the model wants what is not known here; it is named.
+        UsageError: a size is missing, no size or more than the model has positions for, or the model wants
+            what is not known here (boxes, masks, several labels a sample, numbers to predict); it is named.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
     >>> images, labels = synthetic_batch(net, 4, image=(32, 48))
     >>> images.shape, images.dtype, labels.shape, int(labels.max()) < 10
     (torch.Size([4, 3, 32, 48]), torch.float32, torch.Size([4]), True)
     """
-    if batch_size < 1:
-        raise UsageError(f"A batch has at least one sample, not {batch_size}.")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"A batch is made for a torch.nn.Module, not for a {type(model).__name__}.")
+    for name, size in (("batch_size", batch_size), ("length", length)):
+        if size is not None and (type(size) is not int or size < 1):
+            raise UsageError(f"{name} is a whole number, at least one, not {size!r}.")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose forward takes anything
     make = _Maker(model, batch_size, length, image)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         return make.keywords(labels=labels)
-    images = make.images(_first(model, nn.Conv2d).in_channels)
-    return (images, make.classes(_first(model, nn.Linear, last=True).out_features)) if labels else images
+    channels, count = _classifier(model)
+    images = make.images(channels)
+    return (images, make.classes(count)) if labels else images
 
 
 class _Maker:
@@ -84,12 +96,13 @@ class _Maker:
         """Return the keyword arguments of a transformers model."""
         config, main = self._model.config, self._model.main_input_name
         takes = inspect.signature(self._model.forward).parameters
-        if main == "input_ids" and "pixel_values" not in takes:
-            batch = {"input_ids": self._tokens(config.vocab_size)}
+        vocabulary, channels = getattr(config, "vocab_size", None), getattr(config, "num_channels", None)
+        if main == "input_ids" and main in takes and "pixel_values" not in takes and vocabulary:
+            batch = {"input_ids": self._tokens(vocabulary)}
             if "attention_mask" in takes:
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        elif main == "pixel_values":
-            batch = {"pixel_values": self.images(config.num_channels)}
+        elif main == "pixel_values" and main in takes and channels:
+            batch = {"pixel_values": self.images(channels)}
         else:
             raise UsageError(f"What {self._name} is fed ({', '.join(takes)}) is not known here. {_YOURSELF}")
         return batch | (self._targets(takes.keys() & _TARGETS) if labels else {})
@@ -113,35 +126,64 @@ class _Maker:
     def _tokens(self, count: int) -> torch.Tensor:
         if self._length is None:
             raise UsageError(f"{self._name} reads text: give length=, the tokens of its longest sample.")
+        for name, positions in _positions(self._model):
+            if self._length > positions:
+                raise UsageError(
+                    f"{self._name} has no positions for length={self._length}: {name} has {positions}."
+                )
         return torch.randint(count, (self._batch_size, self._length), generator=self._generator)
 
     def _targets(self, wanted: set[str]) -> dict[str, torch.Tensor]:
         config = self._model.config
-        if not wanted:
+        if not wanted and self._name.endswith("Model"):
             return {}
         if self._name.endswith(_EACH_TOKEN) and self._length is not None:
             tokens = self._name.endswith("ForTokenClassification")
             return {"labels": self._tokens(config.num_labels if tokens else config.vocab_size)}
-        if self._name.endswith(_EACH_SAMPLE):
+        if self._name.endswith(_EACH_SAMPLE) and config.problem_type in _CLASSES and config.num_labels > 1:
             return {"labels": self.classes(config.num_labels)}
         if self._name.endswith(_SPAN) and self._length is not None:
             return {name: self.classes(self._length) for name in ("start_positions", "end_positions")}
+        targets = ", ".join(sorted(wanted)) or "it takes no labels"
         raise UsageError(
-            f"What {self._name} is to learn ({', '.join(sorted(wanted))}) is not known here. "
+            f"What {self._name} is to learn ({targets}) is not known here. "
             "Make that yourself, and give labels=False here."
         )
 
 
-def _first(model: nn.Module, kind: type[Any], *, last: bool = False) -> Any:
-    """Return the first module of a kind, or the last.
+def _classifier(model: nn.Module) -> tuple[int, int]:
+    """Return the channels of an image classifier's images, and its number of classes.
 
     Raises:
-        UsageError: there is none, so that the model is no image classifier.
+        UsageError: the model is none.
     """
-    found = [module for module in model.modules() if isinstance(module, kind)]
-    if not found:
-        raise UsageError(
-            f"What {type(model).__name__} is fed is not known here: it has no {kind.__name__}, as an image "
-            f"classifier would. {_YOURSELF}"
-        )
-    return found[-1 if last else 0]
+    takes = inspect.signature(model.forward).parameters
+    needed = [name for name, each in takes.items() if each.default is each.empty]
+    layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    first = next((layer for layer in layers if isinstance(layer, nn.Conv2d)), None)
+    if len(needed) != 1 or any(name.startswith(("target", "label")) for name in takes):
+        why = f"its forward takes {', '.join(takes)}, not images alone"
+    elif first is None:
+        why = "it has no Conv2d"
+    elif not isinstance(layers[-1], nn.Linear):
+        why = "its last layer is no Linear"
+    else:
+        return first.in_channels, layers[-1].out_features
+    raise UsageError(
+        f"What {type(model).__name__} is fed is not known here: it is no image classifier, as {why}. "
+        f"{_YOURSELF}"
+    )
+
+
+def _positions(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the tables of learnt positions in a model, and how many tokens each serves.
+
+    Some begin later than at zero: after the index of padding, or at an ``offset``.
+
+    Source: ``create_position_ids_from_input_ids`` in ``models/roberta/modeling_roberta.py`` and
+    ``BartLearnedPositionalEmbedding`` in ``models/bart/modeling_bart.py``, transformers 5.23.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.fullmatch(name.rpartition(".")[2]):
+            skipped = 0 if module.padding_idx is None else module.padding_idx + 1
+            yield name, module.num_embeddings - getattr(module, "offset", skipped)

@@ -113,11 +113,11 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     """Split what is allocated at an event by category; rounding goes with the block it belongs to.
 
     What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
-    theirs, and otherwise in the rest.
+    theirs, and otherwise in the rest. One that the objects themselves were made in shows everywhere.
     """
     unsure = [note for note in trace.notes if note.sizes]
-    sure = {
-        Category.WORKSPACE: _how_sure(note for note in unsure if note.workspaces),
+    sure = dict.fromkeys(CATEGORIES, _how_sure(note for note in unsure if note.objects)) | {
+        Category.WORKSPACE: _how_sure(note for note in unsure if note.workspaces or note.objects),
         Category.REST: _how_sure(note for note in unsure if not note.workspaces),
     }
     if not AllocatorConfig.read(trace.settings).has_segments:
@@ -128,10 +128,7 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
-    return [
-        Term(CATEGORIES[category], Figure(total, sure.get(category, Provenance.EXACT)))
-        for category, total in totals.items()
-    ]
+    return [Term(CATEGORIES[category], Figure(total, sure[category])) for category, total in totals.items()]
 
 
 def _place(trace: Trace, event: int) -> Place:

@@ -22,9 +22,11 @@ from memfit.records import Provenance
 
 
 class Note(Protocol):
-    """Takes note of something the reader of the figures must know; ``sizes``: bytes depend on it."""
+    """Takes note of something the reader of the figures must know; see ``records.Note``."""
 
-    def __call__(self, provenance: Provenance, text: str, where: str, *, sizes: bool = False) -> None:
+    def __call__(
+        self, provenance: Provenance, text: str, where: str, *, sizes: bool = False, objects: bool = False
+    ) -> None:
         """Keep it."""
 
 

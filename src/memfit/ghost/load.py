@@ -172,7 +172,6 @@ class Ghost:
         library.ghost_configure.argtypes = (ctypes.POINTER(_Device), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
         library.ghost_counter.restype = ctypes.c_uint64
-        library.ghost_set_capacity.argtypes = (ctypes.c_uint64,)
         library.ghost_take.argtypes = (ctypes.c_int64,)
         library.ghost_own.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
@@ -231,10 +230,6 @@ class Ghost:
 
         """
         return int(self._library.ghost_counter(name.encode()))
-
-    def set_capacity(self, total: int) -> None:
-        """Change how many bytes each device has, at any time."""
-        self._library.ghost_set_capacity(total)
 
     def take(self, size: int) -> None:
         """Let another process on the card take bytes of the current device, or give them back if negative."""

@@ -21,7 +21,11 @@ from memfit.records import Provenance
 
 _MADE_UP = (
     "{name}: the weights were not loaded. The model was made from its configuration, with empty weights in "
-    "the checkpoint's dtype ({dtype})."
+    "the dtype that it names for the checkpoint ({dtype})."
+)
+_GUESSED = (
+    "{name}: the weights were not loaded. The model was made from its configuration, which does not say in "
+    "which dtype the checkpoint is: empty weights in {dtype} stand for it."
 )
 
 
@@ -65,13 +69,15 @@ class _MadeUp:
                 if options.get("gguf_file"):  # it holds the configuration, too
                     raise
         name = options.get("pretrained_model_name_or_path")
-        dtype = self._stored_dtype(name, options.get("download_kwargs") or {})
+        told = self._stored_dtype(name, options.get("download_kwargs") or {})
+        dtype = told or torch.float32
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="memfit-")
         file = str(Path(self._folder.name) / f"{len(self._dtypes)}.safetensors")
         self._modeling.safe_save_file({"made up": torch.zeros(1, dtype=dtype)}, file)
         self._dtypes[file] = dtype
-        self._note(Provenance.ASSUMED, _MADE_UP.format(name=name, dtype=dtype), user_line())
+        text = (_MADE_UP if told else _GUESSED).format(name=name, dtype=dtype)
+        self._note(Provenance.ASSUMED, text, user_line(), sizes=told is None, objects=told is None)
         return [file], None
 
     def load(self, model: Any, state_dict: Any, files: list[str] | None, *args: Any, **options: Any) -> Any:
@@ -84,8 +90,8 @@ class _MadeUp:
         original = self._modeling.revert_weight_conversion(model, saved)
         return self._load(model, _zeros(original, dtype), None, *args, **options)
 
-    def _stored_dtype(self, name: Any, download: Mapping[str, Any]) -> torch.dtype:
-        """Return the dtype that the configuration says the checkpoint has; float32 where it says nothing."""
+    def _stored_dtype(self, name: Any, download: Mapping[str, Any]) -> torch.dtype | None:
+        """Return the dtype that the configuration says the checkpoint has; None where it says nothing."""
         try:
             config, _ = self._modeling.PreTrainedConfig.get_config_dict(name, **download)
         except OSError:
@@ -93,7 +99,7 @@ class _MadeUp:
         nested = [config, *(value for value in config.values() if isinstance(value, dict))]
         told = [part.get(key) for part in nested for key in ("dtype", "torch_dtype")]
         found = getattr(torch, next((text for text in told if isinstance(text, str)), ""), None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        return found if isinstance(found, torch.dtype) else None
 
 
 def _zeros(shapes: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
