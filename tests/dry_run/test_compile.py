@@ -271,3 +271,61 @@ def test_a_kernel_is_chosen_without_timing(tmp_path, cold):
     flushed = (events.action == Action.ALLOC) & (events.size == 256 << 20)  # Triton's own, to clear the cache
     assert flushed.any()
     assert {labels[index].op for index in events.label[flushed]} == {"timing kernels"}
+
+
+EDITED = """
+    import os
+    import torch, torch._inductor.config as config
+    from torch._dynamo.utils import counters
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR="mine", TRITON_CACHE_DIR="mine too")  # after Inductor's import
+    config.autotune_local_cache, config.compile_threads = True, 4
+    torch._dynamo.config.compiled_autograd = True
+
+    @torch.compile
+    def scaled(x):
+        scale = torch.full((1024,), 1024.0, device=x.device).sqrt()
+        return x * scale
+
+    @torch.compile
+    def step(weight):
+        weight.sin().sum().backward()
+
+    x = torch.ones(1024, 1024, device="cuda")
+    print("distinct", scaled(x).data_ptr() != x.data_ptr())
+    step(x.requires_grad_())
+    print("threads", config.compile_threads, "found", counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory, cold):
+    """Run a script, then again with ten lines more on top: its graphs are found in the cache."""
+    folder = tmp_path_factory.mktemp("edited")
+    return [run_script(folder, lines + textwrap.dedent(EDITED), **cold) for lines in ("", "#\n" * 10)]
+
+
+def test_a_constant_that_is_computed_is_folded_as_on_a_card(edited):
+    for run in edited:  # folded to 1, it would vanish, and the input be returned
+        assert "distinct True" in run.out
+        assert not [note for note in run.trace.notes if "read a GPU value" in note.text]
+
+
+def test_graphs_from_the_cache_name_no_lines_of_before(edited):
+    assert "found 0" in edited[0].out
+    assert "found 0" not in edited[1].out
+    before, after = ({frame.line for frame in run.trace.frames if frame.user} for run in edited)
+    assert before
+    assert after == {line + 10 for line in before}
+
+
+def test_caches_named_after_the_import_stay_as_they_are(edited):
+    for run in edited:
+        assert not list(run.folder.glob("mine*"))
+        assert "threads 1 " in run.out
+
+
+def test_compiled_autograd_is_a_backward(edited):
+    for run in edited:
+        (phase,) = {label.phase for label in run.trace.labels if "(compiled autograd)" in label.op}
+        assert phase is Phase.BACKWARD
+        assert not any("CompiledAutograd" in label.module for label in run.trace.labels)

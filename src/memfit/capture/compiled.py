@@ -129,6 +129,8 @@ class CompiledCode:
         outer = self._differentiable.get(thread, False)
         self._differentiable[thread] = False
         modules = self._modules if isinstance(module, torch.nn.Module) else None
+        if _in_compiled_autograd():
+            modules = None  # the module is what autograd made of a backward, and no part of the model
         if modules is not None:
             modules.enter(module)
         self._hooks.lift()
@@ -174,7 +176,8 @@ class CompiledCode:
 
     def _compile(self, original: Callable[..., Any], output: Any, *args: Any) -> Any:
         code = output.root_tx.f_code
-        graph = Graph(f"compiled graph {len(self._graphs)} ({_place(code)})")
+        place = "compiled autograd" if _in_compiled_autograd() else _place(code)
+        graph = Graph(f"compiled graph {len(self._graphs)} ({place})")
         graph.optimizers.update(vars(output).pop(_STEPPING, ()))
         self._graphs.append(graph)
         self._codes[code] += 1
@@ -238,6 +241,13 @@ def _around(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **keywords)
 
     setattr(owner, name, wrapped)
+
+
+def _in_compiled_autograd() -> bool:
+    """Say whether what is being called or compiled is a backward that compiled autograd wrote down."""
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def _place(code: CodeType) -> str:

@@ -6,7 +6,11 @@ never in the user's, whatever the environment or the script says; remote caches 
 
 Choices. A compiler that times candidates is told that all take as long, and takes its first; what it
 allocates for the timing it allocates. Such choices are never read back from a cache, nor are graphs that
-were shaped by them, so that a second dry run allocates what the first one did.
+were shaped by them: both would need other memory in a second dry run than in the first. What compiling
+itself allocates for a moment, as for folding a constant, a run that finds its graph does not allocate.
+
+Lines. Inductor keeps the lines of the script with a graph, but finds graphs whatever file or line they came
+from. It would name lines of other scripts, or of this one before it was edited, so it is asked for none.
 
 Compiling happens in this process: a worker process would import PyTorch without the ghost.
 """
@@ -22,6 +26,7 @@ from torch._guards import TracingContext
 
 from memfit.ghost.after_import import after_import
 from memfit.ghost.answers import Note
+from memfit.ghost.before import before
 from memfit.ghost.load import Ghost
 from memfit.records import Provenance
 
@@ -75,29 +80,63 @@ class Compiling:
         self._labelled = labelled
 
     def install(self) -> None:
-        """Set the environment, now and again when a compiler is imported: a script may set it in between."""
+        """Set the environment, now and each time that a compiler looks: a script may set it in between."""
         self._set_environment()
         for module, action in (
             ("torch._inductor.config", self._set_inductor),
+            ("torch._inductor.runtime.cache_dir_utils", self._set_where_inductor_looks),
+            ("torch._inductor.compile_fx", self._set_where_inductor_begins),
+            ("torch._inductor.codecache", self._forget_lines),
             ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
             ("torch._inductor.runtime.benchmarking", self._tie_inductor),
-            ("triton", self._set_environment),
+            ("triton.runtime.cache", self._set_where_triton_looks),
             ("triton.testing", self._tie_triton),
         ):
             after_import(module, action)
 
-    def _set_environment(self) -> None:
+    def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(self._folder / "triton")
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         os.environ.update(dict.fromkeys(_OFF, "0"))
 
-    def _set_inductor(self) -> None:
+    def _set_inductor(self, *_args: object, **_options: object) -> None:
         self._set_environment()
         from torch._inductor import config
 
         config.autotune_local_cache = False
         config.autotune_in_subproc = False
+        config.compile_threads = 1
+
+    def _set_where_inductor_looks(self) -> None:
+        from torch._inductor.runtime import cache_dir_utils as folders
+
+        for name in ("cache_dir", "triton_cache_dir"):  # the others import them from here
+            setattr(folders, name, before(self._set_environment, getattr(folders, name)))
+
+    def _set_where_inductor_begins(self) -> None:
+        from torch._inductor import compile_fx
+
+        compile_fx.compile_fx = before(self._set_inductor, compile_fx.compile_fx)
+
+    def _set_where_triton_looks(self) -> None:
+        from triton import knobs  # type: ignore[import-untyped]
+        from triton.runtime.cache import FileCacheManager  # type: ignore[import-untyped]
+
+        def set_folder(*_args: object, **_options: object) -> None:
+            self._set_environment()
+            knobs.cache.dir = os.environ["TRITON_CACHE_DIR"]  # a script may have set this, too
+
+        FileCacheManager.__init__ = before(set_folder, FileCacheManager.__init__)
+
+    def _forget_lines(self) -> None:
+        """Have PyTorch's history of allocations add no lines to those of the code that Inductor wrote.
+
+        Source: ``PythonTraceback::appendSymbolized`` in torch/csrc/profiler/python/combined_traceback.cpp.
+        """
+        from torch._inductor.codecache import PyCodeCache
+
+        PyCodeCache.stack_frames_for_code = staticmethod(lambda _path, _line: None)  # type: ignore[method-assign,assignment]
 
     def _forget_choices(self) -> None:
         """Keep timings to this process, and graphs that were shaped by them out of the caches."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.ghost.known import Known, KnownValues, is_plain
 
@@ -37,11 +38,16 @@ def follow_folding(known: KnownValues) -> None:
 
 
 class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator whose CUDA arguments are known on the CPU, too, and notes what it gives."""
+    """Runs every operator whose CUDA arguments are known on the CPU, too, and notes what it gives.
+
+    The folder asks each of its tensors for its storage, to tell them apart, and ``KnownValues`` knows nothing
+    of what was handed out that way. It writes to none of them, so what it made is remembered here.
+    """
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
+        self._made = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -49,6 +55,7 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._computed(func, args, kwargs or {})
             if value is not None:
                 self._known.put(result, value, fresh=not func._schema.is_mutable)
+                self._made[result] = value
         return result
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Known | None:
@@ -72,5 +79,5 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.device("cpu")
         if not isinstance(leaf, torch.Tensor) or not leaf.is_cuda:
             return leaf
-        known = self._known.get(leaf)
+        known = self._made[leaf] if leaf in self._made else self._known.get(leaf)
         return None if known is None else torch.full(leaf.shape, known.value, dtype=leaf.dtype)

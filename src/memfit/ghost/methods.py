@@ -20,6 +20,7 @@ from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
 from memfit.ghost.answers import Values
+from memfit.ghost.before import before
 from memfit.ghost.known import Known, is_plain, known_number
 from memfit.ghost.load import Ghost
 
@@ -205,12 +206,12 @@ def _expose(values: Values) -> None:
     for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"):
         wrap(name)
     dlpack: Any = torch.utils.dlpack
-    dlpack.to_dlpack = _before(expose, dlpack.to_dlpack)
+    dlpack.to_dlpack = before(expose, dlpack.to_dlpack)
     torch.to_dlpack = dlpack.to_dlpack  # type: ignore[attr-defined]
     preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    preserve.__init__ = _before(lambda _, tensors: expose(tensors), preserve.__init__)
+    preserve.__init__ = before(lambda _, tensors: expose(tensors), preserve.__init__)
     graph: Any = torch.cuda.CUDAGraph
-    graph.replay = _before(lambda _: values.known.clear(), graph.replay)
+    graph.replay = before(lambda _: values.known.clear(), graph.replay)
     swap = torch.utils.swap_tensors
 
     @functools.wraps(swap)
@@ -233,15 +234,4 @@ def _forget_lists(values: Values) -> None:
 
     for name in dir(torch):
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
-            setattr(torch, name, _before(forget, getattr(torch, name)))
-
-
-def _before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` to do something with its arguments first."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        action(*args, **options)
-        return function(*args, **options)
-
-    return call
+            setattr(torch, name, before(forget, getattr(torch, name)))
