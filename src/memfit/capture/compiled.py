@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, requires_grad
-from memfit.capture.steps import Steps
+from memfit.capture.steps import Steps, wrap
 from memfit.ghost.after_import import after_import
 from memfit.records import Phase
 
@@ -100,11 +100,11 @@ class CompiledCode:
         from torch.nn.modules import module
 
         trace_rules.add(_PACKAGE)  # in plain Python inside a region, memfit's own frames are not compiled
-        _around(OptimizeContext, "__call__", self._make_region)
-        _around(OutputGraph, "call_user_compiler", self._compile)
-        _around(OptimizerVariable, "call_method", self._trace_optimizer)
-        _around(record_function, "__enter__", self._enter_range)
-        _around(record_function, "__exit__", self._leave_range)
+        wrap(OptimizeContext, "__call__", self._make_region)
+        wrap(OutputGraph, "call_user_compiler", self._compile)
+        wrap(OptimizerVariable, "call_method", self._trace_optimizer)
+        wrap(record_function, "__enter__", self._enter_range)
+        wrap(record_function, "__exit__", self._leave_range)
         # Asked on every call of a compiled module, to warn of hooks that its author knows nothing of.
         any_hook = module._has_any_global_hook
 
@@ -231,16 +231,6 @@ class _Entry:
 
     def __call__(self) -> Callable[[], None]:
         return self._enter(self._function)
-
-
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by ``around(original, self, ...)``."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **keywords: Any) -> Any:
-        return around(original, *args, **keywords)
-
-    setattr(owner, name, wrapped)
 
 
 def _in_compiled_autograd() -> bool:

@@ -5,12 +5,13 @@ its state just after), and only the addresses of their storages are kept. Which 
 meant at that moment is settled from the history afterwards.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memfit.capture.modules import tensors_in
 from memfit.ghost.known import storage_start
 from memfit.records import Category
 
@@ -41,7 +42,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of an optimizer's state, however nested."""
     for state in optimizer.state.values():
-        yield from _tensors(state)
+        yield from tensors_in(state)
 
 
 def module_tensors(modules: Iterable[torch.nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -67,14 +68,3 @@ def _address(tensor: object) -> int:
 def _local(tensor: Any) -> Any:
     """Return this rank's piece of a DTensor, and anything else as it is."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

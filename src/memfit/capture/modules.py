@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -258,12 +258,12 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested tuples, lists, dicts and dataclasses."""
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth == 0 or isinstance(value, str | bytes | int | float | torch.nn.Module):
         return
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, depth - 1)
     elif isinstance(value, list | tuple | set | frozenset):

@@ -109,10 +109,10 @@ class Steps:
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
         self._replays.install()
-        _wrap(Optimizer, "__init__", self._building)
-        _wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
+        wrap(Optimizer, "__init__", self._building)
+        wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
-        _wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
+        wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
 
     def enter_forward(self) -> None:
         """Mark that an outermost module is about to run."""
@@ -240,8 +240,8 @@ class Steps:
             raise EnoughStepsReached
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``."""
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``; a method passes its object next."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
