@@ -25,7 +25,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).with_suffix(".json")
 JOBS = (
     "gpt.py --steps 3",
-    "amp_gradscaler.py --steps 3",
     "checkpointed.py --steps 3",
     "accumulation.py --steps 3",
     "linear1024.py",

@@ -34,7 +34,7 @@ def _stages(report: ContextReport) -> Table:
 
 
 def _trials(report: ContextReport) -> Table:
-    table = _table("at the end, with", "reserved", "process", "outside PyTorch")
+    table = _table("at the end, with", "allocated", "reserved", "process", "outside PyTorch")
     last = report.stages[-1]
     for trial in report.trials:
         if not trial.stages:
@@ -44,14 +44,14 @@ def _trials(report: ContextReport) -> Table:
     return table
 
 
-def _changes(stage: Stage, plain: Stage) -> tuple[str, str, str]:
+def _changes(stage: Stage, plain: Stage) -> list[str]:
     pairs = (
+        (stage.allocated, plain.allocated),
         (stage.reserved, plain.reserved),
         (stage.process, plain.process),
         (stage.outside, plain.outside),
     )
-    reserved, process, outside = (f"{(now - before) / MIB:+,.1f}" for now, before in pairs)
-    return reserved, process, outside
+    return [f"{(now - before) / MIB:+,.1f}" for now, before in pairs]
 
 
 def _table(first: str, *others: str) -> Table:
