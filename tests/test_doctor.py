@@ -16,7 +16,7 @@ def memfit(*arguments, **options):
 def test_doctor_finds_everything_here():
     done = memfit("doctor", "--gaps")
     assert done.returncode == 0, done.stdout
-    for found in ("python", "torch", "compiler", "ghost", "gaps", "gpu"):
+    for found in ("python", "torch", "compiler", "ghost", "gaps", "cudnn", "gpu"):
         assert f"ok    {found}" in done.stdout
     gaps, _ = read_gaps()
     assert any(gap.name in done.stdout for gap in gaps)

@@ -213,6 +213,10 @@ def main() -> int:
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
     if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
+        try:
+            find_device(options.rehearse)
+        except UnknownDeviceError as error:
+            sys.exit(f"validate.py: {error}")
         os.environ["MEMFIT_REHEARSAL"] = options.rehearse
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(HERE / "rehearsal"), os.environ.get("PYTHONPATH")))

@@ -114,7 +114,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     _check_bytes(memory=memory, in_use=in_use)
     ValueChoices.parse(values)
     if workspaces not in tuple(WorkspaceSource):
-        raise UsageError(f"--workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
+        raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
     device = find_device(gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = kept_context(device, find_torch().version) or Figure(
@@ -137,15 +137,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=weights,
         workspaces=WorkspaceSource(workspaces),
     )
-    settings = ChildSettings(
-        ghost=ghost,
-        module=module,
-        output="",
-        steps=steps,
-        labels=labels,
-        progress=-1,
-        stdout_to_stderr=stdout_to_stderr,
-    )
+    settings = ChildSettings(ghost, module, steps, labels, stdout_to_stderr)
     return _traced(command, settings, output, on_progress)
 
 
@@ -185,15 +177,7 @@ def record(  # noqa: PLR0913 - one parameter an option
     """
     command = _checked(script, arguments, module=module, steps=steps, output=output)
     find_card(f"record {command[0]}")
-    settings = ChildSettings(
-        ghost=None,
-        module=module,
-        output="",
-        steps=steps,
-        labels=labels,
-        progress=-1,
-        stdout_to_stderr=stdout_to_stderr,
-    )
+    settings = ChildSettings(None, module, steps, labels, stdout_to_stderr)
     return _traced(command, settings, output, on_progress)
 
 
@@ -307,7 +291,7 @@ def _checked(
 ) -> tuple[str, ...]:
     """Refuse what cannot be run, before anything is built; return the script's ``sys.argv``."""
     if steps is not None and steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {steps}.")
+        raise UsageError(f"steps must be at least 1, not {steps}.")
     command = (str(script), *arguments)
     check_script(command, module=module)
     if output is not None:

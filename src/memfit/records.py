@@ -282,7 +282,7 @@ class ScriptEnd:
     or ``interrupted``."""
     exit_code: int
     exception: str = ""
-    """The exception's last line, as Python prints it."""
+    """The exception as Python prints it below the traceback."""
     where: str = ""
     """``file:line`` of the innermost user frame of the exception, or empty."""
 

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from memfit.ghost.build import build, find_compiler
-from memfit.ghost.wants import nvidia_library, wants
+from memfit.ghost.nvidia import nvidia_library
+from memfit.ghost.wants import wants
 
 SOURCE = """
 int cudaMalloc(void **pointer, unsigned long size);

@@ -128,3 +128,10 @@ def test_the_json_is_the_public_schema(answer):
 def test_the_committed_schema_is_what_the_code_says():
     # python -c "from memfit.report.schema import json_schema as s; print(s().decode())" > docs/...
     assert SCHEMA.read_bytes().strip() == json_schema().strip()
+
+
+def test_of_an_exception_in_several_lines_the_first_is_shown(answer):
+    end = ScriptEnd("exception", 1, "RuntimeError: shapes differ:\n\thead: [10] and [9]", "train.py:4")
+    out = printed(replace(answer, verdict="unknown", end=end))
+    assert "The script ended with RuntimeError: shapes differ: ...  train.py:4" in out
+    assert "\\n" not in out

@@ -34,15 +34,15 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """What the ghost is; without it the script runs on this machine's own GPU."""
     module: bool
     """Whether a module is to be run, as after ``python -m``."""
-    output: str
-    """Where the trace is written."""
     steps: int | None
     """Training steps after which the script is ended; None lets it come to its own end."""
     labels: bool
-    progress: int
-    """File descriptor for progress lines, or -1."""
     stdout_to_stderr: bool
     """The script's standard output goes to standard error, because the result goes to standard output."""
+    output: str = ""
+    """Where the trace is written."""
+    progress: int = -1
+    """File descriptor for progress lines, or -1."""
 
 
 def write_settings(settings: ChildSettings) -> str:

@@ -45,7 +45,7 @@ class ValueChoices:
         for pair in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = (piece.strip() for piece in pair.partition("="))
             if key in seen:
-                raise UsageError(f"--values {text}: {key} is given twice.")
+                raise UsageError(f"values {text}: {key} is given twice.")
             seen.add(key)
             match key:
                 case "float":
@@ -59,7 +59,7 @@ class ValueChoices:
                 case "count":
                     choices = replace(choices, count=_count(pair, value))
                 case _:
-                    raise UsageError(f"--values {text}: {key!r} is not something a script reads. {_EXAMPLE}")
+                    raise UsageError(f"values {text}: {key!r} is not something a script reads. {_EXAMPLE}")
         return choices
 
     def count_of(self, upper: int) -> int:
@@ -81,20 +81,20 @@ def _number(pair: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise UsageError(f"--values {pair}: {value!r} is not a number. {_EXAMPLE}") from None
+        raise UsageError(f"values {pair}: {value!r} is not a number. {_EXAMPLE}") from None
 
 
 def _integer(pair: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(f"--values {pair}: {value!r} is not a whole number. {_EXAMPLE}") from None
+        raise UsageError(f"values {pair}: {value!r} is not a whole number. {_EXAMPLE}") from None
 
 
 def _truth(pair: str, value: str) -> bool:
     truths = {"true": True, "false": False}
     if value.lower() not in truths:
-        raise UsageError(f"--values {pair}: write true or false, not {value!r}.")
+        raise UsageError(f"values {pair}: write true or false, not {value!r}.")
     return truths[value.lower()]
 
 
@@ -107,7 +107,7 @@ def _count(pair: str, value: str) -> Count:
         count = -1
     if count < 0 or (isinstance(count, float) and not 0 < count <= 1):
         raise UsageError(
-            f"--values {pair}: write upper, a fraction of all elements in (0, 1] like 0.25, "
+            f"values {pair}: write upper, a fraction of all elements in (0, 1] like 0.25, "
             f"or a number of elements."
         )
     return count

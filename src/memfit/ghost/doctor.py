@@ -5,8 +5,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit.devices import DEFAULT, find_device
 from memfit.errors import MemfitError
 from memfit.ghost.build import Build, build, find_compiler
+from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
+from memfit.ghost.load import GhostDevice
 from memfit.ghost.torch_install import find_torch
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -24,7 +27,7 @@ class Check:
 
 
 def checks() -> tuple[Check, ...]:
-    """Look at the platform, torch, the compiler, the ghost (built if need be), its gaps, and GPUs."""
+    """Look at the platform, torch, the compiler, the ghost (built if need be), its gaps, cuDNN and GPUs."""
     return (_python(), _torch(), _compiler(), *_ghost(), _gpus())
 
 
@@ -53,7 +56,11 @@ def _ghost() -> tuple[Check, ...]:
     except MemfitError as error:
         return (Check("ghost", False, str(error)),)
     how = f"built now in {built.seconds:.1f} s" if built.built else "ready"
-    return (Check("ghost", True, f"{how}, for torch {built.torch_version}: {built.folder}"), _gaps(built))
+    return (
+        Check("ghost", True, f"{how}, for torch {built.torch_version}: {built.folder}"),
+        _gaps(built),
+        _cudnn(built),
+    )
 
 
 def _gaps(built: Build) -> Check:
@@ -61,6 +68,14 @@ def _gaps(built: Build) -> Check:
         f"{len(built.gaps)} CUDA functions within reach of torch are known gaps; a run that meets one says so"
     )
     return Check("gaps", True, text, tuple(f"{gap.name}: {gap.reason}" for gap in built.gaps))
+
+
+def _cudnn(built: Build) -> Check:
+    try:
+        version = installed_cudnn(GhostDevice.of(find_device(DEFAULT)), built).version()
+    except NoAnswerError as error:
+        return Check("cudnn", True, f"cannot be asked what it works in, so rules say it: {error}")
+    return Check("cudnn", True, f"version {version}, asked without a GPU what its convolutions work in")
 
 
 def _gpus() -> Check:

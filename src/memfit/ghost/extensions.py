@@ -31,7 +31,8 @@ from memfit.ghost.build import (
     make_empty_libraries,
     run_compiler,
 )
-from memfit.ghost.wants import NvidiaLibrary, Wants, nvidia_library, wants
+from memfit.ghost.nvidia import NvidiaLibrary, nvidia_library
+from memfit.ghost.wants import Wants, wants
 
 # How the functions of a library say "not supported", or else the nearest they have. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,

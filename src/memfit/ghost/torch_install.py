@@ -13,15 +13,11 @@ from pathlib import Path
 
 from memfit.errors import UnsuitableEnvironmentError
 from memfit.ghost.elf import ElfFile
+from memfit.ghost.nvidia import is_nvidia_function, nvidia_library
 
 OLDEST = (2, 8)
 """The oldest PyTorch the ghost was tried with."""
 
-_NVIDIA = re.compile(r"lib(cu|nv|nccl)")
-# libcuda.so.1 has no symbol versions, so what is wanted of it is told by its names alone.
-_CUDA_NAME = re.compile(
-    r"(__)?(cu(da|blas|dnn|fft|sparse|solver|rand|pti|File|[A-Z])|nvrtc|nccl|nvshmem|nvml)"
-)
 _LOADED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
@@ -104,17 +100,17 @@ def scan(torch: TorchInstall) -> Wanted:
     """Read from PyTorch's libraries what they want from NVIDIA's."""
     sonames: dict[str, set[str]] = {name: set() for name in _LOADED_BY_NAME}
     symbols: set[str] = set()
-    unversioned: set[str] = set()
+    unversioned: set[str] = set()  # libcuda.so.1 has no symbol versions: its functions are told by name
     for path in torch.libraries():
         with ElfFile(path) as library:
             for needed in library.needed():
-                if _NVIDIA.match(needed):
+                if nvidia_library(needed):
                     sonames.setdefault(needed, set())
             for wanted in library.imports():
-                if _NVIDIA.match(wanted.soname):
+                if nvidia_library(wanted.soname):
                     sonames.setdefault(wanted.soname, set()).add(wanted.version)
                     symbols.add(wanted.name)
-                elif not wanted.soname and _CUDA_NAME.match(wanted.name):
+                elif not wanted.soname and is_nvidia_function(wanted.name):
                     unversioned.add(wanted.name)
     for path in torch.libraries():
         with ElfFile(path) as library:

@@ -5,35 +5,14 @@ flash_attn_2_cuda.so   NEEDED libcudart.so.13    imports cudaMalloc@libcudart.so
                        NEEDED libfa.so, in a folder it names: looked at the same way
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.ghost.elf import ElfFile
+from memfit.ghost.nvidia import NvidiaLibrary, is_nvidia_function, nvidia_library
 
-# libcudart.so.13, libcudnn_ops.so.9; bundled in a wheel libcudart.faf08d9a.so.13, libcudart-faf08d9a.so.13.0
-_LIBRARY = re.compile(
-    r"lib(?P<stem>(?P<family>cudart|cuda|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|cutensor|nccl|"
-    r"npp|nvJitLink|nvToolsExt|nvcuvid|nvfatbin|nvidia-ml|nvjpeg|nvrtc|nvshmem)(?:Lt|Mg|w|[a-z]{1,4}|_\w+)?)"
-    r"(?:[.-][0-9a-f]{8})?\.so\.(?P<major>\d+)"
-)
-_FUNCTION = re.compile(
-    r"(cu|nvml|cuda|cublas|cublasLt|cudnn|cufft|cusparse|cusolver|curand|nccl|nvrtc)[A-Z]\w+"
-)
 _BUILT_ON_TORCH = ("libtorch", "libc10_cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class NvidiaLibrary:
-    """A library of NVIDIA's, told by its SONAME."""
-
-    soname: str
-    stem: str
-    """``cudart``, ``cublasLt``, ``cudnn_ops``: what it is, in whichever version and packaging."""
-    family: str
-    """``cudart``, ``cublas``, ``cudnn``: whose status values its functions return."""
-    major: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +24,6 @@ class Wants:
     """Those of NVIDIA's it needs, with the symbol versions they must have."""
     functions: dict[str, NvidiaLibrary | None]
     """The functions it imports, and from where; None where the file does not say."""
-
-
-def nvidia_library(soname: str) -> NvidiaLibrary | None:
-    """Return which library of NVIDIA's a SONAME or file name stands for, if it does.
-
-    >>> nvidia_library("libcudnn_ops.so.9").family, nvidia_library("libcurl.so.4")
-    ('cudnn', None)
-    """
-    found = _LIBRARY.match(soname)
-    return NvidiaLibrary(soname, found["stem"], found["family"], found["major"]) if found else None
 
 
 def wants(path: Path, seen: set[Path]) -> list[Wants]:
@@ -119,7 +88,7 @@ def _of(path: Path) -> Wants | None:
             library: frozenset(wanted.version for wanted in imports if wanted.soname == soname)
             for soname, library in libraries.items()
         },
-        functions | dict.fromkeys(filter(_FUNCTION.fullmatch, unversioned)),
+        functions | dict.fromkeys(filter(is_nvidia_function, unversioned)),
     )
 
 

@@ -71,11 +71,16 @@ def _verdict(result: DryRun, in_all: Figure | None) -> Text:
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
-        ended = inert(result.end.exception) + (
+        ended = inert(_first_line(result.end.exception)) + (
             f"  {inert(short_path(result.end.where))}" * bool(result.end.where)
         )
         return text.append(f"\nThe script ended with {ended}", style="not bold default")
     return _failure(result, in_all)
+
+
+def _first_line(text: str) -> str:
+    first, _, more = text.partition("\n")
+    return f"{first} ..." if more else first
 
 
 def _needs(result: DryRun) -> str:
@@ -89,7 +94,7 @@ def _failure(result: DryRun, in_all: Figure | None) -> Text:
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
         where = f"  {inert(short_path(result.end.where))}" if result.end.where else ""
-        return text.append(f"   {inert(result.end.exception)}{where}", style="not bold")
+        return text.append(f"   {inert(_first_line(result.end.exception))}{where}", style="not bold")
     text.append(
         f"   of {format_gib(result.device.total.bytes)}: asked for {format_bytes(failure.requested)} with "
         f"{format_bytes(failure.free)} free",

@@ -130,11 +130,21 @@ class CudnnClient:
                 self._kept.put(question, found)
             return found
 
+    def version(self) -> int:
+        """Return its version (92400 is 9.24.0), having started it if need be.
+
+        Raises:
+            NoAnswerError: it cannot be asked, and why.
+        """
+        with self._lock:
+            return self._ask(None).version
+
     def process(self) -> int:
         """Return the number of the process that answers; 0 if there is none."""
         return self._process.begun.process if self._process is not None else 0
 
-    def _ask(self, question: bytes) -> Answer:
+    def _ask(self, question: bytes | None) -> Answer:
+        """Start the process if need be, and ask it; None asks no more than its version."""
         if self._given_up:
             raise NoAnswerError(self._given_up)
         try:
@@ -143,6 +153,8 @@ class CudnnClient:
             begun = self._process.begun
             if begun.refused:
                 raise self._ended(begun.refused, for_good=True)
+            if question is None:
+                return Answer(begun.version, ())
             reply = self._process.ask(question, ANSWERING)
         except (EOFError, ConnectionError):
             self._deaths += 1

@@ -1,0 +1,45 @@
+"""NVIDIA's libraries and functions, told by their names."""
+
+import re
+from dataclasses import dataclass
+
+# libcudart.so.13, libcudnn_ops.so.9; bundled in a wheel libcudart.faf08d9a.so.13, libcudart-faf08d9a.so.13.0
+_LIBRARY = re.compile(
+    r"lib(?P<stem>(?P<family>cudart|cuda|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|cutensor|nccl|"
+    r"npp|nvJitLink|nvToolsExt|nvcuvid|nvfatbin|nvidia-ml|nvjpeg|nvrtc|nvshmem)(?:Lt|Mg|w|[a-z]{1,4}|_\w+)?)"
+    r"(?:[.-][0-9a-f]{8})?\.so\.(?P<major>\d+)"
+)
+_FUNCTION = re.compile(
+    r"((__)?cu(da|blas(Lt)?|dnn|fft|sparse(Lt)?|solver|rand|pti|File)?|nccl|nvml|nvrtc)[A-Z]\w+|nvshmemx?_\w+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NvidiaLibrary:
+    """A library of NVIDIA's, told by its SONAME."""
+
+    soname: str
+    stem: str
+    """``cudart``, ``cublasLt``, ``cudnn_ops``: what it is, in whichever version and packaging."""
+    family: str
+    """``cudart``, ``cublas``, ``cudnn``: whose status values its functions return."""
+    major: str
+
+
+def nvidia_library(soname: str) -> NvidiaLibrary | None:
+    """Return which library of NVIDIA's a SONAME or file name stands for, if it does.
+
+    >>> nvidia_library("libcudnn_ops.so.9").family, nvidia_library("libcurl.so.4")
+    ('cudnn', None)
+    """
+    found = _LIBRARY.match(soname)
+    return NvidiaLibrary(soname, found["stem"], found["family"], found["major"]) if found else None
+
+
+def is_nvidia_function(name: str) -> bool:
+    """Whether a function that a library imports, without saying from where, is one of NVIDIA's.
+
+    >>> is_nvidia_function("cuTensorMapEncodeTiled"), is_nvidia_function("curl_easy_init")
+    (True, False)
+    """
+    return _FUNCTION.fullmatch(name) is not None
