@@ -211,6 +211,12 @@ def test_the_users_caches_stay_as_they_are(labelled, cold):
     assert not list(Path(cold["MEMFIT_CACHE"]).rglob("*.best_config"))
 
 
+def test_machine_code_that_nobody_runs_is_made_once(labelled, cold):
+    made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("triton_poi*.cubin")]
+    assert len(made) > 1
+    assert len(set(made)) == 1
+
+
 def test_private_pools_are_in_the_trace_and_are_no_leak(labelled):
     pools = {segment.pool for segment in labelled.trace.segments}
     assert (0, 0) in pools
@@ -271,6 +277,9 @@ def test_a_kernel_is_chosen_without_timing(tmp_path, cold):
     flushed = (events.action == Action.ALLOC) & (events.size == 256 << 20)  # Triton's own, to clear the cache
     assert flushed.any()
     assert {labels[index].op for index in events.label[flushed]} == {"timing kernels"}
+    # What a user wrote is compiled all the way.
+    made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("double.cubin")]
+    assert len(set(made)) == len(made) == 3
 
 
 EDITED = """
@@ -294,6 +303,7 @@ EDITED = """
     print("distinct", scaled(x).data_ptr() != x.data_ptr())
     step(x.requires_grad_())
     print("threads", config.compile_threads, "found", counters["inductor"]["fxgraph_cache_hit"])
+    print("artifacts", torch.compiler.save_cache_artifacts())
 """
 
 
@@ -322,6 +332,12 @@ def test_caches_named_after_the_import_stay_as_they_are(edited):
     for run in edited:
         assert not list(run.folder.glob("mine*"))
         assert "threads 1 " in run.out
+
+
+def test_what_is_compiled_here_is_not_saved_for_use_elsewhere(edited):
+    for run in edited:
+        assert "artifacts None" in run.out
+        assert any("save_cache_artifacts" in note.text for note in run.trace.notes)
 
 
 def test_compiled_autograd_is_a_backward(edited):

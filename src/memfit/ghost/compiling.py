@@ -2,7 +2,8 @@
 
 Caches. What is compiled for the ghost is good for the card that it stands in for, but what is *chosen* on
 it is not: no kernel runs, so none is faster. Compilers therefore keep their caches in memfit's own folder,
-never in the user's, whatever the environment or the script says; remote caches are left alone.
+never in the user's, whatever the environment or the script says; remote caches are left alone, and nothing
+is saved for use elsewhere.
 
 Choices. A compiler that times candidates is told that all take as long, and takes its first; what it
 allocates for the timing it allocates. Such choices are never read back from a cache, nor are graphs that
@@ -12,18 +13,22 @@ itself allocates for a moment, as for folding a constant, a run that finds its g
 Lines. Inductor keeps the lines of the script with a graph, but finds graphs whatever file or line they came
 from. It would name lines of other scripts, or of this one before it was edited, so it is asked for none.
 
-Compiling happens in this process: a worker process would import PyTorch without the ghost.
+Time. Compiling happens in this process: a worker process would import PyTorch without the ghost. Python's
+garbage is left for afterwards: what is being compiled is a great many objects, all of them in use. Machine
+code that nobody runs is made once (``machine_code.py``).
 """
 
 import functools
+import gc
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch._guards import TracingContext
 
+from memfit.ghost import machine_code
 from memfit.ghost.after_import import after_import
 from memfit.ghost.answers import Note
 from memfit.ghost.before import before
@@ -40,6 +45,9 @@ _CHOSEN = (
 _SHAPED = (
     "While compiling, ways to compute something were not timed against each other, and the first was taken: "
     "sizes depend on it where one of them pads its inputs or needs work space."
+)
+_NOT_SAVED = (
+    "torch.compiler.save_cache_artifacts returned None: what is compiled for the ghost serves no card."
 )
 _TIMING = "timing kernels"
 _TIMED = "memfit_timed"  # set on the context of a graph that was compiled by timings
@@ -86,6 +94,8 @@ class Compiling:
             ("torch._inductor.config", self._set_inductor),
             ("torch._inductor.runtime.cache_dir_utils", self._set_where_inductor_looks),
             ("torch._inductor.compile_fx", self._set_where_inductor_begins),
+            ("torch.compiler._cache", self._save_nothing),
+            ("torch._dynamo.convert_frame", _compile_without_collecting),
             ("torch._inductor.codecache", self._forget_lines),
             ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
             ("torch._inductor.runtime.benchmarking", self._tie_inductor),
@@ -93,6 +103,7 @@ class Compiling:
             ("triton.testing", self._tie_triton),
         ):
             after_import(module, action)
+        machine_code.install()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")
@@ -118,6 +129,8 @@ class Compiling:
         from torch._inductor import compile_fx
 
         compile_fx.compile_fx = before(self._set_inductor, compile_fx.compile_fx)
+        # A backward is compiled when it is first run, outside of Dynamo.
+        compile_fx._compile_fx_inner = _without_collecting(compile_fx._compile_fx_inner)
 
     def _set_where_triton_looks(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
@@ -149,6 +162,14 @@ class Compiling:
         for cache, name in ((FxGraphCache, "_save_graph"), (AOTAutogradCache, "save")):
             setattr(cache, name, staticmethod(_unless_timed(getattr(cache, name))))
 
+    def _save_nothing(self) -> None:
+        from torch.compiler._cache import CacheArtifactManager
+
+        def serialize() -> None:
+            self._note(Provenance.EXACT, _NOT_SAVED, "")
+
+        CacheArtifactManager.serialize = staticmethod(serialize)  # type: ignore[method-assign]
+
     def _tie_inductor(self) -> None:
         from torch._inductor.runtime import benchmarking
 
@@ -176,6 +197,34 @@ class Compiling:
                 return benchmark(*args, **options)
 
         return timed
+
+
+def _compile_without_collecting() -> None:
+    from torch._dynamo import convert_frame
+
+    convert_frame._compile = _without_collecting(convert_frame._compile)
+
+
+def _without_collecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that Python's cyclic garbage collector waits for its end."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with _collector_waits():
+            return function(*args, **options)
+
+    return call
+
+
+@contextmanager
+def _collector_waits() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _unless_timed(save: Callable[..., Any]) -> Callable[..., Any]:
