@@ -78,3 +78,22 @@ def test_four_bit_weights_take_what_their_format_says(dry_run):
     assert f"weight {weight}" in run.out
     eight_bit = 2 * elements + 2 * 4 * elements // 256 + 2 * 1024  # moments, their scales, a code for each
     assert figures(run.answer)["optimizer state"] == pytest.approx(eight_bit, abs=2048)
+
+
+def test_a_module_of_torchscript_is_labelled_and_trained(dry_run):
+    script = """
+    import torch, warnings
+    warnings.simplefilter("ignore")  # PyTorch warns that it will be gone
+    traced = torch.jit.trace(torch.nn.Linear(64, 64).cuda(), torch.ones(8, 64, device="cuda"))
+    model = torch.nn.Sequential(traced, torch.nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+    traced(torch.randn(8, 64, device="cuda"))  # as the outermost module
+    print("allocated", torch.cuda.max_memory_allocated())
+    """
+    run = dry_run(script, options=("--steps", "5"))
+    assert run.code == 0, run.err
+    assert f"allocated {run.answer['peak']['allocated']}" in run.out
+    assert run.answer["steps"] == 2

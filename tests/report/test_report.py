@@ -130,8 +130,16 @@ def test_the_committed_schema_is_what_the_code_says():
     assert SCHEMA.read_bytes().strip() == json_schema().strip()
 
 
-def test_of_an_exception_in_several_lines_the_first_is_shown(answer):
-    end = ScriptEnd("exception", 1, "RuntimeError: shapes differ:\n\thead: [10] and [9]", "train.py:4")
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("RuntimeError: size mismatch\n\tfor head: [10] and [9]", "RuntimeError: size mismatch ..."),
+        ("ImportError: \nTimm is missing\nInstall it", "ImportError: Timm is missing ..."),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_of_an_exception_in_several_lines_the_first_is_shown(answer, text, shown):
+    end = ScriptEnd("exception", 1, text, "train.py:4")
     out = printed(replace(answer, verdict="unknown", end=end))
-    assert "The script ended with RuntimeError: shapes differ: ...  train.py:4" in out
+    assert f"The script ended with {shown}  train.py:4" in out
     assert "\\n" not in out

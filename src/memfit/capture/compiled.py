@@ -31,6 +31,7 @@ from memfit.ghost.after_import import after_import
 from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
+_CAPTURE = "fullgraph_capture", "get_traced_fn"  # of a PyTorch that has them
 _STEP = "Optimizer.step#"  # what torch.optim calls the profiler range of every step
 _STEPPING = "memfit_stepping"  # what a graph that is being traced keeps its optimizers under
 _BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
@@ -92,7 +93,7 @@ class CompiledCode:
         return f"{made}; what they allocate is labelled by graph."
 
     def _watch(self) -> None:
-        from torch._dynamo import trace_rules
+        from torch._dynamo import convert_frame, trace_rules
         from torch._dynamo.eval_frame import OptimizeContext
         from torch._dynamo.output_graph import OutputGraph
         from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -101,6 +102,10 @@ class CompiledCode:
 
         trace_rules.add(_PACKAGE)  # in plain Python inside a region, memfit's own frames are not compiled
         wrap(OptimizeContext, "__call__", self._make_region)
+        for user in (convert_frame, sys.modules.get("torch._dynamo.functional_export")):
+            for name in _CAPTURE:
+                if hasattr(user, name):
+                    wrap(user, name, self._capture)
         wrap(OutputGraph, "call_user_compiler", self._compile)
         wrap(OptimizerVariable, "call_method", self._trace_optimizer)
         wrap(record_function, "__enter__", self._enter_range)
@@ -122,6 +127,11 @@ class CompiledCode:
         entries[:] = [entry for entry in entries if not isinstance(entry, _Entry)]
         entries.append(_Entry(self._enter_region, function))
         return original(context, function)
+
+    def _capture(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Have what is traced without being run (``torch.export``, ``aot_compile``) meet no hooks of ours."""
+        with self._hooks.out_of_sight():
+            return original(*args, **options)
 
     def _enter_region(self, function: Any) -> Callable[[], None]:
         module: Any = getattr(function, "__self__", None)

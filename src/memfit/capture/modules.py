@@ -75,7 +75,8 @@ class ModuleNames:
             if name != _COMPILED:
                 names.append(name)
             module = parent
-        root = module._modules.get(_COMPILED) or module
+        # A module of TorchScript has names of modules, and no dictionary of them.
+        root = (module._modules[_COMPILED] if _COMPILED in module._modules else None) or module
         return ".".join([type(root).__name__, *reversed(names)])
 
     def _knows(self, module: torch.nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 Caches. What is compiled for the ghost is good for the card that it stands in for, but what is *chosen* on
 it is not: no kernel runs, so none is faster. Compilers therefore keep their caches in memfit's own folder,
-never in the user's, whatever the environment or the script says; remote caches are left alone, and nothing
-is saved for use elsewhere.
+never in the user's, whatever the environment or the script says; remote caches are left alone. What
+a script saves of compiled code (``save_cache_artifacts``) has no machine code in it, which would be
+of no use elsewhere.
 
 Choices. A compiler that times candidates is told that all take as long, and takes its first; what it
 allocates for the timing it allocates. Such choices are never read back from a cache, nor are graphs that
@@ -45,9 +46,6 @@ _CHOSEN = (
 _SHAPED = (
     "While compiling, ways to compute something were not timed against each other, and the first was taken: "
     "sizes depend on it where one of them pads its inputs or needs work space."
-)
-_NOT_SAVED = (
-    "torch.compiler.save_cache_artifacts returned None: what is compiled for the ghost serves no card."
 )
 _TIMING = "timing kernels"
 _TIMED = "memfit_timed"  # set on the context of a graph that was compiled by timings
@@ -94,7 +92,6 @@ class Compiling:
             ("torch._inductor.config", self._set_inductor),
             ("torch._inductor.runtime.cache_dir_utils", self._set_where_inductor_looks),
             ("torch._inductor.compile_fx", self._set_where_inductor_begins),
-            ("torch.compiler._cache", self._save_nothing),
             ("torch._dynamo.convert_frame", _compile_without_collecting),
             ("torch._inductor.codecache", self._forget_lines),
             ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
@@ -118,6 +115,7 @@ class Compiling:
         config.autotune_local_cache = False
         config.autotune_in_subproc = False
         config.compile_threads = 1
+        config.bundle_triton_into_fx_graph_cache = False
 
     def _set_where_inductor_looks(self) -> None:
         from torch._inductor.runtime import cache_dir_utils as folders
@@ -161,14 +159,6 @@ class Compiling:
         CacheBase.update_local_cache = lambda _, cache: timings.update(cache)  # type: ignore[method-assign,assignment]
         for cache, name in ((FxGraphCache, "_save_graph"), (AOTAutogradCache, "save")):
             setattr(cache, name, staticmethod(_unless_timed(getattr(cache, name))))
-
-    def _save_nothing(self) -> None:
-        from torch.compiler._cache import CacheArtifactManager
-
-        def serialize() -> None:
-            self._note(Provenance.EXACT, _NOT_SAVED, "")
-
-        CacheArtifactManager.serialize = staticmethod(serialize)  # type: ignore[method-assign]
 
     def _tie_inductor(self) -> None:
         from torch._inductor.runtime import benchmarking

@@ -79,8 +79,11 @@ def _verdict(result: DryRun, in_all: Figure | None) -> Text:
 
 
 def _first_line(text: str) -> str:
-    first, _, more = text.partition("\n")
-    return f"{first} ..." if more else first
+    """Return what an exception says first: the message's first line may be empty, below ``ImportError:``."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = 2 if lines[:1] and lines[0].endswith(":") else 1
+    first = " ".join(lines[:said])
+    return f"{first} ..." if lines[said:] else first
 
 
 def _needs(result: DryRun) -> str:
