@@ -14,16 +14,14 @@ itself allocates for a moment, as for folding a constant, a run that finds its g
 Lines. Inductor keeps the lines of the script with a graph, but finds graphs whatever file or line they came
 from. It would name lines of other scripts, or of this one before it was edited, so it is asked for none.
 
-Time. Compiling happens in this process: a worker process would import PyTorch without the ghost. Python's
-garbage is left for afterwards: what is being compiled is a great many objects, all of them in use. Machine
-code that nobody runs is made once (``machine_code.py``).
+Time. Compiling happens in this process: a worker process would import PyTorch without the ghost.
+Machine code that nobody runs is made once (``machine_code.py``).
 """
 
 import functools
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +90,6 @@ class Compiling:
             ("torch._inductor.config", self._set_inductor),
             ("torch._inductor.runtime.cache_dir_utils", self._set_where_inductor_looks),
             ("torch._inductor.compile_fx", self._set_where_inductor_begins),
-            ("torch._dynamo.convert_frame", _compile_without_collecting),
             ("torch._inductor.codecache", self._forget_lines),
             ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
             ("torch._inductor.runtime.benchmarking", self._tie_inductor),
@@ -127,8 +124,6 @@ class Compiling:
         from torch._inductor import compile_fx
 
         compile_fx.compile_fx = before(self._set_inductor, compile_fx.compile_fx)
-        # A backward is compiled when it is first run, outside of Dynamo.
-        compile_fx._compile_fx_inner = _without_collecting(compile_fx._compile_fx_inner)
 
     def _set_where_triton_looks(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
@@ -187,34 +182,6 @@ class Compiling:
                 return benchmark(*args, **options)
 
         return timed
-
-
-def _compile_without_collecting() -> None:
-    from torch._dynamo import convert_frame
-
-    convert_frame._compile = _without_collecting(convert_frame._compile)
-
-
-def _without_collecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that Python's cyclic garbage collector waits for its end."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        with _collector_waits():
-            return function(*args, **options)
-
-    return call
-
-
-@contextmanager
-def _collector_waits() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _unless_timed(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,8 @@ _LIBRARY = re.compile(
     r"(?:[.-][0-9a-f]{8})?\.so\.(?P<major>\d+)"
 )
 _FUNCTION = re.compile(
-    r"((__)?cu(da|blas(Lt)?|dnn|fft|sparse(Lt)?|solver|rand|pti|File)?|nccl|nvml|nvrtc)[A-Z]\w+|nvshmemx?_\w+"
+    r"((__)?cu(da|blas(Lt)?|dnn|fft|sparse(Lt)?|solver|rand|pti|File|tensor)?|nccl|nvjpeg|nvml|nvrtc)[A-Z]\w+"
+    r"|nvshmemx?_\w+|npp[a-z]+[A-Z]?\w*_\w+|(__)?nvJitLink\w+"
 )
 
 
