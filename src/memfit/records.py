@@ -135,6 +135,7 @@ class MarkKind(StrEnum):
     OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
     TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
+    EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
 
 
 @dataclass(frozen=True, slots=True)

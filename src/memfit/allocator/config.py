@@ -1,4 +1,4 @@
-"""The allocator settings that decide how large a block is, in the names of ``PYTORCH_ALLOC_CONF``."""
+"""The allocator's settings, in the names and the grammar of ``PYTORCH_ALLOC_CONF``."""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +10,41 @@ from memfit.units import MIB
 INTERVALS = 16
 """``roundup_power2_divisions`` has one entry per power of two from 1 MiB to 32 GiB."""
 
+OF_THE_DEVICE = frozenset(
+    {
+        "backend",
+        "expandable_segments",
+        "garbage_collection_threshold",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "per_process_memory_fraction",
+        "roundup_power2_divisions",
+        "throw_on_cudamalloc_oom",
+    }
+)
+"""Settings that device memory depends on."""
+OTHERS = frozenset(
+    {
+        "graph_capture_record_stream_reuse",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+    }
+)
+"""Settings that PyTorch knows, too: of host memory, of locks, and of captures."""
+
+_LARGE_SEGMENT = 20 * MIB
+_LEAST_LARGE_SEGMENT = 11  # MiB
+_BACKENDS = ("native", "cudaMallocAsync")
 _ENTRY = re.compile(r"(\w+):(\[[^\[\]]*\]|[^,\[\]]+)(?:,|$)")
 _MEBIBYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
+_FRACTION = re.compile(r"[0-9]*\.?[0-9]+|[0-9]+\.", re.ASCII)
 _BOOLEAN = {"True": True, "False": False}
 
 
@@ -29,8 +62,16 @@ class AllocatorConfig:
     expandable_segments: bool = False
     max_split_size: int | None = None
     """Bytes; a block as large as this is never split. None: every block may be."""
-    large_segment_size: int = 20 * MIB
+    large_segment_size: int = _LARGE_SEGMENT
     """Bytes of a segment made for a request between 1 and 10 MiB."""
+    max_non_split_rounding: int = _LARGE_SEGMENT
+    """Bytes by which a block that is never split may be larger than the request that it serves."""
+    garbage_collection_threshold: float = 0.0
+    """Fraction of what may be reserved beyond which cached segments are given back; 0 is never."""
+    per_process_memory_fraction: float | None = None
+    """Fraction of the device that may be reserved; None is no limit, and no garbage is collected."""
+    throw_on_cudamalloc_oom: bool = False
+    """Fail where cudaMalloc would, instead of giving back the cache and trying again."""
     roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
     """Steps between two powers of two, for sizes from ``2**i`` MiB; 0 or 1 is off."""
 
@@ -55,14 +96,45 @@ class AllocatorConfig:
         134217728
         """
         values = {**parse(settings.get("conf", "")), **settings}
+        large = _size(values, "large_segment_size_mb") or _LARGE_SEGMENT
+        fraction = _fraction(values, "per_process_memory_fraction")
         return cls(
-            backend=values.get("backend", "native"),
+            backend=_backend(values),
             caching=not values.get("PYTORCH_NO_CUDA_MEMORY_CACHING"),
             expandable_segments=_boolean(values, "expandable_segments"),
-            max_split_size=_size(values, "max_split_size_mb", default=None),
-            large_segment_size=_size(values, "large_segment_size_mb", default=20 * MIB) or 0,
-            roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions", "0")),
+            max_split_size=_size(values, "max_split_size_mb"),
+            large_segment_size=large,
+            max_non_split_rounding=_size(values, "max_non_split_rounding_mb") or large,
+            garbage_collection_threshold=_threshold(values),
+            per_process_memory_fraction=None if fraction == 1 else fraction,
+            throw_on_cudamalloc_oom=_boolean(values, "throw_on_cudamalloc_oom"),
+            roundup_power2_divisions=_divisions(values.get("roundup_power2_divisions", "")),
         )
+
+    @classmethod
+    def of(cls, conf: str) -> "AllocatorConfig":
+        """Build the configuration from a ``PYTORCH_ALLOC_CONF`` string.
+
+        Raises:
+            UsageError: PyTorch would not take it. What it takes by accident (``128abc`` is 128 to it, and
+                ``-1`` without end) is refused, too.
+
+        >>> AllocatorConfig.of("expandable_segments:True").expandable_segments
+        True
+        """
+        values = parse(conf)
+        for name in values:
+            if name not in OF_THE_DEVICE | OTHERS:
+                raise UsageError(
+                    f"{name!r} is not an allocator setting of PyTorch 2.14. Those that device memory "
+                    f"depends on: {', '.join(sorted(OF_THE_DEVICE))}."
+                )
+        config = cls.read({"conf": conf})
+        large = config.large_segment_size // MIB
+        _check_least(values, "large_segment_size_mb", _LEAST_LARGE_SEGMENT)
+        _check_least(values, "max_split_size_mb", large)
+        _check_least(values, "max_non_split_rounding_mb", large)
+        return config
 
 
 def parse(conf: str) -> dict[str, str]:
@@ -98,13 +170,44 @@ def _boolean(values: Mapping[str, str], name: str) -> bool:
     return _BOOLEAN[value]
 
 
-def _size(values: Mapping[str, str], name: str, default: int | None) -> int | None:
+def _backend(values: Mapping[str, str]) -> str:
+    backend = values.get("backend", _BACKENDS[0])
+    if backend not in _BACKENDS:
+        raise UsageError(f"backend:{backend} in the allocator settings is neither {' nor '.join(_BACKENDS)}.")
+    return backend
+
+
+def _size(values: Mapping[str, str], name: str) -> int | None:
     value = values.get(name)
     if value is None:
-        return default
+        return None
     if not _MEBIBYTES.fullmatch(value):
         raise UsageError(f"{name}:{value} in the allocator settings is not a number of MiB.")
     return int(value) * MIB
+
+
+def _check_least(values: Mapping[str, str], name: str, least: int) -> None:
+    if name in values and int(values[name]) < least:
+        raise UsageError(f"{name}:{values[name]} in the allocator settings must be at least {least}.")
+
+
+def _fraction(values: Mapping[str, str], name: str) -> float | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    if not _FRACTION.fullmatch(value) or float(value) > 1:
+        raise UsageError(f"{name}:{value} in the allocator settings is not a fraction from 0 to 1.")
+    return float(value)
+
+
+def _threshold(values: Mapping[str, str]) -> float:
+    name = "garbage_collection_threshold"
+    threshold = _fraction(values, name)
+    if threshold in (0, 1):
+        raise UsageError(
+            f"{name}:{values[name]} in the allocator settings must be more than 0 and less than 1."
+        )
+    return threshold or 0.0
 
 
 def _divisions(value: str) -> tuple[int, ...]:
@@ -114,27 +217,30 @@ def _divisions(value: str) -> tuple[int, ...]:
     listed value also serves the smaller sizes, sizes between two listed ones get none, and ``>``
     serves all beyond the last one listed.
     """
+    if not value:
+        return (0,) * INTERVALS
     if not value.startswith("["):
-        return (_power_of_two(value, value),) * INTERVALS
+        return (_power_of_two(value, value, least=1),) * INTERVALS
     divisions = [0] * INTERVALS
-    last = -1
-    for entry in value[1:-1].split(","):
+    last = 0
+    first = True
+    for entry in filter(None, value[1:-1].split(",")):
         boundary, _, count_text = entry.partition(":")
         count = _power_of_two(count_text, value)
         if boundary == ">":
             divisions[last + 1 :] = [count] * (INTERVALS - last - 1)
             continue
-        index = min(_power_of_two(boundary, value).bit_length() - 1, INTERVALS - 1)
-        if last < 0:
-            divisions[:index] = [count] * index
-        divisions[index] = count
-        last = index
+        last = min(_power_of_two(boundary, value, least=1).bit_length() - 1, INTERVALS - 1)
+        if first:
+            divisions[:last] = [count] * last
+        divisions[last] = count
+        first = False
     return tuple(divisions)
 
 
-def _power_of_two(text: str, value: str) -> int:
+def _power_of_two(text: str, value: str, *, least: int = 0) -> int:
     number = int(text) if _MEBIBYTES.fullmatch(text) else -1
-    if number < 0 or number & (number - 1):
+    if number < least or number & (number - 1):
         raise UsageError(
             f"roundup_power2_divisions:{value} in the allocator settings: {text!r} is not a power of two."
         )

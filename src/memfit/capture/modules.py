@@ -75,9 +75,10 @@ class ModuleNames:
             if name != _COMPILED:
                 names.append(name)
             module = parent
-        # A module of TorchScript has names of modules, and no dictionary of them.
-        root = (module._modules[_COMPILED] if _COMPILED in module._modules else None) or module
-        return ".".join([type(root).__name__, *reversed(names)])
+        inner = module._modules
+        if _COMPILED in inner:  # TorchScript's modules are in no dictionary, and there is no get
+            module = inner[_COMPILED] or module
+        return ".".join([type(module).__name__, *reversed(names)])
 
     def _knows(self, module: torch.nn.Module) -> bool:
         entry = self._parents.get(id(module))

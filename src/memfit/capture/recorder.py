@@ -28,6 +28,7 @@ from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
+from memfit.ghost.before import before
 from memfit.ghost.load import Ghost, LogAction, Space
 from memfit.ghost.where import is_user_file
 from memfit.records import (
@@ -50,6 +51,12 @@ _UNLOGGED = {
     "2 MiB from there on.",
     False: "PyTorch keeps no history with backend:cudaMallocAsync: figures are the CUDA runtime's own, "
     "without source lines. How CUDA's pool grows is assumed: by 32 MiB.",
+}
+_MARKED = {
+    "_cuda_resetPeakMemoryStats": MarkKind.RESET_PEAK,
+    "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
+    "_cuda_emptyCache": MarkKind.EMPTY_CACHE,
+    "_accelerator_emptyCache": MarkKind.EMPTY_CACHE,
 }
 _FREED = ("free_requested", "free_completed")
 _HISTORY_NAMES = {
@@ -123,7 +130,7 @@ class Recorder:
             self.modules.install(self._hooks)
         self.compiled.install()
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
-        self._note_peak_resets()
+        self._mark_calls()
 
     def note(
         self,
@@ -185,18 +192,14 @@ class Recorder:
             "The script's own call of _record_memory_history was passed over: memfit's recording is on.",
         )
 
-    def _note_peak_resets(self) -> None:
-        for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+    def _mark_calls(self) -> None:
+        for name, kind in _MARKED.items():
             original = getattr(torch._C, name, None)
             if original is not None:
-                setattr(torch._C, name, self._marking_reset(original))
+                setattr(torch._C, name, before(self._marking(kind), original))
 
-    def _marking_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def reset(*args: Any) -> Any:
-            self.book.mark(MarkKind.RESET_PEAK, 0)
-            return original(*args)
-
-        return reset
+    def _marking(self, kind: MarkKind) -> Callable[..., None]:
+        return lambda *_args: self.book.mark(kind, 0)
 
     def _hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
         found = holders.addresses(tensors) if self._with_labels else ()

@@ -1,0 +1,145 @@
+"""Memfit's allocator against PyTorch's real one: the same random operations, compared after each.
+
+    python benchmarks/allocator_differential.py [--operations 50000] [--seed N] [--json FILE]
+
+Sizes lie around every threshold, on one to four streams with recorded uses, from a roomy device to one
+that is always full, under every setting alone and in pairs. Equal means: every address, allocated, reserved
+and every other figure of torch.cuda.memory_stats() after each operation, and in the end every block of
+every segment. No GPU is needed: the real allocator runs on the ghost. Exits with 1 if anything differs. A
+seed makes a run again.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from memfit.report.progress import progress_line
+
+DRIVER = Path(__file__).with_name("allocator") / "drive.py"
+GIB = 1 << 30
+Options = dict[str, Any]
+
+# Each setting with values that it may have; a conf is made of one or two of them.
+SETTINGS = {
+    "expandable_segments": ("expandable_segments:True",),
+    "max_split_size_mb": ("max_split_size_mb:20", "max_split_size_mb:64", "max_split_size_mb:200"),
+    "max_non_split_rounding_mb": ("max_split_size_mb:64,max_non_split_rounding_mb:128",),
+    "large_segment_size_mb": ("large_segment_size_mb:12", "large_segment_size_mb:48"),
+    "roundup_power2_divisions": (
+        "roundup_power2_divisions:8",
+        "roundup_power2_divisions:[1:2,8:4,64:8,>:2]",
+        "roundup_power2_divisions:[256:0,512:2]",
+    ),
+    "garbage_collection_threshold": ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.9"),
+    "per_process_memory_fraction": ("per_process_memory_fraction:0.7",),
+    "throw_on_cudamalloc_oom": ("throw_on_cudamalloc_oom:True",),
+}
+EXCLUDE = {"max_split_size_mb", "max_non_split_rounding_mb"}  # the second brings the first along
+
+
+def situations(dice: random.Random) -> list[tuple[str, Options]]:
+    """Return every conf with options of the driver: settings alone, then pairs of them."""
+    alone = ["", *itertools.chain(*SETTINGS.values())]
+    pairs = [
+        f"{dice.choice(SETTINGS[first])},{dice.choice(SETTINGS[second])}"
+        for first, second in itertools.combinations(SETTINGS, 2)
+        if {first, second} != EXCLUDE
+    ]
+    return [(conf, _options(dice, conf)) for conf in alone + pairs]
+
+
+def _options(dice: random.Random, conf: str) -> Options:
+    streams = dice.choice((1, 1, 2, 3, 4))
+    return {
+        "seed": dice.randrange(1 << 30),
+        "streams": streams,
+        "share": 0.0 if streams == 1 else dice.choice((0.0, 0.1, 0.3)),
+        "total": dice.choice((2, 4, 8, 80)) * GIB,
+        "live": dice.choice((0.3, 0.6, 0.95)),
+        "fraction": dice.choice((None, 0.8)) if "fraction" not in conf else None,
+    }
+
+
+def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
+    """Run the driver in a process of its own."""
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
+    done = subprocess.run(
+        [python, str(DRIVER), json.dumps(options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return {"operations": 0, "mismatch": "".join(done.stderr.strip().splitlines()[-1:]) or "no answer"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    """Drive every situation; print a table; the exit code is 1 if anything differed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operations", type=int, default=50_000, help="of all situations together")
+    parser.add_argument("--seed", type=int, help="of everything random; a fresh one by default")
+    parser.add_argument("--python", default=sys.executable, help="an environment with another torch")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 30) if arguments.seed is None else arguments.seed
+    chosen = situations(random.Random(seed))  # noqa: S311 - nothing secret
+    each = -(-arguments.operations // len(chosen))
+    rows = []
+    with ThreadPoolExecutor(os.cpu_count()) as workers, progress_line() as show:
+        tasks = [
+            workers.submit(drive, conf, options | {"operations": each}, arguments.python)
+            for conf, options in chosen
+        ]
+        for (conf, options), task in zip(chosen, tasks, strict=True):
+            rows.append({"conf": conf, **options, **task.result()})
+            show(f"{len(rows)} of {len(chosen)} situations")
+    table = markdown(rows, seed)
+    print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"seed": seed, "rows": rows}, indent=1) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(table + "\n")
+    return int(any(row["mismatch"] for row in rows))
+
+
+def markdown(rows: list[Options], seed: int) -> str:
+    """Return the result as a table."""
+    lines = [
+        "| PYTORCH_ALLOC_CONF | GiB | streams | seed | operations | retries | out of memory | differs |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in rows:
+        conf = f"`{row['conf']}`" if row["conf"] else "default"
+        if row["fraction"]:
+            conf += f", fraction {row['fraction']}"
+        cells = (
+            conf,
+            row["total"] // GIB,
+            row["streams"],
+            row["seed"],
+            f"{row['operations']:,}",
+            f"{row.get('retries', 0):,}",
+            f"{row.get('outs_of_memory', 0):,}",
+            row["mismatch"] or "no",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    differing = sum(bool(row["mismatch"]) for row in rows)
+    operations = sum(row["operations"] for row in rows)
+    lines += ["", f"Seed {seed}: {operations:,} operations, {differing} of {len(rows)} situations differ."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

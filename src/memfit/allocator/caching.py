@@ -1,0 +1,594 @@
+"""PyTorch's native caching allocator, rule by rule.
+
+    malloc(size)   round it -> smallest cached block of its stream and pool that is large enough
+                   none: collect garbage -> cudaMalloc
+                   none: borrow from a pool that allows it -> give back an oversize block, cudaMalloc
+                   none: wait for all streams, give back the whole cache, cudaMalloc again -> out of memory
+                   split off what is left of the block
+    free(block)    at once, or when the other streams that used it have gone on; merge with free neighbours
+
+Nothing is behind it but a count of bytes (``device.py``), so it runs anywhere, under any settings and on any
+capacity. What it did is in ``log``, one row for each change; ``statistics.py`` turns that into
+``torch.cuda.memory_stats()``.
+
+Source: ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1; methods have their
+counterparts' names. ``benchmarks/allocator_differential.py`` drives the two side by side.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from memfit import records
+from memfit.allocator import expandable
+from memfit.allocator.blocks import Block, BlockPool, PrivatePool
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device import DeviceMemory
+from memfit.allocator.expandable import ExpandableSegment
+from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size, segment_size, should_split
+from memfit.records import Segment
+
+PoolId = tuple[int, int]
+"""As PyTorch numbers private pools; ``DEFAULT_POOL`` is none of them."""
+DEFAULT_POOL: PoolId = (0, 0)
+
+NUMBERED = (2, 12)
+"""The first version of PyTorch that tells blocks of equal size apart by the age of their segment."""
+
+# Rows of the log: (kind, bytes, requested bytes, change of split blocks, change of their bytes). The kinds of
+# the small pool are these, those of the large pool LARGE more.
+ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
+LARGE = 8
+Row = tuple[int, int, int, int, int]
+
+
+class OutOfMemory(Exception):  # noqa: N818 - PyTorch's name for it
+    """An allocation failed for good; the allocator is as it was, but for what it gave back on the way."""
+
+    def __init__(self, size: int, free: int) -> None:
+        super().__init__(f"{size:,} bytes cannot be allocated: the device has {free:,} left.")
+        self.size = size
+        """Bytes as requested."""
+        self.free = free
+        """Bytes that the device has left."""
+
+
+class Event:
+    """The end of a stream's use of a block."""
+
+    __slots__ = ("block", "done")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.done = False
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Args:
+        memory: the device's.
+        config: the settings in force.
+        version: of PyTorch, major and minor: what it does that others do not.
+
+    >>> allocator = CachingAllocator(DeviceMemory(80 << 30), AllocatorConfig())
+    >>> block = allocator.malloc(11 << 20)
+    >>> block.size, allocator.allocated, allocator.reserved
+    (12582912, 12582912, 12582912)
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, config: AllocatorConfig, version: tuple[int, int] = (2, 14)
+    ) -> None:
+        self.memory = memory
+        self.config = config
+        self.small = BlockPool(None, small=True)
+        self.large = BlockPool(None, small=False)
+        self.pools: dict[PoolId, PrivatePool] = {}
+        self.active: dict[int, Block] = {}
+        """Blocks in use, or waited for by other streams; by address."""
+        self.log: list[Row] = []
+        self.allocated = 0
+        """Bytes in blocks that are in use."""
+        self.reserved = 0
+        """Bytes of segments."""
+        self.num_alloc_retries = 0
+        self.num_ooms = 0
+        self.num_oom_rejections = 0
+        self.num_sync_all_streams = 0
+        self.num_device_alloc = 0
+        self.num_device_free = 0
+        self.captures = 0
+        """CUDA graphs that are being captured: then no event may be asked for."""
+        fraction = config.per_process_memory_fraction
+        self.allowed = None if fraction is None else int(fraction * memory.total)
+        """Bytes that may be reserved."""
+        self._numbered = version >= NUMBERED
+        self._segments = 0  # made so far
+        self._freeable: dict[PoolId, PrivatePool] = {}
+        self._diverted: list[PoolId] = []
+        self._events: dict[int, deque[Event]] = {}
+        self._deferred: list[Block] = []  # freed during a capture, and used by other streams
+        self._rounded: dict[int, int] = {}
+
+    # ---- What PyTorch is asked for -------------------------------------------------------------------
+
+    def malloc(self, size: int, stream: int = 0) -> Block:
+        """Allocate.
+
+        Args:
+            size: bytes as requested, at least 1.
+            stream: the stream that uses it; any number that tells streams apart.
+
+        Raises:
+            OutOfMemory: the device does not have it.
+        """
+        if not self.captures and (self._events or self._deferred):
+            self._process_events()
+        rounded = self._rounded.get(size)
+        if rounded is None:
+            rounded = self._rounded[size] = round_size(size, self.config)
+        pool = self._pool(rounded) if self._diverted else self.small if rounded <= SMALL_SIZE else self.large
+        block = self._get_free_block(pool, stream, rounded)
+        if block is None:
+            block = self._new_block(pool, stream, rounded, size)
+        return self._hand_out(block, rounded, size)
+
+    def free(self, block: Block) -> None:
+        """Free a block that ``malloc`` returned."""
+        block.allocated = False
+        size = block.size
+        self.allocated -= size
+        self.log.append((FREE_REQUESTED if block.pool.small else FREE_REQUESTED + LARGE, size, 0, 0, 0))
+        if block.uses:
+            if self.captures:
+                self._deferred.append(block)
+            else:
+                self._insert_events(block)
+        else:
+            self._free_block(block)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Note that another stream uses a block: once freed, it waits for that stream."""
+        if stream != block.stream:
+            if block.uses is None:
+                block.uses = set()
+            block.uses.add(stream)
+
+    def empty_cache(self) -> None:
+        """Give back every segment that is wholly free."""
+        self._release_cached_blocks()
+
+    def has_gone_on(self, stream: int) -> None:
+        """Note that a stream is done with every freed block that it used."""
+        for event in self._events.get(stream, ()):
+            event.done = True
+
+    def outstanding(self) -> Iterable[Event]:
+        """Return the events that are waited for: whoever knows that one is over sets ``done``."""
+        return [event for queue in self._events.values() for event in queue]
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does."""
+        pools = [self.small, self.large]
+        owners: dict[PrivatePool | None, PoolId] = {None: DEFAULT_POOL}
+        for pool_id, private in self.pools.items():
+            pools += private.small, private.large
+            owners[private] = pool_id
+        blocks = self.active | {address: block for pool in pools for address, block in pool.free.items()}
+        heads = (
+            block
+            for _, block in sorted(blocks.items())
+            if block.prev is None or not block.prev.mapped  # of an expandable segment, each mapped range
+        )
+        return tuple(_segment(head, owners[head.pool.owner]) for head in heads)
+
+    # ---- Private pools -------------------------------------------------------------------------------
+
+    def begin_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """Take what is allocated from now on from a private pool, which is made if need be."""
+        pool = self.pools.get(pool_id)
+        if pool is None:
+            self.pools[pool_id] = PrivatePool()
+        else:
+            pool.use_count += 1
+        self._diverted.append(pool_id)
+
+    def end_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """End that."""
+        self._diverted.remove(pool_id)
+
+    def release_pool(self, pool_id: PoolId) -> None:
+        """Note that a graph or a ``MemPool`` is gone: the last one's memory may be given back."""
+        pool = self.pools[pool_id]
+        pool.use_count -= 1
+        if pool.use_count == 0:
+            self._freeable[pool_id] = pool
+
+    def _pool(self, rounded: int) -> BlockPool:
+        pool = self.pools[self._diverted[-1]]
+        return pool.small if rounded <= SMALL_SIZE else pool.large
+
+    # ---- Finding a block -----------------------------------------------------------------------------
+
+    def _get_free_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
+        config = self.config
+        if self.allowed is not None and config.garbage_collection_threshold > 0:
+            pool.calls += 1
+        keys, index = pool.at_least(stream, size)
+        if index == len(keys):
+            return None
+        block = pool.block(keys[index])
+        if block.expandable is not None:
+            index = self._best_expandable(pool, keys, index)
+            if index == len(keys):
+                return None
+            block = pool.block(keys[index])
+        if config.max_split_size is not None:
+            if size < config.max_split_size <= block.size:
+                return None
+            if size >= config.max_split_size and block.size >= size + config.max_non_split_rounding:
+                return None
+        del keys[index]
+        del pool.free[block.address]
+        return block
+
+    def _best_expandable(self, pool: BlockPool, keys: list[int], index: int) -> int:
+        """Return the index of the block to take, from one of an expandable segment on.
+
+        A block that can grow counts with the size that it can grow to.
+        """
+        if not self.config.expandable_segments:  # switched off since
+            while index < len(keys) and pool.block(keys[index]).expandable is not None:
+                index += 1
+            return index
+        block = pool.block(keys[index])
+        while block.expandable is not None and index + 1 < len(keys):
+            following = pool.block(keys[index + 1])
+            if _size_to_grow_to(following) >= _size_to_grow_to(block):
+                break
+            block, index = following, index + 1
+        return index
+
+    def _new_block(self, pool: BlockPool, stream: int, size: int, requested: int) -> Block:
+        """Get memory from the device, whatever it takes."""
+        if self.allowed is not None and self.config.garbage_collection_threshold > 0:
+            self._garbage_collect_cached_blocks(self.allowed)
+        block = self._alloc_block(pool, stream, size)
+        if block is None and self._release_available_cached_blocks(pool, stream, size):
+            block = self._alloc_block(pool, stream, size)
+        if block is None and not self.captures:
+            self._release_cached_blocks()
+            self.num_alloc_retries += 1
+            block = self._alloc_block(pool, stream, size)
+        if block is None:
+            self.num_ooms += 1
+            raise OutOfMemory(requested, self.memory.total - self.memory.used)
+        return block
+
+    def _alloc_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
+        wanted = segment_size(size, self.config)
+        if self.allowed is not None and self.reserved + wanted > self.allowed:
+            return None
+        if self.config.throw_on_cudamalloc_oom and wanted > self.memory.total - self.memory.used:
+            self.num_oom_rejections += 1
+            raise OutOfMemory(size, self.memory.total - self.memory.used)
+        if self.config.expandable_segments:
+            block = self._try_allocate_expandable_block(pool, stream, size)
+            if block is not None and pool.owner is not None:
+                pool.owner.pieces += 1
+            return block
+        address = self.memory.malloc(wanted)
+        if not address:
+            return None
+        if pool.owner is not None:
+            pool.owner.pieces += 1
+        self.num_device_alloc += 1
+        self.reserved += wanted
+        self.log.append((SEGMENT_ALLOC if pool.small else SEGMENT_ALLOC + LARGE, wanted, 0, 0, 0))
+        self._segments += self._numbered
+        return Block(stream, wanted, pool, address, self._segments)
+
+    def _hand_out(self, block: Block, size: int, requested: int) -> Block:
+        """Split off what the block has beyond ``size``, if that is worth a block (``alloc_found_block``)."""
+        remainder = block.size - size
+        pool = block.pool
+        splits = bytes_split = 0
+        if self._should_split(pool, size, remainder):
+            rest = block
+            block = Block(rest.stream, size, pool, rest.address, rest.number)
+            if rest.expandable is None:
+                if rest.prev is not None or rest.next is not None:
+                    bytes_split = -size
+                else:
+                    splits, bytes_split = 1, remainder
+            else:
+                block.expandable = rest.expandable
+            before = rest.prev
+            block.prev = before
+            if before is not None:
+                before.next = block
+            block.next = rest
+            rest.prev = block
+            rest.address += size
+            rest.size = remainder
+            pool.add(rest)
+        elif block.expandable is None and (block.prev is not None or block.next is not None):
+            splits, bytes_split = -1, -block.size
+        block.free = False
+        block.allocated = True
+        block.requested = requested
+        size = block.size
+        self.active[block.address] = block
+        self.allocated += size
+        self.log.append((ALLOC if pool.small else ALLOC + LARGE, size, requested, splits, bytes_split))
+        return block
+
+    def _should_split(self, pool: BlockPool, size: int, remainder: int) -> bool:
+        if pool.owner is not None and pool.owner.no_split:
+            return False
+        return should_split(size, remainder, self.config)
+
+    # ---- Expandable segments -------------------------------------------------------------------------
+
+    def _try_allocate_expandable_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
+        block = expandable.find(pool, stream, size)
+        if block is None:
+            handle = SMALL_SEGMENT if pool.small else self.config.large_segment_size
+            block = expandable.reserve(pool, stream, ExpandableSegment(self.memory, handle))
+        if not block.mapped and not self._map_block(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            if following is None:
+                raise AssertionError("a block that can grow has something to grow into")
+            if not self._map_block(following, min(size - block.size, following.size)):
+                return None
+            block = following  # it has swallowed the one before it
+        pool.remove(block)
+        return block
+
+    def _map_block(self, block: Block, size: int) -> bool:
+        segment, pool = block.expandable, block.pool
+        if segment is None:
+            raise AssertionError("only expandable segments are mapped")
+        mapped = segment.map(size)
+        if not mapped:
+            return False
+        pool.remove_unmapped(block)
+        if mapped < block.size:
+            pool.add_unmapped(expandable.split_off(block, mapped))
+        block.mapped = True
+        self._try_merge_blocks(block, block.prev)
+        self._try_merge_blocks(block, block.next)
+        pool.add(block)
+        self.num_device_alloc += 1
+        self.reserved += mapped
+        self.log.append((SEGMENT_MAP if pool.small else SEGMENT_MAP + LARGE, mapped, 0, 0, 0))
+        return True
+
+    def _unmap_block(self, block: Block) -> None:
+        segment, pool = block.expandable, block.pool
+        if segment is None:
+            raise AssertionError("only expandable segments are unmapped")
+        address, size = segment.unmap(block.address, block.size)
+        if size == 0:
+            return
+        self._everything_is_over()
+        pool.remove(block)
+        before = address - block.address
+        if before:
+            kept = block
+            block = expandable.split_off(kept, before)
+            pool.add(kept)
+        if block.size > size:
+            pool.add(expandable.split_off(block, size))
+        block.mapped = False
+        self._try_merge_blocks(block, block.prev)
+        self._try_merge_blocks(block, block.next)
+        pool.add_unmapped(block)
+        self.num_device_free += 1
+        self.reserved -= size
+        self.log.append((SEGMENT_UNMAP if pool.small else SEGMENT_UNMAP + LARGE, size, 0, 0, 0))
+        if pool.owner is not None:
+            pool.owner.pieces -= 1
+        if not block.is_split:
+            pool.remove_unmapped(block)
+            segment.release()
+
+    # ---- Giving back ---------------------------------------------------------------------------------
+
+    def _free_block(self, block: Block) -> None:
+        del self.active[block.address]
+        size = block.size
+        pool = block.pool
+        splits = bytes_split = 0
+        other = block.prev
+        if other is not None and other.free and other.mapped:
+            splits, bytes_split = -1, -other.size
+            self._merge_with_previous(block, other)
+        other = block.next
+        if other is not None and other.free and other.mapped:
+            splits -= 1
+            bytes_split -= other.size
+            self._merge_with_next(block, other)
+        block.free = True
+        pool.add(block)
+        if block.expandable is not None:
+            splits = bytes_split = 0
+        elif block.prev is not None or block.next is not None:
+            splits += 1
+            bytes_split += block.size
+        kind = FREE_COMPLETED if pool.small else FREE_COMPLETED + LARGE
+        self.log.append((kind, size, block.requested, splits, bytes_split))
+
+    def _try_merge_blocks(self, block: Block, other: Block | None) -> None:
+        if other is None or not other.free or other.mapped != block.mapped:
+            return
+        if block.prev is other:
+            self._merge_with_previous(block, other)
+        else:
+            self._merge_with_next(block, other)
+
+    def _merge_with_previous(self, block: Block, other: Block) -> None:
+        _forget(other)
+        block.address = other.address
+        block.size += other.size
+        before = block.prev = other.prev
+        if before is not None:
+            before.next = block
+
+    def _merge_with_next(self, block: Block, other: Block) -> None:
+        _forget(other)
+        block.size += other.size
+        after = block.next = other.next
+        if after is not None:
+            after.prev = block
+
+    def _release_block(self, block: Block) -> None:
+        pool = block.pool
+        pool.remove(block)
+        self.memory.free(block.address, block.size)
+        self._everything_is_over()
+        self.num_device_free += 1
+        self.reserved -= block.size
+        if pool.owner is not None:
+            pool.owner.pieces -= 1
+        self.log.append((SEGMENT_FREE if pool.small else SEGMENT_FREE + LARGE, block.size, 0, 0, 0))
+
+    def _release_blocks(self, pool: BlockPool) -> None:
+        grown = []
+        for block in pool:
+            if block.expandable is not None:
+                grown.append(block)
+            elif not block.is_split:
+                self._release_block(block)
+        for block in grown:
+            self._unmap_block(block)
+
+    def _release_cached_blocks(self) -> None:
+        if not self._diverted:
+            self._synchronize_and_free_events()
+            self._release_blocks(self.large)
+            self._release_blocks(self.small)
+        for pool_id, pool in list(self._freeable.items()):
+            self._release_blocks(pool.small)
+            self._release_blocks(pool.large)
+            if pool.pieces == 0:
+                del self.pools[pool_id], self._freeable[pool_id]
+
+    def _release_available_cached_blocks(self, pool: BlockPool, stream: int, size: int) -> bool:
+        """Give back one oversize block that is large enough, or several from the largest down."""
+        limit = self.config.max_split_size
+        if limit is None:
+            return False
+        wanted = max(size, limit)
+        keys, index = pool.at_least(stream, wanted)
+        if index < len(keys) and pool.block(keys[index]).expandable is None:
+            self._release_block(pool.block(keys[index]))
+            return True
+        released = 0
+        for block in [pool.block(key) for key in reversed(keys[:index])]:
+            if released >= wanted or block.size < limit:
+                break
+            if block.expandable is None:
+                released += block.size
+                self._release_block(block)
+        return released >= wanted
+
+    def _garbage_collect_cached_blocks(self, allowed: int) -> None:
+        """Give back whole segments of the large pool that were not used for long, once much is reserved."""
+        threshold = int(self.config.garbage_collection_threshold * allowed)
+        if self.reserved <= threshold:
+            return
+        target = self.reserved - threshold
+        pool = self.large
+        whole = [block for block in pool if not block.is_split]
+        age, reclaimed, freed = sum(pool.calls - block.gc_base for block in whole), 0, True
+        count = len(whole)
+        while reclaimed < target and freed and count > 0:
+            oldest, freed = age / count, False
+            for block in list(whole):
+                if block.expandable is None and pool.calls - block.gc_base >= oldest:
+                    freed = True
+                    reclaimed += block.size
+                    age -= pool.calls - block.gc_base
+                    count -= 1
+                    whole.remove(block)
+                    self._release_block(block)
+
+    # ---- Streams -------------------------------------------------------------------------------------
+
+    def _insert_events(self, block: Block) -> None:
+        for stream in block.uses or ():
+            block.events += 1
+            self._events.setdefault(stream, deque()).append(Event(block))
+        block.uses = None
+
+    def _insert_deferred_events(self) -> None:
+        for block in self._deferred:
+            self._insert_events(block)
+        self._deferred = []
+
+    def _process_events(self) -> None:
+        """Free blocks whose other streams have gone on; each stream's events end in their order."""
+        self._insert_deferred_events()
+        for stream, queue in list(self._events.items()):
+            while queue and queue[0].done:
+                self._ended(queue.popleft().block)
+            if not queue:
+                del self._events[stream]
+
+    def _synchronize_and_free_events(self) -> None:
+        self.num_sync_all_streams += 1
+        self.memory.calls.synchronize += 1
+        self._insert_deferred_events()
+        events, self._events = self._events, {}
+        for queue in events.values():
+            for event in queue:
+                self._ended(event.block)
+
+    def _everything_is_over(self) -> None:
+        """CUDA waits for the whole device where memory goes back to it."""
+        for event in self.outstanding():
+            event.done = True
+
+    def _ended(self, block: Block) -> None:
+        block.events -= 1
+        if block.events == 0:
+            self._free_block(block)
+
+
+def _forget(block: Block) -> None:
+    """Take a free block that another one swallows out of its pool."""
+    if block.mapped:
+        block.pool.remove(block)
+    else:
+        block.pool.remove_unmapped(block)
+
+
+def _segment(head: Block, pool_id: PoolId) -> Segment:
+    blocks, block, address = [], head, head.address
+    while block is not None and block.mapped:
+        blocks.append(records.Block(block.address, block.size, block.requested, _state(block)))
+        address += block.size
+        block = block.next  # type: ignore[assignment]
+    return Segment(
+        address=head.address,
+        size=address - head.address,
+        stream=head.stream,
+        kind="small" if head.pool.small else "large",
+        pool=pool_id,
+        expandable=head.expandable is not None,
+        blocks=tuple(blocks),
+    )
+
+
+def _state(block: Block) -> str:
+    if block.allocated:
+        return "active_allocated"
+    return "inactive" if block.free else "active_awaiting_free"
+
+
+def _size_to_grow_to(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)

@@ -1,0 +1,122 @@
+"""The device's memory, as PyTorch's allocator asks for it, with nothing behind it.
+
+Addresses are those that the ghost gives out: a slot is a power of two, aligned to itself, and the slot that
+was freed last is the next for its size. Real drivers place memory otherwise; up to 2.11 it matters where
+PyTorch chooses between blocks of equal size, which it did by address.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from memfit.units import MIB, TIB
+
+GRANULE = 2 * MIB
+"""What cudaMalloc takes from the device at least, from 1 MiB upwards: assumed, it is not documented."""
+
+_ALIGNMENT = 512
+_MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
+
+
+@dataclass(slots=True)
+class Calls:
+    """Calls of the CUDA runtime and driver that PyTorch's allocator made."""
+
+    malloc: int = 0
+    """cudaMalloc, failed ones too."""
+    free: int = 0
+    """cudaFree, which waits for the device."""
+    map: int = 0
+    """Pieces of memory made and mapped (cuMemCreate, cuMemMap)."""
+    unmap: int = 0
+    """Pieces unmapped and released."""
+    synchronize: int = 0
+    """Waits for all streams, or for one before an unmapping."""
+
+    def __sub__(self, earlier: "Calls") -> "Calls":
+        return Calls(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@dataclass(slots=True)
+class DeviceMemory:
+    """Bytes of a device and who has them.
+
+    >>> memory = DeviceMemory(total=80 << 30)
+    >>> address = memory.malloc(20 * MIB)
+    >>> memory.used, memory.calls.malloc
+    (20971520, 1)
+    """
+
+    total: int
+    """Bytes, as cudaMemGetInfo reports them."""
+    used: int = 0
+    """Bytes taken: by the context and other processes to begin with."""
+    calls: Calls = field(default_factory=Calls)
+    _malloc: "_Arena" = field(default_factory=lambda: _Arena(_MALLOC_FROM))
+    _virtual: "_Arena" = field(default_factory=lambda: _Arena(_VIRTUAL_FROM))
+
+    def malloc(self, size: int) -> int:
+        """Return the address of ``size`` bytes from cudaMalloc; 0 if there are not so many left."""
+        self.calls.malloc += 1
+        taken = _taken(size)
+        if taken > self.total - self.used:
+            return 0
+        self.used += taken
+        return self._malloc.take(size)
+
+    def free(self, address: int, size: int) -> None:
+        """Give memory from ``malloc`` back."""
+        self.calls.free += 1
+        self.used -= _taken(size)
+        self._malloc.give(address, size)
+
+    def reserve(self, size: int) -> int:
+        """Return the address of ``size`` bytes of addresses with no memory behind them."""
+        return self._virtual.take(size)
+
+    def unreserve(self, address: int, size: int) -> None:
+        """Give addresses from ``reserve`` back."""
+        self._virtual.give(address, size)
+
+    def map(self, pieces: int, size: int) -> bool:
+        """Put pieces of ``size`` bytes each behind addresses; False, and none, if that is too much."""
+        if pieces * size > self.total - self.used:
+            return False
+        self.calls.map += pieces
+        self.used += pieces * size
+        return True
+
+    def unmap(self, pieces: int, size: int) -> None:
+        """Give memory behind addresses back; PyTorch waits for the stream first."""
+        self.calls.synchronize += 1
+        self.calls.unmap += pieces
+        self.used -= pieces * size
+
+
+class _Arena:
+    """Addresses in slots."""
+
+    __slots__ = ("_free", "_next")
+
+    def __init__(self, begin: int) -> None:
+        self._next = begin
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, size: int) -> int:
+        slot = _slot(size)
+        free = self._free.get(slot)
+        if free:
+            return free.pop()
+        address = -(-self._next // slot) * slot
+        self._next = address + slot
+        return address
+
+    def give(self, address: int, size: int) -> None:
+        self._free.setdefault(_slot(size), []).append(address)
+
+
+def _slot(size: int) -> int:
+    return max(_ALIGNMENT, 1 << (size - 1).bit_length())
+
+
+def _taken(size: int) -> int:
+    granule = GRANULE if size >= MIB else _ALIGNMENT
+    return -(-size // granule) * granule

@@ -1,0 +1,132 @@
+"""A trace through the allocator again: under other settings, on another device, with less of it free.
+
+    trace -> requests -> CachingAllocator -> Replay
+
+A script that ran under the ghost or on a card would ask for the same under other settings: what is asked for
+does not hang on where it lies. So a replay is exact under any settings, as far as the history tells what was
+asked; it ends where a malloc fails, for what a script does then nobody knows.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from memfit.allocator.caching import CachingAllocator, OutOfMemory
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device import Calls, DeviceMemory
+from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.statistics import memory_stats
+from memfit.records import Segment
+
+if TYPE_CHECKING:
+    from memfit.allocator.blocks import Block
+
+_MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _STEP = map(
+    int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.STEP)
+)
+_OTHERS = 1 << 40
+"""Numbers from here on stand for streams that use other streams' blocks, one for each such block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How a trace fared."""
+
+    fits: bool
+    peak_allocated: int
+    """Bytes, up to where it failed."""
+    peak_reserved: int
+    failed_event: int
+    """Index of the event of the trace whose malloc failed; -1 if none did."""
+    requested: int
+    """Bytes that it asked for, as requested; 0."""
+    free: int
+    """Bytes that the device had left then; 0."""
+    calls: Calls
+    """Of the CUDA runtime and driver, in all."""
+    calls_per_step: Calls | None
+    """In the last training step that ended before the end; None if fewer than two did."""
+    statistics: dict[str, int]
+    """``torch.cuda.memory_stats()`` at the end."""
+    segments: tuple[Segment, ...]
+    """At the end."""
+
+
+def replay(
+    asked: Requests,
+    config: AllocatorConfig,
+    *,
+    total: int,
+    taken: int = 0,
+    version: tuple[int, int] = (2, 14),
+    empty_cache_each_step: bool = False,
+) -> Replay:
+    """Replay requests.
+
+    Args:
+        asked: what ``requests(trace)`` returned.
+        config: the settings to replay under.
+        total: bytes of the device.
+        taken: bytes of it that the context and other processes hold.
+        version: of PyTorch, major and minor.
+        empty_cache_each_step: call ``torch.cuda.empty_cache`` after each training step.
+
+    Returns:
+        Peaks, calls and segments; up to the malloc that failed, if one did.
+    """
+    memory = DeviceMemory(total, used=taken)
+    allocator = CachingAllocator(memory, config, version)
+    run = _Run(allocator, empty_cache_each_step=empty_cache_each_step)
+    failure = None
+    try:
+        run.all(asked)
+    except OutOfMemory as error:
+        failure = error
+    statistics = memory_stats(allocator)
+    return Replay(
+        fits=failure is None,
+        peak_allocated=statistics["allocated_bytes.all.peak"],
+        peak_reserved=statistics["reserved_bytes.all.peak"],
+        failed_event=asked.event[run.position] if failure else -1,
+        requested=failure.size if failure else 0,
+        free=failure.free if failure else 0,
+        calls=memory.calls,
+        calls_per_step=run.steps[-1] - run.steps[-2] if len(run.steps) > 1 else None,
+        statistics=statistics,
+        segments=allocator.snapshot(),
+    )
+
+
+class _Run:
+    """An allocator and the blocks that a script holds."""
+
+    def __init__(self, allocator: CachingAllocator, *, empty_cache_each_step: bool) -> None:
+        self.allocator = allocator
+        self.position = 0
+        """Of the request that is served."""
+        self.steps: list[Calls] = []
+        """Calls up to the end of each training step."""
+        self._empties = empty_cache_each_step
+
+    def all(self, asked: Requests) -> None:
+        """Serve every request."""
+        allocator = self.allocator
+        malloc, free = allocator.malloc, allocator.free
+        blocks: dict[int, Block] = {}
+        rows = zip(asked.ask, asked.block, asked.size, asked.stream, strict=True)
+        for self.position, (ask, number, size, stream) in enumerate(rows):
+            if ask == _MALLOC:
+                blocks[number] = malloc(size, stream)
+            elif ask == _FREE:
+                free(blocks.pop(number))
+            elif ask == _FREE_LATER:
+                block = blocks.pop(number)
+                allocator.record_stream(block, _OTHERS + number)
+                free(block)
+            elif ask == _GONE_ON:
+                allocator.has_gone_on(_OTHERS + number)
+            elif ask == _EMPTY_CACHE:
+                allocator.empty_cache()
+            elif ask == _STEP:
+                if self._empties:
+                    allocator.empty_cache()
+                self.steps.append(replace(allocator.memory.calls))

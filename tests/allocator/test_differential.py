@@ -1,0 +1,39 @@
+"""Memfit's allocator against PyTorch's own, on the ghost: every address, every statistic, each time."""
+
+import importlib.util
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "allocator_differential.py"
+OPERATIONS = 50_000
+
+
+@pytest.fixture(scope="module")
+def differential():
+    spec = importlib.util.spec_from_file_location("allocator_differential", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(900)
+def test_nothing_differs_under_any_setting(differential):
+    seed = random.SystemRandom().randrange(1 << 30)  # a fresh one; it is in the message of a failure
+    situations = differential.situations(random.Random(seed))  # noqa: S311
+    each = -(-OPERATIONS // len(situations))
+
+    def run(situation):
+        conf, options = situation
+        return conf, differential.drive(conf, options | {"operations": each})
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        done = list(workers.map(run, situations))
+    assert {conf: result["mismatch"] for conf, result in done if result["mismatch"]} == {}, f"--seed {seed}"
+    assert sum(result["operations"] for _, result in done) >= OPERATIONS
+    # Each of these happened somewhere, or nothing of it was tried.
+    assert sum(result["retries"] for _, result in done)
+    assert sum(result["outs_of_memory"] for _, result in done)
