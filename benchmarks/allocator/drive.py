@@ -15,7 +15,7 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memfit.allocator.caching import CachingAllocator, OutOfMemory
+from memfit.allocator.caching import ROW, CachingAllocator, OutOfMemory
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
 from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
@@ -112,7 +112,7 @@ class Pair:
         config = AllocatorConfig.of(os.environ.get("PYTORCH_ALLOC_CONF", ""))
         self.model = CachingAllocator(DeviceMemory(torch.cuda.mem_get_info()[1]), config)
         if options["fraction"] is not None:
-            self.model.allowed = int(options["fraction"] * self.model.memory.total)
+            self.model.set_fraction(options["fraction"])
         self._names = [stream.cuda_stream for stream in self._streams]
         self.live: dict[int, tuple[Any, Block]] = {}  # number -> (the real tensor, our block)
         self.bytes = 0
@@ -190,7 +190,7 @@ class Pair:
             ours = f"{model.allocated:,}, {model.reserved:,}"
             raise DifferenceError(f"allocated {allocated:,}, reserved {reserved:,}; ours {ours}")
         self._expected.append(_line(stats))
-        self._ends.append(len(model.log) - self._followed)
+        self._ends.append((len(model.log) - self._followed) // ROW)
         self._counters.append([getattr(model, name) for name in COUNTERS])
         if len(self._ends) == CHUNK:
             self.compare()

@@ -21,22 +21,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memfit.allocator.expandable import ExpandableSegment
 
-_ADDRESS_BITS = 48
-_ADDRESS = (1 << _ADDRESS_BITS) - 1
+ADDRESS_BITS = 48
+ADDRESS = (1 << ADDRESS_BITS) - 1
 _NUMBER_BITS = 32
-_SIZE_SHIFT = _NUMBER_BITS + _ADDRESS_BITS
+SIZE_SHIFT = _NUMBER_BITS + ADDRESS_BITS
+"""A key's size begins here: ``size << SIZE_SHIFT`` comes before every block of that size."""
 
 
 class Block:
-    """A piece of a segment."""
+    """A piece of a segment. The first of a segment stays that for as long as the segment is there."""
 
     __slots__ = (
         "address",
-        "allocated",
         "events",
         "expandable",
         "free",
         "gc_base",
+        "key",
         "mapped",
         "next",
         "number",
@@ -46,43 +47,76 @@ class Block:
         "size",
         "stream",
         "uses",
+        "waits",
     )
 
-    def __init__(self, stream: int, size: int, pool: "BlockPool", address: int, number: int = 0) -> None:
+    def __init__(self, stream: int, size: int, pool: "BlockPool", address: int, number: int) -> None:
         self.stream = stream
-        self.number = number
-        """Of its segment, in the order in which they were made."""
         self.size = size
         self.pool = pool
         self.address = address
-        self.requested = 0
-        self.allocated = False
+        self.number = number
+        """Of its segment, in the order in which they were made."""
         self.free = True
         """Whether it may be taken or merged; also of a block that is not mapped."""
         self.mapped = True
-        self.events = 0
-        """Uses by other streams that are not known to have ended."""
-        self.uses: set[int] | None = None
-        """Other streams that use it."""
-        self.gc_base = 0
         self.prev: Block | None = None
         self.next: Block | None = None
         self.expandable: ExpandableSegment | None = None
+        self.uses: set[int] | None = None
+        """Other streams that use it."""
+        self.events = 0
+        """Uses by other streams that are not known to have ended, once it is freed."""
+        self.waits = False
+        """Whether it was freed and waits for other streams."""
+        self.requested: int
+        """Bytes as requested, of a block that is in use."""
+        self.gc_base: int
+        """The pool's searches when it became free."""
+        self.key: int
+        """Its place in the pool's order, while it is free and mapped."""
 
     @property
     def is_split(self) -> bool:
         """Whether it is less than its whole segment."""
         return self.prev is not None or self.next is not None
 
+    def split(self, size: int) -> "Block":
+        """Shorten it to its first ``size`` bytes; return the rest, which no pool has yet."""
+        rest = Block(self.stream, self.size - size, self.pool, self.address + size, self.number)
+        rest.expandable = self.expandable
+        rest.mapped = self.mapped
+        after = rest.next = self.next
+        if after is not None:
+            after.prev = rest
+        rest.prev = self
+        self.next = rest
+        self.size = size
+        return rest
+
+    def swallow(self, following: "Block") -> None:
+        """Take in the block that follows."""
+        self.size += following.size
+        after = self.next = following.next
+        if after is not None:
+            after.prev = self
+
 
 class BlockPool:
-    """The free blocks of one pool: the small or the large ones of the default or of a private pool."""
+    """The free blocks of one pool: the small or the large ones of the default or of a private pool.
 
-    __slots__ = ("calls", "free", "keys", "owner", "small", "unmapped")
+    Args:
+        owner: the private pool that it belongs to, if any.
+        small: whether it holds blocks of up to 1 MiB.
+        least: bytes that what is left of a block must have to become a block of its own.
+    """
 
-    def __init__(self, owner: "PrivatePool | None", *, small: bool) -> None:
+    __slots__ = ("calls", "free", "keys", "least", "owner", "small", "unmapped")
+
+    def __init__(self, owner: "PrivatePool | None", *, small: bool, least: int) -> None:
         self.small = small
         self.owner = owner
+        self.least = least
         self.keys: dict[int, list[int]] = {}
         self.free: dict[int, Block] = {}
         self.unmapped: dict[int, list[Block]] = {}
@@ -90,33 +124,33 @@ class BlockPool:
         self.calls = 0
         """Searches so far: the clock of garbage collection."""
 
+    def of(self, stream: int) -> list[int]:
+        """Return a stream's keys."""
+        keys = self.keys.get(stream)
+        if keys is None:
+            keys = self.keys[stream] = []
+        return keys
+
     def add(self, block: Block) -> None:
         """Add a free block."""
         block.gc_base = self.calls
         self.free[block.address] = block
-        keys = self.keys.get(block.stream)
-        if keys is None:
-            keys = self.keys[block.stream] = []
-        insort(keys, _key(block))
+        block.key = block.size << SIZE_SHIFT | block.number << ADDRESS_BITS | block.address
+        insort(self.of(block.stream), block.key)
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
         keys = self.keys[block.stream]
-        del keys[bisect_left(keys, _key(block))]
+        del keys[bisect_left(keys, block.key)]
         del self.free[block.address]
-
-    def at_least(self, stream: int, size: int) -> tuple[list[int], int]:
-        """Return a stream's keys, and the index of the first block of at least this size."""
-        keys = self.keys.get(stream, [])
-        return keys, bisect_left(keys, size << _SIZE_SHIFT)
 
     def block(self, key: int) -> Block:
         """Return the block of a key."""
-        return self.free[key & _ADDRESS]
+        return self.free[key & ADDRESS]
 
     def __iter__(self) -> Iterator[Block]:
-        """Return the blocks as they are now, by stream, size and address."""
-        return iter([self.free[key & _ADDRESS] for stream in sorted(self.keys) for key in self.keys[stream]])
+        """Return the blocks as they are now, by stream, size, number and address."""
+        return iter([self.free[key & ADDRESS] for stream in sorted(self.keys) for key in self.keys[stream]])
 
     def add_unmapped(self, block: Block) -> None:
         """Add what no memory is behind."""
@@ -131,21 +165,15 @@ class BlockPool:
 class PrivatePool:
     """The pools of a CUDA graph or a ``torch.cuda.MemPool``."""
 
-    __slots__ = ("large", "no_split", "pieces", "small", "use_count", "use_on_oom")
+    __slots__ = ("large", "pieces", "small", "use_count")
 
-    def __init__(self) -> None:
-        self.small = BlockPool(self, small=True)
-        self.large = BlockPool(self, small=False)
+    def __init__(self, *, least_small: int, least_large: int) -> None:
+        self.small = BlockPool(self, small=True, least=least_small)
+        self.large = BlockPool(self, small=False, least=least_large)
         self.use_count = 1
         """Graphs and ``MemPool`` objects that use it."""
         self.pieces = 0
         """Segments and mappings that were made for it and not yet given back."""
-        self.no_split = False
-        self.use_on_oom = False
-
-
-def _key(block: Block) -> int:
-    return block.size << _SIZE_SHIFT | block.number << _ADDRESS_BITS | block.address
 
 
 def _address_of(block: Block) -> int:

@@ -15,30 +15,35 @@ Source: ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2
 counterparts' names. ``benchmarks/allocator_differential.py`` drives the two side by side.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from memfit import records
 from memfit.allocator import expandable
-from memfit.allocator.blocks import Block, BlockPool, PrivatePool
+from memfit.allocator.blocks import ADDRESS, ADDRESS_BITS, SIZE_SHIFT, Block, BlockPool, PrivatePool
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
 from memfit.allocator.expandable import ExpandableSegment
-from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size, segment_size, should_split
+from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, least_remainder, round_size, segment_size
 from memfit.records import Segment
 
 PoolId = tuple[int, int]
 """As PyTorch numbers private pools; ``DEFAULT_POOL`` is none of them."""
 DEFAULT_POOL: PoolId = (0, 0)
 
+_NEVER = 1 << 62
+"""Bytes that no block has."""
 NUMBERED = (2, 12)
 """The first version of PyTorch that tells blocks of equal size apart by the age of their segment."""
 
-# Rows of the log: (kind, bytes, requested bytes, change of split blocks, change of their bytes). The kinds of
-# the small pool are these, those of the large pool LARGE more.
-ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
+# The log has rows of five numbers: kind, bytes, requested bytes, change of split blocks and of their bytes.
+# The kinds of the small pool are these, those of the large pool LARGE more.
+ALLOC, FREE, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(
+    8
+)
 LARGE = 8
-Row = tuple[int, int, int, int, int]
+ROW = 5
 
 
 class OutOfMemory(Exception):  # noqa: N818 - PyTorch's name for it
@@ -81,12 +86,12 @@ class CachingAllocator:
     ) -> None:
         self.memory = memory
         self.config = config
-        self.small = BlockPool(None, small=True)
-        self.large = BlockPool(None, small=False)
+        self.small = BlockPool(None, small=True, least=least_remainder(config, small=True))
+        self.large = BlockPool(None, small=False, least=least_remainder(config, small=False))
         self.pools: dict[PoolId, PrivatePool] = {}
-        self.active: dict[int, Block] = {}
-        """Blocks in use, or waited for by other streams; by address."""
-        self.log: list[Row] = []
+        self.segments: dict[int, Block] = {}
+        """The first block of every segment and every reservation, by address."""
+        self.log: list[int] = []
         self.allocated = 0
         """Bytes in blocks that are in use."""
         self.reserved = 0
@@ -100,10 +105,14 @@ class CachingAllocator:
         self.captures = 0
         """CUDA graphs that are being captured: then no event may be asked for."""
         fraction = config.per_process_memory_fraction
-        self.allowed = None if fraction is None else int(fraction * memory.total)
-        """Bytes that may be reserved."""
+        self._allowed = None if fraction is None else int(fraction * memory.total)
+        self._limit = _NEVER if config.max_split_size is None else config.max_split_size
+        # With expandable segments a block of any size is split.
+        self._unsplit = _NEVER if config.expandable_segments else self._limit
+        self._choosy = False
+        self._choose_rules()
         self._numbered = version >= NUMBERED
-        self._segments = 0  # made so far
+        self._made = 0  # segments so far
         self._freeable: dict[PoolId, PrivatePool] = {}
         self._diverted: list[PoolId] = []
         self._events: dict[int, deque[Event]] = {}
@@ -115,6 +124,8 @@ class CachingAllocator:
     def malloc(self, size: int, stream: int = 0) -> Block:
         """Allocate.
 
+        The most frequent of all paths is written out here: find a block, and split off what it has beyond.
+
         Args:
             size: bytes as requested, at least 1.
             stream: the stream that uses it; any number that tells streams apart.
@@ -122,30 +133,58 @@ class CachingAllocator:
         Raises:
             OutOfMemory: the device does not have it.
         """
-        if not self.captures and (self._events or self._deferred):
+        if self._events or self._deferred:
             self._process_events()
         rounded = self._rounded.get(size)
         if rounded is None:
             rounded = self._rounded[size] = round_size(size, self.config)
         pool = self._pool(rounded) if self._diverted else self.small if rounded <= SMALL_SIZE else self.large
-        block = self._get_free_block(pool, stream, rounded)
-        if block is None:
+        keys = pool.keys.get(stream)
+        if keys is None:
+            keys = pool.keys[stream] = []
+        index = bisect_left(keys, rounded << SIZE_SHIFT)
+        if self._choosy:
+            index = self._choose(pool, keys, index, rounded)
+        if index < len(keys):
+            block = pool.free.pop(keys.pop(index) & ADDRESS)
+        else:
             block = self._new_block(pool, stream, rounded, size)
-        return self._hand_out(block, rounded, size)
+        remainder = block.size - rounded
+        splits = bytes_split = 0
+        if remainder >= pool.least and rounded < self._unsplit:
+            if block.prev is None and block.next is None:
+                splits, bytes_split = 1, remainder
+            else:
+                bytes_split = -rounded
+            rest = block.split(rounded)
+            address = rest.address
+            rest.gc_base = pool.calls
+            rest.key = key = remainder << SIZE_SHIFT | rest.number << ADDRESS_BITS | address
+            pool.free[address] = rest
+            insort(keys, key)
+        elif block.prev is not None or block.next is not None:
+            splits, bytes_split = -1, -block.size
+        if block.expandable is not None:
+            splits = bytes_split = 0
+        block.free = False
+        block.requested = size
+        taken = block.size
+        self.allocated += taken
+        self.log += (ALLOC if pool.small else ALLOC + LARGE, taken, size, splits, bytes_split)
+        return block
 
     def free(self, block: Block) -> None:
         """Free a block that ``malloc`` returned."""
-        block.allocated = False
-        size = block.size
-        self.allocated -= size
-        self.log.append((FREE_REQUESTED if block.pool.small else FREE_REQUESTED + LARGE, size, 0, 0, 0))
-        if block.uses:
-            if self.captures:
-                self._deferred.append(block)
-            else:
-                self._insert_events(block)
+        self.allocated -= block.size
+        if not block.uses:
+            self._free_block(block, FREE)
+            return
+        block.waits = True
+        self.log += (FREE_REQUESTED if block.pool.small else FREE_REQUESTED + LARGE, block.size, 0, 0, 0)
+        if self.captures:
+            self._deferred.append(block)
         else:
-            self._free_block(block)
+            self._insert_events(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
         """Note that another stream uses a block: once freed, it waits for that stream."""
@@ -167,18 +206,28 @@ class CachingAllocator:
         """Return the events that are waited for: whoever knows that one is over sets ``done``."""
         return [event for queue in self._events.values() for event in queue]
 
+    def set_fraction(self, fraction: float) -> None:
+        """Limit what may be reserved to a fraction of the device: ``set_per_process_memory_fraction``."""
+        self._allowed = int(fraction * self.memory.total)
+        self._choose_rules()
+
+    def blocks(self) -> Iterator[Block]:
+        """Return every block, free or not, mapped or not, by address."""
+        for _, head in sorted(self.segments.items()):
+            block: Block | None = head
+            while block is not None:
+                yield block
+                block = block.next
+
     def snapshot(self) -> tuple[Segment, ...]:
-        """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does."""
-        pools = [self.small, self.large]
+        """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does.
+
+        Of an expandable segment that is each range with memory behind it.
+        """
         owners: dict[PrivatePool | None, PoolId] = {None: DEFAULT_POOL}
-        for pool_id, private in self.pools.items():
-            pools += private.small, private.large
-            owners[private] = pool_id
-        blocks = self.active | {address: block for pool in pools for address, block in pool.free.items()}
+        owners |= {private: pool_id for pool_id, private in self.pools.items()}
         heads = (
-            block
-            for _, block in sorted(blocks.items())
-            if block.prev is None or not block.prev.mapped  # of an expandable segment, each mapped range
+            block for block in self.blocks() if block.mapped and (block.prev is None or not block.prev.mapped)
         )
         return tuple(_segment(head, owners[head.pool.owner]) for head in heads)
 
@@ -188,7 +237,7 @@ class CachingAllocator:
         """Take what is allocated from now on from a private pool, which is made if need be."""
         pool = self.pools.get(pool_id)
         if pool is None:
-            self.pools[pool_id] = PrivatePool()
+            self.pools[pool_id] = PrivatePool(least_small=self.small.least, least_large=self.large.least)
         else:
             pool.use_count += 1
         self._diverted.append(pool_id)
@@ -210,27 +259,31 @@ class CachingAllocator:
 
     # ---- Finding a block -----------------------------------------------------------------------------
 
-    def _get_free_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
-        config = self.config
-        if self.allowed is not None and config.garbage_collection_threshold > 0:
+    def _choose_rules(self) -> None:
+        """Note whether the smallest block that is large enough is not always the one to take."""
+        self._collects = self._allowed is not None and self.config.garbage_collection_threshold > 0
+        self._choosy = self._collects or self._limit != _NEVER or self.config.expandable_segments
+
+    def _choose(self, pool: BlockPool, keys: list[int], index: int, size: int) -> int:
+        """Return the index of the block to take, from the first that is large enough on.
+
+        None is the number of keys. This is ``get_free_block`` beyond the search itself.
+        """
+        if self._collects:
             pool.calls += 1
-        keys, index = pool.at_least(stream, size)
         if index == len(keys):
-            return None
-        block = pool.block(keys[index])
+            return index
+        block = pool.free[keys[index] & ADDRESS]
         if block.expandable is not None:
             index = self._best_expandable(pool, keys, index)
             if index == len(keys):
-                return None
-            block = pool.block(keys[index])
-        if config.max_split_size is not None:
-            if size < config.max_split_size <= block.size:
-                return None
-            if size >= config.max_split_size and block.size >= size + config.max_non_split_rounding:
-                return None
-        del keys[index]
-        del pool.free[block.address]
-        return block
+                return index
+            block = pool.free[keys[index] & ADDRESS]
+        if size < self._limit <= block.size:
+            return len(keys)
+        if size >= self._limit and block.size >= size + self.config.max_non_split_rounding:
+            return len(keys)
+        return index
 
     def _best_expandable(self, pool: BlockPool, keys: list[int], index: int) -> int:
         """Return the index of the block to take, from one of an expandable segment on.
@@ -251,8 +304,8 @@ class CachingAllocator:
 
     def _new_block(self, pool: BlockPool, stream: int, size: int, requested: int) -> Block:
         """Get memory from the device, whatever it takes."""
-        if self.allowed is not None and self.config.garbage_collection_threshold > 0:
-            self._garbage_collect_cached_blocks(self.allowed)
+        if self._collects:
+            self._garbage_collect_cached_blocks()
         block = self._alloc_block(pool, stream, size)
         if block is None and self._release_available_cached_blocks(pool, stream, size):
             block = self._alloc_block(pool, stream, size)
@@ -267,7 +320,7 @@ class CachingAllocator:
 
     def _alloc_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
         wanted = segment_size(size, self.config)
-        if self.allowed is not None and self.reserved + wanted > self.allowed:
+        if self._allowed is not None and self.reserved + wanted > self._allowed:
             return None
         if self.config.throw_on_cudamalloc_oom and wanted > self.memory.total - self.memory.used:
             self.num_oom_rejections += 1
@@ -284,49 +337,10 @@ class CachingAllocator:
             pool.owner.pieces += 1
         self.num_device_alloc += 1
         self.reserved += wanted
-        self.log.append((SEGMENT_ALLOC if pool.small else SEGMENT_ALLOC + LARGE, wanted, 0, 0, 0))
-        self._segments += self._numbered
-        return Block(stream, wanted, pool, address, self._segments)
-
-    def _hand_out(self, block: Block, size: int, requested: int) -> Block:
-        """Split off what the block has beyond ``size``, if that is worth a block (``alloc_found_block``)."""
-        remainder = block.size - size
-        pool = block.pool
-        splits = bytes_split = 0
-        if self._should_split(pool, size, remainder):
-            rest = block
-            block = Block(rest.stream, size, pool, rest.address, rest.number)
-            if rest.expandable is None:
-                if rest.prev is not None or rest.next is not None:
-                    bytes_split = -size
-                else:
-                    splits, bytes_split = 1, remainder
-            else:
-                block.expandable = rest.expandable
-            before = rest.prev
-            block.prev = before
-            if before is not None:
-                before.next = block
-            block.next = rest
-            rest.prev = block
-            rest.address += size
-            rest.size = remainder
-            pool.add(rest)
-        elif block.expandable is None and (block.prev is not None or block.next is not None):
-            splits, bytes_split = -1, -block.size
-        block.free = False
-        block.allocated = True
-        block.requested = requested
-        size = block.size
-        self.active[block.address] = block
-        self.allocated += size
-        self.log.append((ALLOC if pool.small else ALLOC + LARGE, size, requested, splits, bytes_split))
+        self.log += (SEGMENT_ALLOC if pool.small else SEGMENT_ALLOC + LARGE, wanted, 0, 0, 0)
+        self._made += self._numbered
+        block = self.segments[address] = Block(stream, wanted, pool, address, self._made)
         return block
-
-    def _should_split(self, pool: BlockPool, size: int, remainder: int) -> bool:
-        if pool.owner is not None and pool.owner.no_split:
-            return False
-        return should_split(size, remainder, self.config)
 
     # ---- Expandable segments -------------------------------------------------------------------------
 
@@ -335,36 +349,36 @@ class CachingAllocator:
         if block is None:
             handle = SMALL_SEGMENT if pool.small else self.config.large_segment_size
             block = expandable.reserve(pool, stream, ExpandableSegment(self.memory, handle))
-        if not block.mapped and not self._map_block(block, min(block.size, size)):
-            return None
-        while block.size < size:
+            self.segments[block.address] = block
+        if not block.mapped:
+            block = self._map_block(block, min(block.size, size))
+        while block is not None and block.size < size:
             following = block.next
             if following is None:
                 raise AssertionError("a block that can grow has something to grow into")
-            if not self._map_block(following, min(size - block.size, following.size)):
-                return None
-            block = following  # it has swallowed the one before it
-        pool.remove(block)
+            block = self._map_block(following, min(size - block.size, following.size))
+        if block is not None:
+            pool.remove(block)
         return block
 
-    def _map_block(self, block: Block, size: int) -> bool:
+    def _map_block(self, block: Block, size: int) -> Block | None:
+        """Put memory behind the beginning of a block; return it, or the free one before it that it joins."""
         segment, pool = block.expandable, block.pool
         if segment is None:
             raise AssertionError("only expandable segments are mapped")
         mapped = segment.map(size)
         if not mapped:
-            return False
+            return None
         pool.remove_unmapped(block)
         if mapped < block.size:
-            pool.add_unmapped(expandable.split_off(block, mapped))
+            pool.add_unmapped(block.split(mapped))
         block.mapped = True
-        self._try_merge_blocks(block, block.prev)
-        self._try_merge_blocks(block, block.next)
+        block = self._merged(block)
         pool.add(block)
         self.num_device_alloc += 1
         self.reserved += mapped
-        self.log.append((SEGMENT_MAP if pool.small else SEGMENT_MAP + LARGE, mapped, 0, 0, 0))
-        return True
+        self.log += (SEGMENT_MAP if pool.small else SEGMENT_MAP + LARGE, mapped, 0, 0, 0)
+        return block
 
     def _unmap_block(self, block: Block) -> None:
         segment, pool = block.expandable, block.pool
@@ -375,85 +389,83 @@ class CachingAllocator:
             return
         self._everything_is_over()
         pool.remove(block)
-        before = address - block.address
-        if before:
+        if address > block.address:
             kept = block
-            block = expandable.split_off(kept, before)
+            block = kept.split(address - kept.address)
             pool.add(kept)
         if block.size > size:
-            pool.add(expandable.split_off(block, size))
+            pool.add(block.split(size))
         block.mapped = False
-        self._try_merge_blocks(block, block.prev)
-        self._try_merge_blocks(block, block.next)
+        block = self._merged(block)
         pool.add_unmapped(block)
         self.num_device_free += 1
         self.reserved -= size
-        self.log.append((SEGMENT_UNMAP if pool.small else SEGMENT_UNMAP + LARGE, size, 0, 0, 0))
+        self.log += (SEGMENT_UNMAP if pool.small else SEGMENT_UNMAP + LARGE, size, 0, 0, 0)
         if pool.owner is not None:
             pool.owner.pieces -= 1
         if not block.is_split:
             pool.remove_unmapped(block)
+            del self.segments[block.address]
             segment.release()
+
+    def _merged(self, block: Block) -> Block:
+        """Merge a block that no pool has with free neighbours that are mapped, or not, as it is."""
+        before, after = block.prev, block.next
+        if after is not None and after.free and after.mapped == block.mapped:
+            _forget(after)
+            block.swallow(after)
+        if before is not None and before.free and before.mapped == block.mapped:
+            _forget(before)
+            before.swallow(block)
+            return before
+        return block
 
     # ---- Giving back ---------------------------------------------------------------------------------
 
-    def _free_block(self, block: Block) -> None:
-        del self.active[block.address]
+    def _free_block(self, block: Block, kind: int) -> None:
+        """Make a block free: the other frequent path."""
         size = block.size
+        requested = block.requested
         pool = block.pool
+        keys = pool.keys[block.stream]
         splits = bytes_split = 0
-        other = block.prev
-        if other is not None and other.free and other.mapped:
-            splits, bytes_split = -1, -other.size
-            self._merge_with_previous(block, other)
+        block.free = True
         other = block.next
         if other is not None and other.free and other.mapped:
+            del keys[bisect_left(keys, other.key)]
+            del pool.free[other.address]
+            splits, bytes_split = -1, -other.size
+            block.swallow(other)
+        other = block.prev
+        if other is not None and other.free and other.mapped:
+            del keys[bisect_left(keys, other.key)]
             splits -= 1
             bytes_split -= other.size
-            self._merge_with_next(block, other)
-        block.free = True
-        pool.add(block)
+            other.swallow(block)
+            block = other
+        else:
+            pool.free[block.address] = block
+        block.gc_base = pool.calls
+        block.key = key = block.size << SIZE_SHIFT | block.number << ADDRESS_BITS | block.address
+        insort(keys, key)
         if block.expandable is not None:
             splits = bytes_split = 0
         elif block.prev is not None or block.next is not None:
             splits += 1
             bytes_split += block.size
-        kind = FREE_COMPLETED if pool.small else FREE_COMPLETED + LARGE
-        self.log.append((kind, size, block.requested, splits, bytes_split))
-
-    def _try_merge_blocks(self, block: Block, other: Block | None) -> None:
-        if other is None or not other.free or other.mapped != block.mapped:
-            return
-        if block.prev is other:
-            self._merge_with_previous(block, other)
-        else:
-            self._merge_with_next(block, other)
-
-    def _merge_with_previous(self, block: Block, other: Block) -> None:
-        _forget(other)
-        block.address = other.address
-        block.size += other.size
-        before = block.prev = other.prev
-        if before is not None:
-            before.next = block
-
-    def _merge_with_next(self, block: Block, other: Block) -> None:
-        _forget(other)
-        block.size += other.size
-        after = block.next = other.next
-        if after is not None:
-            after.prev = block
+        self.log += (kind if pool.small else kind + LARGE, size, requested, splits, bytes_split)
 
     def _release_block(self, block: Block) -> None:
         pool = block.pool
         pool.remove(block)
+        del self.segments[block.address]
         self.memory.free(block.address, block.size)
         self._everything_is_over()
         self.num_device_free += 1
         self.reserved -= block.size
         if pool.owner is not None:
             pool.owner.pieces -= 1
-        self.log.append((SEGMENT_FREE if pool.small else SEGMENT_FREE + LARGE, block.size, 0, 0, 0))
+        self.log += (SEGMENT_FREE if pool.small else SEGMENT_FREE + LARGE, block.size, 0, 0, 0)
 
     def _release_blocks(self, pool: BlockPool) -> None:
         grown = []
@@ -482,7 +494,8 @@ class CachingAllocator:
         if limit is None:
             return False
         wanted = max(size, limit)
-        keys, index = pool.at_least(stream, wanted)
+        keys = pool.of(stream)
+        index = bisect_left(keys, wanted << SIZE_SHIFT)
         if index < len(keys) and pool.block(keys[index]).expandable is None:
             self._release_block(pool.block(keys[index]))
             return True
@@ -495,9 +508,9 @@ class CachingAllocator:
                 self._release_block(block)
         return released >= wanted
 
-    def _garbage_collect_cached_blocks(self, allowed: int) -> None:
+    def _garbage_collect_cached_blocks(self) -> None:
         """Give back whole segments of the large pool that were not used for long, once much is reserved."""
-        threshold = int(self.config.garbage_collection_threshold * allowed)
+        threshold = int(self.config.garbage_collection_threshold * (self._allowed or 0))
         if self.reserved <= threshold:
             return
         target = self.reserved - threshold
@@ -531,6 +544,8 @@ class CachingAllocator:
 
     def _process_events(self) -> None:
         """Free blocks whose other streams have gone on; each stream's events end in their order."""
+        if self.captures:
+            return
         self._insert_deferred_events()
         for stream, queue in list(self._events.items()):
             while queue and queue[0].done:
@@ -555,7 +570,8 @@ class CachingAllocator:
     def _ended(self, block: Block) -> None:
         block.events -= 1
         if block.events == 0:
-            self._free_block(block)
+            block.waits = False
+            self._free_block(block, FREE_COMPLETED)
 
 
 def _forget(block: Block) -> None:
@@ -569,7 +585,8 @@ def _forget(block: Block) -> None:
 def _segment(head: Block, pool_id: PoolId) -> Segment:
     blocks, block, address = [], head, head.address
     while block is not None and block.mapped:
-        blocks.append(records.Block(block.address, block.size, block.requested, _state(block)))
+        requested = 0 if block.free else block.requested
+        blocks.append(records.Block(block.address, block.size, requested, _state(block)))
         address += block.size
         block = block.next  # type: ignore[assignment]
     return Segment(
@@ -584,9 +601,9 @@ def _segment(head: Block, pool_id: PoolId) -> Segment:
 
 
 def _state(block: Block) -> str:
-    if block.allocated:
-        return "active_allocated"
-    return "inactive" if block.free else "active_awaiting_free"
+    if block.free:
+        return "inactive"
+    return "active_awaiting_free" if block.waits else "active_allocated"
 
 
 def _size_to_grow_to(block: Block) -> int:

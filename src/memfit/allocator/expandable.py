@@ -71,21 +71,8 @@ def find(pool: BlockPool, stream: int, size: int) -> Block | None:
 
 def reserve(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
     """Return a new reservation as a block that is not mapped."""
-    block = Block(stream, segment.size, pool, segment.address)
+    block = Block(stream, segment.size, pool, segment.address, 0)
     block.mapped = False
     block.expandable = segment
     pool.add_unmapped(block)
     return block
-
-
-def split_off(block: Block, size: int) -> Block:
-    """Shorten a block to its first ``size`` bytes; return the rest, which no pool has yet."""
-    rest = Block(block.stream, block.size - size, block.pool, block.address + size, block.number)
-    rest.expandable = block.expandable
-    rest.mapped = block.mapped
-    rest.prev, rest.next = block, block.next
-    if rest.next is not None:
-        rest.next.prev = rest
-    block.next = rest
-    block.size = size
-    return rest

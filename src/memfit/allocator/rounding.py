@@ -87,7 +87,11 @@ def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAUL
     >>> should_split(11 * MIB, MIB), should_split(11 * MIB, MIB + 512)
     (False, True)
     """
-    if rounded <= SMALL_SIZE or config.expandable_segments:
-        return remainder >= MIN_BLOCK
-    splittable = config.max_split_size is None or rounded < config.max_split_size
-    return splittable and remainder > SMALL_SIZE
+    small = rounded <= SMALL_SIZE
+    limit = None if small or config.expandable_segments else config.max_split_size
+    return remainder >= least_remainder(config, small=small) and (limit is None or rounded < limit)
+
+
+def least_remainder(config: AllocatorConfig, *, small: bool) -> int:
+    """Return the bytes that a remainder must have to become a block, in the small or the large pool."""
+    return MIN_BLOCK if small or config.expandable_segments else SMALL_SIZE + 1

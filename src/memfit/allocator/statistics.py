@@ -4,11 +4,12 @@ Each row of the log changes some of nine figures, of the pool that it belongs to
 
                         count                     bytes
     ALLOC               + allocation, active      + allocated, active; + requested
+    FREE                - allocation, active      - allocated, active; - requested
     FREE_REQUESTED      - allocation              - allocated
     FREE_COMPLETED      - active                  - active; - requested
     SEGMENT_ALLOC/FREE  +/- segment               +/- reserved
     SEGMENT_MAP/UNMAP                             +/- reserved
-    ALLOC, FREE_COMPLETED also change inactive_split, by what their rows say
+    ALLOC, FREE, FREE_COMPLETED also change inactive_split, by what their rows say
 
 Kept in columns, that is a running sum, a running maximum, and the sums of what went up and down: the cost is
 numpy's, and the allocator's own loop stays short.
@@ -16,13 +17,14 @@ numpy's, and the allocator's own loop stays short.
 Source: ``DeviceStats``, c10/core/CachingDeviceAllocator.h, PyTorch 2.14.1.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator import caching
-from memfit.allocator.caching import LARGE, CachingAllocator, Row
+from memfit.allocator.caching import LARGE, ROW, CachingAllocator
 
 Int64 = npt.NDArray[np.int64]
 
@@ -49,39 +51,29 @@ COUNTERS = (
     "num_oom_rejections",
 )
 
-_KINDS = 7
-_COUNT, _SIZE, _REQUESTED, _SPLITS, _SPLIT_BYTES = range(5)
+_COUNT, _SIZE, _REQUESTED, _SPLITS, _SPLIT_BYTES = range(ROW)
+_IN_USE = {caching.ALLOC: 1, caching.FREE: -1, caching.FREE_REQUESTED: -1}
+_ACTIVE = {caching.ALLOC: 1, caching.FREE: -1, caching.FREE_COMPLETED: -1}
+_SEGMENT = {caching.SEGMENT_ALLOC: 1, caching.SEGMENT_FREE: -1}
+_RESERVED = _SEGMENT | {caching.SEGMENT_MAP: 1, caching.SEGMENT_UNMAP: -1}
+_EFFECTS = (  # of each figure: which number of a row changes it, by kind up or down
+    (_COUNT, _IN_USE),
+    (_SIZE, _IN_USE),
+    (_COUNT, _ACTIVE),
+    (_SIZE, _ACTIVE),
+    (_REQUESTED, _ACTIVE),
+    (_SPLITS, dict.fromkeys(_ACTIVE, 1)),
+    (_SPLIT_BYTES, dict.fromkeys(_ACTIVE, 1)),
+    (_COUNT, _SEGMENT),
+    (_SIZE, _RESERVED),
+)
 
 
-def _effects() -> npt.NDArray[np.int64]:
-    """Return what a row's (1, bytes, requested, splits, bytes split) add to each figure, for each kind."""
-    effects = np.zeros((_KINDS, 5, len(FIGURES)), np.int64)
-
-    def effect(kind: int, source: int, figure: str, sign: int) -> None:
-        effects[kind, source, FIGURES.index(figure)] = sign
-
-    for kind, sign in ((caching.ALLOC, 1), (caching.FREE_REQUESTED, -1)):
-        effect(kind, _COUNT, "allocation", sign)
-        effect(kind, _SIZE, "allocated_bytes", sign)
-    for kind, sign in ((caching.ALLOC, 1), (caching.FREE_COMPLETED, -1)):
-        effect(kind, _COUNT, "active", sign)
-        effect(kind, _SIZE, "active_bytes", sign)
-        effect(kind, _REQUESTED, "requested_bytes", sign)
-        effect(kind, _SPLITS, "inactive_split", 1)
-        effect(kind, _SPLIT_BYTES, "inactive_split_bytes", 1)
-    for kind, sign in ((caching.SEGMENT_ALLOC, 1), (caching.SEGMENT_FREE, -1)):
-        effect(kind, _COUNT, "segment", sign)
-    for kind, sign in (
-        (caching.SEGMENT_ALLOC, 1),
-        (caching.SEGMENT_FREE, -1),
-        (caching.SEGMENT_MAP, 1),
-        (caching.SEGMENT_UNMAP, -1),
-    ):
-        effect(kind, _SIZE, "reserved_bytes", sign)
-    return effects
+def _signs(by_kind: dict[int, int]) -> Int64:
+    """Return the sign of every kind, of the small pool and then of the large one."""
+    return np.array([by_kind.get(kind, 0) for kind in range(LARGE)] * 2, np.int64)
 
 
-_EFFECTS = _effects()
 _PER_POOL = [f"{figure}.{pool}" for pool in POOLS for figure in FIGURES]
 NAMES = tuple(f"{name}.{field}" for field in FIELDS for name in (*_PER_POOL, *OVERSIZE))
 """Of the columns that ``Statistics.advance`` returns, as ``torch.cuda.memory_stats()`` spells them."""
@@ -102,54 +94,61 @@ class Statistics:
         self._allocated = np.zeros(columns, np.int64)
         self._freed = np.zeros(columns, np.int64)
 
-    def advance(self, rows: Sequence[Row], ends: Sequence[int]) -> Int64:
+    def advance(self, log: Sequence[int], ends: Sequence[int]) -> Int64:
         """Follow more of the log.
 
         Args:
-            rows: what was logged since the last call.
-            ends: after how many of these rows figures are wanted, ascending.
+            log: what was logged since the last call.
+            ends: after how many rows of it figures are wanted, ascending.
 
         Returns:
             One line of ``NAMES`` for each of ``ends``.
         """
-        changes = self._changes(np.array(rows, np.int64).reshape(-1, 5))
-        current = np.cumsum(np.vstack([self._current, changes]), axis=0)
-        peak = np.maximum.accumulate(np.vstack([self._peak, current[1:]]), axis=0)
-        allocated = np.cumsum(np.vstack([self._allocated, np.maximum(changes, 0)]), axis=0)
-        freed = np.cumsum(np.vstack([self._freed, np.maximum(-changes, 0)]), axis=0)
-        self._current, self._peak = current[-1], peak[-1]
-        self._allocated, self._freed = allocated[-1], freed[-1]
-        at = np.array(ends, np.int64)
-        return np.concatenate([current[at], peak[at], allocated[at], freed[at]], axis=1)
+        lines = np.empty((len(FIELDS), len(ends), len(self._current)), np.int64)
+        for column, changes in enumerate(self._changes(log)):
+            lines[:, :, column] = self._follow(column, changes, ends)
+        return np.concatenate(lines, axis=1)
 
-    def _changes(self, rows: Int64) -> Int64:
-        """Return the change of each figure by each row: ``(n, 9 x 3 + 2)``."""
-        large = rows[:, 0] >= LARGE
-        kind = rows[:, 0] % LARGE
-        sources = rows.copy()
-        sources[:, 0] = 1
-        both = np.einsum("ns,nsf->nf", sources, _EFFECTS[kind])
-        oversize = rows[:, 1] >= self._limit
-        of_allocations = oversize * (
-            (kind == caching.ALLOC).astype(np.int64) - (kind == caching.FREE_REQUESTED)
-        )
-        of_segments = oversize * (
-            (kind == caching.SEGMENT_ALLOC).astype(np.int64) - (kind == caching.SEGMENT_FREE)
-        )
-        return np.concatenate(
-            [
-                both,
-                both * ~large[:, None],
-                both * large[:, None],
-                of_allocations[:, None],
-                of_segments[:, None],
-            ],
-            axis=1,
-        )
+    def _follow(self, column: int, changes: Int64, ends: Sequence[int]) -> Int64:
+        """Return current, peak, allocated and freed of one figure at each of ``ends``."""
+        bounds = np.array([0, *ends, len(changes)], np.int64)
+        spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds.tolist())]
+        lines = np.empty((len(FIELDS), len(spans)), np.int64)
+        current, peak = int(self._current[column]), int(self._peak[column])
+        allocated, freed = int(self._allocated[column]), int(self._freed[column])
+        levels = current + np.cumsum(changes)
+        falls = np.minimum(changes, 0)
+        for index, span in enumerate(spans):
+            if span.stop > span.start:
+                peak = max(peak, int(levels[span].max()))
+                before, current = current, int(levels[span.stop - 1])
+                fallen = -int(falls[span].sum())
+                freed += fallen
+                allocated += current - before + fallen
+            lines[:, index] = current, peak, allocated, freed
+        self._current[column], self._peak[column] = current, peak
+        self._allocated[column], self._freed[column] = allocated, freed
+        return lines[:, : len(ends)]
+
+    def _changes(self, log: Sequence[int]) -> Iterator[Int64]:
+        """Return the change by each row of each figure: of both pools, of each, and of what is oversize."""
+        rows = np.fromiter(log, np.int64, len(log)).reshape(-1, ROW)
+        kinds, sizes = rows[:, 0], rows[:, _SIZE]
+        large = kinds >= LARGE
+        both = []
+        for source, by_kind in _EFFECTS:
+            signs = _signs(by_kind)[kinds]
+            both.append(signs if source == _COUNT else signs * rows[:, source])
+        yield from both
+        yield from (np.where(large, 0, changes) for changes in both)
+        yield from (np.where(large, changes, 0) for changes in both)
+        oversize = sizes >= self._limit
+        yield from (_signs(by_kind)[kinds] * oversize for by_kind in (_IN_USE, _SEGMENT))
 
 
 def memory_stats(allocator: CachingAllocator) -> dict[str, int]:
     """Return what ``torch.cuda.memory_stats()`` would say, by the same names."""
-    figures = Statistics(allocator.config.max_split_size).advance(allocator.log, [len(allocator.log)])[0]
+    rows = len(allocator.log) // ROW
+    figures = Statistics(allocator.config.max_split_size).advance(allocator.log, [rows])[0]
     counters = {name: int(getattr(allocator, name)) for name in COUNTERS}
     return dict(zip(NAMES, figures.tolist(), strict=True)) | counters

@@ -1,0 +1,139 @@
+"""How fast memfit's allocator is next to PyTorch's own, on the ghost: the same operations, in turns.
+
+    python benchmarks/allocator_speed.py [--operations 100000] [--runs 9] [--json FILE]
+
+Both are called from Python and count all statistics, memfit's at the end and PyTorch's as it goes. ``random``
+is the mix of sizes of the differential test; ``training`` is a GPT's steps, recorded on the ghost. Exits with
+1 where memfit's median rate is less than 0.7 of PyTorch's.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device import DeviceMemory
+from memfit.allocator.requests import Ask, requests
+from memfit.allocator.statistics import memory_stats
+from memfit.devices import find_device
+from memfit.ghost.build import build
+from memfit.ghost.load import GhostDevice, load
+
+sys.path.insert(0, str(Path(__file__).with_name("allocator")))
+from drive import Sizes
+
+TARGET = 0.7
+TOTAL = 80 << 30
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+Operation = tuple[int, int]
+"""(number of a block, bytes to allocate, or 0 to free it)."""
+
+
+def random_operations(count: int) -> list[Operation]:
+    """Return a random mix with a few hundred blocks live."""
+    dice = random.Random(0)  # noqa: S311 - nothing secret
+    sizes, live, done = Sizes(dice), [], []
+    few = 400
+    for number in range(count):
+        if live and dice.random() < (0.35 if len(live) < few else 0.62):
+            done.append((live.pop(dice.randrange(len(live))), 0))
+        else:
+            live.append(number)
+            done.append((number, sizes.next() // 4 + 1))
+    return done
+
+
+def training_operations(count: int) -> list[Operation]:
+    """Return a training script's, as many times over as it takes."""
+    from memfit import api
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.memfit"
+        api.dry_run(EXAMPLE, output=path, stdout_to_stderr=True)
+        asked = requests(api.read(path))
+    once = [
+        (number, size if ask == Ask.MALLOC else 0)
+        for ask, number, size in zip(asked.ask, asked.block, asked.size, strict=True)
+        if ask in (Ask.MALLOC, Ask.FREE)
+    ]
+    freed = {number for number, size in once if not size}
+    once += [(number, 0) for number, size in once if size and number not in freed]
+    return once * -(-count // len(once))
+
+
+def main() -> int:
+    """Run both in turns; print rates and the ratio; the exit code says whether the target is met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    training = training_operations(arguments.operations)
+    workloads = {"random": random_operations(arguments.operations), "training": training}
+    load(build()).configure(GhostDevice.of(find_device("A100-80GB"), TOTAL))
+    import torch
+
+    torch.cuda.init()
+    rows = {}
+    for name, operations in workloads.items():
+        pairs = [(theirs(torch, operations), ours(operations)) for _ in range(arguments.runs)]
+        rows[name] = {
+            "operations": len(operations),
+            "pytorch_us": 1e6 * statistics.median(real for real, _ in pairs) / len(operations),
+            "memfit_us": 1e6 * statistics.median(own for _, own in pairs) / len(operations),
+            "ratio": statistics.median(real / own for real, own in pairs),
+        }
+    print(f"{'':10} {'PyTorch':>10} {'memfit':>10} {'rate, of PyTorch':>18}")
+    for name, row in rows.items():
+        print(f"{name:10} {row['pytorch_us']:7.2f} us {row['memfit_us']:7.2f} us {row['ratio']:17.2f}x")
+    met = all(row["ratio"] >= TARGET for row in rows.values())
+    print(f"target {TARGET}: {'met' if met else 'MISSED'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"target": TARGET, "met": met, "rows": rows}, indent=1) + "\n")
+    return 0 if met else 1
+
+
+def theirs(torch, operations: list[Operation]) -> float:  # noqa: ANN001 - the module
+    """Return the seconds that PyTorch's allocator takes."""
+    malloc = torch._C._cuda_cudaCachingAllocator_raw_alloc
+    free = torch._C._cuda_cudaCachingAllocator_raw_delete
+    live = {}
+    begun = time.perf_counter()
+    for number, size in operations:
+        if size:
+            live[number] = malloc(size, 0)
+        else:
+            free(live.pop(number))
+    torch.cuda.memory_stats()
+    seconds = time.perf_counter() - begun
+    for address in live.values():
+        free(address)
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def ours(operations: list[Operation]) -> float:
+    """Return the seconds that memfit's takes."""
+    allocator = CachingAllocator(DeviceMemory(TOTAL), AllocatorConfig())
+    malloc, free = allocator.malloc, allocator.free
+    live = {}
+    begun = time.perf_counter()
+    for number, size in operations:
+        if size:
+            live[number] = malloc(size, 0)
+        else:
+            free(live.pop(number))
+    memory_stats(allocator)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())
