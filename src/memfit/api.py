@@ -8,13 +8,24 @@ script ── capture.run ──> trace file ── capture.tracefile ──> Tr
 import dataclasses
 import itertools
 import os
+import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from memfit.allocator.compare import (
+    Outcome,
+    Rates,
+    Setting,
+    outcome,
+    recommended,
+    sensible,
+    smallest_capacity,
+)
+from memfit.allocator.requests import requests
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, kept_context, measure_context
@@ -24,14 +35,14 @@ from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, Device, find_device
 from memfit.errors import TargetError, UsageError
-from memfit.explain.peak import summarize
+from memfit.explain.peak import place_at, summarize
 from memfit.ghost.build import build
 from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
 from memfit.ghost.load import GhostDevice
 from memfit.ghost.torch_install import find_torch
 from memfit.ghost.workspaces import WorkspaceSource
-from memfit.records import DeviceUse, DryRun, Figure, Note, Provenance, Trace
+from memfit.records import DeviceUse, DryRun, Figure, Note, Place, Provenance, Trace
 from memfit.report.estimate import Estimate
 from memfit.units import TIB
 
@@ -47,6 +58,7 @@ __all__ = [
     "measure_context",
     "read",
     "record",
+    "replay",
     "summarize",
     "write_bytes",
     "write_snapshot",
@@ -279,6 +291,106 @@ def read(path: Path) -> Trace:
         FileFormatError: the file is neither, is damaged, or holds more than plain data.
     """
     return read_trace(path) if is_trace(path) else read_snapshot(path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One trace under several allocator settings."""
+
+    outcomes: tuple[Outcome, ...]
+    current: Outcome
+    """Under the settings that the trace was made with; among the outcomes, if it was asked for."""
+    recommended: Outcome | None
+    """What reserves less than ``current`` without costing time in a steady step."""
+    places: dict[str, Place]
+    """Where those that do not fit fail, by the setting's name."""
+    total: int
+    """Bytes of the device."""
+    taken: int
+    """Bytes of it that the context and other processes hold."""
+    notes: tuple[Note, ...]
+
+
+def replay(
+    trace: Trace,
+    confs: Sequence[str] | None = None,
+    *,
+    gpu: str | None = None,
+    memory: int | None = None,
+    in_use: int | None = None,
+    smallest: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Say how a trace would have fared under other allocator settings, or on another GPU; needs neither.
+
+    Args:
+        trace: what ``read`` returned.
+        confs: values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying, no caching at all,
+            and ``empty_cache`` after each step.
+        gpu: name of a device in the table; by default the one that the trace was made for.
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of it that other processes hold; by default as when the trace was made.
+        smallest: find the smallest device for each, too.
+        on_progress: called with what is being tried.
+
+    Raises:
+        UsageError: a conf is not what PyTorch takes, or the device is not known.
+        FileFormatError: the trace does not tell what was asked for.
+    """
+    asked = requests(trace)
+    version = _version(trace)
+    use = trace.device
+    device = find_device(gpu) if gpu is not None else None
+    total = memory or (device.total_bytes if device else use.total.bytes)
+    if not total:
+        raise UsageError(
+            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
+        )
+    context = device.context_bytes if device else use.context.bytes
+    taken = context + (use.in_use if in_use is None else in_use)
+    own = Setting(trace.settings.get("conf", ""))
+    tried = sensible(version) if confs is None else tuple(map(Setting, confs))
+    outcomes = []
+    for setting in dict.fromkeys((own, *tried)):
+        on_progress(setting.name or "default")
+        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=Rates())
+        if smallest:
+            size = smallest_capacity(asked, setting, taken=taken, version=version)
+            row = dataclasses.replace(row, smallest=size)
+        outcomes.append(row)
+    return Comparison(
+        outcomes=tuple(outcomes),
+        current=outcomes[0],
+        recommended=recommended(outcomes[1:], outcomes[0]),
+        places={
+            row.setting.name: place_at(trace, row.replay.failed_event)
+            for row in outcomes
+            if not row.replay.fits
+        },
+        total=total,
+        taken=taken,
+        notes=tuple(_replay_notes(trace, asked.reserved_before)),
+    )
+
+
+def _version(trace: Trace) -> tuple[int, int]:
+    """Return PyTorch's version; the newest known where a snapshot does not say."""
+    found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
+    return (int(found[1]), int(found[2])) if found else (2, 14)
+
+
+def _replay_notes(trace: Trace, reserved_before: int) -> Iterator[Note]:
+    if reserved_before:
+        yield Note(
+            Provenance.ASSUMED,
+            f"The history begins with {reserved_before:,} bytes reserved. What was live of them is taken to "
+            "be allocated anew, in the order of addresses; what was cached, and where, is not known.",
+        )
+    if trace.end.reason == "out of memory":
+        yield Note(
+            Provenance.ASSUMED,
+            "The script ran out of memory: what it would have asked for after that is not known.",
+        )
 
 
 def diagnose() -> tuple[Check, ...]:

@@ -194,6 +194,94 @@ def explain(
 
 
 @app.command
+def replay(
+    path: Path,
+    /,
+    *,
+    alloc_conf: Annotated[list[str] | None, Parameter(negative="", allow_leading_hyphen=True)] = None,
+    gpu: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    in_use: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
+) -> int:
+    """Say how a trace would fare under other allocator settings, or on another GPU.
+
+    Nothing is run again: what the script asked for goes through a model of PyTorch's allocator.
+
+    Args:
+        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
+        alloc_conf: A value of PYTORCH_ALLOC_CONF; again for more. The trace's own is always there.
+        gpu: The GPU, instead of the one that the trace was made for.
+        memory: Memory of the GPU instead of its own: 12GiB.
+        in_use: Memory that a desktop or another job already holds: 1.5GiB.
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with 1 if one of them does not fit.
+    """
+    return _replay(path, alloc_conf or [], gpu, memory, in_use, json, fail=fail, smallest=False)
+
+
+@app.command
+def allocator(
+    path: Path,
+    /,
+    *,
+    gpu: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    in_use: Annotated[str | None, Parameter(group=_TARGET)] = None,
+    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
+) -> int:
+    """Try the allocator settings that are worth trying: what each reserves, and the smallest GPU for it.
+
+    Recommended is only what reserves less than now and is no slower.
+
+    Args:
+        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
+        gpu: The GPU, instead of the one that the trace was made for.
+        memory: Memory of the GPU instead of its own: 12GiB.
+        in_use: Memory that a desktop or another job already holds: 1.5GiB.
+        json: Write the result as JSON to this file, or - for standard output.
+    """
+    return _replay(path, None, gpu, memory, in_use, json, fail=False, smallest=True)
+
+
+def _replay(  # noqa: PLR0913 - what two commands share
+    path: Path,
+    confs: list[str] | None,
+    gpu: str | None,
+    memory: str | None,
+    in_use: str | None,
+    json: str | None,
+    *,
+    fail: bool,
+    smallest: bool,
+) -> int:
+    from memfit import api
+    from memfit.report.progress import progress_line
+    from memfit.report.replay import print_comparison, to_json
+    from memfit.units import parse_bytes
+
+    trace = api.read(path)
+    with progress_line() as show:
+        result = api.replay(
+            trace,
+            confs,
+            gpu=gpu,
+            memory=None if memory is None else parse_bytes(memory),
+            in_use=None if in_use is None else parse_bytes(in_use),
+            smallest=smallest,
+            on_progress=lambda name: show(f"memfit: replaying under {name}"),
+        )
+    if json == "-":
+        sys.stdout.write(to_json(result).decode() + "\n")
+    else:
+        if json is not None:
+            api.write_bytes(Path(json), to_json(result) + b"\n")
+        print_comparison(result, _stdout())
+    return int(fail and not all(row.replay.fits for row in result.outcomes))
+
+
+@app.command
 def gpus() -> int:
     """List the GPUs that the ghost can stand in for."""
     from memfit.devices import all_devices

@@ -49,6 +49,8 @@ class DeviceMemory:
     """Bytes, as cudaMemGetInfo reports them."""
     used: int = 0
     """Bytes taken: by the context and other processes to begin with."""
+    most: int = 0
+    """Bytes that were taken at once, at most."""
     calls: Calls = field(default_factory=Calls)
     _malloc: "_Arena" = field(default_factory=lambda: _Arena(_MALLOC_FROM))
     _virtual: "_Arena" = field(default_factory=lambda: _Arena(_VIRTUAL_FROM))
@@ -59,7 +61,7 @@ class DeviceMemory:
         taken = _taken(size)
         if taken > self.total - self.used:
             return 0
-        self.used += taken
+        self._take(taken)
         return self._malloc.take(size)
 
     def free(self, address: int, size: int) -> None:
@@ -81,8 +83,12 @@ class DeviceMemory:
         if pieces * size > self.total - self.used:
             return False
         self.calls.map += pieces
-        self.used += pieces * size
+        self._take(pieces * size)
         return True
+
+    def _take(self, size: int) -> None:
+        self.used += size
+        self.most = max(self.most, self.used)
 
     def unmap(self, pieces: int, size: int) -> None:
         """Give memory behind addresses back; PyTorch waits for the stream first."""

@@ -8,21 +8,23 @@ asked; it ends where a malloc fails, for what a script does then nobody knows.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.allocator.caching import CachingAllocator, OutOfMemory
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import Calls, DeviceMemory
 from memfit.allocator.requests import Ask, Requests
 from memfit.allocator.statistics import memory_stats
+from memfit.allocator.uncached import UncachedAllocator
 from memfit.records import Segment
 
 if TYPE_CHECKING:
-    from memfit.allocator.blocks import Block
+    from collections.abc import Callable
 
 _MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _STEP = map(
     int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.STEP)
 )
+Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
 """Numbers from here on stand for streams that use other streams' blocks, one for each such block."""
 
@@ -35,6 +37,9 @@ class Replay:
     peak_allocated: int
     """Bytes, up to where it failed."""
     peak_reserved: int
+    most_taken: int
+    """Bytes of the device that were taken at most, with what others hold: on any device of at least as many,
+    and no more than this one, everything would have gone the same way."""
     failed_event: int
     """Index of the event of the trace whose malloc failed; -1 if none did."""
     requested: int
@@ -74,18 +79,23 @@ def replay(
         Peaks, calls and segments; up to the malloc that failed, if one did.
     """
     memory = DeviceMemory(total, used=taken)
-    allocator = CachingAllocator(memory, config, version)
+    allocator: Allocator = (
+        CachingAllocator(memory, config, version) if config.caching else UncachedAllocator(memory)
+    )
     run = _Run(allocator, empty_cache_each_step=empty_cache_each_step)
     failure = None
     try:
         run.all(asked)
     except OutOfMemory as error:
         failure = error
-    statistics = memory_stats(allocator)
+    statistics = (
+        memory_stats(allocator) if isinstance(allocator, CachingAllocator) else allocator.memory_stats()
+    )
     return Replay(
         fits=failure is None,
         peak_allocated=statistics["allocated_bytes.all.peak"],
         peak_reserved=statistics["reserved_bytes.all.peak"],
+        most_taken=memory.most,
         failed_event=asked.event[run.position] if failure else -1,
         requested=failure.size if failure else 0,
         free=failure.free if failure else 0,
@@ -99,7 +109,7 @@ def replay(
 class _Run:
     """An allocator and the blocks that a script holds."""
 
-    def __init__(self, allocator: CachingAllocator, *, empty_cache_each_step: bool) -> None:
+    def __init__(self, allocator: Allocator, *, empty_cache_each_step: bool) -> None:
         self.allocator = allocator
         self.position = 0
         """Of the request that is served."""
@@ -110,8 +120,9 @@ class _Run:
     def all(self, asked: Requests) -> None:
         """Serve every request."""
         allocator = self.allocator
-        malloc, free = allocator.malloc, allocator.free
-        blocks: dict[int, Block] = {}
+        malloc: Callable[[int, int], Any] = allocator.malloc
+        free: Callable[[Any], None] = allocator.free
+        blocks: dict[int, Any] = {}
         rows = zip(asked.ask, asked.block, asked.size, asked.stream, strict=True)
         for self.position, (ask, number, size, stream) in enumerate(rows):
             if ask == _MALLOC:

@@ -68,7 +68,7 @@ def summarize(trace: Trace) -> DryRun:
         peak_allocated=allocated,
         peak_reserved=reserved,
         peak_process=process,
-        peak_place=_place(trace, peak),
+        peak_place=place_at(trace, peak),
         terms=(
             *_by_category(trace, line, peak),
             Term("allocated", Figure(allocated, sure)),
@@ -131,7 +131,7 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     return [Term(CATEGORIES[category], Figure(total, sure[category])) for category, total in totals.items()]
 
 
-def _place(trace: Trace, event: int) -> Place:
+def place_at(trace: Trace, event: int) -> Place:
     """Say where the script was at an event."""
     step = sum(mark.kind is MarkKind.TRAINING_STEP and mark.position <= event for mark in trace.marks)
     if not len(trace.events):
@@ -166,7 +166,7 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
     config = AllocatorConfig.read(trace.settings)
-    place = _place(trace, event)
+    place = place_at(trace, event)
     return OutOfMemory(
         replace(place, line=place.line or trace.end.where),
         requested,

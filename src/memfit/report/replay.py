@@ -1,0 +1,143 @@
+"""Replays under several settings, on a terminal and as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import Place
+from memfit.report.inert import inert
+from memfit.report.terminal import short_path
+from memfit.units import format_bytes, format_gib
+
+if TYPE_CHECKING:
+    from memfit.allocator.compare import Outcome
+    from memfit.api import Comparison
+
+_CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
+
+
+def print_comparison(result: "Comparison", console: Console) -> None:
+    """Print one row a setting, where those that fail do, and what is worth setting."""
+    sized = any(row.smallest is not None for row in result.outcomes)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")
+    table.add_column("fits")
+    for heading in ("allocated", "reserved", *["smallest GPU"] * sized, "a step costs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("of it", overflow="fold")
+    for row in result.outcomes:
+        table.add_row(*_cells(row, result, sized=sized))
+    console.print(table)
+    console.print(
+        f"On {format_gib(result.total)}, of which {format_gib(result.taken)} are taken. A step: calls of "
+        "cudaMalloc, cudaFree, mappings and waits in the last full training step; their time is assumed.",
+        style="dim",
+    )
+    for row in result.outcomes:
+        if not row.replay.fits:
+            console.print(_failure(row, result.places[row.setting.name]))
+    console.print(_advice(result))
+    for note in result.notes:
+        console.print(f"note ({note.provenance}): {inert(note.text)}")
+    console.print(
+        "simulated: the trace's requests, through a model of PyTorch's allocator that equals it to the byte.",
+        style="dim",
+    )
+
+
+def to_json(result: "Comparison") -> bytes:
+    """Return a comparison as JSON."""
+    rows = [
+        {
+            "setting": row.setting.name,
+            "current": row is result.current,
+            "fits": row.replay.fits,
+            "peak_allocated": row.replay.peak_allocated,
+            "peak_reserved": row.replay.peak_reserved,
+            "smallest_capacity": row.smallest,
+            "calls": asdict(row.replay.calls),
+            "calls_per_step": asdict(row.replay.calls_per_step) if row.replay.calls_per_step else None,
+            "seconds_per_step": row.seconds_per_step,
+            "failure": None
+            if row.replay.fits
+            else {
+                "event": row.replay.failed_event,
+                "requested": row.replay.requested,
+                "free": row.replay.free,
+                "where": asdict(result.places[row.setting.name]),
+            },
+        }
+        for row in result.outcomes
+    ]
+    answer = {
+        "provenance": "simulated",
+        "seconds": "assumed",
+        "total": result.total,
+        "taken": result.taken,
+        "settings": rows,
+        "recommended": result.recommended.setting.name if result.recommended else None,
+        "notes": [note.text for note in result.notes],
+    }
+    return json.dumps(answer, indent=1).encode()
+
+
+def _cells(row: "Outcome", result: "Comparison", *, sized: bool) -> Sequence[Text | str]:
+    name = inert(row.setting.name) or "default"
+    if row is result.current:
+        name += " (as recorded)"
+    fits = Text("yes", style="green") if row.replay.fits else Text("no", style="bold red")
+    size = [] if not sized else ["?" if row.smallest is None else format_gib(row.smallest)]
+    seconds = "?" if row.seconds_per_step is None else f"{1000 * row.seconds_per_step:.1f} ms"
+    return (
+        name,
+        fits,
+        format_gib(row.replay.peak_allocated),
+        format_gib(row.replay.peak_reserved),
+        *size,
+        seconds,
+        _calls(row),
+    )
+
+
+def _calls(row: "Outcome") -> str:
+    calls = row.replay.calls_per_step
+    if calls is None:
+        return "fewer than two steps"
+    counts = ((getattr(calls, name), word) for name, word in _CALLS.items())
+    return ", ".join(f"{count} {word}" for count, word in counts if count) or "no calls"
+
+
+def _failure(row: "Outcome", place: Place) -> str:
+    step = f"step {place.step} · " if place.step else ""
+    parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
+    where = " · ".join(inert(part) for part in parts if part)
+    return (
+        f"{inert(row.setting.name) or 'default'}: out of memory in {where}: asked for "
+        f"{format_bytes(row.replay.requested)} with {format_bytes(row.replay.free)} free"
+    )
+
+
+def _advice(result: "Comparison") -> Text:
+    best, current = result.recommended, result.current
+    if best is None:
+        return Text("None of these reserves less than the trace's own settings without costing time.")
+    text = Text("Worth setting: ", style="bold")
+    text.append(f"PYTORCH_ALLOC_CONF={inert(best.setting.conf)}", style="bold green")
+    if not current.replay.fits:
+        return text.append("  then it fits" + _at_a_cost(best), style="not bold")
+    less = current.replay.peak_reserved - best.replay.peak_reserved
+    share = 100 * less / current.replay.peak_reserved
+    return text.append(
+        f"  reserves {format_gib(less)} less ({share:.0f} %){_at_a_cost(best)}", style="not bold"
+    )
+
+
+def _at_a_cost(best: "Outcome") -> str:
+    if not best.seconds_per_step:
+        return ", no slower in a steady step"
+    return f"; costs {1000 * best.seconds_per_step:.1f} ms a step (assumed)"
