@@ -8,10 +8,18 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import requests
+from memfit.allocator.timeline import timeline
+from memfit.capture.tracefile import read_trace
+from memfit.errors import FileFormatError
+from memfit.records import MarkKind
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GOLDEN = Path(__file__).parents[1] / "benchmarks" / "torch_versions.json"  # and how each version gets there
@@ -104,9 +112,8 @@ def test_every_example_is_in_the_table():
 
 @pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
 def test_peaks_equal_what_the_script_prints_itself(example, tmp_path):
-    run = dry_run(
-        tmp_path, *example.options, "--steps", "1000", EXAMPLES / example.script, *example.arguments
-    )
+    trace, script = tmp_path / "run.memfit", EXAMPLES / example.script
+    run = dry_run(tmp_path, "-o", trace, *example.options, "--steps", "1000", script, *example.arguments)
     assert run.answer["verdict"] == "fits"
     assert run.answer["out_of_memory"] is None
     assert run.answer["end"]["reason"] == "end"
@@ -117,6 +124,43 @@ def test_peaks_equal_what_the_script_prints_itself(example, tmp_path):
     assert golden.get(" ".join((example.script, *example.arguments)), own) == own
     if example.steps is not None:
         assert run.answer["steps"] == example.steps
+    replays(read_trace(trace))
+
+
+def replays(trace):
+    """Replay a trace under its own settings: every statistic, every block of every segment is the same.
+
+    Two things are not in a replay: where the script reset the peaks, and what a free block had once held.
+    """
+    if any(segment.pool != (0, 0) for segment in trace.segments):
+        with pytest.raises(FileFormatError, match="private pools"):
+            requests(trace)
+        return
+    device = trace.device
+    again = replay(
+        requests(trace),
+        AllocatorConfig.read(trace.settings),
+        total=device.total.bytes,
+        taken=device.context.bytes + device.in_use,
+    )
+    assert again.fits
+    reset = any(mark.kind is MarkKind.RESET_PEAK for mark in trace.marks)
+    names = [name for name in again.statistics if not (reset and name.endswith(".peak"))]
+    assert {name: trace.statistics[name] for name in names} == {
+        name: again.statistics[name] for name in names
+    }
+    assert max(timeline(trace).allocated) == again.peak_allocated
+    assert max(timeline(trace).reserved) == again.peak_reserved
+    assert list(map(without_the_past, sorted(trace.segments, key=by_address))) == list(again.segments)
+
+
+def by_address(segment):
+    return segment.address
+
+
+def without_the_past(segment):
+    blocks = (replace(block, requested=0) if block.state == "inactive" else block for block in segment.blocks)
+    return replace(segment, blocks=tuple(blocks))
 
 
 @pytest.mark.parametrize(

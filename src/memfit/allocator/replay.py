@@ -21,8 +21,8 @@ from memfit.records import Segment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _STEP = map(
-    int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.STEP)
+_MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _FAILED, _STEP = map(
+    int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.FAILED, Ask.STEP)
 )
 Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
@@ -133,6 +133,8 @@ class _Run:
                 block = blocks.pop(number)
                 allocator.record_stream(block, _OTHERS + number)
                 free(block)
+            elif ask == _FAILED:
+                self._try(size, stream)
             elif ask == _GONE_ON:
                 allocator.has_gone_on(_OTHERS + number)
             elif ask == _EMPTY_CACHE:
@@ -141,3 +143,14 @@ class _Run:
                 if self._empties:
                     allocator.empty_cache()
                 self.steps.append(replace(allocator.memory.calls))
+
+    def _try(self, size: int, stream: int) -> None:
+        """Ask for what failed when the trace was made: on the way to it the cache was given back.
+
+        The script went on without it; so does this, even where it would not fail now.
+        """
+        try:
+            block: Any = self.allocator.malloc(size, stream)
+        except OutOfMemory:
+            return
+        self.allocator.free(block)

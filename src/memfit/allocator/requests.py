@@ -59,6 +59,11 @@ class Requests:
         self.stream.append(stream)
         self.event.append(event)
 
+    def add_all(self, ask: Ask, event: int, blocks: list[int]) -> None:
+        """Add one for each of some blocks."""
+        for block in blocks:
+            self.add(ask, event, block)
+
 
 _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _OOM = map(
     int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.OOM)
@@ -89,7 +94,7 @@ def requests(trace: Trace) -> Requests:
     asked = _asked(trace, config, start.reserved)
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
-    _read(trace, found, live, waiting, asked)
+    _Reader(trace, found, live, waiting).read(asked)
     return found
 
 
@@ -107,42 +112,72 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
         )
 
 
-def _read(
-    trace: Trace,
-    found: Requests,
-    live: dict[int, int],
-    waiting: dict[int, int],
-    asked: list[tuple[int, Ask]],
-) -> None:
-    """Add the requests of every event; ``live`` and ``waiting`` are what was there before, by address."""
-    events = trace.events
-    actions, addresses = events.action.tolist(), events.address.tolist()
-    rows = zip(actions, addresses, events.size.tolist(), events.stream.tolist(), strict=True)
-    pending = deque(asked)
-    count = len(live) + len(waiting)
-    for event, (action, address, size, stream) in enumerate(rows):
-        while pending and pending[0][0] <= event:
-            found.add(pending.popleft()[1], event)
-        if action == _ALLOC:
-            live[address] = count
-            found.add(Ask.MALLOC, event, count, size, stream)
-            count += 1
-        elif action == _FREE_REQUESTED:
-            if address not in live:
-                raise _unknown(event, len(events), address)
-            number = live.pop(address)
-            following = slice(event + 1, event + 2)
-            if (actions[following], addresses[following]) == ([_FREE_COMPLETED], [address]):
-                found.add(Ask.FREE, event, number)
-            else:
-                waiting[address] = number
-                found.add(Ask.FREE_LATER, event, number)
-        elif action == _FREE_COMPLETED and address in waiting:
-            found.add(Ask.GONE_ON, event, waiting.pop(address))
-        elif action == _OOM:
+class _Reader:
+    """Turns events into requests.
+
+    Args:
+        trace: whose events.
+        found: where the requests go.
+        live: blocks in use before the first event, by address.
+        waiting: blocks that were freed before it, and not yet free.
+    """
+
+    def __init__(self, trace: Trace, found: Requests, live: dict[int, int], waiting: dict[int, int]) -> None:
+        self._actions = trace.events.action.tolist()
+        self._addresses = trace.events.address.tolist()
+        self._sizes = trace.events.size.tolist()
+        self._streams = trace.events.stream.tolist()
+        self._found = found
+        self._live = live
+        self._waiting = waiting
+        self._count = len(live) + len(waiting)
+        self._gone: list[int] = []  # blocks whose free was completed since the last malloc
+        self._short = False  # whether memory was given back since
+
+    def read(self, asked: list[tuple[int, Ask]]) -> None:
+        """Read every event, and put what is marked between them."""
+        pending = deque(asked)
+        end = len(self._actions)
+        for event, (action, address) in enumerate(zip(self._actions, self._addresses, strict=True)):
+            while pending and pending[0][0] <= event:
+                self._found.add(pending.popleft()[1], event)
+            if action in (_ALLOC, _OOM):
+                self._malloc(event, failed=action == _OOM)
+            elif action == _FREE_REQUESTED:
+                self._free(event, address)
+            elif action == _FREE_COMPLETED and address in self._waiting:
+                self._gone.append(self._waiting.pop(address))
+            elif action in _GIVEN_BACK:
+                self._short = True
+        self._found.add_all(Ask.GONE_ON, end, self._gone)
+        for _, ask in pending:
+            self._found.add(ask, end)
+
+    def _malloc(self, event: int, *, failed: bool) -> None:
+        """Add a malloc; it begins by completing what it can, and waits for the rest if memory is short."""
+        found, size, stream = self._found, self._sizes[event], self._streams[event]
+        if not self._short:
+            found.add_all(Ask.GONE_ON, event, self._gone)
+        if failed:
             found.add(Ask.FAILED, event, size=size, stream=stream)
-    for _, ask in pending:
-        found.add(ask, len(events))
+        else:
+            self._live[self._addresses[event]] = self._count
+            found.add(Ask.MALLOC, event, self._count, size, stream)
+            self._count += 1
+        if self._short:
+            found.add_all(Ask.GONE_ON, event, self._gone)
+        self._gone, self._short = [], False
+
+    def _free(self, event: int, address: int) -> None:
+        if address not in self._live:
+            raise _unknown(event, len(self._actions), address)
+        number = self._live.pop(address)
+        following = slice(event + 1, event + 2)
+        if (self._actions[following], self._addresses[following]) == ([_FREE_COMPLETED], [address]):
+            self._found.add(Ask.FREE, event, number)
+        else:
+            self._waiting[address] = number
+            self._found.add(Ask.FREE_LATER, event, number)
 
 
 def _asked(trace: Trace, config: AllocatorConfig, reserved_before: int) -> list[tuple[int, Ask]]:
@@ -158,7 +193,12 @@ def _emptied(trace: Trace, config: AllocatorConfig, reserved_before: int) -> lis
     actions, sizes = trace.events.action.tolist(), trace.events.size.tolist()
     reserved = (reserved_before + reserved_change(trace.events).cumsum()).tolist()
     device = trace.device
-    room = device.total.bytes - device.context.bytes - device.in_use if device.total.bytes else None
+    # Of a device that is not known, as much is free as was ever reserved.
+    room = max(reserved, default=0)
+    if trace.statistics.get("num_alloc_retries") == 0:
+        room = sum(map(abs, sizes))  # no malloc was ever short
+    elif device.total.bytes:
+        room = device.total.bytes - device.context.bytes - device.in_use
     collects = config.garbage_collection_threshold > 0 or config.max_split_size is not None
     found, event = [], 0
     while event < len(actions):
@@ -169,7 +209,7 @@ def _emptied(trace: Trace, config: AllocatorConfig, reserved_before: int) -> lis
         while event < len(actions) and (actions[event] in _GIVEN_BACK or actions[event] == _FREE_COMPLETED):
             event += 1
         for_a_malloc = event < len(actions) and (actions[event] in _GOT or actions[event] == _OOM)
-        if for_a_malloc and not collects and room is not None:
+        if for_a_malloc and not collects:
             before = reserved[first - 1] if first else reserved_before
             for_a_malloc = actions[event] == _OOM or before + sizes[event] > room
         if not for_a_malloc:

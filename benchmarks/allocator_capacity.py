@@ -1,0 +1,100 @@
+"""The smallest GPU that memfit names for a job: on the ghost it runs there, and 2 MiB below it does not.
+
+    python benchmarks/allocator_capacity.py [--jobs 10] [--json FILE]
+
+Each job is dry-run once with PyTorch's own settings, and its trace replayed under one of four settings, in
+turn, for the smallest capacity. Then it is dry-run under that setting: with room, with that much memory, and
+with 2 MiB less. Exits with 1 where a run does otherwise than was said, or reserves another peak.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from memfit import api
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MIB = 1 << 20
+JOBS = (
+    ("gan.py", "--steps", "3"),
+    ("gpt.py", "--steps", "3"),
+    ("resnet50.py", "--images", "96"),
+    ("accumulation.py", "--steps", "3"),
+    ("checkpointed.py", "--steps", "3"),
+    ("amp_gradscaler.py", "--steps", "3"),
+    ("mlp.py", "--epochs", "1"),
+    ("vit_l16.py", "--steps", "3"),
+    ("hf_trainer.py", "--steps", "3"),
+    ("unet.py", "--steps", "3"),
+    ("lstm.py", "--steps", "3"),
+    ("masked.py",),
+)
+CONFS = ("", "expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:8")
+
+
+def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, trace: Path | None) -> dict:
+    """Return the answer of ``memfit dry-run --json``."""
+    answer = folder / "answer.json"
+    command = [sys.executable, "-m", "memfit", "dry-run", "--steps", "1000", "--json", str(answer)]
+    command += ["--memory", str(memory)] if memory is not None else []
+    command += ["-o", str(trace)] if trace is not None else []
+    subprocess.run(
+        [*command, str(EXAMPLES / job[0]), *job[1:]],
+        env={**os.environ, "PYTORCH_ALLOC_CONF": conf},
+        capture_output=True,
+        check=False,
+    )
+    return json.loads(answer.read_text())
+
+
+def main() -> int:
+    """Print a row a job; the exit code says whether all did as was said."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for job, conf in zip(JOBS[: arguments.jobs], itertools.cycle(CONFS), strict=False):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            trace = folder / "run.memfit"
+            dry_run(folder, job, "", None, trace)
+            compared = api.replay(api.read(trace), [conf], smallest=True)
+            row = next(row for row in compared.outcomes if row.setting.conf == conf)
+            roomy = dry_run(folder, job, conf, None, None)
+            there = dry_run(folder, job, conf, row.smallest, None)
+            below = dry_run(folder, job, conf, row.smallest - 2 * MIB, None)
+        rows.append(
+            {
+                "job": " ".join(job),
+                "conf": conf,
+                "smallest": row.smallest,
+                "peak_equal": roomy["peak"]["reserved"] == row.replay.peak_reserved,
+                "there": there["verdict"],
+                "below": below["verdict"],
+            }
+        )
+        rows[-1]["as_said"] = (
+            rows[-1]["peak_equal"] and there["verdict"] == "fits" and below["verdict"] != "fits"
+        )
+        print(
+            f"{' '.join(job):30} {conf or 'default':26} {row.smallest:>15,} B  there: {there['verdict']:5}"
+            f"  2 MiB below: {below['verdict']:14} peak {'equal' if rows[-1]['peak_equal'] else 'DIFFERS'}",
+            flush=True,
+        )
+    good = sum(row["as_said"] for row in rows)
+    print(f"{good} of {len(rows)} as said")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if good == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Replays: of hand-made histories, under other settings, and what they say when they fail."""
+
+from dataclasses import replace as changed
+
+import numpy as np
+import pytest
+
+from memfit.allocator.compare import Outcome, Rates, Setting, outcome, recommended, smallest_capacity
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Ask, Requests, requests
+from memfit.errors import FileFormatError, UsageError
+from memfit.records import (
+    Action,
+    DeviceUse,
+    Events,
+    Figure,
+    Mark,
+    MarkKind,
+    Provenance,
+    ScriptEnd,
+    Segment,
+    Trace,
+)
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def asks(found):
+    return [Ask(ask).name for ask in found.ask]
+
+
+@pytest.mark.parametrize("situation", ["several streams", "expandable", "garbage collection", "roundup"])
+def test_what_the_real_allocator_did_is_done_again(drive, situation):
+    trace, _, truth = drive(situation)
+    config = AllocatorConfig.read(trace.settings)
+    if situation == "garbage collection":  # the driver limits the device by a call, which no history tells
+        config = changed(config, per_process_memory_fraction=0.8)
+    total = {"several streams": 3, "expandable": 4, "garbage collection": 6, "roundup": 8}[situation] << 30
+    again = replay(requests(trace), config, total=total)
+    assert again.peak_allocated == truth[:, 1].max()
+    assert again.peak_reserved == truth[:, 2].max()
+    assert again.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
+    here = sorted((segment.address, segment.size) for segment in trace.segments)
+    assert [(segment.address, segment.size) for segment in again.segments] == here
+
+
+def test_a_block_that_another_stream_uses_waits_until_the_history_says(trace_of_events):
+    trace = trace_of_events(
+        (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
+        (Action.ALLOC, 0x1000, 2 * MIB),
+        (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
+        (Action.ALLOC, 0x201000, 2 * MIB),  # the first is not free yet
+        (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+        (Action.ALLOC, 0x1000, 2 * MIB),
+    )
+    found = requests(trace)
+    assert asks(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
+    again = replay(found, AllocatorConfig(), total=GIB)
+    assert again.statistics["active_bytes.all.peak"] == 4 * MIB
+    (segment,) = again.segments
+    assert [block.state for block in segment.blocks] == ["active_allocated", "active_allocated", "inactive"]
+
+
+def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left(trace_of_events):
+    events = (
+        (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
+        (Action.ALLOC, 0x1000, 2 * MIB),
+        (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
+        (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+        (Action.SEGMENT_FREE, 0x1000, 20 * MIB),
+        (Action.SEGMENT_ALLOC, 0x1000, 2 * MIB),
+        (Action.ALLOC, 0x1000, 512),
+    )
+    wanted = ["MALLOC", "FREE", "EMPTY_CACHE", "MALLOC"]
+    trace = changed(trace_of_events(*events), statistics={"num_alloc_retries": 0})
+    assert asks(requests(trace)) == wanted
+    marked = changed(trace, marks=(Mark(4, MarkKind.EMPTY_CACHE, 0),))
+    assert asks(requests(marked)) == wanted
+    full = changed(
+        trace, statistics={}, device=changed(trace.device, total=changed(trace.device.total, bytes=21 * MIB))
+    )
+    assert asks(requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
+
+
+def test_a_free_of_nothing_names_the_event(trace_of_events):
+    trace = trace_of_events((Action.FREE_REQUESTED, 0x7000, 512))
+    with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested at 0x7000"):
+        requests(trace)
+
+
+def test_a_replay_ends_where_a_malloc_fails(trace_of_events):
+    trace = trace_of_events(
+        (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
+        (Action.ALLOC, 0x10000000, 30 * MIB),
+        (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
+        (Action.ALLOC, 0x20000000, 40 * MIB),
+    )
+    again = replay(requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
+    assert not again.fits
+    assert (again.failed_event, again.requested, again.free) == (3, 40 * MIB, 32 * MIB)
+    assert again.peak_reserved == 30 * MIB
+
+
+def test_without_a_cache_every_tensor_costs_two_calls(trace_of_events):
+    events = [(Action.SEGMENT_ALLOC, 0x1000, 20 * MIB)]
+    for _ in range(5):
+        events += [
+            (Action.ALLOC, 0x1000, 2 * MIB),
+            (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
+            (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+        ]
+    again = replay(requests(trace_of_events(*events)), AllocatorConfig(caching=False), total=GIB)
+    assert (again.calls.malloc, again.calls.free) == (5, 5)
+    assert again.peak_reserved == 2 * MIB
+
+
+def test_the_smallest_capacity_is_found_from_above(trace_of_events):
+    trace = trace_of_events(
+        (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
+        (Action.ALLOC, 0x10000000, 30 * MIB),
+        (Action.FREE_REQUESTED, 0x10000000, 30 * MIB),
+        (Action.FREE_COMPLETED, 0x10000000, 30 * MIB),
+        (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
+        (Action.ALLOC, 0x20000000, 40 * MIB),
+    )
+    found = requests(trace)
+    size = smallest_capacity(found, Setting(), taken=2 * MIB, version=(2, 14))
+    assert size == 42 * MIB  # the cached 30 MiB are given back when the 40 do not fit
+    assert replay(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
+    assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
+
+
+def test_only_what_gains_is_recommended():
+    def row(reserved, seconds=0.0, *, fits=True, conf="expandable_segments:True"):
+        done = changed(replay(_NOTHING, AllocatorConfig(), total=GIB), fits=fits, peak_reserved=reserved)
+        return Outcome(Setting(conf), done, seconds)
+
+    now = row(1000 * MIB, conf="")
+    assert recommended([row(999 * MIB)], now) is None  # not worth a line
+    assert recommended([row(900 * MIB, seconds=0.5)], now) is None  # slower
+    assert recommended([row(900 * MIB, fits=False)], now) is None
+    best = row(800 * MIB)
+    assert recommended([row(900 * MIB), best], now) is best
+    assert recommended([best], row(100 * MIB, fits=False, conf="")) is best
+
+
+def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
+    from memfit.allocator.compare import sensible
+
+    for version in ((2, 8), (2, 14)):
+        names = [setting.name for setting in sensible(version)]
+        assert len(set(names)) == len(names)
+        for setting in sensible(version):
+            setting.config()
+    assert not any("large_segment" in setting.conf for setting in sensible((2, 8)))
+    with pytest.raises(UsageError, match="max_split_size_mb:3 "):
+        outcome(_NOTHING, Setting("max_split_size_mb:3"), total=GIB, taken=0, version=(2, 14), rates=Rates())
+
+
+def test_blocks_of_one_size_are_told_apart_by_the_age_of_their_segment_since_2_12():
+    from memfit.allocator.caching import CachingAllocator
+    from memfit.allocator.device import DeviceMemory
+
+    def chosen(version):
+        allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig(), version)
+        lowest, old = allocator.malloc(30 * MIB), allocator.malloc(30 * MIB)
+        allocator.free(lowest)
+        allocator.empty_cache()
+        young = allocator.malloc(30 * MIB)  # where the lowest was
+        assert young.address < old.address
+        allocator.free(young)
+        allocator.free(old)
+        return "old" if allocator.malloc(30 * MIB).address == old.address else "young"
+
+    assert (chosen((2, 11)), chosen((2, 12)), chosen((2, 14))) == ("young", "old", "old")
+
+
+_NOTHING = Requests()
+
+
+@pytest.fixture
+def trace_of_events():
+    """Return a function that makes a trace of (action, address, size) events, on a device of unknown size."""
+
+    def make(*events):
+        action, address, size = zip(*events, strict=True)
+        count = len(events)
+        columns = Events(
+            action=np.array(action, np.uint8),
+            address=np.array(address, np.uint64),
+            size=np.array(size, np.int64),
+            stream=np.zeros(count, np.int32),
+            time=np.zeros(count, np.int64),
+            label=np.full(count, -1, np.int32),
+            stack=np.full(count, -1, np.int32),
+            category=np.zeros(count, np.uint8),
+        )
+        there = {}
+        for kind, place, many in events:
+            if kind is Action.SEGMENT_ALLOC:
+                there[place] = Segment(place, many, 0, "large", (0, 0), expandable=False, blocks=())
+            elif kind is Action.SEGMENT_FREE:
+                del there[place]
+        nothing = Figure(0, Provenance.ASSUMED)
+        device = DeviceUse("none", nothing, nothing, 0)
+        end = ScriptEnd("end", 0)
+        return Trace(columns, (), (), (), (), tuple(there.values()), device, end, {}, {}, {}, ())
+
+    return make
