@@ -31,6 +31,10 @@ def asks(found):
     return [Ask(ask).name for ask in found.ask]
 
 
+def shape(segment):
+    return segment.size, segment.stream, [(block.size, block.state) for block in segment.blocks]
+
+
 @pytest.mark.parametrize("situation", ["several streams", "expandable", "garbage collection", "roundup"])
 def test_what_the_real_allocator_did_is_done_again(drive, situation):
     trace, _, truth = drive(situation)
@@ -42,8 +46,8 @@ def test_what_the_real_allocator_did_is_done_again(drive, situation):
     assert again.peak_allocated == truth[:, 1].max()
     assert again.peak_reserved == truth[:, 2].max()
     assert again.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
-    here = sorted((segment.address, segment.size) for segment in trace.segments)
-    assert [(segment.address, segment.size) for segment in again.segments] == here
+    # Not their addresses: streams give their segments back in the order of their handles, which is chance.
+    assert sorted(map(shape, again.segments)) == sorted(map(shape, trace.segments))
 
 
 def test_a_block_that_another_stream_uses_waits_until_the_history_says(trace_of_events):
