@@ -77,6 +77,8 @@ def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
         text=True,
         check=False,
     )
+    if done.returncode != 0 and "Unrecognized" in done.stderr:
+        return {"operations": 0, "mismatch": "", "unknown": True}  # an older PyTorch does not have it
     if done.returncode != 0:
         return {"operations": 0, "mismatch": "".join(done.stderr.strip().splitlines()[-1:]) or "no answer"}
     return json.loads(done.stdout.splitlines()[-1])
@@ -132,7 +134,7 @@ def markdown(rows: list[Options], seed: int) -> str:
             f"{row['operations']:,}",
             f"{row.get('retries', 0):,}",
             f"{row.get('outs_of_memory', 0):,}",
-            row["mismatch"] or "no",
+            row["mismatch"] or ("not a setting of this PyTorch" if row.get("unknown") else "no"),
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     differing = sum(bool(row["mismatch"]) for row in rows)

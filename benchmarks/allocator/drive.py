@@ -110,7 +110,9 @@ class Pair:
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
         config = AllocatorConfig.of(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-        self.model = CachingAllocator(DeviceMemory(torch.cuda.mem_get_info()[1]), config)
+        major, minor = torch.__version__.split(".")[:2]
+        memory = DeviceMemory(torch.cuda.mem_get_info()[1])
+        self.model = CachingAllocator(memory, config, (int(major), int(minor)))
         if options["fraction"] is not None:
             self.model.set_fraction(options["fraction"])
         self._names = [stream.cuda_stream for stream in self._streams]
@@ -254,7 +256,7 @@ def _line(stats: dict[str, Any]) -> list[int]:
         for name in path:
             figure = figure[name]
         line.append(figure)
-    return line + [stats[name] for name in COUNTERS]
+    return line + [stats.get(name, 0) for name in COUNTERS]  # not all are in PyTorch 2.8
 
 
 def _hex(address: int | None) -> str:
