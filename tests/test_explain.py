@@ -47,6 +47,21 @@ def test_snapshots_go_both_ways(recorded):
     assert of_ours["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
 
 
+def test_fragmentation_comes_with_the_answer(recorded):
+    answer = json.loads(explain(recorded.folder, "run.memfit", "--fragmentation", "--json", "-").stdout)
+    moments = {moment["name"]: moment for moment in answer.pop("fragmentation")["moments"]}
+    assert answer == recorded.answer
+    assert moments["peak reserved"]["all"]["reserved"] == answer["peak"]["reserved"]
+    assert moments["peak allocated"]["all"]["allocated"] == answer["peak"]["allocated"]
+    assert moments["peak allocated"]["place"] == {
+        key: answer["peak"][key] for key in ("step", "phase", "module", "op", "line")
+    }
+    text = explain(recorded.folder, "run.memfit", "--fragmentation").stdout
+    assert "FITS" in text
+    assert "Fragmentation, MiB (exact)" in text
+    assert "Fragmentation" not in explain(recorded.folder, "run.memfit").stdout
+
+
 class Harmful:
     def __reduce__(self):
         return (print, ("this pickle ran code",))

@@ -35,7 +35,9 @@ from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, Device, find_device
 from memfit.errors import TargetError, UsageError
-from memfit.explain.peak import place_at, summarize
+from memfit.explain.fragmentation import fragmentation
+from memfit.explain.peak import summarize
+from memfit.explain.place import place_at
 from memfit.ghost.build import build
 from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
@@ -54,6 +56,7 @@ __all__ = [
     "diagnose",
     "dry_run",
     "estimate",
+    "fragmentation",
     "keep_context",
     "measure_context",
     "read",

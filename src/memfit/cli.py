@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from memfit.capture.run import Progress
+    from memfit.explain.reserved import Fragmentation
     from memfit.records import DryRun
 
 app = App(
@@ -176,6 +177,7 @@ def explain(
     *,
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     snapshot: Path | None = None,
+    fragmentation: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Say what a trace file holds: the peak, what held it, and where.
 
@@ -183,13 +185,15 @@ def explain(
         path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
         json: Write the result as JSON to this file, or - for standard output.
         snapshot: Write the trace as a snapshot for PyTorch's own viewer (memory_viz) to this file.
+        fragmentation: Say, too, what of the reserved memory was not asked for, at the peaks and at the end:
+            rounding, holes, cached segments; and which blocks keep the largest holes.
     """
     from memfit import api
 
     trace = api.read(path)
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
-    _write(api.summarize(trace), json)
+    _write(api.summarize(trace), json, api.fragmentation(trace) if fragmentation else None)
     return 0
 
 
@@ -361,17 +365,22 @@ def _script_begins(tokens: list[str]) -> list[str]:
     return [*tokens[:position], "--", *tokens[position:]]
 
 
-def _write(result: "DryRun", json: str | None) -> None:
+def _write(result: "DryRun", json: str | None, found: "Fragmentation | None" = None) -> None:
     from memfit import api
+    from memfit.report.explained import to_json as explained_to_json
+    from memfit.report.fragmentation import print_fragmentation
     from memfit.report.schema import to_json
     from memfit.report.terminal import print_summary
 
+    written = to_json(result) if found is None else explained_to_json(result, found)
     if json == "-":
-        sys.stdout.write(to_json(result).decode() + "\n")
+        sys.stdout.write(written.decode() + "\n")
         return
     if json is not None:
-        api.write_bytes(Path(json), to_json(result) + b"\n")
+        api.write_bytes(Path(json), written + b"\n")
     print_summary(result, _stdout())  # last: whoever reads it may stop at any line
+    if found is not None:
+        print_fragmentation(found, _stdout())
 
 
 def _exit_code(result: "DryRun", *, fail: bool) -> int:

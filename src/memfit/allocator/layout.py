@@ -10,6 +10,7 @@ reservation is larger than the device, so between two of them some address is al
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 
 from memfit.errors import FileFormatError
 from memfit.records import Action, Events
@@ -45,6 +46,10 @@ class Layout:
         self._starts: dict[int, tuple[int, int]] = {}  # start -> (stop, segment)
         self._stops: dict[int, int] = {}  # stop -> start
         self._order: list[int] = []  # starts in order, as of the last unmapping that asked for it
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Return start, stop and segment of every free block, in no order."""
+        return ((start, stop, segment) for start, (stop, segment) in self._starts.items())
 
     def take(self, start: int) -> tuple[int, int] | None:
         """Remove the free block that starts there: its stop and segment, or None if there is none."""

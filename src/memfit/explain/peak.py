@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -12,18 +11,16 @@ from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
+from memfit.explain.place import how_sure, line_of, place_at
 from memfit.records import (
     Action,
     Category,
     DryRun,
     Figure,
     Growth,
-    Label,
     MarkKind,
     Note,
     OutOfMemory,
-    Phase,
-    Place,
     Provenance,
     Term,
     Timeline,
@@ -59,7 +56,7 @@ def summarize(trace: Trace) -> DryRun:
     context = trace.device.context
     failed = _out_of_memory(trace)
     # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
-    sure = _how_sure(note for note in trace.notes if note.sizes)
+    sure = how_sure(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
         verdict=_verdict(trace, failed),
@@ -103,12 +100,6 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _how_sure(unsure: Iterable[Note]) -> Provenance:
-    """Return how sure a figure is that rests on sizes with these notes: as the least sure of them."""
-    order = list(Provenance)
-    return max((note.provenance for note in unsure), key=order.index, default=Provenance.EXACT)
-
-
 def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     """Split what is allocated at an event by category; rounding goes with the block it belongs to.
 
@@ -116,9 +107,9 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     theirs, and otherwise in the rest. One that the objects themselves were made in shows everywhere.
     """
     unsure = [note for note in trace.notes if note.sizes]
-    sure = dict.fromkeys(CATEGORIES, _how_sure(note for note in unsure if note.objects)) | {
-        Category.WORKSPACE: _how_sure(note for note in unsure if note.workspaces or note.objects),
-        Category.REST: _how_sure(note for note in unsure if not note.workspaces),
+    sure = dict.fromkeys(CATEGORIES, how_sure(note for note in unsure if note.objects)) | {
+        Category.WORKSPACE: how_sure(note for note in unsure if note.workspaces or note.objects),
+        Category.REST: how_sure(note for note in unsure if not note.workspaces),
     }
     if not AllocatorConfig.read(trace.settings).has_segments:
         # Every row is what CUDA took for its tensors, and how CUDA rounds is assumed.
@@ -129,32 +120,6 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     if len(trace.events):
         totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
     return [Term(CATEGORIES[category], Figure(total, sure[category])) for category, total in totals.items()]
-
-
-def place_at(trace: Trace, event: int) -> Place:
-    """Say where the script was at an event."""
-    step = sum(mark.kind is MarkKind.TRAINING_STEP and mark.position <= event for mark in trace.marks)
-    if not len(trace.events):
-        return Place(0, Phase.SETUP, "", "", "")
-    label_index = int(trace.events.label[event])
-    label = trace.labels[label_index] if label_index >= 0 else Label(Phase.SETUP, "", "", -1)
-    stack = int(trace.events.stack[event])
-    return Place(
-        step=step + 1 if step or label.phase is not Phase.SETUP else 0,
-        phase=label.phase,
-        module=label.module,
-        op=label.op,
-        line=_line(trace, stack if stack >= 0 else label.stack),
-    )
-
-
-def _line(trace: Trace, stack: int) -> str:
-    """Return ``file:line`` of the innermost frame that is the user's own, or else of the innermost."""
-    if stack < 0:
-        return ""
-    frames = [trace.frames[index] for index in trace.stacks[stack]]
-    frame = next((frame for frame in frames if frame.user), frames[0] if frames else None)
-    return f"{frame.file}:{frame.line}" if frame is not None else ""
 
 
 def _out_of_memory(trace: Trace) -> OutOfMemory | None:
@@ -227,13 +192,8 @@ def _growing_line(trace: Trace, line: Timeline, ends: list[int]) -> str:
     for moment, born_before, sign in ((second, first, -1), (third, second, 1)):
         for event in _alive(trace, line, moment).tolist():
             if event < born_before:
-                held[_place_line(trace, event)] += sign * int(trace.events.size[event])
+                held[line_of(trace, event)] += sign * int(trace.events.size[event])
     return max(held, key=lambda where: held[where], default="")
-
-
-def _place_line(trace: Trace, event: int) -> str:
-    stack, label = int(trace.events.stack[event]), int(trace.events.label[event])
-    return _line(trace, stack if stack >= 0 or label < 0 else trace.labels[label].stack)
 
 
 def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:

@@ -116,12 +116,17 @@ def to_json(result: DryRun) -> bytes:
     By the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
     msgspec refuses and JSON can spell.
     """
-    return json.dumps(msgspec.to_builtins(to_public(result)), separators=(",", ":")).encode("ascii")
+    return encode(to_public(result))
 
 
-def json_schema() -> bytes:
-    """Return the JSON Schema of the public result."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Result)), indent=2)
+def encode(public: msgspec.Struct) -> bytes:
+    """Encode a public result as ``to_json`` does."""
+    return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")
+
+
+def json_schema(of: type[msgspec.Struct] = Result) -> bytes:
+    """Return the JSON Schema of a public result."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(of)), indent=2)
 
 
 def to_public(result: DryRun) -> Result:

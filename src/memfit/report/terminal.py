@@ -105,7 +105,7 @@ def _failure(result: DryRun, in_all: Figure | None) -> Text:
     )
     if failure.shortfall:
         text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
-    text.append(f"\nRan out in: {_where(failure.place)}", style="not bold default")
+    text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
     if in_all is not None:
         advice = f"In all it needs {format_gib(in_all.bytes)}, on a GPU that has as much."
     elif result.verdict != "out of memory":
@@ -138,14 +138,15 @@ def _subject(result: DryRun) -> Text:
     return Text(" · ".join(parts))
 
 
-def _where(place: Place) -> str:
+def in_words(place: Place) -> str:
+    """Say where the script was, in one line."""
     step = f"step {place.step}" if place.step else ""
     parts = [step, place.phase, inert(place.module), inert(place.op), inert(short_path(place.line))]
     return " · ".join(part for part in parts if part)
 
 
 def _peak(place: Place) -> Text:
-    return Text(f"Peak in: {_where(place)}")
+    return Text(f"Peak in: {in_words(place)}")
 
 
 def _ladder(result: DryRun, width: int) -> Table:

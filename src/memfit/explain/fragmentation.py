@@ -1,0 +1,243 @@
+"""What is reserved and not asked for: rounding, holes, cached segments, and the blocks that pin the holes.
+
+    segment
+    |-- live: requested | rounding | unsplit --|---- hole ----|-- awaiting free --|---- hole ----|
+                                               pinned by the blocks on either side
+    segment
+    |---------------------------------- cached -----------------------------------|
+
+Source: ``torch.cuda.memory_snapshot()`` tells blocks and segments apart in the same way; the states of a
+block and what ``empty_cache`` can give back are those of c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import nlargest
+
+import numpy as np
+
+from memfit.allocator.beginning import beginning
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.layout import EXPANDABLE
+from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
+from memfit.allocator.timeline import timeline
+from memfit.allocator.walk import FREE, LIVE, PENDING, Piece, Walk
+from memfit.errors import FileFormatError, UsageError
+from memfit.explain.place import how_sure, place_at
+from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
+from memfit.records import (
+    Action,
+    Category,
+    Phase,
+    Place,
+    Provenance,
+    Timeline,
+    Trace,
+    worst,
+)
+
+PEAK_RESERVED, PEAK_ALLOCATED, END = "peak reserved", "peak allocated", "the end"
+HOLES = 5
+"""How many holes are named at each moment."""
+_BEFORE_ALL = Place(0, Phase.SETUP, "", "", "")
+
+
+def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragmentation:
+    """Tell apart what is reserved and not requested, at some moments of a run.
+
+    Args:
+        trace: made with any settings, on any number of streams; it may begin late.
+        at: moments by name, each the number of events that have happened by then, from 0 to all of them.
+            By default the first allocation after which as much was reserved as ever, the one after which as
+            much was allocated as ever, and the end.
+
+    Returns:
+        For each moment bytes that sum to what is reserved, and the largest holes. Without a cache of
+        segments there is nothing to tell apart, and ``not_applicable`` says so.
+
+    Raises:
+        FileFormatError: the history contradicts itself.
+        UsageError: there is no such moment.
+    """
+    line = timeline(trace)
+    config = AllocatorConfig.read(trace.settings)
+    if not config.has_segments:
+        return Fragmentation((), Provenance.EXACT, _why_not(config))
+    moments = _moments(trace, line) if at is None else at
+    for name, events in moments.items():
+        if not 0 <= events <= len(trace.events):
+            raise UsageError(
+                f"{name}: there are 0 to {len(trace.events)} events to look after, not {events}."
+            )
+    start = beginning(trace, config)
+    walk = Walk(trace.events, config, start)
+    pieces: dict[int, list[Piece]] = {}
+    for events in sorted(moments.values()):
+        walk.to(events)
+        pieces[events] = walk.pieces()
+        reserved = int(line.reserved[events - 1]) if events else start.reserved
+        if sum(piece.stop - piece.start for piece in pieces[events]) != reserved:
+            raise FileFormatError(
+                f"Cannot replay this trace: after {events} of {len(trace.events)} events its blocks do not "
+                f"fill the {reserved:,} bytes reserved. Record it again."
+            )
+    walk.to(len(trace.events))  # to know who is freed later
+    look = _Look(trace, config, walk)
+    sure = how_sure(note for note in trace.notes if note.sizes)
+    return Fragmentation(
+        tuple(look.at(name, events, pieces[events]) for name, events in moments.items()),
+        worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
+    )
+
+
+def _why_not(config: AllocatorConfig) -> str:
+    if config.caching:
+        return (
+            f"With backend:{config.backend} CUDA's own pool holds the memory, and no history tells of its "
+            "segments."
+        )
+    return "With PYTORCH_NO_CUDA_MEMORY_CACHING each tensor has memory of its own: nothing is cached or cut."
+
+
+def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
+    if not len(trace.events):
+        return dict.fromkeys((PEAK_RESERVED, PEAK_ALLOCATED, END), 0)
+    # A segment is wholly free until what it was made for is in it: the moment is that allocation's.
+    most = line.reserved == line.reserved.max()
+    served = most & (trace.events.action == Action.ALLOC)
+    return {
+        PEAK_RESERVED: int(np.argmax(served if served.any() else most)) + 1,
+        PEAK_ALLOCATED: int(np.argmax(line.allocated)) + 1,
+        END: len(trace.events),
+    }
+
+
+class _Look:
+    """What is known of a block beyond where it lies.
+
+    Args:
+        trace: whose blocks they are.
+        config: the settings in force.
+        walk: at the end of the history.
+    """
+
+    def __init__(self, trace: Trace, config: AllocatorConfig, walk: Walk) -> None:
+        self._trace = trace
+        self._config = config
+        self._walk = walk
+        self._requested_at_end = {
+            block.address: block.requested for segment in trace.segments for block in segment.blocks
+        }
+
+    def at(self, name: str, events: int, pieces: list[Piece]) -> Moment:
+        """Tell the blocks of a moment apart."""
+        found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
+        holes: list[tuple[int, str, int, list[Piece]]] = []  # bytes, pool, index in the segment, segment
+        for segment in _segments(pieces):
+            kind = self._kind(segment, events)
+            rows = found[kind]
+            used = any(piece.state != FREE for piece in segment)
+            for index, piece in enumerate(segment):
+                size = piece.stop - piece.start
+                if piece.state == LIVE:
+                    requested = self._requested(piece)
+                    rounded = min(size, round_size(requested, self._config))
+                    rows["requested"] += requested
+                    rows["rounding"] += rounded - requested
+                    rows["unsplit"] += size - rounded
+                elif piece.state == PENDING:
+                    rows["awaiting_free"] += size
+                elif used:
+                    rows["holes"] += size
+                    holes.append((size, kind, index, segment))
+                else:
+                    rows["cached"] += size
+        return Moment(
+            name,
+            events,
+            place_at(self._trace, events - 1) if events else _BEFORE_ALL,
+            Reserved(**found["small"]),
+            Reserved(**found["large"]),
+            tuple(self._hole(*hole) for hole in nlargest(HOLES, holes, key=lambda hole: hole[0])),
+        )
+
+    def _requested(self, piece: Piece) -> int:
+        """Return the bytes that a live block was asked for with, and see that it has them."""
+        event = self._walk.freed_old.get(piece.start) if piece.born is None else piece.born
+        requested = (
+            self._requested_at_end[piece.start] if event is None else int(self._trace.events.size[event])
+        )
+        if not 0 <= requested <= piece.stop - piece.start:
+            raise FileFormatError(
+                f"Cannot replay this trace: the block at {piece.start:#x} has {piece.stop - piece.start:,} "
+                f"bytes, and {requested:,} were asked for. Record it again."
+            )
+        return requested
+
+    def _kind(self, segment: list[Piece], events: int) -> str:
+        """Tell which pool a segment serves."""
+        start, stop = segment[0].start, segment[-1].stop
+        if segment[0].segment != EXPANDABLE:
+            small = stop - start == SMALL_SEGMENT  # those of the large pool have at least 10 MiB
+        elif used := [piece for piece in segment if piece.state != FREE]:
+            small = used[0].stop - used[0].start <= SMALL_SIZE  # nothing is left unsplit there
+        else:
+            small = self._mapped_for_small(start, stop, events)
+        return "small" if small else "large"
+
+    def _mapped_for_small(self, start: int, stop: int, events: int) -> bool:
+        """Tell for which pool a range was mapped in which nothing is in use.
+
+        The small pool maps 2 MiB at a time, the large one handles of ``large_segment_size``. What was mapped
+        before the history, and given back in it, is the large pool's if it is whole handles of that.
+        """
+        rows = self._trace.events
+        covers = (rows.address[:events] <= start) & (start < rows.address[:events] + rows.size[:events])
+        mappings = np.flatnonzero(covers & (rows.action[:events] == Action.SEGMENT_MAP))
+        if len(mappings):
+            return bool(rows.size[mappings[-1]] == SMALL_SEGMENT)
+        for at_end in self._trace.segments:
+            if at_end.address <= start < at_end.address + at_end.size:
+                return at_end.kind == "small"
+        return (stop - start) % self._config.large_segment_size != 0
+
+    def _hole(self, size: int, kind: str, index: int, segment: list[Piece]) -> Hole:
+        used = [piece for piece in segment if piece.state != FREE]
+        return Hole(
+            address=segment[index].start,
+            size=size,
+            kind=kind,
+            segment=segment[0].start,
+            segment_size=segment[-1].stop - segment[0].start,
+            expandable=segment[0].segment == EXPANDABLE,
+            blocks=len(used),
+            in_use=sum(piece.stop - piece.start for piece in used),
+            pins=tuple(
+                self._pin(piece)
+                for piece in (*segment[max(0, index - 1) : index], *segment[index + 1 : index + 2])
+            ),
+        )
+
+    def _pin(self, piece: Piece) -> Pin:
+        born = piece.born
+        freed = self._walk.freed_old.get(piece.start) if born is None else self._walk.freed_by[born]
+        return Pin(
+            address=piece.start,
+            size=piece.stop - piece.start,
+            category=Category.REST if born is None else Category(self._trace.events.category[born]),
+            state=piece.state,
+            born=None if born is None else place_at(self._trace, born),
+            freed=None if freed is None or freed == len(self._trace.events) else place_at(self._trace, freed),
+        )
+
+
+def _segments(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Put blocks that lie in one segment together; they come by address."""
+    segment: list[Piece] = []
+    for piece in pieces:
+        if segment and (segment[-1].segment, segment[-1].stop) != (piece.segment, piece.start):
+            yield segment
+            segment = []
+        segment.append(piece)
+    if segment:
+        yield segment

@@ -1,0 +1,47 @@
+"""The blocks that a walk knows of at some moment; the timeline and fragmentation test the rest."""
+
+from memfit.allocator.beginning import Beginning
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.walk import FREE, LIVE, PENDING, Piece, Walk
+from memfit.capture.history import columns
+
+MIB = 1 << 20
+
+
+def walk(*history, conf=""):
+    rows = [
+        {"action": action, "addr": address, "size": size, "stream": 0} for action, address, size in history
+    ]
+    events, _, _ = columns(rows, label_of=lambda _: -1, is_user_file=lambda _: True)
+    return Walk(events, AllocatorConfig.of(conf), Beginning())
+
+
+def test_pieces_are_those_of_the_moment_that_the_walk_is_at():
+    steps = walk(
+        ("segment_alloc", 0, 2 * MIB),
+        ("alloc", 0, 100),
+        ("alloc", 512, MIB),
+        ("free_requested", 0, 100),
+        ("free_completed", 0, 100),
+    )
+    assert steps.pieces() == []
+    steps.to(3)
+    rest = Piece(MIB + 512, 2 * MIB, 0, FREE)
+    assert steps.pieces() == [Piece(0, 512, 0, LIVE, 1), Piece(512, MIB + 512, 0, LIVE, 2), rest]
+    steps.to(4)
+    assert steps.pieces()[0] == Piece(0, 512, 0, PENDING, 1)
+    steps.to(2)  # it has been there
+    steps.to(5)
+    assert steps.pieces()[0] == Piece(0, 512, 0, FREE)
+    assert steps.freed_by == [-1, 3, 5, -1, -1]
+    assert steps.change == [0, 512, MIB, -512, 0]
+
+
+def test_without_a_cache_there_is_what_is_in_use():
+    steps = walk(
+        ("alloc", 0, 100), ("alloc", 512, 7), ("free_requested", 0, 100), conf="backend:cudaMallocAsync"
+    )
+    steps.to(2)
+    assert steps.pieces() == [Piece(0, 100, 0, LIVE, 0), Piece(512, 519, 512, LIVE, 1)]
+    steps.to(3)
+    assert steps.pieces() == [Piece(512, 519, 512, LIVE, 1)]

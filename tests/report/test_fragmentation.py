@@ -1,0 +1,166 @@
+"""How fragmentation is shown: rows that sum, names that are inert, a schema that is kept."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
+from memfit.records import (
+    Category,
+    DeviceUse,
+    DryRun,
+    Figure,
+    Growth,
+    Phase,
+    Place,
+    Provenance,
+    ScriptEnd,
+)
+from memfit.report.explained import Explained, to_json
+from memfit.report.fragmentation import print_fragmentation
+from memfit.report.inert import inert
+from memfit.report.schema import json_schema, to_public
+
+MIB = 1 << 20
+SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
+BORN = Place(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")
+FREED = Place(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
+PIN = Pin(4 * MIB, 3 * MIB, Category.GRADIENT, "active_allocated", BORN, FREED)
+HOLE = Hole(7 * MIB, 13 * MIB, "large", 2 * MIB, 20 * MIB, False, 2, 7 * MIB, (PIN,))
+MOMENT = Moment(
+    "peak reserved",
+    7,
+    BORN,
+    Reserved(requested=MIB, holes=MIB),
+    Reserved(6 * MIB, 2 * MIB, 3 * MIB, 4 * MIB, 13 * MIB, 20 * MIB),
+    (HOLE,),
+)
+FOUND = Fragmentation(
+    (MOMENT, replace(MOMENT, name="the end", small=Reserved(cached=5 * MIB), large=Reserved())),
+    Provenance.EXACT,
+)
+
+
+def printed(found, width=200):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
+    print_fragmentation(found, console)
+    return console.file.getvalue()
+
+
+def test_the_table_says_what_reserved_bytes_are_for():
+    rows = [line.split() for line in printed(FOUND).splitlines()]
+    assert ["requested", "7.00", "0.00"] in rows
+    assert ["──", "allocated", "12.00", "0.00"] in rows
+    assert ["awaiting", "other", "streams", "4.00", "0.00"] in rows
+    assert ["holes", "in", "used", "segments", "14.00", "0.00"] in rows
+    assert ["segments", "wholly", "free", "20.00", "5.00"] in rows
+    assert ["──", "reserved", "50.00", "5.00"] in rows
+    assert ["not", "requested", "86.0", "%", "100.0", "%"] in rows
+    assert ["in", "the", "small", "pool", "50.0", "%", "100.0", "%"] in rows
+    assert ["in", "the", "large", "pool", "87.5", "%", "-"] in rows
+
+
+def test_a_hole_is_named_once_with_its_moments_and_pins():
+    text = printed(FOUND)
+    assert text.count("13.0 MiB in a large segment of 20.0 MiB at 0x200000, kept by 2 blocks (7.0 MiB)") == 1
+    assert "(peak reserved, the end)" in text
+    where = "step 1 · backward · layers.3 · MmBackward0 · /somewhere/train.py:12"
+    assert f"before   3.0 MiB  gradient · {where}; freed in step 2 · optimizer" in text
+
+
+def test_three_holes_of_a_moment_are_named():
+    holes = tuple(replace(HOLE, size=size * MIB) for size in (9, 8, 7, 6, 5))
+    lines = printed(replace(FOUND, moments=(replace(MOMENT, holes=holes),))).splitlines()
+    assert [line.split()[0] for line in lines if " in a large segment" in line] == ["9.0", "8.0", "7.0"]
+
+
+@pytest.mark.parametrize(
+    ("pin", "shown"),
+    [
+        (replace(PIN, freed=None), "; held to the end"),
+        (replace(PIN, born=None), "from before the history; freed in step 2"),
+        (replace(PIN, state="active_awaiting_free"), "; freed, another stream still uses it"),
+        (replace(PIN, address=20 * MIB), "after    3.0 MiB"),
+    ],
+)
+def test_how_long_a_pin_lives(pin, shown):
+    holes = (replace(HOLE, pins=(pin,)),)
+    assert shown in printed(replace(FOUND, moments=(replace(MOMENT, holes=holes),)))
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    moments = tuple(
+        replace(MOMENT, name=name, large=Reserved(requested=80_000_000 * MIB // 1000))
+        for name in ("peak reserved", "peak allocated", "the end")
+    )
+    text = printed(replace(FOUND, moments=moments), 80)
+    assert "…" not in text
+    assert "── reserved" in text
+
+
+def test_of_expandable_segments_more_can_be_given_back():
+    mapped = replace(FOUND, moments=(replace(MOMENT, holes=(replace(HOLE, expandable=True),)),))
+    assert "of a hole, empty_cache gives back whole handles" in printed(mapped)
+    assert "handles" not in printed(FOUND)
+
+
+def test_what_does_not_apply_is_said():
+    found = Fragmentation((), Provenance.EXACT, "CUDA's own pool.")
+    assert printed(found).strip() == "Fragmentation: not to be told. CUDA's own pool."
+
+
+@pytest.mark.parametrize(
+    "name", ["layer\x1b[31m", "a\rb\x07", "\u202egpj.exe", "\x9b2J", "\ud800", "[bold]x[/]"]
+)
+def test_names_from_a_trace_are_inert(answer, name):
+    place = Place(1, Phase.FORWARD, name, name, f"{name}:1")
+    pin = replace(PIN, born=place, freed=place)
+    hostile = replace(FOUND, moments=(replace(MOMENT, place=place, holes=(replace(HOLE, pins=(pin,)),)),))
+    text = printed(hostile, 400)
+    assert text.count(inert(name)) == 4  # as a module twice, as an op, in a path
+    assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
+    pins = json.loads(to_json(answer, hostile))["fragmentation"]["moments"][0]["holes"][0]["pins"]
+    assert pins[0]["freed"]["module"] == name
+
+
+@pytest.fixture
+def answer():
+    return DryRun(
+        verdict="fits",
+        device=DeviceUse("A100-80GB", Figure(80 << 30, Provenance.EXACT), Figure(0, Provenance.EXACT), 0),
+        steps=3,
+        peak_allocated=12 * MIB,
+        peak_reserved=50 * MIB,
+        peak_process=Figure(50 * MIB, Provenance.EXACT),
+        peak_place=BORN,
+        terms=(),
+        out_of_memory=None,
+        growth=Growth(2, 0, "", leak=False),
+        end=ScriptEnd("steps", 0),
+        notes=(),
+        versions={},
+    )
+
+
+def test_the_json_is_the_public_schema(answer):
+    decoded = msgspec.json.decode(to_json(answer, FOUND), type=Explained)
+    for field in to_public(answer).__struct_fields__:
+        assert getattr(decoded, field) == getattr(to_public(answer), field)
+    first, end = decoded.fragmentation.moments
+    assert (first.all.allocated, first.all.reserved) == (12 * MIB, 50 * MIB)
+    assert (first.small.holes, first.large.unsplit, first.all.awaiting_free) == (MIB, 3 * MIB, 4 * MIB)
+    assert end.small.cached == 5 * MIB
+    (pin,) = first.holes[0].pins
+    assert (pin.category, pin.state, pin.born.line) == ("gradient", "active_allocated", BORN.line)
+    assert decoded.fragmentation.provenance == "exact"
+
+
+def test_the_committed_schema_is_what_the_code_says():
+    # python -c "from memfit.report.explained import Explained; from memfit.report.schema import
+    #            json_schema; print(json_schema(Explained).decode())" > docs/...
+    assert SCHEMA.read_bytes().strip() == json_schema(Explained).strip()
