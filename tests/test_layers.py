@@ -16,6 +16,7 @@ PUBLIC = {
     "estimate",
     "read",
     "record",
+    "replay",
     "summarize",
     "synthetic_batch",
     "write_snapshot",

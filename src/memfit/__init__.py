@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.api import diagnose, dry_run, estimate, read, record, summarize, write_snapshot
+    from memfit.api import diagnose, dry_run, estimate, read, record, replay, summarize, write_snapshot
     from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
 
@@ -24,6 +24,7 @@ __all__ = [
     "estimate",
     "read",
     "record",
+    "replay",
     "summarize",
     "synthetic_batch",
     "write_snapshot",

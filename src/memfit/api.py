@@ -372,7 +372,7 @@ def replay(
         },
         total=total,
         taken=taken,
-        notes=tuple(_replay_notes(trace, asked.reserved_before)),
+        notes=tuple(_replay_notes(trace, asked.reserved_before, context)),
     )
 
 
@@ -382,7 +382,12 @@ def _version(trace: Trace) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (2, 14)
 
 
-def _replay_notes(trace: Trace, reserved_before: int) -> Iterator[Note]:
+def _replay_notes(trace: Trace, reserved_before: int, context: int) -> Iterator[Note]:
+    if not context:
+        yield Note(
+            Provenance.ASSUMED,
+            "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
+        )
     if reserved_before:
         yield Note(
             Provenance.ASSUMED,
