@@ -2,11 +2,11 @@
 
     python benchmarks/allocator_differential.py [--operations 50000] [--seed N] [--json FILE]
 
-Sizes lie around every threshold, on one to four streams with recorded uses, from a roomy device to one
-that is always full, under every setting alone and in pairs. Equal means: every address, allocated, reserved
-and every other figure of torch.cuda.memory_stats() after each operation, and in the end every block of
-every segment. No GPU is needed: the real allocator runs on the ghost. Exits with 1 if anything differs. A
-seed makes a run again.
+Sizes lie around every threshold, on one to four streams with recorded uses, some in private pools, from a
+roomy device to one that is always full, under every setting alone and in pairs. Equal means: every address,
+allocated, reserved and every other figure of torch.cuda.memory_stats() after each operation, and in the end
+every block of every segment. No GPU is needed: the real allocator runs on the ghost. Exits with 1 if
+anything differs. A seed makes a run again.
 """
 
 import argparse
@@ -33,12 +33,13 @@ SETTINGS = {
     "max_non_split_rounding_mb": ("max_split_size_mb:64,max_non_split_rounding_mb:128",),
     "large_segment_size_mb": ("large_segment_size_mb:12", "large_segment_size_mb:48"),
     "roundup_power2_divisions": (
+        "roundup_power2_divisions:1",
         "roundup_power2_divisions:8",
         "roundup_power2_divisions:[1:2,8:4,64:8,>:2]",
         "roundup_power2_divisions:[256:0,512:2]",
     ),
     "garbage_collection_threshold": ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.9"),
-    "per_process_memory_fraction": ("per_process_memory_fraction:0.7",),
+    "per_process_memory_fraction": ("per_process_memory_fraction:0.7", "per_process_memory_fraction:0.5"),
     "throw_on_cudamalloc_oom": ("throw_on_cudamalloc_oom:True",),
 }
 EXCLUDE = {"max_split_size_mb", "max_non_split_rounding_mb"}  # the second brings the first along
@@ -61,9 +62,10 @@ def _options(dice: random.Random, conf: str) -> Options:
         "seed": dice.randrange(1 << 30),
         "streams": streams,
         "share": 0.0 if streams == 1 else dice.choice((0.0, 0.1, 0.3)),
-        "total": dice.choice((2, 4, 8, 80)) * GIB,
+        "total": (2 if "throw" in conf else dice.choice((2, 4, 8, 80))) * GIB,  # only a full device throws
         "live": dice.choice((0.3, 0.6, 0.95)),
-        "fraction": dice.choice((None, 0.8)) if "fraction" not in conf else None,
+        "fraction": dice.choice((None, 0.75, 0.8)) if "fraction" not in conf else None,
+        "pools": dice.choice((0, 0, 2)),
     }
 
 
@@ -119,8 +121,8 @@ def main() -> int:
 def markdown(rows: list[Options], seed: int) -> str:
     """Return the result as a table."""
     lines = [
-        "| PYTORCH_ALLOC_CONF | GiB | streams | seed | operations | retries | out of memory | differs |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
+        "| PYTORCH_ALLOC_CONF | GiB | streams | pools | seed | operations | retries | failures | differs |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
         conf = f"`{row['conf']}`" if row["conf"] else "default"
@@ -130,6 +132,7 @@ def markdown(rows: list[Options], seed: int) -> str:
             conf,
             row["total"] // GIB,
             row["streams"],
+            row["pools"],
             row["seed"],
             f"{row['operations']:,}",
             f"{row.get('retries', 0):,}",

@@ -12,19 +12,18 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.allocator.caching import ROW, CachingAllocator, OutOfMemory
-from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device import DeviceMemory
-from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
+from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
+
+from memfit.allocator.statistics import COUNTERS, NAMES
 from memfit.devices import find_device
 from memfit.ghost.build import build
 from memfit.ghost.load import Ghost, GhostDevice, load
-
-if TYPE_CHECKING:
-    from memfit.allocator.blocks import Block
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 EDGES = (
@@ -43,7 +42,7 @@ EDGES = (
 )
 BESIDE = (-513, -512, -1, 0, 1, 511, 512, 513, MIB, MIB + 512, MIB - 512)
 FEW, OLD = 400, 0.02  # of many tensors, mostly the newest are freed
-CHUNK = 500  # operations between two comparisons of all statistics
+DRAINED = 0.3  # of the times that the cache is emptied, everything is freed first
 
 OPTIONS = {
     "operations": 10_000,
@@ -52,13 +51,11 @@ OPTIONS = {
     "live": 0.6,  # of the device that is allocated, on average
     "streams": 1,
     "share": 0.0,  # of new tensors, also used on another stream
-    "empty_cache": 0.0005,  # of operations
+    "empty_cache": 0.002,  # of operations
+    "pools": 0,  # private pools (torch.cuda.MemPool) beside the default one
     "fraction": None,  # torch.cuda.set_per_process_memory_fraction
+    "log": "",  # a file that the operations and PyTorch's answers are written to: see model.py
 }
-
-
-class DifferenceError(Exception):
-    """The two differ."""
 
 
 class Sizes:
@@ -96,209 +93,146 @@ class Sizes:
         return max(1, dice.choice(EDGES) + dice.choice(BESIDE))
 
 
-class Pair:
-    """The real allocator and memfit's, given the same operations."""
+class Real:
+    """PyTorch's allocator on the ghost."""
 
     def __init__(self, options: dict[str, Any], ghost: Ghost, torch: ModuleType) -> None:
-        self.options = options
-        self.torch = torch
+        self._torch = torch
         self._ghost = ghost
+        self._held = False
         self._stats = torch._C._cuda_memoryStats
         torch.cuda.init()
         if options["fraction"] is not None:
             torch.cuda.set_per_process_memory_fraction(options["fraction"])
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
-        config = AllocatorConfig.of(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-        major, minor = torch.__version__.split(".")[:2]
-        memory = DeviceMemory(torch.cuda.mem_get_info()[1])
-        self.model = CachingAllocator(memory, config, (int(major), int(minor)))
-        if options["fraction"] is not None:
-            self.model.set_fraction(options["fraction"])
-        self._names = [stream.cuda_stream for stream in self._streams]
-        self.live: dict[int, tuple[Any, Block]] = {}  # number -> (the real tensor, our block)
+        self._pools = [torch.cuda.MemPool() for _ in range(options["pools"])]
+        self.live: dict[int, tuple[Any, int]] = {}  # number -> (tensor, bytes)
         self.bytes = 0
-        self._held = False
-        self._statistics = Statistics(config.max_split_size)
-        self._followed = 0
-        self._expected: list[list[int]] = []
-        self._ends: list[int] = []
-        self._counters: list[list[int]] = []
-        self.outs_of_memory = 0
-
-    def allocate(self, number: int, size: int, stream: int) -> None:
-        """Allocate with both."""
-        torch = self.torch
-        try:
-            with torch.cuda.stream(self._streams[stream]):
-                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
-            real = tensor.data_ptr()
-        except torch.OutOfMemoryError:
-            tensor, real = None, None
-        try:
-            block = self.model.malloc(size, self._names[stream])
-            ours = block.address
-        except OutOfMemory:
-            block, ours = None, None
-        if real != ours:
-            raise DifferenceError(
-                f"address {_hex(real)}, ours {_hex(ours)} for {size:,} bytes on stream {stream}"
-            )
-        if block is None:
-            self.outs_of_memory += 1
-        else:
-            self.live[number] = tensor, block
-            self.bytes += size
-
-    def free(self, number: int) -> None:
-        """Free in both."""
-        tensor, block = self.live.pop(number)
-        self.bytes -= block.requested
-        del tensor
-        self.model.free(block)
-        self._finish_events()
-
-    def use(self, number: int, stream: int) -> None:
-        """Use a tensor on another stream."""
-        tensor, block = self.live[number]
-        tensor.record_stream(self._streams[stream])
-        self.model.record_stream(block, self._names[stream])
-
-    def hold(self) -> None:
-        """Let streams stand still, or go on."""
-        self._held = not self._held
-        self._ghost.hold_events(self._held)
-        self._finish_events()
-
-    def empty_cache(self) -> None:
-        """Empty both caches."""
-        self.torch.cuda.empty_cache()
-        self.model.empty_cache()
-
-    def _finish_events(self) -> None:
-        if not self._held:
-            for event in self.model.outstanding():
-                event.done = True
-
-    def note(self) -> None:
-        """Remember what the real allocator counts; compare in chunks."""
-        model = self.model
-        stats = self._stats(0)
-        allocated, reserved = (
-            stats["allocated_bytes"]["all"]["current"],
-            stats["reserved_bytes"]["all"]["current"],
+        major, minor = torch.__version__.split(".")[:2]
+        self.situation = Situation(
+            version=(int(major), int(minor)),
+            conf=os.environ.get("PYTORCH_ALLOC_CONF", ""),
+            total=torch.cuda.mem_get_info()[1],
+            fraction=options["fraction"],
+            streams=[stream.cuda_stream for stream in self._streams],
+            pools=[pool.id for pool in self._pools],
+            shares=options["share"] > 0,
         )
-        if (allocated, reserved) != (model.allocated, model.reserved):
-            ours = f"{model.allocated:,}, {model.reserved:,}"
-            raise DifferenceError(f"allocated {allocated:,}, reserved {reserved:,}; ours {ours}")
-        self._expected.append(_line(stats))
-        self._ends.append((len(model.log) - self._followed) // ROW)
-        self._counters.append([getattr(model, name) for name in COUNTERS])
-        if len(self._ends) == CHUNK:
-            self.compare()
 
-    def compare(self) -> None:
-        """Compare every statistic after each operation since the last time."""
-        if not self._ends:
-            return
-        import numpy as np
+    def do(self, operation: Operation) -> int:
+        """Do an operation; return the address of what was allocated."""
+        if operation.kind == Kind.ALLOCATE:
+            return self._allocate(operation)
+        if operation.kind == Kind.FREE:
+            tensor, size = self.live.pop(operation.number)
+            self.bytes -= size
+            del tensor
+        elif operation.kind == Kind.USE:
+            self.live[operation.number][0].record_stream(self._streams[operation.stream])
+        elif operation.kind == Kind.HOLD:
+            self._held = not self._held
+            self._ghost.hold_events(self._held)
+        else:
+            self._torch.cuda.empty_cache()
+        return REFUSED
 
-        ours = self._statistics.advance(self.model.log[self._followed :], self._ends)
-        ours = np.concatenate([ours, np.array(self._counters)], axis=1)
-        real = np.array(self._expected)
-        if self.options["share"]:
-            # Which of two streams that have gone on frees first is the order of a hash table in PyTorch;
-            # merging in another order splits as much in the end, by another number of steps.
-            ours[:, _BY_STEPS] = real[:, _BY_STEPS]
-        if (ours != real).any():
-            row, column = map(int, np.argwhere(ours != real)[0])
-            back = len(self._ends) - row
-            raise DifferenceError(
-                f"{(*NAMES, *COUNTERS)[column]} is {real[row, column]:,}, ours {ours[row, column]:,} "
-                f"({back} operations ago)"
-            )
-        self._followed = len(self.model.log)
-        self._expected, self._ends, self._counters = [], [], []
+    def _allocate(self, operation: Operation) -> int:
+        torch = self._torch
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self._streams[operation.stream]))
+            if operation.pool >= 0:
+                stack.enter_context(torch.cuda.use_mem_pool(self._pools[operation.pool]))
+            try:
+                tensor = torch.empty(operation.size, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError:
+                return REFUSED
+        self.live[operation.number] = tensor, operation.size
+        self.bytes += operation.size
+        return int(tensor.data_ptr())
 
-    def segments(self) -> None:
-        """Compare every block of every segment."""
-        theirs = []
-        for segment in self.torch.cuda.memory_snapshot():
+    def figures(self) -> list[int]:
+        """Return ``NAMES`` and ``COUNTERS`` now."""
+        stats = self._stats(0)
+        line = []
+        for path in _PATHS:
+            figure = stats
+            for name in path:
+                figure = figure[name]
+            line.append(figure)
+        return line + [stats.get(name, 0) for name in COUNTERS]  # not all are in PyTorch 2.8
+
+    def pieces(self) -> list[Piece]:
+        """Return every block of every segment."""
+        found = []
+        for segment in self._torch.cuda.memory_snapshot():
             address = segment["address"]
             for block in segment["blocks"]:
                 state = block["state"].replace("pending", "awaiting")
-                theirs.append((address, block["size"], state, segment["total_size"]))
+                found.append((address, block["size"], state, segment["total_size"]))
                 address += block["size"]
-        ours = [
-            (block.address, block.size, block.state, segment.size)
-            for segment in self.model.snapshot()
-            for block in segment.blocks
-        ]
-        if theirs != ours:
-            pairs = ((a, b) for a, b in zip(theirs, ours, strict=False) if a != b)
-            raise DifferenceError(f"blocks differ: {next(pairs, (len(theirs), len(ours)))}")
+        return found
 
 
 _PATHS = [name.split(".") for name in NAMES]
 
 
-_BY_STEPS = [
-    column
-    for column, name in enumerate(NAMES)
-    if name.startswith("inactive_split") and not name.endswith("current")
-]
-
-
-def _line(stats: dict[str, Any]) -> list[int]:
-    line = []
-    for path in _PATHS:
-        figure = stats
-        for name in path:
-            figure = figure[name]
-        line.append(figure)
-    return line + [stats.get(name, 0) for name in COUNTERS]  # not all are in PyTorch 2.8
-
-
-def _hex(address: int | None) -> str:
-    return "none (out of memory)" if address is None else f"{address:#x}"
+def operations(options: dict[str, Any], real: Real) -> Iterator[Operation]:
+    """Make random operations; each is done before the next is asked for."""
+    dice = random.Random(options["seed"])  # noqa: S311 - nothing secret
+    sizes = Sizes(dice)
+    target = options["live"] * options["total"]
+    others = options["streams"] > 1 and options["share"] > 0
+    for number in range(options["operations"]):
+        roll = dice.random()
+        if roll < options["empty_cache"]:
+            for last in list(real.live) if dice.random() < DRAINED else ():
+                yield Operation(Kind.FREE, last)
+            yield Operation(Kind.EMPTY_CACHE)
+        elif others and roll < options["empty_cache"] + 0.01:
+            yield Operation(Kind.HOLD)
+        elif real.live and dice.random() < (0.35 if real.bytes < target else 0.62):
+            few = len(real.live) < FEW or dice.random() < OLD
+            yield Operation(Kind.FREE, dice.choice(list(real.live)) if few else next(reversed(real.live)))
+        else:
+            size, stream = sizes.next(), dice.randrange(options["streams"])
+            pool = dice.randrange(-1, options["pools"]) if options["pools"] else -1
+            yield Operation(Kind.ALLOCATE, number, size, stream, pool)
+            uses = dice.choice((1, 2)) if others and dice.random() < options["share"] else 0
+            for _ in range(uses if number in real.live else 0):
+                yield Operation(Kind.USE, number, stream=dice.randrange(options["streams"]))
 
 
 def drive(options: dict[str, Any]) -> dict[str, Any]:
-    """Run the operations; stop at the first difference."""
+    """Run the operations; stop at the first difference, and write the log if one is asked for."""
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB"), options["total"]))
     import torch
 
-    dice = random.Random(options["seed"])  # noqa: S311 - nothing secret
-    sizes, pair = Sizes(dice), Pair(options, ghost, torch)
-    target = options["live"] * options["total"]
-    others = options["streams"] > 1 and options["share"] > 0
+    real = Real(options, ghost, torch)
+    log, model = Log(real.situation), Model(real.situation)
     begun, done, mismatch = time.perf_counter(), 0, ""
     try:
-        for number in range(options["operations"]):
-            roll = dice.random()
-            if roll < options["empty_cache"]:
-                pair.empty_cache()
-            elif others and roll < options["empty_cache"] + 0.01:
-                pair.hold()
-            elif pair.live and dice.random() < (0.35 if pair.bytes < target else 0.62):
-                few = len(pair.live) < FEW or dice.random() < OLD
-                pair.free(dice.choice(list(pair.live)) if few else next(reversed(pair.live)))
-            else:
-                pair.allocate(number, sizes.next(), dice.randrange(options["streams"]))
-                if others and number in pair.live and dice.random() < options["share"]:
-                    pair.use(number, dice.randrange(options["streams"]))
-            pair.note()
-            done += 1
-        pair.compare()
-        pair.segments()
+        for operation in operations(options, real):
+            address = real.do(operation)
+            figures = real.figures()
+            if options["log"]:
+                log.operations.append(operation)
+                log.addresses.append(address)
+                log.figures.append(figures)
+            model.do(operation, address, figures)
+            done += operation.kind != Kind.USE  # it belongs to the allocation before it
+        log.pieces = real.pieces()
+        model.finish(log.pieces)
     except DifferenceError as difference:
         mismatch = f"operation {done}: {difference}"
+    if options["log"]:
+        log.write(Path(options["log"]))
     return {
         "operations": done,
         "mismatch": mismatch,
-        "outs_of_memory": pair.outs_of_memory,
-        "retries": pair.model.num_alloc_retries,
+        "outs_of_memory": model.allocator.num_ooms + model.allocator.num_oom_rejections,
+        "retries": model.allocator.num_alloc_retries,
         "seconds": time.perf_counter() - begun,
     }
 

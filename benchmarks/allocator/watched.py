@@ -76,7 +76,7 @@ class Watched:
         try:
             block = allocator.malloc(size, stream)
         except self._out_of_memory:
-            self._check([] if self.private else check_refusal(allocator, size))
+            self._check([] if allocator.captures else check_refusal(allocator, size))
             return
         self.live.append(block)
         fresh, retried = allocator.num_device_alloc != asked, allocator.num_alloc_retries != retries
@@ -100,7 +100,7 @@ class Watched:
     def empty_cache(self) -> None:
         """Empty the cache."""
         self.allocator.empty_cache()
-        self._check([] if self.private else check_emptied(self.allocator))
+        self._check([] if self.allocator.captures else check_emptied(self.allocator))
 
     def begin_private(self, *, capture: bool) -> None:
         """Allocate to a private pool from now on, as a capture does or a ``MemPool``."""

@@ -478,7 +478,7 @@ class CachingAllocator:
             self._unmap_block(block)
 
     def _release_cached_blocks(self) -> None:
-        if not self._diverted:
+        if not self.captures:  # also within ``use_mem_pool``
             self._synchronize_and_free_events()
             self._release_blocks(self.large)
             self._release_blocks(self.small)

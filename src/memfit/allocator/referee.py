@@ -230,7 +230,7 @@ def check_refusal(allocator: CachingAllocator, size: int) -> list[Broken]:
     """Check that an allocation had to fail, as it just did.
 
     Args:
-        allocator: outside of captures, and with no pool to allocate to but its own.
+        allocator: outside of captures.
         size: bytes as requested.
     """
     config, memory = allocator.config, allocator.memory
@@ -248,7 +248,7 @@ def check_refusal(allocator: CachingAllocator, size: int) -> list[Broken]:
 
 
 def check_emptied(allocator: CachingAllocator) -> list[Broken]:
-    """Check that a cache was emptied, outside of captures and of ``begin_allocate_to_pool``."""
+    """Check that a cache was emptied, outside of captures."""
     return [Broken(Rule.EMPTIED, f"{kept} is kept") for kept in _kept(allocator)]
 
 

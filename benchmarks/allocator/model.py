@@ -1,0 +1,263 @@
+"""Memfit's allocator, compared with what PyTorch's answered to the same operations; no torch is needed.
+
+The answers come from the real allocator as it runs (``drive.py``), or from a log of such a run.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memfit.allocator import caching as ours
+from memfit.allocator.caching import ROW
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device import DeviceMemory
+from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
+
+if TYPE_CHECKING:
+    from memfit.allocator.blocks import Block
+
+CHUNK = 500  # operations between two comparisons of all statistics
+REFUSED = 0
+"""In an address's place: out of memory."""
+_ALLOCATED, _RESERVED = NAMES.index("allocated_bytes.all.current"), NAMES.index("reserved_bytes.all.current")
+# Which of two streams that have gone on frees first is the order of a hash table in PyTorch; merging in
+# another order splits as much in the end, by another number of steps.
+_BY_STEPS = [
+    column
+    for column, name in enumerate(NAMES)
+    if name.startswith("inactive_split") and not name.endswith("current")
+]
+
+
+class Kind(IntEnum):
+    """What is asked for."""
+
+    ALLOCATE = 0
+    FREE = 1
+    USE = 2
+    """A tensor, on another stream."""
+    HOLD = 3
+    """Let streams stand still, or go on."""
+    EMPTY_CACHE = 4
+
+
+class Operation(NamedTuple):
+    """One operation; ``Situation`` says which streams and pools there are."""
+
+    kind: int
+    number: int = 0
+    """Of the tensor."""
+    size: int = 0
+    """Bytes."""
+    stream: int = 0
+    """Index of the stream."""
+    pool: int = -1
+    """Index of the private pool; -1 is none."""
+
+
+Piece = tuple[int, int, str, int]
+"""Address, size and state of a block, and the size of its segment."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the operations are done in."""
+
+    version: tuple[int, int]
+    """Of PyTorch, major and minor."""
+    conf: str
+    total: int
+    """Bytes of the device, as cudaMemGetInfo reports them."""
+    fraction: float | None
+    streams: list[int]
+    """PyTorch's numbers for them."""
+    pools: list[tuple[int, int]]
+    """And for private pools."""
+    shares: bool
+    """Whether tensors are used on several streams."""
+
+
+class DifferenceError(Exception):
+    """The two differ."""
+
+
+class Model:
+    """Memfit's allocator in a situation.
+
+    Args:
+        situation: of the real allocator.
+        caching: the module that it comes from; a mutated one, maybe.
+    """
+
+    def __init__(self, situation: Situation, caching: ModuleType = ours) -> None:
+        self._situation = situation
+        self._out_of_memory = caching.OutOfMemory
+        config = AllocatorConfig.of(situation.conf)
+        self.allocator = caching.CachingAllocator(DeviceMemory(situation.total), config, situation.version)
+        if situation.fraction is not None:
+            self.allocator.set_fraction(situation.fraction)
+        for pool in situation.pools:  # a MemPool is a use of its pool
+            self.allocator.begin_allocate_to_pool(pool)
+            self.allocator.end_allocate_to_pool(pool)
+        self._live: dict[int, Block] = {}
+        self._held = False
+        self._statistics = Statistics(config.max_split_size)
+        self._followed = 0
+        self._expected: list[Sequence[int]] = []
+        self._ends: list[int] = []
+        self._counters: list[list[int]] = []
+
+    def do(self, operation: Operation, address: int, figures: Sequence[int]) -> None:
+        """Do an operation, too.
+
+        Args:
+            operation: what is asked for.
+            address: what ``ALLOCATE`` got.
+            figures: ``NAMES`` and ``COUNTERS`` after it.
+
+        Raises:
+            DifferenceError: at once for another address, allocated or reserved; after ``CHUNK`` operations
+                for another statistic.
+        """
+        if operation.kind == Kind.ALLOCATE:
+            self._allocate(operation, address)
+        elif operation.kind == Kind.FREE:
+            self.allocator.free(self._live.pop(operation.number))
+        elif operation.kind == Kind.USE:
+            stream = self._situation.streams[operation.stream]
+            self.allocator.record_stream(self._live[operation.number], stream)
+        elif operation.kind == Kind.HOLD:
+            self._held = not self._held
+        else:
+            self.allocator.empty_cache()
+        if not self._held:
+            for event in self.allocator.outstanding():
+                event.done = True
+        self._note(figures)
+
+    def _allocate(self, operation: Operation, address: int) -> None:
+        allocator = self.allocator
+        stream = self._situation.streams[operation.stream]
+        pool = self._situation.pools[operation.pool] if operation.pool >= 0 else None
+        if pool is not None:
+            allocator.begin_allocate_to_pool(pool)
+        try:
+            block = allocator.malloc(operation.size, stream)
+        except self._out_of_memory:
+            block = None
+        if pool is not None:
+            allocator.end_allocate_to_pool(pool)
+            allocator.release_pool(pool)
+        got = REFUSED if block is None else block.address
+        if got != address:
+            raise DifferenceError(
+                f"address {_hex(address)}, ours {_hex(got)} for {operation.size:,} bytes, stream {stream}"
+            )
+        if block is not None:
+            self._live[operation.number] = block
+
+    def _note(self, figures: Sequence[int]) -> None:
+        allocator = self.allocator
+        real = figures[_ALLOCATED], figures[_RESERVED]
+        if real != (allocator.allocated, allocator.reserved):
+            mine = f"{allocator.allocated:,}, {allocator.reserved:,}"
+            raise DifferenceError(f"allocated {real[0]:,}, reserved {real[1]:,}; ours {mine}")
+        self._expected.append(figures)
+        self._ends.append((len(allocator.log) - self._followed) // ROW)
+        self._counters.append([getattr(allocator, name) for name in COUNTERS])
+        if len(self._ends) == CHUNK:
+            self._compare()
+
+    def _compare(self) -> None:
+        import numpy as np
+
+        mine = self._statistics.advance(self.allocator.log[self._followed :], self._ends)
+        mine = np.concatenate([mine, np.array(self._counters)], axis=1)
+        real = np.array(self._expected)
+        if self._situation.shares:
+            mine[:, _BY_STEPS] = real[:, _BY_STEPS]
+        if (mine != real).any():
+            row, column = map(int, np.argwhere(mine != real)[0])
+            back = len(self._ends) - row
+            raise DifferenceError(
+                f"{(*NAMES, *COUNTERS)[column]} is {real[row, column]:,}, ours {mine[row, column]:,} "
+                f"({back} operations ago)"
+            )
+        self._followed = len(self.allocator.log)
+        self._expected, self._ends, self._counters = [], [], []
+
+    def finish(self, pieces: list[Piece]) -> None:
+        """Compare what is left of the statistics, and every block of every segment.
+
+        Raises:
+            DifferenceError: something differs.
+        """
+        if self._ends:
+            self._compare()
+        mine = [
+            (block.address, block.size, block.state, segment.size)
+            for segment in self.allocator.snapshot()
+            for block in segment.blocks
+        ]
+        if pieces != mine:
+            pairs = ((a, b) for a, b in zip(pieces, mine, strict=False) if a != b)
+            raise DifferenceError(f"blocks differ: {next(pairs, (len(pieces), len(mine)))}")
+
+
+class Log:
+    """A run of the real allocator, as a file: a situation, operations and answers."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.situation = situation
+        self.operations: list[Operation] = []
+        self.addresses: list[int] = []
+        self.figures: list[Sequence[int]] = []
+        self.pieces: list[Piece] = []
+
+    def write(self, path: Path) -> None:
+        """Write it."""
+        import numpy as np
+
+        np.savez_compressed(
+            path,
+            head=json.dumps({"situation": asdict(self.situation), "pieces": self.pieces}),
+            operations=np.array(self.operations, np.int64),
+            addresses=np.array(self.addresses, np.int64),
+            figures=np.array(self.figures, np.int64),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> "Log":
+        """Read what ``write`` wrote."""
+        import numpy as np
+
+        with np.load(path) as file:
+            head: dict[str, Any] = json.loads(str(file["head"]))
+            situation = head["situation"]
+            situation["version"] = tuple(situation["version"])
+            situation["pools"] = [tuple(pool) for pool in situation["pools"]]
+            log = cls(Situation(**situation))
+            log.operations = [Operation(*row) for row in file["operations"].tolist()]
+            log.addresses = file["addresses"].tolist()
+            log.figures = file["figures"].tolist()
+        log.pieces = [(address, size, state, whole) for address, size, state, whole in head["pieces"]]
+        return log
+
+    def replay(self, caching: ModuleType = ours) -> None:
+        """Do the operations with memfit's allocator.
+
+        Raises:
+            DifferenceError: something differs from the real one.
+        """
+        model = Model(self.situation, caching)
+        for answered in zip(self.operations, self.addresses, self.figures, strict=True):
+            model.do(*answered)
+        model.finish(self.pieces)
+
+
+def _hex(address: int) -> str:
+    return "none (out of memory)" if address == REFUSED else f"{address:#x}"

@@ -1,0 +1,70 @@
+"""Memfit's allocator with one rule changed, for one test: ``mutants.toml`` lists the changes."""
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module, util
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+# In the order in which they import each other.
+_MODULES = ("rounding", "device", "blocks", "expandable", "caching")
+_PACKAGE = "memfit.allocator"
+_TABLE = Path(__file__).with_name("mutants.toml")
+
+
+class Mutant(NamedTuple):
+    """A change of one rule."""
+
+    what: str
+    module: str
+    line: str
+    """As it is: once, in that module."""
+    instead: str
+
+
+def mutants() -> tuple[list[Mutant], dict[str, str]]:
+    """Return all, and why some cannot be told from the original, by ``what``."""
+    table = tomllib.loads(_TABLE.read_text())
+    return [Mutant(*row) for row in table["mutants"]], table["equal"]
+
+
+@contextmanager
+def mutated(mutant: Mutant) -> Iterator[ModuleType]:
+    """Give the module ``caching`` of an allocator that is changed: the real modules stay as they are.
+
+    Raises:
+        ValueError: the line is not there, or more than once.
+    """
+    package = import_module(_PACKAGE)
+    names = [f"{_PACKAGE}.{module}" for module in _MODULES]
+    real = {name: import_module(name) for name in names}
+    try:
+        for module, name in zip(_MODULES, names, strict=True):
+            setattr(package, module, _changed(name, mutant if module == mutant.module else None))
+        yield sys.modules[names[-1]]
+    finally:
+        sys.modules.update(real)
+        for module, name in zip(_MODULES, names, strict=True):
+            setattr(package, module, real[name])
+
+
+def _changed(name: str, mutant: Mutant | None) -> ModuleType:
+    spec = util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{name} has no source.")
+    source = Path(spec.origin).read_text()
+    if mutant is not None:
+        times = source.count(mutant.line)
+        if times != 1:
+            raise ValueError(
+                f"{mutant.what!r}: {mutant.line!r} is {times} times in {mutant.module}.py. "
+                f"Write it anew in {_TABLE.name}."
+            )
+        source = source.replace(mutant.line, mutant.instead)
+    module = util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(source, spec.origin, "exec"), module.__dict__)  # noqa: S102 - our own source
+    return module

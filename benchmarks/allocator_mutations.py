@@ -1,0 +1,119 @@
+"""Does a wrong rule get caught? Each rule of memfit's allocator is changed, one at a time.
+
+    python benchmarks/allocator_mutations.py [--operations 800] [--seed N] [--logs DIR] [--json FILE]
+
+PyTorch's real allocator answers random operations once, in every situation of allocator_differential.py;
+each changed allocator then has to give the same answers (``differs``), and does random operations of its
+own under the referee (``referee``). Exits with 1 if one is caught by neither, but for those that
+mutants.toml explains, or if one that it explains is caught.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from allocator_differential import Options, drive, situations
+
+sys.path.insert(0, str(Path(__file__).with_name("allocator")))
+from model import Log
+from mutants import Mutant, mutants, mutated
+from watched import CONFS, run
+
+from memfit.report.progress import progress_line
+
+RUNS = 4  # of the referee, for each conf
+STEPS = 250  # of each
+
+
+def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
+    """Let the real allocator answer; logs that are there are read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = []
+    with progress_line() as show:
+        for number, (conf, options) in enumerate(chosen):
+            path = folder / f"{number}.npz"
+            if not path.exists():
+                result = drive(conf, options | {"log": str(path)})
+                if result["mismatch"]:
+                    raise SystemExit(f"The allocator itself differs under {conf!r}: {result['mismatch']}")
+            logs.append(Log.read(path))
+            show(f"{len(logs)} of {len(chosen)} situations recorded")
+    return logs
+
+
+def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
+    """Return how often a mutant was caught, at most ``enough`` times each way, and how the first time."""
+    found: dict[str, Any] = {"what": mutant.what, "differs": 0, "referee": 0, "first": ""}
+    with mutated(mutant) as caching:
+        ways = {
+            "differs": (partial(log.replay, caching) for log in logs),
+            "referee": (partial(run, conf, seed, STEPS, caching) for seed in range(RUNS) for conf in CONFS),
+        }
+        for way, attempts in ways.items():
+            failures = islice(filter(None, map(_failure, attempts)), enough)
+            for failure in failures:
+                found[way] += 1
+                found["first"] = found["first"] or failure
+    return found
+
+
+def _failure(attempt: Callable[[], object]) -> str:
+    """Return what an attempt raises: a changed rule may well end in a KeyError."""
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001 - anything may go wrong
+        return f"{type(error).__name__}: {error}"[:120]
+    return ""
+
+
+def main() -> int:
+    """Catch every mutant; print a table; the exit code is 1 if one escapes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operations", type=int, default=800, help="in each situation")
+    parser.add_argument("--seed", type=int, default=0, help="of the situations")
+    parser.add_argument("--logs", type=Path, help="keep PyTorch's answers here, and take those that are here")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    chosen = [
+        (conf, options | {"operations": arguments.operations})
+        for conf, options in situations(random.Random(arguments.seed))  # noqa: S311 - nothing secret
+    ]
+    listed, equal = mutants()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = record(chosen, arguments.logs or Path(folder))
+    rows = []
+    with progress_line() as show:
+        for mutant in listed:
+            rows.append(caught(mutant, logs, enough=3))
+            show(f"{len(rows)} of {len(listed)} mutants")
+    for row in rows:
+        row["equal"] = equal.get(row["what"], "")
+        row["as it should"] = bool(row["differs"] or row["referee"]) != bool(row["equal"])
+    print(markdown(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
+    return int(not all(row["as it should"] for row in rows))
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the result as a table."""
+    lines = ["| rule changed | differs | referee | first |", "|---|--:|--:|---|"]
+    for row in rows:
+        first = row["first"] or (f"cannot be told: {row['equal']}" if row["equal"] else "**not caught**")
+        lines.append(f"| {row['what']} | {row['differs']} | {row['referee']} | {first.replace('|', '/')} |")
+    by_one = sum(bool(row["differs"] or row["referee"]) for row in rows)
+    lines += ["", f"{by_one} of {len(rows)} caught; 3 means 3 or more situations."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
