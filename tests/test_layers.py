@@ -33,6 +33,7 @@ TORCH_FREE = (
     "capture/tracefile",
     "capture/snapshot",
     "cli",
+    "console",
     "api",
 )
 """Files and folders of the package, and everything in the folders."""

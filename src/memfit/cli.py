@@ -7,23 +7,15 @@ Exit codes: 0 it could be measured; 1 ``--fail`` and it does not fit; 2 usage; 3
 import io
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from memfit import __version__
-from memfit.errors import MemfitError, TargetError, UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from memfit.capture.run import Progress
-    from memfit.explain.reserved import Fragmentation
-    from memfit.records import DryRun
+from memfit.console import exit_code, name_trace, progress, stdout, write
+from memfit.errors import MemfitError, UsageError
 
 app = App(
     name="memfit",
@@ -90,7 +82,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         raise UsageError("Which script? memfit dry-run SCRIPT.py [ARGS...], or -m MODULE.")
     if json is not None and json != "-":
         api.check_output(Path(json))
-    with _progress(steps) as show:
+    with progress(steps) as show:
         result = api.dry_run(
             command[0],
             command[1:],
@@ -108,10 +100,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             stdout_to_stderr=json == "-",
             on_progress=show,
         )
-    _write(result, json)
+    write(result, json)
     if output is not None:
-        _name_trace(output)
-    return _exit_code(result, fail=fail)
+        name_trace(output)
+    return exit_code(result, fail=fail)
 
 
 @app.command(
@@ -154,7 +146,7 @@ def record(
     if json is not None and json != "-":
         api.check_output(Path(json))
     wanted = None if to_end else steps
-    with _progress(wanted) as show:
+    with progress(wanted) as show:
         result = api.record(
             command[0],
             command[1:],
@@ -165,9 +157,9 @@ def record(
             stdout_to_stderr=json == "-",
             on_progress=show,
         )
-    _write(result, json)
-    _name_trace(trace)
-    return _exit_code(result, fail=fail)
+    write(result, json)
+    name_trace(trace)
+    return exit_code(result, fail=fail)
 
 
 @app.command
@@ -193,7 +185,7 @@ def explain(
     trace = api.read(path)
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
-    _write(api.summarize(trace), json, api.fragmentation(trace) if fragmentation else None)
+    write(api.summarize(trace), json, api.fragmentation(trace) if fragmentation else None)
     return 0
 
 
@@ -281,7 +273,7 @@ def _replay(  # noqa: PLR0913 - what two commands share
     else:
         if json is not None:
             api.write_bytes(Path(json), to_json(result) + b"\n")
-        print_comparison(result, _stdout())
+        print_comparison(result, stdout())
     return int(fail and not all(row.replay.fits for row in result.outcomes))
 
 
@@ -291,7 +283,7 @@ def gpus() -> int:
     from memfit.devices import all_devices
     from memfit.report.devices import print_devices
 
-    print_devices(all_devices(), _stdout())
+    print_devices(all_devices(), stdout())
     return 0
 
 
@@ -313,7 +305,7 @@ def doctor(
     from memfit.api import diagnose
     from memfit.report.doctor import print_diagnosis
 
-    return print_diagnosis(diagnose(), _stdout(), details=gaps)
+    return print_diagnosis(diagnose(), stdout(), details=gaps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -365,78 +357,12 @@ def _script_begins(tokens: list[str]) -> list[str]:
     return [*tokens[:position], "--", *tokens[position:]]
 
 
-def _write(result: "DryRun", json: str | None, found: "Fragmentation | None" = None) -> None:
-    from memfit import api
-    from memfit.report.explained import to_json as explained_to_json
-    from memfit.report.fragmentation import print_fragmentation
-    from memfit.report.schema import to_json
-    from memfit.report.terminal import print_summary
-
-    written = to_json(result) if found is None else explained_to_json(result, found)
-    if json == "-":
-        sys.stdout.write(written.decode() + "\n")
-        return
-    if json is not None:
-        api.write_bytes(Path(json), written + b"\n")
-    print_summary(result, _stdout())  # last: whoever reads it may stop at any line
-    if found is not None:
-        print_fragmentation(found, _stdout())
-
-
-def _exit_code(result: "DryRun", *, fail: bool) -> int:
-    if result.end.reason == "interrupted":
-        return 130
-    if result.end.reason == "exception" or (result.end.reason == "end" and result.end.exit_code):
-        return TargetError.exit_code
-    return 1 if fail and result.verdict != "fits" else 0
-
-
-def _stdout() -> "Console":
-    from rich.console import Console
-
-    class Printer(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704 - the BrokenPipeError that rich is handling: main answers for it
-
-    # What is piped is not wrapped: somebody may search it.
-    return Printer(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-
-
 def _measure_context() -> int:
     from memfit import api
     from memfit.report.context import print_context
 
     report = api.measure_context()
-    print_context(report, _stdout())
+    print_context(report, stdout())
     if kept := api.keep_context(report):
         print(f"Kept for dry runs of this GPU with this torch: {kept}", file=sys.stderr)
     return 0
-
-
-def _name_trace(output: Path) -> None:
-    from memfit.report.inert import inert
-
-    print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
-
-
-@contextmanager
-def _progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
-    """Show how far a script is for as long as the block lasts."""
-    from memfit.report.progress import progress_line
-
-    begun = time.monotonic()
-    with progress_line() as show:
-        yield lambda progress: show(_state(progress, steps, begun))
-
-
-def _state(progress: "Progress", steps: int | None, since: float) -> str:
-    from memfit.units import format_gib
-
-    seconds = f"{time.monotonic() - since:.0f} s"
-    if not progress.peak:
-        return f"memfit: starting · {seconds}"
-    step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"
-    return (
-        f"memfit: step {step} · "
-        f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
-    )
