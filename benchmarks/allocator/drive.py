@@ -106,12 +106,14 @@ class Real:
             torch.cuda.set_per_process_memory_fraction(options["fraction"])
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
-        self._pools = [torch.cuda.MemPool() for _ in range(options["pools"])]
+        version = tuple(map(int, torch.__version__.split(".")[:2]))
+        # The model's private pools are those of 2.14: 2.8 to 2.12 keep the cache within use_mem_pool.
+        pools = options["pools"] if version >= (2, 14) else 0
+        self._pools = [torch.cuda.MemPool() for _ in range(pools)]
         self.live: dict[int, tuple[Any, int]] = {}  # number -> (tensor, bytes)
         self.bytes = 0
-        major, minor = torch.__version__.split(".")[:2]
         self.situation = Situation(
-            version=(int(major), int(minor)),
+            version=(version[0], version[1]),
             conf=os.environ.get("PYTORCH_ALLOC_CONF", ""),
             total=torch.cuda.mem_get_info()[1],
             fraction=options["fraction"],
@@ -196,7 +198,8 @@ def operations(options: dict[str, Any], real: Real) -> Iterator[Operation]:
             yield Operation(Kind.FREE, dice.choice(list(real.live)) if few else next(reversed(real.live)))
         else:
             size, stream = sizes.next(), dice.randrange(options["streams"])
-            pool = dice.randrange(-1, options["pools"]) if options["pools"] else -1
+            pools = len(real.situation.pools)
+            pool = dice.randrange(-1, pools) if pools else -1
             yield Operation(Kind.ALLOCATE, number, size, stream, pool)
             uses = dice.choice((1, 2)) if others and dice.random() < options["share"] else 0
             for _ in range(uses if number in real.live else 0):

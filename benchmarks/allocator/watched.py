@@ -176,4 +176,4 @@ def _size(dice: random.Random) -> int:
         return dice.randint(MIB, 12 * MIB)
     if kind == "large":
         return dice.randint(8 * MIB, 120 * MIB)
-    return dice.choice(EDGES) + dice.choice(BESIDE)
+    return max(1, dice.choice(EDGES) + dice.choice(BESIDE))

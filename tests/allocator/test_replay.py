@@ -90,7 +90,7 @@ def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left(trace_of_events
 
 def test_a_free_of_nothing_names_the_event(trace_of_events):
     trace = trace_of_events((Action.FREE_REQUESTED, 0x7000, 512))
-    with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested at 0x7000"):
+    with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested of 512 bytes at 0x7000"):
         requests(trace)
 
 

@@ -26,6 +26,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
 from memfit.allocator.expandable import ExpandableSegment
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, least_remainder, round_size, segment_size
+from memfit.errors import UsageError
 from memfit.records import Segment
 
 PoolId = tuple[int, int]
@@ -132,12 +133,13 @@ class CachingAllocator:
 
         Raises:
             OutOfMemory: the device does not have it.
+            UsageError: the size is no size.
         """
         if self._events or self._deferred:
             self._process_events()
         rounded = self._rounded.get(size)
         if rounded is None:
-            rounded = self._rounded[size] = round_size(size, self.config)
+            rounded = self._round(size)
         pool = self._pool(rounded) if self._diverted else self.small if rounded <= SMALL_SIZE else self.large
         keys = pool.keys.get(stream)
         if keys is None:
@@ -256,6 +258,13 @@ class CachingAllocator:
     def _pool(self, rounded: int) -> BlockPool:
         pool = self.pools[self._diverted[-1]]
         return pool.small if rounded <= SMALL_SIZE else pool.large
+
+    def _round(self, size: int) -> int:
+        """Round a size that is new: training asks for the same ones again and again."""
+        if size < 1:
+            raise UsageError(f"A block of {size:,} bytes: PyTorch makes none of 0 bytes or fewer.")
+        rounded = self._rounded[size] = round_size(size, self.config)
+        return rounded
 
     # ---- Finding a block -----------------------------------------------------------------------------
 

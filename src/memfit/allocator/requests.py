@@ -14,9 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 from memfit.allocator.beginning import beginning, reserved_change
 from memfit.allocator.config import AllocatorConfig
-from memfit.errors import FileFormatError
+from memfit.allocator.walk import Walk
+from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, MarkKind, Trace
 
 
@@ -68,6 +71,8 @@ class Requests:
 _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _OOM = map(
     int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.OOM)
 )
+_MOST = 1 << 47
+"""Bytes that a process can address."""
 _GIVEN_BACK = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
 _GOT = frozenset(map(int, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)))
 _ASKED = {MarkKind.EMPTY_CACHE: Ask.EMPTY_CACHE, MarkKind.TRAINING_STEP: Ask.STEP}
@@ -81,7 +86,10 @@ def requests(trace: Trace) -> Requests:
     Raises:
         FileFormatError: the history contradicts itself, or does not tell enough.
     """
-    config = AllocatorConfig.read(trace.settings)
+    try:
+        config = AllocatorConfig.read(trace.settings)
+    except UsageError as error:
+        raise FileFormatError(f"Cannot replay this trace: {error}") from None
     _check(trace, config)
     start = beginning(trace, config)
     found = Requests(reserved_before=start.reserved)
@@ -91,6 +99,7 @@ def requests(trace: Trace) -> Requests:
         found.add(Ask.MALLOC, 0, numbers[address], stop - address)
         if address in start.pending:
             found.add(Ask.FREE_LATER, 0, numbers[address])
+    Walk(trace.events, config, start).to(len(trace.events))  # raises where an event cannot be
     asked = _asked(trace, config, start.reserved)
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
@@ -109,6 +118,16 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
         raise FileFormatError(
             "Cannot replay this trace: it has private pools (of CUDA graphs or torch.cuda.MemPool), and the "
             "file does not say which allocations are theirs."
+        )
+    events = trace.events
+    least = np.isin(events.action, (_ALLOC, _OOM)).astype(int)  # for 0 bytes PyTorch makes no block
+    absurd = np.flatnonzero((events.size < least) | (events.size > _MOST))
+    if len(absurd):
+        event = int(absurd[0])
+        raise FileFormatError(
+            f"Cannot replay this trace: event {event} of {len(events)}, "
+            f"{Action(events.action[event]).name.lower()}, has {events.size[event]:,} bytes, "
+            f"and sizes are from 1 to {_MOST:,}. It was cut or changed; record it again."
         )
 
 
@@ -169,8 +188,6 @@ class _Reader:
         self._gone, self._short = [], False
 
     def _free(self, event: int, address: int) -> None:
-        if address not in self._live:
-            raise _unknown(event, len(self._actions), address)
         number = self._live.pop(address)
         following = slice(event + 1, event + 2)
         if (self._actions[following], self._addresses[following]) == ([_FREE_COMPLETED], [address]):
@@ -215,10 +232,3 @@ def _emptied(trace: Trace, config: AllocatorConfig, reserved_before: int) -> lis
         if not for_a_malloc:
             found.append(first)
     return found
-
-
-def _unknown(event: int, total: int, address: int) -> FileFormatError:
-    return FileFormatError(
-        f"Cannot replay this trace: event {event} of {total}, free_requested at {address:#x}, frees a block "
-        "that is not in use. Part of the history is missing; record it again from the start."
-    )
