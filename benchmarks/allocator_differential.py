@@ -71,7 +71,7 @@ def _options(dice: random.Random, conf: str) -> Options:
 
 def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
     """Run the driver in a process of its own."""
-    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
+    environment = {**os.environ, **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), conf)}
     done = subprocess.run(
         [python, str(DRIVER), json.dumps(options)],
         env=environment,

@@ -107,7 +107,7 @@ class Real:
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
         version = tuple(map(int, torch.__version__.split(".")[:2]))
-        # The model's private pools are those of 2.14: 2.8 to 2.12 keep the cache within use_mem_pool.
+        # The model's private pools are those of 2.14; 2.8, 2.11 and 2.12 were seen to differ from them.
         pools = options["pools"] if version >= (2, 14) else 0
         self._pools = [torch.cuda.MemPool() for _ in range(pools)]
         self.live: dict[int, tuple[Any, int]] = {}  # number -> (tensor, bytes)

@@ -2,7 +2,7 @@
 
     malloc(size)   round it -> smallest cached block of its stream and pool that is large enough
                    none: collect garbage -> cudaMalloc
-                   none: borrow from a pool that allows it -> give back an oversize block, cudaMalloc
+                   none: give back an oversize block, cudaMalloc (where max_split_size says what that is)
                    none: wait for all streams, give back the whole cache, cudaMalloc again -> out of memory
                    split off what is left of the block
     free(block)    at once, or when the other streams that used it have gone on; merge with free neighbours
@@ -40,9 +40,8 @@ NUMBERED = (2, 12)
 
 # The log has rows of five numbers: kind, bytes, requested bytes, change of split blocks and of their bytes.
 # The kinds of the small pool are these, those of the large pool LARGE more.
-ALLOC, FREE, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(
-    8
-)
+ALLOC, FREE, FREE_REQUESTED, FREE_COMPLETED = range(4)
+SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(4, 8)
 LARGE = 8
 ROW = 5
 
