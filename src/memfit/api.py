@@ -1,50 +1,33 @@
 """The whole pipeline in one file: read this first.
 
-script ── capture.run ──> trace file ── capture.tracefile ──> Trace ── explain.peak ──> DryRun
-             dry_run: on the ghost                                        no torch from here on
-             record: on this machine's GPU
+script ── capture.run ──> trace file ── capture.tracefile ──> Trace ─┬─ explain.peak ──> DryRun
+             dry_run: on the ghost              no torch from here on └─ explain.comparison ──> Comparison
+             record: on this machine's GPU                                 replay
 """
 
 import dataclasses
-import itertools
-import os
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from memfit.allocator.compare import (
-    Outcome,
-    Rates,
-    Setting,
-    outcome,
-    recommended,
-    sensible,
-    smallest_capacity,
-)
-from memfit.allocator.requests import requests
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
-from memfit.capture.context import keep_context, kept_context, measure_context
+from memfit.capture.context import keep_context, measure_context
+from memfit.capture.options import ghost_settings
 from memfit.capture.run import Progress, check_output, check_script, run_script
-from memfit.capture.settings import ChildSettings, GhostSettings
+from memfit.capture.settings import ChildSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
-from memfit.devices import DEFAULT, Device, find_device
+from memfit.devices import DEFAULT, find_device
 from memfit.errors import TargetError, UsageError
+from memfit.explain.comparison import Comparison, compare
 from memfit.explain.fragmentation import fragmentation
 from memfit.explain.peak import summarize
-from memfit.explain.place import place_at
-from memfit.ghost.build import build
-from memfit.ghost.choices import ValueChoices
 from memfit.ghost.doctor import Check, checks
-from memfit.ghost.load import GhostDevice
-from memfit.ghost.torch_install import find_torch
-from memfit.ghost.workspaces import WorkspaceSource
-from memfit.records import DeviceUse, DryRun, Figure, Note, Place, Provenance, Trace
+from memfit.records import DryRun, Note, Provenance, Trace
 from memfit.report.estimate import Estimate
 from memfit.units import TIB
 
@@ -126,31 +109,14 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
     command = _checked(script, arguments, module=module, steps=steps, output=output)
-    _check_bytes(memory=memory, in_use=in_use)
-    ValueChoices.parse(values)
-    if workspaces not in tuple(WorkspaceSource):
-        raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
-    device = find_device(gpu)
-    total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
-    context = kept_context(device, find_torch().version) or Figure(
-        device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"]
-    )
-    use = DeviceUse(device.name, total, context, in_use)
-    if context.bytes + in_use >= total.bytes:
-        raise UsageError(
-            f"Nothing is left to measure in: {total.bytes} bytes of memory, of which the CUDA context takes "
-            f"{context.bytes} and others {in_use}."
-        )
-    devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    ghost = GhostSettings(
-        build=build(),
-        stands_for=GhostDevice.of(device, total.bytes),
-        device=use,
-        devices=devices,
+    ghost = ghost_settings(
+        gpu=gpu,
+        memory=memory,
+        in_use=in_use,
         values=values,
         host_memory=host_memory,
         weights=weights,
-        workspaces=WorkspaceSource(workspaces),
+        workspaces=workspaces,
     )
     settings = ChildSettings(ghost, module, steps, labels, stdout_to_stderr)
     return _traced(command, settings, output, on_progress)
@@ -296,24 +262,6 @@ def read(path: Path) -> Trace:
     return read_trace(path) if is_trace(path) else read_snapshot(path)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
-    """One trace under several allocator settings."""
-
-    outcomes: tuple[Outcome, ...]
-    current: Outcome
-    """Under the settings that the trace was made with; among the outcomes, if it was asked for."""
-    recommended: Outcome | None
-    """What reserves less than ``current`` without costing time in a steady step."""
-    places: dict[str, Place]
-    """Where those that do not fit fail, by the setting's name."""
-    total: int
-    """Bytes of the device."""
-    taken: int
-    """Bytes of it that the context and other processes hold."""
-    notes: tuple[Note, ...]
-
-
 def replay(
     trace: Trace,
     confs: Sequence[str] | None = None,
@@ -340,65 +288,15 @@ def replay(
         UsageError: a conf is not what PyTorch takes, or the device is not known.
         FileFormatError: the trace does not tell what was asked for.
     """
-    asked = requests(trace)
-    version = _version(trace)
-    use = trace.device
-    device = find_device(gpu) if gpu is not None else None
-    total = memory or (device.total_bytes if device else use.total.bytes)
-    if not total:
-        raise UsageError(
-            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
-        )
-    context = device.context_bytes if device else use.context.bytes
-    taken = context + (use.in_use if in_use is None else in_use)
-    own = Setting(trace.settings.get("conf", ""))
-    tried = sensible(version) if confs is None else tuple(map(Setting, confs))
-    outcomes = []
-    for setting in dict.fromkeys((own, *tried)):
-        on_progress(setting.name or "default")
-        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=Rates())
-        if smallest:
-            size = smallest_capacity(asked, setting, taken=taken, version=version)
-            row = dataclasses.replace(row, smallest=size)
-        outcomes.append(row)
-    return Comparison(
-        outcomes=tuple(outcomes),
-        current=outcomes[0],
-        recommended=recommended(outcomes[1:], outcomes[0]),
-        places={
-            row.setting.name: place_at(trace, row.replay.failed_event)
-            for row in outcomes
-            if not row.replay.fits
-        },
-        total=total,
-        taken=taken,
-        notes=tuple(_replay_notes(trace, asked.reserved_before, context)),
+    return compare(
+        trace,
+        confs,
+        device=find_device(gpu) if gpu is not None else None,
+        memory=memory,
+        in_use=in_use,
+        smallest=smallest,
+        on_progress=on_progress,
     )
-
-
-def _version(trace: Trace) -> tuple[int, int]:
-    """Return PyTorch's version; the newest known where a snapshot does not say."""
-    found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
-    return (int(found[1]), int(found[2])) if found else (2, 14)
-
-
-def _replay_notes(trace: Trace, reserved_before: int, context: int) -> Iterator[Note]:
-    if not context:
-        yield Note(
-            Provenance.ASSUMED,
-            "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
-        )
-    if reserved_before:
-        yield Note(
-            Provenance.ASSUMED,
-            f"The history begins with {reserved_before:,} bytes reserved. What was live of them is taken to "
-            "be allocated anew, in the order of addresses; what was cached, and where, is not known.",
-        )
-    if trace.end.reason == "out of memory":
-        yield Note(
-            Provenance.ASSUMED,
-            "The script ran out of memory: what it would have asked for after that is not known.",
-        )
 
 
 def diagnose() -> tuple[Check, ...]:
@@ -419,12 +317,6 @@ def _checked(
     return command
 
 
-def _check_bytes(**amounts: int | None) -> None:
-    for name, amount in amounts.items():
-        if amount is not None and type(amount) is not int:
-            raise UsageError(f"{name} is an int, in bytes (8 GiB is 8 * 2**30), not {amount!r}.")
-
-
 def _traced(
     command: tuple[str, ...],
     settings: ChildSettings,
@@ -436,23 +328,3 @@ def _traced(
         path = output if output is not None else Path(folder) / "run.memfit"
         run_script(command, replace(settings, output=str(path.absolute())), on_progress)
         return summarize(read_trace(path))
-
-
-def _visible_devices(variable: str | None) -> int:
-    """Return how many devices the script will see, as the CUDA runtime reads ``CUDA_VISIBLE_DEVICES``.
-
-    Raises:
-        UsageError: none, which leaves nothing to measure.
-    """
-    if variable is None:
-        return 1
-    listed = [name.strip() for name in variable.split(",")]
-    seen = list(itertools.takewhile(lambda name: name not in ("", "-1"), listed))
-    if not seen:
-        raise UsageError(f"CUDA_VISIBLE_DEVICES={variable!r} hides every GPU from the script. Unset it.")
-    return len(seen)
-
-
-def _total(device: Device) -> Figure:
-    sure = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
-    return Figure(device.total_bytes, sure, device.sources["total_bytes"])

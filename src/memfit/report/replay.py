@@ -3,25 +3,22 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memfit.allocator.compare import Outcome
+from memfit.explain.comparison import Comparison
 from memfit.records import Place
 from memfit.report.inert import inert
 from memfit.report.terminal import short_path
 from memfit.units import format_bytes, format_gib
 
-if TYPE_CHECKING:
-    from memfit.allocator.compare import Outcome
-    from memfit.api import Comparison
-
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
 
 
-def print_comparison(result: "Comparison", console: Console) -> None:
+def print_comparison(result: Comparison, console: Console) -> None:
     """Print one row a setting, where those that fail do, and what is worth setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)
@@ -50,7 +47,7 @@ def print_comparison(result: "Comparison", console: Console) -> None:
     )
 
 
-def to_json(result: "Comparison") -> bytes:
+def to_json(result: Comparison) -> bytes:
     """Return a comparison as JSON."""
     rows = [
         {
@@ -86,7 +83,7 @@ def to_json(result: "Comparison") -> bytes:
     return json.dumps(answer, indent=1).encode()
 
 
-def _cells(row: "Outcome", result: "Comparison", *, sized: bool) -> Sequence[Text | str]:
+def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | str]:
     name = inert(row.setting.name) or "default"
     if row is result.current:
         name += " (as recorded)"
@@ -104,7 +101,7 @@ def _cells(row: "Outcome", result: "Comparison", *, sized: bool) -> Sequence[Tex
     )
 
 
-def _calls(row: "Outcome") -> str:
+def _calls(row: Outcome) -> str:
     calls = row.replay.calls_per_step
     if calls is None:
         return "fewer than two steps"
@@ -112,7 +109,7 @@ def _calls(row: "Outcome") -> str:
     return ", ".join(f"{count} {word}" for count, word in counts if count) or "no calls"
 
 
-def _failure(row: "Outcome", place: Place) -> str:
+def _failure(row: Outcome, place: Place) -> str:
     step = f"step {place.step} · " if place.step else ""
     parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
     where = " · ".join(inert(part) for part in parts if part)
@@ -122,7 +119,7 @@ def _failure(row: "Outcome", place: Place) -> str:
     )
 
 
-def _advice(result: "Comparison") -> Text:
+def _advice(result: Comparison) -> Text:
     best, current = result.recommended, result.current
     if best is None:
         return Text("None of these reserves less than the trace's own settings without costing time.")
@@ -137,7 +134,7 @@ def _advice(result: "Comparison") -> Text:
     )
 
 
-def _at_a_cost(best: "Outcome") -> str:
+def _at_a_cost(best: Outcome) -> str:
     if not best.seconds_per_step:
         return ", no slower in a steady step"
     return f"; costs {1000 * best.seconds_per_step:.1f} ms a step (assumed)"

@@ -1,0 +1,128 @@
+"""One trace under several allocator settings: how it fares under each, and where it fails."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from memfit.allocator.compare import (
+    Outcome,
+    Rates,
+    Setting,
+    outcome,
+    recommended,
+    sensible,
+    smallest_capacity,
+)
+from memfit.allocator.requests import requests
+from memfit.devices import Device
+from memfit.errors import UsageError
+from memfit.explain.place import place_at
+from memfit.records import Note, Place, Provenance, Trace
+
+_NEWEST = (2, 14)
+"""Version of PyTorch that a snapshot, which names none, is taken to be of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One trace under several allocator settings."""
+
+    outcomes: tuple[Outcome, ...]
+    current: Outcome
+    """Under the settings that the trace was made with; the first of the outcomes."""
+    recommended: Outcome | None
+    """What reserves less than ``current`` without costing time in a steady step."""
+    places: dict[str, Place]
+    """Where those that do not fit fail, by the setting's name."""
+    total: int
+    """Bytes of the device."""
+    taken: int
+    """Bytes of it that the context and other processes hold."""
+    notes: tuple[Note, ...]
+
+
+def compare(
+    trace: Trace,
+    confs: Iterable[str] | None,
+    *,
+    device: Device | None = None,
+    memory: int | None = None,
+    in_use: int | None = None,
+    smallest: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Replay a trace under its own settings first, and then under each of others.
+
+    Args:
+        trace: with the history that is replayed.
+        confs: values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying (``sensible``).
+        device: replaces the one that the trace was made for.
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of it that other processes hold; by default as when the trace was made.
+        smallest: find the smallest device for each, too.
+        on_progress: called with the name of each setting before it is tried.
+
+    Returns:
+        One outcome for each setting, and what is to be known of all.
+
+    Raises:
+        UsageError: a conf is not what PyTorch takes, or nothing tells how much memory there is.
+        FileFormatError: the trace does not tell what was asked for.
+    """
+    asked = requests(trace)
+    version = _version(trace)
+    total = memory or (device.total_bytes if device else trace.device.total.bytes)
+    if not total:
+        raise UsageError(
+            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
+        )
+    context = device.context_bytes if device else trace.device.context.bytes
+    taken = context + (trace.device.in_use if in_use is None else in_use)
+    own = Setting(trace.settings.get("conf", ""))
+    tried = sensible(version) if confs is None else map(Setting, confs)
+    outcomes = []
+    for setting in dict.fromkeys((own, *tried)):
+        on_progress(setting.name or "default")
+        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=Rates())
+        if smallest:
+            size = smallest_capacity(asked, setting, taken=taken, version=version)
+            row = replace(row, smallest=size)
+        outcomes.append(row)
+    return Comparison(
+        outcomes=tuple(outcomes),
+        current=outcomes[0],
+        recommended=recommended(outcomes[1:], outcomes[0]),
+        places={
+            row.setting.name: place_at(trace, row.replay.failed_event)
+            for row in outcomes
+            if not row.replay.fits
+        },
+        total=total,
+        taken=taken,
+        notes=tuple(_notes(trace, asked.reserved_before, context)),
+    )
+
+
+def _version(trace: Trace) -> tuple[int, int]:
+    """Return PyTorch's version, major and minor."""
+    found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
+    return (int(found[1]), int(found[2])) if found else _NEWEST
+
+
+def _notes(trace: Trace, reserved_before: int, context: int) -> Iterator[Note]:
+    if not context:
+        yield Note(
+            Provenance.ASSUMED,
+            "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
+        )
+    if reserved_before:
+        yield Note(
+            Provenance.ASSUMED,
+            f"The history begins with {reserved_before:,} bytes reserved. What was live of them is taken to "
+            "be allocated anew, in the order of addresses; what was cached, and where, is not known.",
+        )
+    if trace.end.reason == "out of memory":
+        yield Note(
+            Provenance.ASSUMED,
+            "The script ran out of memory: what it would have asked for after that is not known.",
+        )
