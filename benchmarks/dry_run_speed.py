@@ -134,7 +134,13 @@ def main() -> int:
             seconds=15,
             gib=2,
         ),
-        measure("GPT-2 small compiled, nothing cached", dry_run(*compiled), 1, cold=True, seconds=40),
+        measure(
+            "GPT-2 small compiled, nothing cached",
+            dry_run(*compiled),
+            max(1, arguments.runs // 2 + 1),
+            cold=True,
+            seconds=40,
+        ),
         measure("GPT-2 small compiled, again", dry_run(*compiled), max(1, arguments.runs // 2)),
     ]
     print(f"{'':46} {'median':>8} {'min-max':>13} {'processor':>11} {'x import':>9} {'host':>9}  target")
