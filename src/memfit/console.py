@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 def write(result: "DryRun", json: str | None, found: "Fragmentation | None" = None) -> None:
     """Print a summary, and write it as JSON if asked to; ``-`` is standard output, and no summary."""
     from memfit import api
-    from memfit.report.explained import to_json as explained_to_json
     from memfit.report.fragmentation import print_fragmentation
     from memfit.report.schema import to_json
     from memfit.report.terminal import print_summary
 
-    written = to_json(result) if found is None else explained_to_json(result, found)
+    written = to_json(result, found)
     if json == "-":
         sys.stdout.write(written.decode() + "\n")
         return

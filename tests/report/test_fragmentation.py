@@ -11,7 +11,6 @@ from rich.console import Console
 
 from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.records import (
-    Category,
     DeviceUse,
     DryRun,
     Figure,
@@ -21,29 +20,29 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
 )
-from memfit.report.explained import Explained, to_json
 from memfit.report.fragmentation import print_fragmentation
 from memfit.report.inert import inert
-from memfit.report.schema import json_schema, to_public
+from memfit.report.schema import Explained, json_schema, to_json, to_public
 
 MIB = 1 << 20
 SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
 BORN = Place(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")
 FREED = Place(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
-PIN = Pin(4 * MIB, 3 * MIB, Category.GRADIENT, "active_allocated", BORN, FREED)
+PIN = Pin(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
 HOLE = Hole(7 * MIB, 13 * MIB, "large", 2 * MIB, 20 * MIB, False, 2, 7 * MIB, (PIN,))
-MOMENT = Moment(
-    "peak reserved",
-    7,
-    BORN,
-    Reserved(requested=MIB, holes=MIB),
-    Reserved(6 * MIB, 2 * MIB, 3 * MIB, 4 * MIB, 13 * MIB, 20 * MIB),
-    (HOLE,),
+SMALL = Reserved.of(requested=MIB, holes=MIB)
+LARGE = Reserved.of(
+    requested=6 * MIB,
+    rounding=2 * MIB,
+    unsplit=3 * MIB,
+    awaiting_free=4 * MIB,
+    holes=13 * MIB,
+    cached=20 * MIB,
 )
-FOUND = Fragmentation(
-    (MOMENT, replace(MOMENT, name="the end", small=Reserved(cached=5 * MIB), large=Reserved())),
-    Provenance.EXACT,
-)
+MOMENT = Moment("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
+CACHED = Reserved.of(cached=5 * MIB)
+END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=Reserved.of())
+FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 
 
 def printed(found, width=200):
@@ -95,7 +94,7 @@ def test_how_long_a_pin_lives(pin, shown):
 
 def test_the_table_fits_a_terminal_of_80_columns():
     moments = tuple(
-        replace(MOMENT, name=name, large=Reserved(requested=80_000_000 * MIB // 1000))
+        replace(MOMENT, name=name, all=Reserved.of(requested=80_000_000 * MIB // 1000))
         for name in ("peak reserved", "peak allocated", "the end")
     )
     text = printed(replace(FOUND, moments=moments), 80)
@@ -110,7 +109,7 @@ def test_of_expandable_segments_more_can_be_given_back():
 
 
 def test_what_does_not_apply_is_said():
-    found = Fragmentation((), Provenance.EXACT, "CUDA's own pool.")
+    found = Fragmentation(Provenance.EXACT, "CUDA's own pool.", ())
     assert printed(found).strip() == "Fragmentation: not to be told. CUDA's own pool."
 
 
@@ -161,6 +160,6 @@ def test_the_json_is_the_public_schema(answer):
 
 
 def test_the_committed_schema_is_what_the_code_says():
-    # python -c "from memfit.report.explained import Explained; from memfit.report.schema import
-    #            json_schema; print(json_schema(Explained).decode())" > docs/...
+    # python -c "from memfit.report.schema import Explained, json_schema
+    #            print(json_schema(Explained).decode())" > docs/...
     assert SCHEMA.read_bytes().strip() == json_schema(Explained).strip()

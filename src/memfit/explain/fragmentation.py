@@ -62,7 +62,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     line = timeline(trace)
     config = AllocatorConfig.read(trace.settings)
     if not config.has_segments:
-        return Fragmentation((), Provenance.EXACT, _why_not(config))
+        return Fragmentation(Provenance.EXACT, _why_not(config), ())
     moments = _moments(trace, line) if at is None else at
     for name, events in moments.items():
         if not 0 <= events <= len(trace.events):
@@ -85,8 +85,9 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     look = _Look(trace, config, walk)
     sure = how_sure(note for note in trace.notes if note.sizes)
     return Fragmentation(
-        tuple(look.at(name, events, pieces[events]) for name, events in moments.items()),
         worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
+        "",
+        tuple(look.at(name, events, pieces[events]) for name, events in moments.items()),
     )
 
 
@@ -152,12 +153,14 @@ class _Look:
                     holes.append((size, kind, index, segment))
                 else:
                     rows["cached"] += size
+        small, large = Reserved.of(**found["small"]), Reserved.of(**found["large"])
         return Moment(
             name,
             events,
             place_at(self._trace, events - 1) if events else _BEFORE_ALL,
-            Reserved(**found["small"]),
-            Reserved(**found["large"]),
+            small + large,
+            small,
+            large,
             tuple(self._hole(*hole) for hole in nlargest(HOLES, holes, key=lambda hole: hole[0])),
         )
 
@@ -220,11 +223,12 @@ class _Look:
 
     def _pin(self, piece: Piece) -> Pin:
         born = piece.born
+        category = Category.REST if born is None else Category(self._trace.events.category[born])
         freed = self._walk.freed_old.get(piece.start) if born is None else self._walk.freed_by[born]
         return Pin(
             address=piece.start,
             size=piece.stop - piece.start,
-            category=Category.REST if born is None else Category(self._trace.events.category[born]),
+            category=category.name.lower(),
             state=piece.state,
             born=None if born is None else place_at(self._trace, born),
             freed=None if freed is None or freed == len(self._trace.events) else place_at(self._trace, freed),

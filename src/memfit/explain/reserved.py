@@ -1,37 +1,52 @@
-"""The records of what reserved bytes are used for: made by ``fragmentation.py``, shown by ``report``."""
+"""The records of what reserved bytes are used for: made by ``fragmentation.py``, shown by ``report``.
+
+As they stand they are also the ``fragmentation`` of ``memfit explain --fragmentation --json``: a promise, of
+which docs/explain.schema.json is made. Fields may be added; none is removed or changes meaning.
+"""
 
 from dataclasses import astuple, dataclass
+from typing import Self
 
-from memfit.records import Category, Place, Provenance
+from memfit.records import Place, Provenance
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Bytes of segments, told apart: the fields sum to what is reserved."""
+    """Bytes of segments, told apart: the first six fields sum to ``reserved``."""
 
-    requested: int = 0
+    requested: int
     """What live tensors were asked for with."""
-    rounding: int = 0
+    rounding: int
     """Of live blocks, beyond that: up to 512 bytes, or a division of a power of two."""
-    unsplit: int = 0
+    unsplit: int
     """Of live blocks, beyond that: a remainder that was not worth a block of its own."""
-    awaiting_free: int = 0
+    awaiting_free: int
     """Blocks that are freed and that another stream still uses."""
-    holes: int = 0
+    holes: int
     """Free blocks in segments that other blocks keep in use: ``empty_cache`` gives none of these back, but in
     expandable segments the whole handles within them."""
-    cached: int = 0
+    cached: int
     """Segments that are wholly free: ``empty_cache`` gives them back."""
+    allocated: int
+    """``torch.cuda.memory_allocated()``: the first three."""
+    reserved: int
+    """``torch.cuda.memory_reserved()``."""
 
-    @property
-    def allocated(self) -> int:
-        """``torch.cuda.memory_allocated()``."""
-        return self.requested + self.rounding + self.unsplit
-
-    @property
-    def total(self) -> int:
-        """``torch.cuda.memory_reserved()``."""
-        return self.allocated + self.awaiting_free + self.holes + self.cached
+    @classmethod
+    def of(
+        cls,
+        *,
+        requested: int = 0,
+        rounding: int = 0,
+        unsplit: int = 0,
+        awaiting_free: int = 0,
+        holes: int = 0,
+        cached: int = 0,
+    ) -> Self:
+        """Add up what is told apart."""
+        allocated = requested + rounding + unsplit
+        reserved = allocated + awaiting_free + holes + cached
+        return cls(requested, rounding, unsplit, awaiting_free, holes, cached, allocated, reserved)
 
     def __add__(self, other: "Reserved") -> "Reserved":
         return Reserved(*map(int.__add__, astuple(self), astuple(other)))
@@ -43,7 +58,8 @@ class Pin:
 
     address: int
     size: int
-    category: Category
+    category: str
+    """What it holds: a ``Category`` in lower case; ``rest`` if it is from before the history."""
     state: str
     """``active_allocated`` or ``active_awaiting_free``."""
     born: Place | None
@@ -61,7 +77,7 @@ class Hole:
     kind: str
     """``small`` or ``large``: the pool."""
     segment: int
-    """Address. Of expandable segments, each range that is mapped without a gap counts as one."""
+    """Its address. Of expandable segments, each range that is mapped without a gap counts as one."""
     segment_size: int
     expandable: bool
     blocks: int
@@ -80,24 +96,21 @@ class Moment:
     events: int
     """How many events had happened."""
     place: Place
+    all: Reserved
+    """Of both pools."""
     small: Reserved
     """Of the small pool: requests up to 1 MiB."""
     large: Reserved
     holes: tuple[Hole, ...]
     """The largest few, largest first."""
 
-    @property
-    def reserved(self) -> Reserved:
-        """Of both pools."""
-        return self.small + self.large
-
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
     """What is reserved and not asked for, and what keeps it from being given back."""
 
-    moments: tuple[Moment, ...]
     provenance: Provenance
     """Of every figure but the totals reserved, which are exact as far as sizes are."""
-    not_applicable: str = ""
+    not_applicable: str
     """Why there are no moments; otherwise empty."""
+    moments: tuple[Moment, ...]

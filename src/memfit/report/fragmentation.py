@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.explain.reserved import Fragmentation, Hole, Pin, Reserved
-from memfit.records import Category
 from memfit.report.terminal import in_words
 from memfit.units import MIB, format_bytes
 
@@ -20,7 +19,7 @@ _ROWS: dict[str, Callable[[Reserved], int]] = {
     "  awaiting other streams": lambda split: split.awaiting_free,
     "  holes in used segments": lambda split: split.holes,
     "  segments wholly free": lambda split: split.cached,
-    "── reserved": lambda split: split.total,
+    "── reserved": lambda split: split.reserved,
 }
 _EXPANDABLE = (
     "These segments are expandable: of a hole, empty_cache gives back whole handles (2 MiB each in the small "
@@ -60,10 +59,10 @@ def _table(found: Fragmentation) -> Table:
     table.add_row("", *(Text(place.phase, style="dim") for place in places))
     for name, of in _ROWS.items():
         style = "bold" if name.startswith("──") else ""
-        figures = (f"{of(moment.reserved) / MIB:,.2f}" for moment in found.moments)
+        figures = (f"{of(moment.all) / MIB:,.2f}" for moment in found.moments)
         table.add_row(Text(name, style=style), *figures)
     for name, splits in (
-        ("   not requested", [moment.reserved for moment in found.moments]),
+        ("   not requested", [moment.all for moment in found.moments]),
         ("   in the small pool", [moment.small for moment in found.moments]),
         ("   in the large pool", [moment.large for moment in found.moments]),
     ):
@@ -72,7 +71,7 @@ def _table(found: Fragmentation) -> Table:
 
 
 def _wasted(split: Reserved) -> str:
-    return f"{100 * (1 - split.requested / split.total):.1f} %" if split.total else "-"
+    return f"{100 * (1 - split.requested / split.reserved):.1f} %" if split.reserved else "-"
 
 
 def _hole(hole: Hole, names: list[str]) -> list[Text]:
@@ -85,7 +84,7 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
 
 def _pin(pin: Pin, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
-    what = "" if pin.category is Category.REST else f"{pin.category.name.lower().replace('_', ' ')} · "
+    what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
     born = "from before the history" if pin.born is None else in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 

@@ -1,5 +1,6 @@
 """The public JSON of a dry run. What is here is a promise; docs/dry-run.schema.json is made from it.
 
+With what of the reserved memory was not asked for (``explain/reserved.py``), it is docs/explain.schema.json.
 Byte counts are integers. Fields may be added within a schema version; none is removed or changes meaning.
 """
 
@@ -8,6 +9,7 @@ from dataclasses import astuple
 
 import msgspec
 
+from memfit.explain.reserved import Fragmentation
 from memfit.records import DryRun, Note, OutOfMemory, Place
 
 SCHEMA = 1
@@ -110,17 +112,21 @@ class Result(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-def to_json(result: DryRun) -> bytes:
-    """Encode a dry run as its public JSON, on one line of ASCII.
+class Explained(Result, frozen=True):
+    """What ``memfit explain --fragmentation --json`` writes."""
+
+    fragmentation: Fragmentation
+
+
+def to_json(result: DryRun, found: Fragmentation | None = None) -> bytes:
+    """Encode a dry run, and its fragmentation if that was asked for, as public JSON: one line of ASCII.
 
     By the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
     msgspec refuses and JSON can spell.
     """
-    return encode(to_public(result))
-
-
-def encode(public: msgspec.Struct) -> bytes:
-    """Encode a public result as ``to_json`` does."""
+    public = to_public(result)
+    if found is not None:
+        public = Explained(**msgspec.structs.asdict(public), fragmentation=found)
     return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")
 
 
