@@ -6,11 +6,11 @@ import pytest
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import timeline
-from memfit.capture.snapshot import trace_of
 from memfit.errors import FileFormatError
+from memfit.records import Action, Block
+from traces import BASE, freed, segment, trace_of
 
 MIB = 1 << 20
-BASE = 0x7F00_0000_0000
 
 
 # -- against the real allocator --------------------------------------------------------------------
@@ -40,27 +40,12 @@ def test_a_history_that_begins_late(drive, situation):
 # -- late histories by hand ------------------------------------------------------------------------
 
 
-def event(action, address, size):
-    return {"action": action, "addr": address, "size": size, "stream": 0}
-
-
-def freed(address, size):
-    return [event("free_requested", address, size), event("free_completed", address, size)]
-
-
 def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
     """Return the timeline of a history that ends with segments of one block each, and its beginning."""
     at_end = [
-        {
-            "address": address,
-            "total_size": size,
-            "stream": 0,
-            "segment_type": "large",
-            "blocks": [{"size": size, "state": state}],
-        }
-        for address in segment_addresses
+        segment(address, size, blocks=[Block(address, size, size, state)]) for address in segment_addresses
     ]
-    trace = trace_of({"device_traces": [history], "segments": at_end})
+    trace = trace_of(history, at_end)
     return timeline(trace), beginning(trace, AllocatorConfig())
 
 
@@ -79,21 +64,21 @@ def test_a_block_from_before_has_the_whole_of_a_small_rest():
 def test_a_block_from_before_reaches_to_where_another_began():
     """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
     beside = BASE + 5 * MIB // 2
-    history = [event("alloc", beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
+    history = [(Action.ALLOC, beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
     derived, start = late(history, BASE)
     assert (start.allocated, start.uncertain) == (5 * MIB // 2, 0)
     assert derived.allocated.tolist() == [9 * MIB // 2, 5 * MIB // 2, 5 * MIB // 2, 0, 0]
 
 
 def test_a_block_of_the_history_leaves_no_doubt_about_the_one_before_it():
-    history = [*freed(BASE, 20 * MIB), event("alloc", BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
+    history = [*freed(BASE, 20 * MIB), (Action.ALLOC, BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
     _, start = late(history, BASE)
     assert (start.allocated, start.uncertain) == (20 * MIB, 0)
 
 
 @pytest.mark.parametrize("at", [0, 20 * MIB])
 def test_segments_from_before_that_touch_do_not_merge(at):
-    history = [event("alloc", BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
+    history = [(Action.ALLOC, BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
     derived, _ = late(history, BASE, BASE + 20 * MIB)
     assert derived.block_size.tolist() == [20 * MIB, 0, 0]
 

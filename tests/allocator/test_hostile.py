@@ -1,6 +1,5 @@
 """Whatever a trace says, it is replayed or refused by name: never another exception, never a hang."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,47 +11,14 @@ from memfit.allocator.referee import check
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import requests
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import (
-    Action,
-    DeviceUse,
-    Events,
-    Figure,
-    Mark,
-    MarkKind,
-    Provenance,
-    ScriptEnd,
-    Segment,
-    Trace,
-)
+from memfit.records import Action, Mark, MarkKind, Segment
+from traces import BASE, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
-BASE = 0x7F00_0000_0000
 CONFIGS = [
     AllocatorConfig.of(conf)
     for conf in ("", "expandable_segments:True", "max_split_size_mb:32", "large_segment_size_mb:48")
 ]
-
-
-def trace_of(events, segments=(), marks=(), conf=""):
-    """Return a trace of (action, address, size, stream) events."""
-    action, address, size, stream = zip(*events, strict=True) if events else ((), (), (), ())
-    count = len(events)
-    columns = Events(
-        action=np.array(action, np.uint8),
-        address=np.array(address, np.uint64),
-        size=np.array(size, np.int64),
-        stream=np.array(stream, np.int32),
-        time=np.zeros(count, np.int64),
-        label=np.full(count, -1, np.int32),
-        stack=np.full(count, -1, np.int32),
-        category=np.zeros(count, np.uint8),
-    )
-    unknown = Figure(0, Provenance.ASSUMED)
-    device = DeviceUse("none", unknown, unknown, 0)
-    settings_ = {"conf": conf}
-    return Trace(
-        columns, (), (), (), tuple(marks), tuple(segments), device, ScriptEnd("end", 0), settings_, {}, {}, ()
-    )
 
 
 def outcome(trace):
@@ -104,7 +70,7 @@ def test_a_history_in_order():
     ],
 )  # fmt: skip
 def test_an_event_that_cannot_be_is_named(events, words):
-    assert words in outcome(trace_of(events))
+    assert words in outcome(trace_of(events, ()))
 
 
 def test_a_failure_of_any_size_is_replayed():
@@ -120,7 +86,8 @@ def test_a_block_of_no_size(size):
 
 
 def test_settings_that_pytorch_would_refuse():
-    assert "expandable_segments:Perhaps" in outcome(trace_of(WHOLE, conf="expandable_segments:Perhaps"))
+    conf = "expandable_segments:Perhaps"
+    assert conf in outcome(trace_of(WHOLE, settings={"conf": conf}))
 
 
 # -- by chance -------------------------------------------------------------------------------------
@@ -151,7 +118,7 @@ segments = st.builds(
 @given(st.lists(anything, max_size=12), st.lists(segments, max_size=2), st.lists(marks, max_size=2))
 @settings(deadline=None, max_examples=200)
 def test_any_events(events, at_end, marked):
-    refused = outcome(trace_of(events, at_end, marked))
+    refused = outcome(trace_of(events, at_end, marks=tuple(marked)))
     assert not refused or refused.startswith("Cannot replay this trace: ")
 
 
@@ -179,7 +146,7 @@ def histories(draw):
 @given(histories())
 @settings(deadline=None, max_examples=60)
 def test_what_is_in_order_is_replayed(history):
-    assert outcome(trace_of(history)) == ""
+    assert outcome(trace_of(history, ())) == ""
 
 
 @given(histories(), st.data())
@@ -196,7 +163,7 @@ def test_one_event_that_is_wrong(history, data):
         history.insert(data.draw(st.integers(0, len(history))), event)
     elif kind == "resized":
         history[at] = (*event[:2], data.draw(numbers), event[3])
-    refused = outcome(trace_of(history))
+    refused = outcome(trace_of(history, ()))
     named = " of " + str(len(history)) + ", " in refused and "event " in refused
     assert not refused or named or "bytes more than they give back" in refused
     if kind == "twice" or (kind == "lost" and event[0] is not Action.SEGMENT_ALLOC):

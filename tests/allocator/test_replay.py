@@ -2,7 +2,6 @@
 
 from dataclasses import replace as changed
 
-import numpy as np
 import pytest
 
 from memfit.allocator.compare import Outcome, Rates, Setting, outcome, recommended, smallest_capacity
@@ -10,18 +9,8 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests, requests
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import (
-    Action,
-    DeviceUse,
-    Events,
-    Figure,
-    Mark,
-    MarkKind,
-    Provenance,
-    ScriptEnd,
-    Segment,
-    Trace,
-)
+from memfit.records import Action, Mark, MarkKind
+from traces import freed, trace_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -50,14 +39,16 @@ def test_what_the_real_allocator_did_is_done_again(drive, situation):
     assert sorted(map(shape, again.segments)) == sorted(map(shape, trace.segments))
 
 
-def test_a_block_that_another_stream_uses_waits_until_the_history_says(trace_of_events):
-    trace = trace_of_events(
-        (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
-        (Action.ALLOC, 0x1000, 2 * MIB),
-        (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
-        (Action.ALLOC, 0x201000, 2 * MIB),  # the first is not free yet
-        (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
-        (Action.ALLOC, 0x1000, 2 * MIB),
+def test_a_block_that_another_stream_uses_waits_until_the_history_says():
+    trace = trace_of(
+        [
+            (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
+            (Action.ALLOC, 0x1000, 2 * MIB),
+            (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
+            (Action.ALLOC, 0x201000, 2 * MIB),  # the first is not free yet
+            (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+            (Action.ALLOC, 0x1000, 2 * MIB),
+        ]
     )
     found = requests(trace)
     assert asks(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
@@ -67,18 +58,17 @@ def test_a_block_that_another_stream_uses_waits_until_the_history_says(trace_of_
     assert [block.state for block in segment.blocks] == ["active_allocated", "active_allocated", "inactive"]
 
 
-def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left(trace_of_events):
+def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left():
     events = (
         (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
         (Action.ALLOC, 0x1000, 2 * MIB),
-        (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
-        (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+        *freed(0x1000, 2 * MIB),
         (Action.SEGMENT_FREE, 0x1000, 20 * MIB),
         (Action.SEGMENT_ALLOC, 0x1000, 2 * MIB),
         (Action.ALLOC, 0x1000, 512),
     )
     wanted = ["MALLOC", "FREE", "EMPTY_CACHE", "MALLOC"]
-    trace = changed(trace_of_events(*events), statistics={"num_alloc_retries": 0})
+    trace = changed(trace_of(events), statistics={"num_alloc_retries": 0})
     assert asks(requests(trace)) == wanted
     marked = changed(trace, marks=(Mark(4, MarkKind.EMPTY_CACHE, 0),))
     assert asks(requests(marked)) == wanted
@@ -88,18 +78,20 @@ def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left(trace_of_events
     assert asks(requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
 
 
-def test_a_free_of_nothing_names_the_event(trace_of_events):
-    trace = trace_of_events((Action.FREE_REQUESTED, 0x7000, 512))
+def test_a_free_of_nothing_names_the_event():
+    trace = trace_of([(Action.FREE_REQUESTED, 0x7000, 512)])
     with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested of 512 bytes at 0x7000"):
         requests(trace)
 
 
-def test_a_replay_ends_where_a_malloc_fails(trace_of_events):
-    trace = trace_of_events(
-        (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
-        (Action.ALLOC, 0x10000000, 30 * MIB),
-        (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
-        (Action.ALLOC, 0x20000000, 40 * MIB),
+def test_a_replay_ends_where_a_malloc_fails():
+    trace = trace_of(
+        [
+            (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
+            (Action.ALLOC, 0x10000000, 30 * MIB),
+            (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
+            (Action.ALLOC, 0x20000000, 40 * MIB),
+        ]
     )
     again = replay(requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
     assert not again.fits
@@ -107,27 +99,27 @@ def test_a_replay_ends_where_a_malloc_fails(trace_of_events):
     assert again.peak_reserved == 30 * MIB
 
 
-def test_without_a_cache_every_tensor_costs_two_calls(trace_of_events):
+def test_without_a_cache_every_tensor_costs_two_calls():
     events = [(Action.SEGMENT_ALLOC, 0x1000, 20 * MIB)]
     for _ in range(5):
         events += [
             (Action.ALLOC, 0x1000, 2 * MIB),
-            (Action.FREE_REQUESTED, 0x1000, 2 * MIB),
-            (Action.FREE_COMPLETED, 0x1000, 2 * MIB),
+            *freed(0x1000, 2 * MIB),
         ]
-    again = replay(requests(trace_of_events(*events)), AllocatorConfig(caching=False), total=GIB)
+    again = replay(requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
     assert (again.calls.malloc, again.calls.free) == (5, 5)
     assert again.peak_reserved == 2 * MIB
 
 
-def test_the_smallest_capacity_is_found_from_above(trace_of_events):
-    trace = trace_of_events(
-        (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
-        (Action.ALLOC, 0x10000000, 30 * MIB),
-        (Action.FREE_REQUESTED, 0x10000000, 30 * MIB),
-        (Action.FREE_COMPLETED, 0x10000000, 30 * MIB),
-        (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
-        (Action.ALLOC, 0x20000000, 40 * MIB),
+def test_the_smallest_capacity_is_found_from_above():
+    trace = trace_of(
+        [
+            (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),
+            (Action.ALLOC, 0x10000000, 30 * MIB),
+            *freed(0x10000000, 30 * MIB),
+            (Action.SEGMENT_ALLOC, 0x20000000, 40 * MIB),
+            (Action.ALLOC, 0x20000000, 40 * MIB),
+        ]
     )
     found = requests(trace)
     size = smallest_capacity(found, Setting(), taken=2 * MIB, version=(2, 14))
@@ -182,34 +174,3 @@ def test_blocks_of_one_size_are_told_apart_by_the_age_of_their_segment_since_2_1
 
 
 _NOTHING = Requests()
-
-
-@pytest.fixture
-def trace_of_events():
-    """Return a function that makes a trace of (action, address, size) events, on a device of unknown size."""
-
-    def make(*events):
-        action, address, size = zip(*events, strict=True)
-        count = len(events)
-        columns = Events(
-            action=np.array(action, np.uint8),
-            address=np.array(address, np.uint64),
-            size=np.array(size, np.int64),
-            stream=np.zeros(count, np.int32),
-            time=np.zeros(count, np.int64),
-            label=np.full(count, -1, np.int32),
-            stack=np.full(count, -1, np.int32),
-            category=np.zeros(count, np.uint8),
-        )
-        there = {}
-        for kind, place, many in events:
-            if kind is Action.SEGMENT_ALLOC:
-                there[place] = Segment(place, many, 0, "large", (0, 0), expandable=False, blocks=())
-            elif kind is Action.SEGMENT_FREE:
-                del there[place]
-        nothing = Figure(0, Provenance.ASSUMED)
-        device = DeviceUse("none", nothing, nothing, 0)
-        end = ScriptEnd("end", 0)
-        return Trace(columns, (), (), (), (), tuple(there.values()), device, end, {}, {}, {}, ())
-
-    return make

@@ -9,34 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.capture.history import ACTIONS, columns
 from memfit.errors import FileFormatError
-from memfit.records import (
-    Action,
-    Block,
-    DeviceUse,
-    Figure,
-    Mark,
-    MarkKind,
-    Provenance,
-    ScriptEnd,
-    Segment,
-    Trace,
-)
+from memfit.records import Action, Block, Mark, MarkKind, Segment
+from traces import BASE, freed, segment, trace_of
 
 MIB = 1 << 20
-BASE = 0x7F00_0000_0000
 STATES = ("inactive", "active_allocated", "active_awaiting_free")
-NOWHERE = DeviceUse("none", Figure(0, Provenance.ASSUMED), Figure(0, Provenance.ASSUMED), 0)
-
-
-def trace_of(history, at_end=(), settings_=None, statistics=None):
-    events, stacks, frames = columns(history, label_of=lambda _metadata: -1, is_user_file=lambda _file: True)
-    end = ScriptEnd("end", 0)
-    return Trace(
-        events, (), stacks, frames, (), tuple(at_end), NOWHERE, end, settings_ or {}, statistics or {}, {}, ()
-    )
-
 
 # -- against the real allocator --------------------------------------------------------------------
 
@@ -64,19 +42,13 @@ def test_the_streams_met_shortages_and_shared_blocks(drive):
 # -- small histories by hand -----------------------------------------------------------------------
 
 
-def event(action, address, size, **more):
-    key = "device_free" if action == "oom" else "addr"
-    return {"action": action, key: address, "size": size, "stream": 0, "time_us": 0, **more}
-
-
-def block_sizes(*requests, segment=20 * MIB, conf=""):
+def block_sizes(*requests, whole=20 * MIB, conf=""):
     """Allocate one after the other in one segment, each where the block before it ends."""
-    history, address = [event("segment_alloc", BASE, segment)], BASE
+    history, address = [(Action.SEGMENT_ALLOC, BASE, whole)], BASE
     sizes = []
     for request in requests:
-        history.append(event("alloc", address, request))
-        whole = Segment(BASE, segment, 0, "large", (0, 0), expandable=False, blocks=())
-        derived = timeline(trace_of(history, [whole], {"conf": conf}))
+        history.append((Action.ALLOC, address, request))
+        derived = timeline(trace_of(history, [segment(BASE, whole)], settings={"conf": conf}))
         sizes.append(int(derived.block_size[-1]))
         address += sizes[-1]
     return sizes
@@ -88,13 +60,13 @@ def test_a_large_remainder_is_split_off_beyond_1_mib():
 
 
 def test_a_small_remainder_is_split_off_from_512_bytes():
-    assert block_sizes(MIB, MIB - 512, 512, segment=2 * MIB) == [MIB, MIB - 512, 512]
+    assert block_sizes(MIB, MIB - 512, 512, whole=2 * MIB) == [MIB, MIB - 512, 512]
 
 
 def test_the_small_pool_ends_with_1_mib():
     # Rounded to 1 MiB the request is of the small pool, one byte more makes it of the large one.
-    assert block_sizes(MIB, segment=3 * MIB // 2) == [MIB]
-    assert block_sizes(MIB + 1, segment=2 * MIB) == [2 * MIB]
+    assert block_sizes(MIB, whole=3 * MIB // 2) == [MIB]
+    assert block_sizes(MIB + 1, whole=2 * MIB) == [2 * MIB]
 
 
 def test_no_block_of_max_split_size_is_split():
@@ -110,13 +82,13 @@ def test_expandable_segments_split_at_512_bytes_in_both_pools():
 def test_segments_that_touch_do_not_merge(order):
     size = 20 * MIB
     history = [
-        event("segment_alloc", BASE, size),
-        event("segment_alloc", BASE + size, size),
-        event("alloc", BASE, size),
-        event("alloc", BASE + size, size),
-        *(event(action, BASE + at, size) for at in order for action in ("free_requested", "free_completed")),
-        event("segment_free", BASE, size),
-        event("segment_free", BASE + size, size),
+        (Action.SEGMENT_ALLOC, BASE, size),
+        (Action.SEGMENT_ALLOC, BASE + size, size),
+        (Action.ALLOC, BASE, size),
+        (Action.ALLOC, BASE + size, size),
+        *(event for at in order for event in freed(BASE + at, size)),
+        (Action.SEGMENT_FREE, BASE, size),
+        (Action.SEGMENT_FREE, BASE + size, size),
     ]
     derived = timeline(trace_of(history))
     assert derived.reserved.tolist() == [size] + [2 * size] * 7 + [size, 0]
@@ -126,12 +98,7 @@ def test_segments_that_touch_do_not_merge(order):
 
 
 def test_what_is_never_freed_is_freed_by_the_end():
-    derived = timeline(
-        trace_of(
-            [event("segment_alloc", BASE, 2 * MIB), event("alloc", BASE, 1)],
-            [Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())],
-        )
-    )
+    derived = timeline(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 * MIB), (Action.ALLOC, BASE, 1)]))
     assert derived.freed_by.tolist() == [-1, 2]
 
 
@@ -140,19 +107,18 @@ def test_what_is_never_freed_is_freed_by_the_end():
 )
 def test_without_a_cache_sizes_are_summed(settings_):
     history = [
-        event("alloc", BASE, 100),
-        event("alloc", BASE + 512, 1000),
-        event("free_requested", BASE, 100),
-        event("free_completed", BASE, 100),
-        event("alloc", BASE, 7),
+        (Action.ALLOC, BASE, 100),
+        (Action.ALLOC, BASE + 512, 1000),
+        *freed(BASE, 100),
+        (Action.ALLOC, BASE, 7),
     ]
-    derived = timeline(trace_of(history, (), settings_))
+    derived = timeline(trace_of(history, settings=settings_))
     assert derived.allocated.tolist() == [100, 1100, 1000, 1000, 1007]
     assert derived.reserved.tolist() == derived.allocated.tolist()
     assert derived.block_size.tolist() == [100, 1000, 0, 0, 7]
     assert derived.freed_by.tolist() == [2, 5, -1, -1, 5]
     with pytest.raises(FileFormatError, match="event 1 of 2"):
-        timeline(trace_of([history[0], history[0]], (), settings_))
+        timeline(trace_of([history[0], history[0]], settings=settings_))
 
 
 def test_an_empty_history_has_an_empty_timeline():
@@ -160,62 +126,63 @@ def test_an_empty_history_has_an_empty_timeline():
     assert derived.allocated.tolist() == derived.reserved.tolist() == []
 
 
-SEGMENT = event("segment_alloc", BASE, 2 * MIB)
-ALLOC = event("alloc", BASE, 512)
-FREE = event("free_requested", BASE, 512)
-FREED = event("free_completed", BASE, 512)
+SEGMENT = (Action.SEGMENT_ALLOC, BASE, 2 * MIB)
+ALLOC = (Action.ALLOC, BASE, 512)
+FREE = (Action.FREE_REQUESTED, BASE, 512)
+FREED = (Action.FREE_COMPLETED, BASE, 512)
 IMPOSSIBLE = {
     "alloc without a segment": [ALLOC],
-    "alloc inside a free block": [SEGMENT, event("alloc", BASE + 512, 512)],
+    "alloc inside a free block": [SEGMENT, (Action.ALLOC, BASE + 512, 512)],
     "alloc of what is taken": [SEGMENT, ALLOC, ALLOC],
-    "alloc of more than there is": [SEGMENT, event("alloc", BASE, 3 * MIB)],
+    "alloc of more than there is": [SEGMENT, (Action.ALLOC, BASE, 3 * MIB)],
     "free of what is free": [SEGMENT, FREE],
     "free twice": [SEGMENT, ALLOC, FREE, FREE],
     "free never requested": [SEGMENT, ALLOC, FREED],
     "segment twice": [SEGMENT, SEGMENT],
-    "segment freed in use": [SEGMENT, ALLOC, event("segment_free", BASE, 2 * MIB)],
-    "half a segment freed": [SEGMENT, event("segment_free", BASE, MIB)],
-    "unmapped, never mapped": [SEGMENT, event("segment_unmap", BASE, 2 * MIB)],
+    "segment freed in use": [SEGMENT, ALLOC, (Action.SEGMENT_FREE, BASE, 2 * MIB)],
+    "half a segment freed": [SEGMENT, (Action.SEGMENT_FREE, BASE, MIB)],
+    "unmapped, never mapped": [SEGMENT, (Action.SEGMENT_UNMAP, BASE, 2 * MIB)],
     "unmapped in use": [
-        event("segment_map", BASE, 2 * MIB),
+        (Action.SEGMENT_MAP, BASE, 2 * MIB),
         ALLOC,
-        event("segment_unmap", BASE, 2 * MIB),
+        (Action.SEGMENT_UNMAP, BASE, 2 * MIB),
     ],
+}
+CHANGE = {
+    Action.SEGMENT_ALLOC: 1,
+    Action.SEGMENT_MAP: 1,
+    Action.SEGMENT_FREE: -1,
+    Action.SEGMENT_UNMAP: -1,
 }
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_an_impossible_history_names_the_event(name):
     history = IMPOSSIBLE[name]
-    trace = trace_of(history)
-    change = sum(
-        {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}.get(e["action"], 0)
-        * e["size"]
-        for e in history
-    )
-    if change > 0:  # the segments at the end, so that the history begins with nothing
-        rest = Segment(BASE, change, 0, "small", (0, 0), expandable=False, blocks=())
-        trace = replace(trace, segments=(rest,))
-    last = len(history) - 1
-    with pytest.raises(FileFormatError, match=f"event {last} of {len(history)}, {history[-1]['action']} "):
+    change = sum(CHANGE.get(action, 0) * size for action, _, size in history)
+    # The segments at the end, so that the history begins with nothing.
+    trace = trace_of(history, [segment(BASE, change, "small")] if change > 0 else ())
+    *_, (action, _, _) = history
+    named = f"event {len(history) - 1} of {len(history)}, {action.name.lower()} "
+    with pytest.raises(FileFormatError, match=named):
         timeline(trace)
 
 
 def test_segments_at_the_end_that_the_events_outgrow():
     with pytest.raises(FileFormatError, match="2,097,152 bytes more than they give back"):
-        timeline(trace_of([SEGMENT, ALLOC]))
+        timeline(trace_of([SEGMENT, ALLOC], ()))
 
 
 def test_settings_that_pytorch_would_refuse():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
-        timeline(trace_of([], (), {"expandable_segments": "Perhaps"}))
+        timeline(trace_of([], settings={"expandable_segments": "Perhaps"}))
 
 
 # -- forged histories ------------------------------------------------------------------------------
 
 addresses = st.integers(0, 8).map(lambda n: BASE + n * MIB // 2)
 extents = st.integers(0, 8).map(lambda n: n * MIB // 2)
-actions = st.sampled_from([name for name in ACTIONS if name != "oom"])
+actions = st.sampled_from([action for action in Action if action is not Action.OOM])
 in_blocks = st.builds(Block, addresses, extents, extents, st.sampled_from(STATES))
 at_end = st.builds(
     Segment,
@@ -229,11 +196,11 @@ at_end = st.builds(
 )
 
 
-@given(st.lists(st.builds(event, actions, addresses, extents), max_size=12), st.lists(at_end, max_size=3))
+@given(st.lists(st.tuples(actions, addresses, extents), max_size=12), st.lists(at_end, max_size=3))
 def test_whatever_a_forged_history_says(history, segments_):
     for conf in ("", "expandable_segments:True"):
         with suppress(FileFormatError):
-            derived = timeline(trace_of(history, segments_, {"conf": conf}))
+            derived = timeline(trace_of(history, segments_, settings={"conf": conf}))
             assert len(derived.allocated) == len(history)
 
 
@@ -254,17 +221,15 @@ def test_whatever_a_forged_history_says(history, segments_):
     ],
 )
 def test_the_referee(statistics, words):
-    history = [SEGMENT, ALLOC, event("alloc", BASE + 512, 1), event("free_requested", BASE + 512, 1)]
-    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())
-    trace = trace_of(history, [end], statistics=statistics)
+    history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
+    trace = trace_of(history, statistics=statistics)
     found = disagreement(trace, timeline(trace))
     assert words in found
     assert bool(found) == bool(words)
 
 
 def test_the_peak_counts_from_the_last_reset():
-    history = [SEGMENT, ALLOC, event("alloc", BASE + 512, 1), event("free_requested", BASE + 512, 1)]
-    end = Segment(BASE, 2 * MIB, 0, "small", (0, 0), expandable=False, blocks=())
-    trace = trace_of(history, [end], statistics={"allocated_bytes.all.peak": 512})
+    history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
+    trace = trace_of(history, statistics={"allocated_bytes.all.peak": 512})
     reset = replace(trace, marks=(Mark(4, MarkKind.RESET_PEAK, 0),))
     assert disagreement(reset, timeline(reset)) == ""

@@ -3,26 +3,22 @@
 from memfit.allocator.beginning import Beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.walk import FREE, LIVE, PENDING, Piece, Walk
-from memfit.capture.history import columns
+from memfit.records import Action
+from traces import events_of, freed
 
 MIB = 1 << 20
 
 
 def walk(*history, conf=""):
-    rows = [
-        {"action": action, "addr": address, "size": size, "stream": 0} for action, address, size in history
-    ]
-    events, _, _ = columns(rows, label_of=lambda _: -1, is_user_file=lambda _: True)
-    return Walk(events, AllocatorConfig.of(conf), Beginning())
+    return Walk(events_of(history), AllocatorConfig.of(conf), Beginning())
 
 
 def test_pieces_are_those_of_the_moment_that_the_walk_is_at():
     steps = walk(
-        ("segment_alloc", 0, 2 * MIB),
-        ("alloc", 0, 100),
-        ("alloc", 512, MIB),
-        ("free_requested", 0, 100),
-        ("free_completed", 0, 100),
+        (Action.SEGMENT_ALLOC, 0, 2 * MIB),
+        (Action.ALLOC, 0, 100),
+        (Action.ALLOC, 512, MIB),
+        *freed(0, 100),
     )
     assert steps.pieces() == []
     steps.to(3)
@@ -39,7 +35,10 @@ def test_pieces_are_those_of_the_moment_that_the_walk_is_at():
 
 def test_without_a_cache_there_is_what_is_in_use():
     steps = walk(
-        ("alloc", 0, 100), ("alloc", 512, 7), ("free_requested", 0, 100), conf="backend:cudaMallocAsync"
+        (Action.ALLOC, 0, 100),
+        (Action.ALLOC, 512, 7),
+        (Action.FREE_REQUESTED, 0, 100),
+        conf="backend:cudaMallocAsync",
     )
     steps.to(2)
     assert steps.pieces() == [Piece(0, 100, 0, LIVE, 0), Piece(512, 519, 512, LIVE, 1)]

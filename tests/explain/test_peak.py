@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from memfit.explain.peak import summarize
@@ -10,7 +9,6 @@ from memfit.records import (
     Action,
     Category,
     DeviceUse,
-    Events,
     Figure,
     Frame,
     Growth,
@@ -21,12 +19,10 @@ from memfit.records import (
     Phase,
     Provenance,
     ScriptEnd,
-    Segment,
-    Trace,
 )
+from traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
-BASE = 1 << 45
 FORWARD, BACKWARD, SETUP = 0, 1, 2
 LABELS = (
     Label(Phase.FORWARD, "head", "", -1),
@@ -41,52 +37,31 @@ FRAMES = (
 
 
 def alloc(address, size, label=FORWARD, stack=0, category=Category.REST):
-    return (Action.ALLOC, address, size, label, stack, category)
+    return Event(Action.ALLOC, BASE + address, size, label=label, stack=stack, category=category)
 
 
 def free(address, size):
-    return [
-        (action, address, size, FORWARD, -1, 0) for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
-    ]
+    return freed(BASE + address, size, label=FORWARD)
 
 
 STOPPED = ScriptEnd("steps", 0)
+DEVICE = DeviceUse(
+    "A100-80GB", Figure(80 << 30, Provenance.EXACT), Figure(512 * MIB, Provenance.ASSUMED, "a table"), 0
+)
 
 
 def trace(*events, marks=(), end=STOPPED, statistics=None, notes=()):
     """Make a trace in one segment of 2 MiB; addresses count from its start."""
-    rows = [(Action.SEGMENT_ALLOC, 0, 2 * MIB, FORWARD, -1, 0), *events]
-    action, address, size, label, stack, category = (list(column) for column in zip(*rows, strict=True))
-    columns = Events(
-        action=np.array(action, np.uint8),
-        address=np.array(
-            [at if kind == Action.OOM else BASE + at for kind, at in zip(action, address, strict=True)],
-            np.uint64,
-        ),
-        size=np.array(size, np.int64),
-        stream=np.zeros(len(rows), np.int32),
-        time=np.arange(len(rows), dtype=np.int64),
-        label=np.array(label, np.int32),
-        stack=np.array(stack, np.int32),
-        category=np.array(category, np.uint8),
-    )
-    return Trace(
-        events=columns,
+    return trace_of(
+        [Event(Action.SEGMENT_ALLOC, BASE, 2 * MIB, label=FORWARD), *events],
+        [segment(BASE, 2 * MIB, "small")],
         labels=LABELS,
         stacks=((0, 1), (1,), (2,)),
         frames=FRAMES,
         marks=tuple(marks),
-        segments=(Segment(BASE, 2 * MIB, 0, "small", (0, 0), False, ()),),
-        device=DeviceUse(
-            "A100-80GB",
-            Figure(80 << 30, Provenance.EXACT),
-            Figure(512 * MIB, Provenance.ASSUMED, "a table"),
-            0,
-        ),
+        device=DEVICE,
         end=end,
-        settings={},
         statistics=statistics or {},
-        versions={},
         command=("train.py",),
         notes=notes,
     )
@@ -201,7 +176,7 @@ def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
 
 def test_a_pool_that_a_graph_captured_in_the_last_steps_is_no_leak():
     events = [
-        (Action.SEGMENT_ALLOC, 2 * MIB, 2 * MIB, FORWARD, -1, 0),
+        Event(Action.SEGMENT_ALLOC, BASE + 2 * MIB, 2 * MIB, label=FORWARD),
         alloc(0, 1000),
         *(alloc(2 * MIB + at, 512) for at in (0, 512, 1024)),
     ]
@@ -236,7 +211,7 @@ def test_one_step_says_nothing_about_growth(ends):
 
 
 def oom(size, available):
-    return (Action.OOM, available, size, FORWARD, 0, 0)
+    return Event(Action.OOM, available, size, label=FORWARD, stack=0)
 
 
 def test_the_failure_that_ended_the_script_is_the_last():

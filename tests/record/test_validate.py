@@ -7,21 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from memfit.records import (
     Action,
     DeviceUse,
-    Events,
     Figure,
     Label,
     Machine,
     Phase,
     Provenance,
-    ScriptEnd,
-    Trace,
 )
+from traces import Event, trace_of
 
 pytestmark = pytest.mark.xdist_group("validate")  # on one worker: they look at the same rehearsal
 
@@ -41,25 +38,14 @@ def compare():
 
 def trace(*events):
     """Make a trace of (action, size, label) events."""
-    column = [np.array(values) for values in zip(*events, strict=True)]
-    zeros = np.zeros(len(events), np.int64)
     figure = Figure(1 << 30, Provenance.EXACT)
-    return Trace(
-        events=Events(column[0], zeros, column[1], zeros, zeros, column[2], zeros - 1, zeros),
+    return trace_of(
+        [Event(action, 0, size, label=label) for action, size, label in events],
         labels=(
             Label(Phase.FORWARD, "conv", "", -1),
             Label(Phase.BACKWARD, "conv", "ConvolutionBackward0", -1),
         ),
-        stacks=(),
-        frames=(),
-        marks=(),
-        segments=(),
         device=DeviceUse("card", figure, figure, 0, Machine.CARD),
-        end=ScriptEnd("end", 0),
-        settings={},
-        statistics={},
-        versions={},
-        command=(),
     )
 
 

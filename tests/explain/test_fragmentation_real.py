@@ -1,0 +1,202 @@
+"""What reserved bytes are used for: against PyTorch's own snapshot, and against a replay."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.timeline import timeline
+from memfit.errors import FileFormatError
+from memfit.explain.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
+from memfit.records import Action, Block, Provenance, Segment
+
+MIB = 1 << 20
+UNREPLAYED = {"private pools", "captured graphs", "captured graphs, expandable"}
+
+
+# -- referees ----------------------------------------------------------------------------------------
+
+
+def told_apart(segments):
+    """Do naively what is tested: (requested, beyond, awaiting, holes, cached) of each pool; all holes."""
+    rows, holes = {"small": Counter(), "large": Counter()}, Counter()
+    for segment in segments:
+        row = rows[segment.kind]
+        in_use = any(block.state != "inactive" for block in segment.blocks)
+        for block in segment.blocks:
+            if block.state == "active_allocated":
+                row["requested"] += block.requested
+                row["beyond"] += block.size - block.requested
+            elif block.state == "active_awaiting_free":
+                row["awaiting"] += block.size
+            elif in_use:
+                row["holes"] += block.size
+                holes[block.size] += 1
+            else:
+                row["cached"] += block.size
+    names = ("requested", "beyond", "awaiting", "holes", "cached")
+    return {kind: tuple(row[name] for name in names) for kind, row in rows.items()}, holes
+
+
+def rows_until(trace, events, *more):
+    history = trace.events
+    columns_ = (history.action, history.address, history.size, *more)
+    return zip(*(column[:events].tolist() for column in columns_), strict=True)
+
+
+def mapped_after(trace, events):
+    """Return (start, stop, whether of the small pool) of each segment."""
+    whole, pages = {}, {}
+    for action, address, size in rows_until(trace, events):
+        within = range(address, address + size, 2 * MIB)
+        if action == Action.SEGMENT_ALLOC:
+            whole[address] = size
+        elif action == Action.SEGMENT_FREE:
+            del whole[address]
+        elif action == Action.SEGMENT_MAP:
+            pages |= dict.fromkeys(within, size == 2 * MIB)
+        elif action == Action.SEGMENT_UNMAP:
+            pages = {page: small for page, small in pages.items() if page not in within}
+    ranges = [(start, start + size, size == 2 * MIB) for start, size in whole.items()]
+    for page in sorted(pages):
+        start = ranges.pop()[0] if page - 2 * MIB in pages else page
+        ranges.append((start, page + 2 * MIB, pages[page]))
+    return ranges
+
+
+def in_use_after(trace, events):
+    """Return the blocks in use, by address; their sizes are the timeline's."""
+    blocks = {}
+    for action, address, requested, size in rows_until(trace, events, timeline(trace).block_size):
+        if action == Action.ALLOC:
+            blocks[address] = Block(address, size, requested, "active_allocated")
+        elif action == Action.FREE_REQUESTED:
+            blocks[address] = replace(blocks[address], state="active_awaiting_free")
+        elif action == Action.FREE_COMPLETED:
+            del blocks[address]
+    return blocks
+
+
+def added_up(trace, events):
+    """Put the segments of a moment together from the history: what is not in use is free."""
+    used = sorted(in_use_after(trace, events).items())
+    for start, stop, small in mapped_after(trace, events):
+        blocks, at = [], start
+        for address, block in used:
+            if start <= address < stop:
+                blocks += [Block(at, address - at, 0, "inactive")] * (at < address) + [block]
+                at = address + block.size
+        blocks += [Block(at, stop - at, 0, "inactive")] * (at < stop)
+        kind = "small" if small else "large"
+        yield Segment(start, stop - start, 0, kind, (0, 0), expandable=False, blocks=tuple(blocks))
+
+
+def rows_of(split):
+    return (split.requested, split.rounding + split.unsplit, split.awaiting_free, split.holes, split.cached)
+
+
+def agree(moment, segments):
+    rows, holes = told_apart(segments)
+    assert {"small": rows_of(moment.small), "large": rows_of(moment.large)} == rows
+    largest = sorted(holes.elements(), reverse=True)[:HOLES]
+    assert [hole.size for hole in moment.holes] == largest
+
+
+# -- against the real allocator ----------------------------------------------------------------------
+
+
+def test_the_end_is_what_pytorch_says(drive, situation):
+    trace, _, _ = drive(situation)
+    found = fragmentation(trace)
+    end = found.moments[-1]
+    assert (end.name, found.provenance) == (END, Provenance.EXACT)
+    agree(end, trace.segments)
+    statistics = trace.statistics
+    for pool, split in (("all", end.all), ("small_pool", end.small), ("large_pool", end.large)):
+        awaiting = sum(
+            block.requested
+            for segment in trace.segments
+            for block in segment.blocks
+            if block.state == "active_awaiting_free" and pool in ("all", f"{segment.kind}_pool")
+        )
+        counted = {
+            name: statistics[f"{name}_bytes.{pool}.current"]
+            for name in ("requested", "allocated", "reserved")
+        }
+        told = {
+            "requested": split.requested + awaiting,
+            "allocated": split.allocated,
+            "reserved": split.reserved,
+        }
+        assert told == counted
+
+
+def test_the_peaks_are_pytorchs(drive, situation):
+    trace, _, _ = drive(situation)
+    peaks = {moment.name: moment.all for moment in fragmentation(trace).moments}
+    assert peaks[PEAK_RESERVED].reserved == trace.statistics["reserved_bytes.all.peak"]
+    assert peaks[PEAK_ALLOCATED].allocated == trace.statistics["allocated_bytes.all.peak"]
+
+
+def test_any_moment_is_what_its_columns_add_up_to(drive, situation):
+    trace, _, _ = drive(situation)
+    seed = random.SystemRandom().randrange(1 << 30)
+    dice = random.Random(seed)  # noqa: S311
+    at = {f"seed {seed}, {n}": dice.randint(1, len(trace.events)) for n in range(15)}
+    for moment in fragmentation(trace, at).moments:
+        agree(moment, added_up(trace, moment.events))
+
+
+def test_any_moment_is_what_a_replay_has(drive, situation):
+    """Up to where memory is first short: a replay needs the device's size, which a snapshot does not hold."""
+    trace, _, _ = drive(situation)
+    if situation in UNREPLAYED:
+        with pytest.raises(FileFormatError, match="private pools"):
+            requests(trace)
+        return
+    seed = random.SystemRandom().randrange(1 << 30)
+    asked = requests(trace)
+    short = np.isin(trace.events.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.OOM))
+    until = int(np.argmax(short)) if short.any() else len(trace.events)
+    mallocs = [
+        index for index, ask in enumerate(asked.ask) if ask == Ask.MALLOC and asked.event[index] < until
+    ]
+    assert len(mallocs) > 50
+    for index in random.Random(seed).sample(mallocs, 10):  # noqa: S311
+        columns_ = (asked.ask, asked.block, asked.size, asked.stream, asked.event)
+        first = Requests(*(column[: index + 1] for column in columns_))
+        again = replay(first, AllocatorConfig.read(trace.settings), total=80 << 30)
+        (moment,) = fragmentation(trace, {f"seed {seed}": asked.event[index] + 1}).moments
+        agree(moment, again.segments)
+
+
+@pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
+def test_a_history_that_begins_late_tells_as_much(drive, situation):
+    whole, _, _ = drive(situation)
+    trace, _, _ = drive(situation, history_from=700)
+    missing = len(whole.events) - len(trace.events)
+    at = {str(count): count for count in (0, 1, *range(50, len(trace.events), 150), len(trace.events))}
+    known = fragmentation(whole, {name: missing + count for name, count in at.items()})
+    found = fragmentation(trace, at)
+    assert missing > 500
+    assert found.provenance is (Provenance.EXACT if situation == "expandable" else Provenance.ASSUMED)
+    for moment, truth in zip(found.moments, known.moments, strict=True):
+        for split, exact in ((moment.small, truth.small), (moment.large, truth.large)):
+            if situation == "expandable":
+                assert split == exact
+            assert split.reserved == exact.reserved
+            assert split.requested == exact.requested
+            assert split.rounding == exact.rounding
+            assert split.awaiting_free == exact.awaiting_free
+            # An old block may have had a remainder that is not known and seems to be a hole.
+            seems_free = split.holes + split.cached - exact.holes - exact.cached
+            assert 0 <= exact.unsplit - split.unsplit == seems_free
+    pins = [pin for moment in found.moments for hole in moment.holes for pin in hole.pins]
+    assert any(pin.born is None and pin.freed is not None for pin in pins)
+    assert any(pin.born is not None for pin in pins)
+    agree(found.moments[-1], trace.segments)
