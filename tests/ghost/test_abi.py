@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import RUNTIME, find_compiler, read_gaps
+from memfit.ghost.build import RUNTIME, read_gaps
+from memfit.ghost.compiler import find_compiler
 from memfit.ghost.torch_install import find_torch, scan
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])

@@ -10,7 +10,8 @@ import pytest
 
 from memfit.errors import GhostError, UnsuitableEnvironmentError
 from memfit.ghost import build as build_module
-from memfit.ghost.build import build, find_compiler, read_gaps
+from memfit.ghost.build import build, read_gaps
+from memfit.ghost.compiler import find_compiler
 from memfit.ghost.elf import ElfFile
 from memfit.ghost.torch_install import find_torch, scan
 

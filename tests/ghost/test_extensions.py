@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from memfit.ghost.build import build, find_compiler
+from memfit.ghost.build import build
+from memfit.ghost.compiler import find_compiler
 from memfit.ghost.nvidia import nvidia_library
 from memfit.ghost.wants import wants
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import COMPILE_FLAGS, RUNTIME, find_compiler
+from memfit.ghost.build import RUNTIME
+from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler
 
 CHECKS = Path(__file__).with_name("checks")
 NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())

@@ -21,7 +21,7 @@ from memfit.capture.card import find_card
 from memfit.capture.probe import Probed, Settings
 from memfit.devices import Device, find_device
 from memfit.errors import TargetError, UnknownDeviceError
-from memfit.ghost.build import cache_folder
+from memfit.ghost.compiler import cache_folder
 from memfit.ghost.load import python_code
 from memfit.records import ContextReport, Figure, Machine, Provenance, Trial
 

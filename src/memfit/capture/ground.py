@@ -16,7 +16,7 @@ from memfit.capture.outside import Outside
 from memfit.capture.settings import GhostSettings
 from memfit.devices import find_device, refusal
 from memfit.ghost.after_import import after_import
-from memfit.ghost.build import cache_folder
+from memfit.ghost.compiler import cache_folder
 from memfit.ghost.load import Ghost, load
 from memfit.records import DeviceUse, Figure, Machine, Provenance
 

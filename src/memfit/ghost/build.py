@@ -10,43 +10,27 @@ The result is kept in the user's cache folder, per PyTorch and source, and is pu
 at all: so first use by several processes at once is safe.
 """
 
-import fcntl
 import hashlib
 import os
 import re
-import shlex
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import platformdirs
 
-from memfit.errors import GhostError, UnsuitableEnvironmentError
+from memfit.errors import GhostError
+from memfit.ghost.compiler import COMPILE_FLAGS, cache_folder, find_compiler, locked, run_compiler
 from memfit.ghost.elf import ElfFile
 from memfit.ghost.torch_install import TorchInstall, Wanted, find_torch, scan
 
 RUNTIME = Path(__file__).with_name("runtime")
 NO_DEVICE = Path(__file__).with_name("cudnn") / "no_device.c"
-COMPILERS = ("cc", "gcc", "clang")
-COMPILE_FLAGS = (
-    "-std=c11",
-    "-D_GNU_SOURCE",  # dladdr, MAP_FIXED_NOREPLACE, clock_gettime
-    "-O2",
-    "-fPIC",
-    "-fvisibility=hidden",  # what is not marked API stays inside
-    "-Wall",
-    "-Wextra",
-    "-Wno-unused-parameter",  # prototypes are NVIDIA's; most of what they pass is of no use here
-)
 _DONE = "build.json"
-_SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +90,7 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
     compiler = find_compiler()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f"{folder.name}.lock")):
+        with locked(folder.with_name(f"{folder.name}.lock")):
             found = _read(folder)
             if found:
                 return found
@@ -118,31 +102,6 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
             f"Cannot build the ghost in {folder.parent}: {error.strerror or error}. "
             "Set MEMFIT_CACHE to a folder that can be written."
         ) from error
-
-
-def cache_folder(kind: str = "ghost") -> Path:
-    """Return where builds are kept: ``$MEMFIT_CACHE/ghost``, or the user's cache folder; or another kind."""
-    chosen = os.environ.get("MEMFIT_CACHE")
-    return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / kind
-
-
-def find_compiler() -> tuple[str, ...]:
-    """Return the C compiler's command: ``$CC`` (``ccache gcc``), or the first of ``cc``, ``gcc``, ``clang``.
-
-    Raises:
-        UnsuitableEnvironmentError: there is none.
-
-    """
-    chosen = os.environ.get("CC")
-    for name, *options in (shlex.split(chosen),) if chosen else ((name,) for name in COMPILERS):
-        path = shutil.which(name)
-        if path:
-            return path, *options
-    looked_for = f"$CC ({chosen})" if chosen else ", ".join(COMPILERS)
-    raise UnsuitableEnvironmentError(
-        f"Cannot build the ghost: no C compiler was found (looked for {looked_for}). "
-        "Install one: apt install gcc, dnf install gcc, or conda install gcc_linux-64 and set CC."
-    )
 
 
 def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
@@ -159,20 +118,14 @@ def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
 def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     """Name what a build depends on: our sources, and this PyTorch's files."""
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
-    ours = [Path(__file__).with_name(name) for name in ("build.py", "elf.py", "torch_install.py")]
+    ours = [
+        Path(__file__).with_name(name) for name in ("build.py", "compiler.py", "elf.py", "torch_install.py")
+    ]
     for source in (*ours, *sorted(RUNTIME.glob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for library in torch.libraries():
         digest.update(f"{library.name} {library.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, so that processes that start together compile once. Released if we die."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read(folder: Path) -> Build | None:
@@ -331,18 +284,3 @@ def _make_no_device(work: Path, compiler: Sequence[str]) -> None:
     """Make the libcuda.so.1 that knows of no device, under a file name of its own."""
     link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(work / "libnodevice.so"))
     run_compiler(*compiler, *COMPILE_FLAGS, str(NO_DEVICE), *link)
-
-
-def run_compiler(*command: str) -> None:
-    """Run the compiler.
-
-    Raises:
-        GhostError: it failed; with its last lines.
-    """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
-        raise GhostError(
-            f"Cannot build the ghost: {command[0]} failed (exit code {done.returncode}) "
-            f"on the sources in {RUNTIME}. Try another compiler by setting CC. Its last lines:\n{output}"
-        )

@@ -23,14 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
-from memfit.ghost.build import (
-    COMPILE_FLAGS,
-    RUNTIME,
-    Build,
-    find_compiler,
-    make_empty_libraries,
-    run_compiler,
-)
+from memfit.ghost.build import RUNTIME, Build, make_empty_libraries
+from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler, run_compiler
 from memfit.ghost.nvidia import NvidiaLibrary, nvidia_library
 from memfit.ghost.wants import Wants, wants
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import build, find_compiler
+from memfit.ghost.build import build
+from memfit.ghost.compiler import find_compiler
 from memfit.ghost.cudnn import client as client_module
 from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
 from memfit.ghost.cudnn.kept import Answer, Configuration, Kept

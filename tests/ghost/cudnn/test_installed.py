@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from memfit.devices import find_device
-from memfit.ghost.build import build, find_compiler
+from memfit.ghost.build import build
+from memfit.ghost.compiler import find_compiler
 from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
 from memfit.ghost.cudnn.find import find_library
 from memfit.ghost.cudnn.process import OLDEST

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memfit.errors import MemfitError
-from memfit.ghost.build import Build, cache_folder
+from memfit.ghost.build import Build
+from memfit.ghost.compiler import cache_folder
 from memfit.ghost.cudnn.find import find_library
 from memfit.ghost.cudnn.kept import Answer, Configuration, Kept
 from memfit.ghost.cudnn.properties import properties
