@@ -151,7 +151,7 @@ def run(conf: str, seed: int, operations: int, caching: ModuleType = ours) -> Wa
 
 def _do(kind: str, watched: Watched, dice: random.Random) -> None:
     if kind == "malloc":
-        watched.malloc(_size(dice), dice.choice((0, 0, 0, 1, 2)))
+        watched.malloc(random_size(dice), dice.choice((0, 0, 0, 1, 2)))
     elif kind == "free" and watched.live:
         watched.free(dice.randrange(len(watched.live)))
     elif kind == "record_stream" and watched.live:
@@ -168,7 +168,8 @@ def _do(kind: str, watched: Watched, dice: random.Random) -> None:
         watched.release_private()
 
 
-def _size(dice: random.Random) -> int:
+def random_size(dice: random.Random) -> int:
+    """Return bytes to ask for: of any size, and beside every threshold."""
     kind = dice.choice(("small", "middle", "large", "edge"))
     if kind == "small":
         return int(math.exp(dice.uniform(0, math.log(MIB))))

@@ -10,9 +10,11 @@ asked; it ends where a malloc fails, for what a script does then nobody knows.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memfit.allocator import native
 from memfit.allocator.caching import CachingAllocator, OutOfMemory
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import Calls, DeviceMemory
+from memfit.allocator.native import NativeAllocator
 from memfit.allocator.requests import Ask, Requests
 from memfit.allocator.statistics import memory_stats
 from memfit.allocator.uncached import UncachedAllocator
@@ -78,12 +80,44 @@ def replay(
     Returns:
         Peaks, calls and segments; up to the malloc that failed, if one did.
     """
+    if config.caching:
+        with native.opened(
+            asked,
+            config,
+            total=total,
+            taken=taken,
+            version=version,
+            empty_cache_each_step=empty_cache_each_step,
+        ) as compiled:
+            if compiled is not None:
+                return _compiled(compiled, asked)
     memory = DeviceMemory(total, used=taken)
     allocator: Allocator = (
         CachingAllocator(memory, config, version) if config.caching else UncachedAllocator(memory)
     )
-    run = _Run(allocator, empty_cache_each_step=empty_cache_each_step)
-    failure = None
+    return _interpreted(_Run(allocator, empty_cache_each_step=empty_cache_each_step), asked)
+
+
+def _compiled(allocator: NativeAllocator, asked: Requests) -> Replay:
+    fits = allocator.serve(asked)
+    outcome, statistics = allocator.outcome(), allocator.memory_stats()
+    return Replay(
+        fits=fits,
+        peak_allocated=statistics["allocated_bytes.all.peak"],
+        peak_reserved=statistics["reserved_bytes.all.peak"],
+        most_taken=outcome.most_taken,
+        failed_event=-1 if fits else asked.event[outcome.position],
+        requested=0 if fits else outcome.requested,
+        free=0 if fits else outcome.free,
+        calls=outcome.calls,
+        calls_per_step=outcome.calls_per_step,
+        statistics=statistics,
+        segments=allocator.snapshot(),
+    )
+
+
+def _interpreted(run: "_Run", asked: Requests) -> Replay:
+    allocator, failure = run.allocator, None
     try:
         run.all(asked)
     except OutOfMemory as error:
@@ -91,6 +125,7 @@ def replay(
     statistics = (
         memory_stats(allocator) if isinstance(allocator, CachingAllocator) else allocator.memory_stats()
     )
+    memory = allocator.memory
     return Replay(
         fits=failure is None,
         peak_allocated=statistics["allocated_bytes.all.peak"],

@@ -10,9 +10,11 @@
 Everything else is the allocator's own doing, and is done anew in a replay.
 """
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 
@@ -39,17 +41,20 @@ class Ask(IntEnum):
     """A training step has ended."""
 
 
+_column = partial(array, "q")  # where compiled code finds them as they are
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Requests in their order, as columns of equal length."""
 
-    ask: list[int] = field(default_factory=list)
-    block: list[int] = field(default_factory=list)
+    ask: "array[int]" = field(default_factory=_column)
+    block: "array[int]" = field(default_factory=_column)
     """Which block: numbered in the order of their mallocs; -1 where none is meant."""
-    size: list[int] = field(default_factory=list)
+    size: "array[int]" = field(default_factory=_column)
     """Bytes as requested; rounded for ``FAILED``."""
-    stream: list[int] = field(default_factory=list)
-    event: list[int] = field(default_factory=list)
+    stream: "array[int]" = field(default_factory=_column)
+    event: "array[int]" = field(default_factory=_column)
     """The event of the history that tells of it."""
     reserved_before: int = 0
     """Bytes that were reserved before the history begins: which segments is not known."""

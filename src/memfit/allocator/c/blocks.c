@@ -1,0 +1,228 @@
+#include "allocator.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { PAGE = 1024 }; /* blocks */
+
+static void *grown(struct allocator *a, void *memory, size_t items, size_t item)
+{
+    void *more = realloc(memory, items * item);
+    if (more == NULL)
+        longjmp(a->no_memory, 1);
+    return more;
+}
+
+/* Make room for one more item; return where it goes. */
+void *vector_insert(struct allocator *a, struct vector *vector, size_t index, size_t item)
+{
+    if (vector->count == vector->room) {
+        size_t room = vector->room ? 2 * vector->room : 8;
+        vector->at = grown(a, vector->at, room, item);
+        vector->room = room;
+    }
+    char *place = (char *)vector->at + index * item;
+    memmove(place + item, place, (vector->count - index) * item);
+    vector->count++;
+    return place;
+}
+
+void vector_remove(struct vector *vector, size_t index, size_t item)
+{
+    char *place = (char *)vector->at + index * item;
+    vector->count--;
+    memmove(place, place + item, (vector->count - index) * item);
+}
+
+struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool, int64_t address)
+{
+    if (a->unused == NULL) {
+        struct block **page = vector_insert(a, &a->pages, a->pages.count, sizeof *page);
+        *page = NULL; /* in case that there is no memory for it */
+        *page = grown(a, NULL, PAGE, sizeof **page);
+        memset(*page, 0, PAGE * sizeof **page);
+        for (size_t i = 0; i < PAGE; i++) {
+            (*page)[i].next = a->unused;
+            a->unused = &(*page)[i];
+        }
+    }
+    struct block *block = a->unused;
+    a->unused = block->next;
+    struct vector uses = block->uses; /* its room is used again */
+    uses.count = 0;
+    *block = (struct block){.address = address, .size = size, .stream = stream, .pool = pool, .uses = uses};
+    block->free = block->mapped = true;
+    return block;
+}
+
+void page_delete(struct block *page)
+{
+    for (size_t i = 0; page != NULL && i < PAGE; i++)
+        free(page[i].uses.at);
+    free(page);
+}
+
+void block_delete(struct allocator *a, struct block *block)
+{
+    block->free = false;
+    block->next = a->unused;
+    a->unused = block;
+}
+
+/* Shorten it to its first bytes; return the rest, which no pool has yet. */
+struct block *block_split(struct allocator *a, struct block *block, int64_t size)
+{
+    struct block *rest =
+        block_new(a, block->stream, block->size - size, block->pool, block->address + size);
+    rest->number = block->number;
+    rest->expandable = block->expandable;
+    rest->mapped = block->mapped;
+    rest->prev = block;
+    rest->next = block->next;
+    if (rest->next != NULL)
+        rest->next->prev = rest;
+    block->next = rest;
+    block->size = size;
+    return rest;
+}
+
+/* Take in the block that follows, which is no more. */
+void block_swallow(struct allocator *a, struct block *block, struct block *following)
+{
+    block->size += following->size;
+    block->next = following->next;
+    if (block->next != NULL)
+        block->next->prev = block;
+    block_delete(a, following);
+}
+
+bool block_is_split(const struct block *block)
+{
+    return block->prev != NULL || block->next != NULL;
+}
+
+struct list *list_of(struct allocator *a, struct vector *lists, int64_t stream)
+{
+    struct list **at = lists->at;
+    size_t low = 0, high = lists->count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (at[middle]->stream < stream)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low < lists->count && at[low]->stream == stream)
+        return at[low];
+    struct list *list = grown(a, NULL, 1, sizeof *list);
+    *list = (struct list){.stream = stream};
+    struct list **place = vector_insert(a, lists, low, sizeof *place);
+    *place = list;
+    return list;
+}
+
+struct block *list_at(const struct list *list, size_t index)
+{
+    return ((struct block **)list->blocks.at)[index];
+}
+
+static int compare(int64_t a, int64_t b)
+{
+    return (a > b) - (a < b);
+}
+
+static int by_fit(const struct block *a, const struct block *b)
+{
+    int order = compare(a->size, b->size);
+    order = order ? order : compare(a->number, b->number);
+    return order ? order : compare(a->address, b->address);
+}
+
+static int by_address(const struct block *a, const struct block *b)
+{
+    return compare(a->address, b->address);
+}
+
+/* Return where a block is, or would be. */
+static size_t search(const struct list *list, const struct block *block,
+                     int (*order)(const struct block *, const struct block *))
+{
+    size_t low = 0, high = list->blocks.count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (order(list_at(list, middle), block) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Return the index of the first block of at least so many bytes; the number of blocks if there is none. */
+size_t list_first_of(const struct list *list, int64_t size)
+{
+    size_t low = 0, high = list->blocks.count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (list_at(list, middle)->size < size)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+void pool_add(struct allocator *a, struct block *block)
+{
+    block->gc_base = block->pool->calls;
+    struct list *list = list_of(a, &block->pool->cached, block->stream);
+    struct block **place = vector_insert(a, &list->blocks, search(list, block, by_fit), sizeof *place);
+    *place = block;
+}
+
+void pool_remove(struct allocator *a, struct block *block)
+{
+    struct list *list = list_of(a, &block->pool->cached, block->stream);
+    vector_remove(&list->blocks, search(list, block, by_fit), sizeof block);
+}
+
+void pool_add_unmapped(struct allocator *a, struct block *block)
+{
+    struct list *list = list_of(a, &block->pool->unmapped, block->stream);
+    struct block **place = vector_insert(a, &list->blocks, search(list, block, by_address), sizeof *place);
+    *place = block;
+}
+
+void pool_remove_unmapped(struct allocator *a, struct block *block)
+{
+    struct list *list = list_of(a, &block->pool->unmapped, block->stream);
+    vector_remove(&list->blocks, search(list, block, by_address), sizeof block);
+}
+
+/* Return a copy of its free blocks as they are now, by stream and fit; the caller frees it. */
+struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t *count)
+{
+    struct list **lists = pool->cached.at;
+    *count = 0;
+    for (size_t i = 0; i < pool->cached.count; i++)
+        *count += lists[i]->blocks.count;
+    struct block **blocks = grown(a, NULL, *count + 1, sizeof *blocks), **next = blocks;
+    for (size_t i = 0; i < pool->cached.count; i++)
+        for (size_t j = 0; j < lists[i]->blocks.count; j++)
+            *next++ = list_at(lists[i], j);
+    return blocks;
+}
+
+void head_add(struct allocator *a, struct block *block)
+{
+    block->head = a->heads.count;
+    struct block **place = vector_insert(a, &a->heads, a->heads.count, sizeof *place);
+    *place = block;
+}
+
+void head_remove(struct allocator *a, struct block *block)
+{
+    struct block **heads = a->heads.at, *last = heads[--a->heads.count];
+    heads[block->head] = last;
+    last->head = block->head;
+}

@@ -1,0 +1,114 @@
+#include "allocator.h"
+
+#include <stdlib.h>
+
+static int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Return the lowest block from which on so many bytes are free or not mapped, or NULL. */
+static struct block *find(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
+{
+    struct list *unmapped = list_of(a, &pool->unmapped, stream);
+    for (size_t i = 0; i < unmapped->blocks.count; i++) {
+        struct block *first = list_at(unmapped, i);
+        if (first->prev != NULL && first->prev->free)
+            first = first->prev;
+        int64_t room = 0;
+        for (struct block *block = first; room < size && block != NULL && block->free; block = block->next)
+            room += block->size;
+        if (room >= size)
+            return first;
+    }
+    return NULL;
+}
+
+static struct block *reserve(struct allocator *a, struct pool *pool, int64_t stream)
+{
+    struct reservation *made = malloc(sizeof *made);
+    if (made == NULL)
+        longjmp(a->no_memory, 1);
+    made->handle = pool->small ? SMALL_SEGMENT : a->settings.large_segment_size;
+    int64_t least = a->device.total + a->device.total / 8;
+    made->size = (least + made->handle - 1) / made->handle * made->handle;
+    made->address = device_reserve(&a->device, made->size);
+    struct block *block = block_new(a, stream, made->size, pool, made->address);
+    block->mapped = false;
+    block->expandable = made;
+    pool_add_unmapped(a, block);
+    head_add(a, block);
+    return block;
+}
+
+/* Put memory behind the beginning of a block; return it, or the free one before it that it joins, or NULL. */
+static struct block *map(struct allocator *a, struct block *block, int64_t size)
+{
+    struct pool *pool = block->pool;
+    int64_t handle = block->expandable->handle, pieces = (size + handle - 1) / handle;
+    if (!device_map(&a->device, pieces, handle))
+        return NULL;
+    int64_t mapped = pieces * handle;
+    pool_remove_unmapped(a, block);
+    if (mapped < block->size)
+        pool_add_unmapped(a, block_split(a, block, mapped));
+    block->mapped = true;
+    block = merged(a, block);
+    pool_add(a, block);
+    a->counters.device_alloc++;
+    a->reserved += mapped;
+    count(a, pool, SEGMENT_MAP, mapped, 0, 0, 0);
+    return block;
+}
+
+/* Return a block of at least so many bytes that no pool has; NULL if the device has not enough. */
+struct block *expandable_allocate(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
+{
+    struct block *block = find(a, pool, stream, size);
+    if (block == NULL)
+        block = reserve(a, pool, stream);
+    if (!block->mapped)
+        block = map(a, block, smaller(block->size, size));
+    while (block != NULL && block->size < size) /* what follows is not mapped, and large enough: see find */
+        block = map(a, block->next, smaller(size - block->size, block->next->size));
+    if (block != NULL)
+        pool_remove(a, block);
+    return block;
+}
+
+/* Give back the handles that lie wholly within a free block. */
+void expandable_unmap(struct allocator *a, struct block *block)
+{
+    struct reservation *made = block->expandable;
+    struct pool *pool = block->pool;
+    int64_t begin = (block->address - made->address + made->handle - 1) / made->handle;
+    int64_t end = (block->address + block->size - made->address) / made->handle;
+    if (begin >= end)
+        return;
+    int64_t address = made->address + begin * made->handle, size = (end - begin) * made->handle;
+    device_unmap(&a->device, end - begin, made->handle);
+    everything_is_over(a);
+    pool_remove(a, block);
+    if (address > block->address) {
+        struct block *kept = block;
+        block = block_split(a, kept, address - kept->address);
+        pool_add(a, kept);
+    }
+    if (block->size > size)
+        pool_add(a, block_split(a, block, size));
+    block->mapped = false;
+    block = merged(a, block);
+    pool_add_unmapped(a, block);
+    a->counters.device_free++;
+    a->reserved -= size;
+    count(a, pool, SEGMENT_UNMAP, size, 0, 0, 0);
+    if (pool->owner != NULL)
+        pool->owner->pieces--;
+    if (!block_is_split(block)) {
+        pool_remove_unmapped(a, block);
+        head_remove(a, block);
+        device_unreserve(a, made->address, made->size);
+        block_delete(a, block);
+        free(made);
+    }
+}

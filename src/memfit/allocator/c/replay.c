@@ -1,0 +1,240 @@
+#include "allocator.h"
+
+#include <stdlib.h>
+
+/* What is asked for, as requests.py numbers it. */
+enum ask { MALLOC_IT, FREE_IT, FREE_LATER, GONE_ON, EMPTY_CACHE, FAILED, STEP, USE, ALL_GONE_ON };
+
+/* Numbers from here on stand for streams that use other streams' blocks, one for each such block. */
+#define OTHERS (INT64_C(1) << 40)
+#define LARGEST (INT64_C(1) << 48) /* bytes that may be asked for */
+
+static void pool_init(struct pool *pool, struct private_pool *owner, bool small, const struct settings *settings)
+{
+    pool->owner = owner;
+    pool->small = small;
+    pool->least = small || settings->expandable ? MIN_BLOCK : SMALL_SIZE + 1;
+}
+
+/* Return an allocator for blocks with numbers below so many; NULL if the host has no memory for it. */
+struct allocator *allocator_new(const struct settings *settings, int64_t blocks)
+{
+    struct allocator *a = calloc(1, sizeof *a);
+    if (a == NULL)
+        return NULL;
+    a->held = calloc((size_t)blocks + 1, sizeof *a->held);
+    if (a->held == NULL) {
+        free(a);
+        return NULL;
+    }
+    a->held_count = (size_t)blocks;
+    a->settings = *settings;
+    a->collects = settings->collect_above != NEVER;
+    a->choosy = a->collects || settings->max_split_size != NEVER || settings->expandable;
+    a->unsplit = settings->expandable ? NEVER : settings->max_split_size;
+    device_init(&a->device, settings->total, settings->taken);
+    pool_init(&a->small, NULL, true, settings);
+    pool_init(&a->large, NULL, false, settings);
+    return a;
+}
+
+static void pool_clear(struct pool *pool)
+{
+    struct vector *both[] = {&pool->cached, &pool->unmapped};
+    for (size_t i = 0; i < 2; i++) {
+        struct list **lists = both[i]->at;
+        for (size_t j = 0; j < both[i]->count; j++) {
+            free(lists[j]->blocks.at);
+            free(lists[j]);
+        }
+        free(lists);
+    }
+}
+
+static void arena_clear(struct arena *arena)
+{
+    for (size_t i = 0; i < SLOTS; i++)
+        free(arena->given_back[i].at);
+}
+
+void allocator_delete(struct allocator *a)
+{
+    struct block **heads = a->heads.at, **pages = a->pages.at;
+    for (size_t i = 0; i < a->heads.count; i++)
+        free(heads[i]->expandable);
+    for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
+        for (struct event *event = queue->first, *next; event != NULL; event = next) {
+            next = event->next;
+            free(event);
+        }
+        after = queue->after;
+        free(queue);
+    }
+    pool_clear(&a->small);
+    pool_clear(&a->large);
+    arena_clear(&a->device.memory);
+    arena_clear(&a->device.virtual);
+    for (size_t i = 0; i < a->pages.count; i++)
+        page_delete(pages[i]);
+    free(heads);
+    free(pages);
+    free(a->by_stream.at);
+    free(a->deferred.at);
+    free(a->held);
+    free(a);
+}
+
+static struct block *held(const struct allocator *a, int64_t number)
+{
+    return number >= 0 && (size_t)number < a->held_count ? a->held[number] : NULL;
+}
+
+static enum status serve_malloc(struct allocator *a, int64_t number, int64_t size, int64_t stream)
+{
+    if (number < 0 || (size_t)number >= a->held_count || a->held[number] != NULL)
+        return IMPOSSIBLE;
+    a->held[number] = caching_malloc(a, size, stream);
+    return a->held[number] == NULL ? OUT_OF_MEMORY : SERVED;
+}
+
+static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64_t size, int64_t stream)
+{
+    bool allocates = ask == MALLOC_IT || ask == FAILED;
+    struct block *block = held(a, number);
+    if (allocates && (size < 1 || size > LARGEST))
+        return IMPOSSIBLE;
+    if ((ask == FREE_IT || ask == FREE_LATER || ask == USE) && block == NULL)
+        return IMPOSSIBLE;
+    switch (ask) {
+    case MALLOC_IT:
+        return serve_malloc(a, number, size, stream);
+    case FREE_LATER:
+        caching_record_stream(a, block, OTHERS + number);
+        /* fall through */
+    case FREE_IT:
+        a->held[number] = NULL;
+        caching_free(a, block);
+        return SERVED;
+    case USE:
+        caching_record_stream(a, block, stream);
+        return SERVED;
+    case GONE_ON:
+        caching_gone_on(a, OTHERS + number);
+        return SERVED;
+    case ALL_GONE_ON:
+        everything_is_over(a);
+        return SERVED;
+    case EMPTY_CACHE:
+        caching_empty_cache(a);
+        return SERVED;
+    case FAILED: /* on the way to it the cache was given back; the script went on without it */
+        block = caching_malloc(a, size, stream);
+        if (block != NULL)
+            caching_free(a, block);
+        return SERVED;
+    case STEP:
+        if (a->settings.empties_each_step)
+            caching_empty_cache(a);
+        a->steps++;
+        a->at_step[0] = a->at_step[1];
+        a->at_step[1] = a->device.calls;
+        return SERVED;
+    default:
+        return IMPOSSIBLE;
+    }
+}
+
+/* Serve requests; allocator_outcome tells at which it ended if that is before the last. */
+int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
+                    const int64_t *size, const int64_t *stream)
+{
+    if (setjmp(a->no_memory))
+        return HOST_HAS_NO_MEMORY;
+    for (a->position = 0; a->position < (size_t)count; a->position++) {
+        size_t i = a->position;
+        enum status status = serve(a, ask[i], block[i], size[i], stream[i]);
+        if (status != SERVED)
+            return status;
+    }
+    return SERVED;
+}
+
+static int by_address(const void *a, const void *b)
+{
+    int64_t left = (*(struct block *const *)a)->address, right = (*(struct block *const *)b)->address;
+    return (left > right) - (left < right);
+}
+
+/* Return how many blocks there are, free or not, mapped or not. */
+int64_t allocator_block_count(const struct allocator *a)
+{
+    struct block **heads = a->heads.at;
+    int64_t found = 0;
+    for (size_t i = 0; i < a->heads.count; i++)
+        for (const struct block *block = heads[i]; block != NULL; block = block->next)
+            found++;
+    return found;
+}
+
+/* Write a row for each of them, by address. */
+void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS])
+{
+    struct block **heads = a->heads.at;
+    if (a->heads.count > 0)
+        qsort(heads, a->heads.count, sizeof *heads, by_address);
+    for (size_t i = 0; i < a->heads.count; i++) {
+        heads[i]->head = i;
+        for (const struct block *block = heads[i]; block != NULL; block = block->next, rows++) {
+            (*rows)[0] = block->address;
+            (*rows)[1] = block->size;
+            (*rows)[2] = block->free ? 0 : block->requested;
+            (*rows)[3] = block->free ? 0 : block->waits ? 2 : 1;
+            (*rows)[4] = block->stream;
+            (*rows)[5] = block->mapped;
+            (*rows)[6] = block->prev == NULL || !block->prev->mapped; /* the first of a segment */
+            (*rows)[7] = block->pool->small;
+            (*rows)[8] = block->expandable != NULL;
+        }
+    }
+}
+
+/* Write torch.cuda.memory_stats(), in the order of statistics.NAMES and COUNTERS. */
+void allocator_statistics(const struct allocator *a, int64_t *figures)
+{
+    enum { EACH = POOLS * FIGURES, FIELDS = 4 };
+    const struct figure *each = a->statistics.figures[0];
+    for (size_t i = 0; i < EACH + OVERSIZE; i++) {
+        const struct figure *figure = i < EACH ? &each[i] : &a->statistics.oversize[i - EACH];
+        const int64_t fields[FIELDS] = {figure->current, figure->peak, figure->allocated, figure->freed};
+        for (size_t field = 0; field < FIELDS; field++)
+            figures[field * (EACH + OVERSIZE) + i] = fields[field];
+    }
+    const struct counters *c = &a->counters;
+    const int64_t counters[] = {c->retries,      c->ooms,        c->sync_all_streams,
+                                c->device_alloc, c->device_free, c->oom_rejections};
+    for (size_t i = 0; i < sizeof counters / sizeof *counters; i++)
+        figures[FIELDS * (EACH + OVERSIZE) + i] = counters[i];
+}
+
+static int64_t *write_calls(int64_t *figures, struct calls calls)
+{
+    *figures++ = calls.malloc;
+    *figures++ = calls.free;
+    *figures++ = calls.map;
+    *figures++ = calls.unmap;
+    *figures++ = calls.synchronize;
+    return figures;
+}
+
+/* Write what else is known at the end. Return the number of training steps. */
+int64_t allocator_outcome(const struct allocator *a, int64_t *figures)
+{
+    *figures++ = (int64_t)a->position;
+    *figures++ = a->failed_size;
+    *figures++ = a->failed_free;
+    *figures++ = a->device.most;
+    figures = write_calls(figures, a->device.calls);
+    figures = write_calls(figures, a->at_step[0]);
+    write_calls(figures, a->at_step[1]);
+    return a->steps;
+}
