@@ -7,7 +7,6 @@ other statistic, and the first that was not.
 """
 
 import json
-import math
 import os
 import random
 import sys
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
+from sizes import size_of
 
 from memfit.allocator.statistics import COUNTERS, NAMES
 from memfit.devices import find_device
@@ -26,21 +26,6 @@ from memfit.ghost.build import build
 from memfit.ghost.load import Ghost, GhostDevice, load
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-EDGES = (
-    512,
-    KIB,
-    MIB,
-    2 * MIB,
-    10 * MIB,
-    12 * MIB,
-    18 * MIB,
-    19 * MIB,
-    20 * MIB,
-    32 * MIB,
-    100 * MIB,
-    128 * MIB,
-)
-BESIDE = (-513, -512, -1, 0, 1, 511, 512, 513, MIB, MIB + 512, MIB - 512)
 FEW, OLD = 400, 0.02  # of many tensors, mostly the newest are freed
 DRAINED = 0.3  # of the times that the cache is emptied, everything is freed first
 
@@ -82,15 +67,7 @@ class Sizes:
         """Return one, in bytes."""
         dice = self._dice
         kind = dice.choice(("small", "small", "middle", "large", "often", "often", "edge"))
-        if kind == "small":
-            return int(math.exp(dice.uniform(0, math.log(MIB))))
-        if kind == "middle":
-            return dice.randint(MIB, 12 * MIB)
-        if kind == "large":
-            return dice.randint(8 * MIB, 300 * MIB)
-        if kind == "often":
-            return dice.choice(self._often)
-        return max(1, dice.choice(EDGES) + dice.choice(BESIDE))
+        return dice.choice(self._often) if kind == "often" else size_of(kind, dice)
 
 
 class Real:

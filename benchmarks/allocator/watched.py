@@ -1,9 +1,10 @@
 """An allocator with the referee behind it: every operation is checked, no torch is needed."""
 
-import math
 import random
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from sizes import size_of
 
 from memfit.allocator import caching as ours
 from memfit.allocator.config import AllocatorConfig
@@ -171,10 +172,4 @@ def _do(kind: str, watched: Watched, dice: random.Random) -> None:
 def random_size(dice: random.Random) -> int:
     """Return bytes to ask for: of any size, and beside every threshold."""
     kind = dice.choice(("small", "middle", "large", "edge"))
-    if kind == "small":
-        return int(math.exp(dice.uniform(0, math.log(MIB))))
-    if kind == "middle":
-        return dice.randint(MIB, 12 * MIB)
-    if kind == "large":
-        return dice.randint(8 * MIB, 120 * MIB)
-    return max(1, dice.choice(EDGES) + dice.choice(BESIDE))
+    return size_of(kind, dice, largest=120 * MIB, edges=EDGES, beside=BESIDE)

@@ -11,14 +11,9 @@ from rich.console import Console
 
 from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.records import (
-    DeviceUse,
-    DryRun,
-    Figure,
-    Growth,
     Phase,
     Place,
     Provenance,
-    ScriptEnd,
 )
 from memfit.report.fragmentation import print_fragmentation
 from memfit.report.inert import inert
@@ -125,25 +120,6 @@ def test_names_from_a_trace_are_inert(answer, name):
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
     pins = json.loads(to_json(answer, hostile))["fragmentation"]["moments"][0]["holes"][0]["pins"]
     assert pins[0]["freed"]["module"] == name
-
-
-@pytest.fixture
-def answer():
-    return DryRun(
-        verdict="fits",
-        device=DeviceUse("A100-80GB", Figure(80 << 30, Provenance.EXACT), Figure(0, Provenance.EXACT), 0),
-        steps=3,
-        peak_allocated=12 * MIB,
-        peak_reserved=50 * MIB,
-        peak_process=Figure(50 * MIB, Provenance.EXACT),
-        peak_place=BORN,
-        terms=(),
-        out_of_memory=None,
-        growth=Growth(2, 0, "", leak=False),
-        end=ScriptEnd("steps", 0),
-        notes=(),
-        versions={},
-    )
 
 
 def test_the_json_is_the_public_schema(answer):
