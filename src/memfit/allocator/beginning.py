@@ -34,8 +34,8 @@ class Beginning:
     reserved: int = 0
     """Bytes, exact."""
     uncertain: int = 0
-    """Bytes that ``allocated`` may be short of: a block whose allocation is not in the history may have
-    kept an unsplit remainder of up to 1 MiB. Nothing is uncertain once those blocks are freed."""
+    """Bytes by which ``allocated`` may be too low: a block whose allocation is not in the history may have
+    kept an unsplit remainder of up to 1 MiB. Once those blocks are freed, nothing is uncertain."""
 
     @property
     def allocated(self) -> int:
@@ -128,9 +128,9 @@ def _check_tiling(segments: Iterable[Segment]) -> None:
 class _Rewind:
     """The layout at the end, taken back event by event.
 
-    The one thing that cannot be read off is where a block that was freed had ended, if its allocation
-    came before the history: at least its rounded size, and up to 1 MiB more if the rest was not worth
-    splitting. It is taken at its rounded size until another block's start proves otherwise.
+    One thing cannot be read off: where a freed block ended whose allocation came before the history. It had
+    at least its rounded size, and up to 1 MiB more where the rest was not worth splitting off. It is taken
+    at its rounded size until another block's start proves otherwise.
     """
 
     def __init__(self, segments: Iterable[Segment], config: AllocatorConfig) -> None:

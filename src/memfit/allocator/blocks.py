@@ -10,8 +10,8 @@ first, and in it for the one with the lowest address. PyTorch up to 2.11 asks fo
     keys   size, number of the segment and address in one int, sorted, one list a stream
     free   address -> Block
 
-Source: ``Block``, ``BlockPool`` and ``BlockComparatorSize``, c10/cuda/CUDACachingAllocator.cpp; that segments
-count was seen by driving PyTorch 2.8 to 2.15 (``benchmarks/allocator_differential.py``).
+Source: ``Block``, ``BlockPool`` and ``BlockComparatorSize``, c10/cuda/CUDACachingAllocator.cpp; that the
+age of segments decides was found by driving PyTorch 2.8 to 2.15 (``benchmarks/allocator_differential.py``).
 """
 
 from bisect import bisect_left, insort
@@ -72,7 +72,7 @@ class Block:
         self.requested: int
         """Bytes as requested, of a block that is in use."""
         self.gc_base: int
-        """The pool's searches when it became free."""
+        """How many searches the pool had seen when it became free: later ones are its age."""
         self.key: int
         """Its place in the pool's order, while it is free and mapped."""
 
@@ -120,7 +120,7 @@ class BlockPool:
         self.keys: dict[int, list[int]] = {}
         self.free: dict[int, Block] = {}
         self.unmapped: dict[int, list[Block]] = {}
-        """Of expandable segments, what no memory is behind; by stream, in the order of addresses."""
+        """Blocks of expandable segments with no memory behind them, by stream, in the order of addresses."""
         self.calls = 0
         """Searches so far: the clock of garbage collection."""
 
@@ -153,11 +153,11 @@ class BlockPool:
         return iter([self.free[key & ADDRESS] for stream in sorted(self.keys) for key in self.keys[stream]])
 
     def add_unmapped(self, block: Block) -> None:
-        """Add what no memory is behind."""
+        """Add a block with no memory behind it."""
         insort(self.unmapped.setdefault(block.stream, []), block, key=_address_of)
 
     def remove_unmapped(self, block: Block) -> None:
-        """Take it out."""
+        """Take out a block with no memory behind it."""
         blocks = self.unmapped[block.stream]
         del blocks[bisect_left(blocks, block.address, key=_address_of)]
 

@@ -103,9 +103,10 @@ def smallest_capacity(
 ) -> int:
     """Return the bytes of the smallest device on which a trace runs, and on every larger one.
 
-    From a device without end downwards, in steps of 2 MiB: where less would only have changed what was never
-    reached, all devices in between are the same, and are passed over. Success need not be monotone: a
-    smaller device makes the allocator give back and pack anew. The first failure ends the search.
+    From a device without end downwards, in steps of 2 MiB. Where a replay never took more than *n* bytes, it
+    goes the same way on every device of at least *n*: those are passed over. Success need not be monotone,
+    for a smaller device makes the allocator give back its cache and pack anew, so the search does not halve:
+    the first failure ends it.
 
     Args:
         asked: what ``requests(trace)`` returned.
@@ -129,7 +130,7 @@ def smallest_capacity(
         )
         if not done.fits:
             break
-        # A fraction is another limit on each device: then those alone are passed over that no limit touches.
+        # With a fraction, devices are passed over only if that share of them holds what was taken.
         enough = done.most_taken if fraction is None else math.ceil(done.most_taken / fraction)
         runs_on = min(capacity, _granules(enough))
         capacity = runs_on - GRANULE

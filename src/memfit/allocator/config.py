@@ -37,7 +37,7 @@ OTHERS = frozenset(
         "release_lock_on_cudamalloc",
     }
 )
-"""Settings that PyTorch knows, too: of host memory, of locks, and of captures."""
+"""Settings that PyTorch knows as well and that device memory does not depend on."""
 
 _LARGE_SEGMENT = 20 * MIB
 _LEAST_LARGE_SEGMENT = 11  # MiB
@@ -69,7 +69,8 @@ class AllocatorConfig:
     garbage_collection_threshold: float = 0.0
     """Fraction of what may be reserved beyond which cached segments are given back; 0 is never."""
     per_process_memory_fraction: float | None = None
-    """Fraction of the device that may be reserved; None is no limit, and no garbage is collected."""
+    """Fraction of the device that may be reserved. None is no limit: then PyTorch collects no garbage either,
+    for the threshold is a share of this limit."""
     throw_on_cudamalloc_oom: bool = False
     """Fail where cudaMalloc would, instead of giving back the cache and trying again."""
     roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
@@ -116,8 +117,8 @@ class AllocatorConfig:
         """Build the configuration from a ``PYTORCH_ALLOC_CONF`` string.
 
         Raises:
-            UsageError: PyTorch would not take it. What it takes by accident (``128abc`` is 128 to it, and
-                ``-1`` without end) is refused, too.
+            UsageError: PyTorch would not take it. What it takes by accident is refused, too: it reads
+                ``128abc`` as 128, and ``-1`` as no limit.
 
         >>> AllocatorConfig.of("expandable_segments:True").expandable_segments
         True

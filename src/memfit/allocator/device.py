@@ -1,8 +1,8 @@
 """The device's memory, as PyTorch's allocator asks for it, with nothing behind it.
 
-Addresses are those that the ghost gives out: a slot is a power of two, aligned to itself, and the slot that
-was freed last is the next for its size. Real drivers place memory otherwise; up to 2.11 it matters where
-PyTorch chooses between blocks of equal size, which it did by address.
+Addresses are given out as the ghost gives them: in slots of a power of two, aligned to their size, the free
+slot of that size first that was freed last. Real drivers place memory otherwise. That matters up to PyTorch
+2.11 alone, which chooses among free blocks of equal size by address.
 """
 
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from memfit.units import MIB, TIB
 
 GRANULE = 2 * MIB
-"""What cudaMalloc takes from the device at least, from 1 MiB upwards: assumed, it is not documented."""
+"""For sizes from 1 MiB up cudaMalloc takes whole multiples of this. Assumed: it is documented nowhere."""
 
 _ALIGNMENT = 512
 _MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
@@ -79,7 +79,7 @@ class DeviceMemory:
         self._virtual.give(address, size)
 
     def map(self, pieces: int, size: int) -> bool:
-        """Put pieces of ``size`` bytes each behind addresses; False, and none, if that is too much."""
+        """Put pieces of ``size`` bytes each behind addresses; False, and none, if there is less left."""
         if pieces * size > self.total - self.used:
             return False
         self.calls.map += pieces

@@ -1,4 +1,4 @@
-"""Expandable segments: one range of addresses a stream and pool, with memory put behind it as it is needed.
+"""Expandable segments: a range of addresses for each stream and pool, and memory behind it as it is needed.
 
     reservation, 9/8 of the device
     |--- live ---|--- free ---|----------- not mapped -----------|--- live ---|--- not mapped ...
@@ -26,7 +26,7 @@ class ExpandableSegment:
         self.address = memory.reserve(self.size)
 
     def map(self, size: int) -> int:
-        """Put memory behind ``size`` bytes from a boundary of handles on, or a little more.
+        """Put memory behind ``size`` bytes that begin with a handle, rounded up to whole handles.
 
         Returns:
             The bytes that have memory now; 0 if the device has not so much left.
@@ -53,9 +53,9 @@ class ExpandableSegment:
 
 
 def find(pool: BlockPool, stream: int, size: int) -> Block | None:
-    """Return the lowest block from which on ``size`` bytes are free or not mapped, or None.
+    """Return the lowest block from which on ``size`` bytes are free or not yet mapped, or None.
 
-    It may itself be mapped: then what follows it is not.
+    The block itself may be mapped: then the one after it is not.
     """
     for unmapped in pool.unmapped.get(stream, ()):
         before = unmapped.prev

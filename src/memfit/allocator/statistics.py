@@ -1,6 +1,6 @@
 """``torch.cuda.memory_stats()`` from the log of what the allocator did.
 
-Each row of the log changes some of nine figures, of the pool that it belongs to and of all:
+Each row of the log changes some of nine figures, for its own pool and for both pools together:
 
                         count                     bytes
     ALLOC               + allocation, active      + allocated, active; + requested
@@ -11,8 +11,8 @@ Each row of the log changes some of nine figures, of the pool that it belongs to
     SEGMENT_MAP/UNMAP                             +/- reserved
     ALLOC, FREE, FREE_COMPLETED also change inactive_split, by what their rows say
 
-Kept in columns, that is a running sum, a running maximum, and the sums of what went up and down: the cost is
-numpy's, and the allocator's own loop stays short.
+``FREE`` is a free that is complete at once. Over columns all this is a running sum, a running maximum, and
+the sums of what went up and of what went down: numpy does it, and the allocator's own loop stays short.
 
 Source: ``DeviceStats``, c10/core/CachingDeviceAllocator.h, PyTorch 2.14.1.
 """
