@@ -66,18 +66,30 @@ def compare(
         One outcome for each setting, and what is to be known of all.
 
     Raises:
-        UsageError: a conf is not what PyTorch takes, or nothing tells how much memory there is.
+        UsageError: a conf is not what PyTorch takes; nothing tells how much memory there is, or none of it
+            is left.
         FileFormatError: the trace does not tell what was asked for.
     """
     asked = requests(trace)
     version = _version(trace)
-    total = memory or (device.total_bytes if device else trace.device.total.bytes)
-    if not total:
+    total, context = (
+        (device.total_bytes, device.context_bytes)
+        if device is not None
+        else (trace.device.total.bytes, trace.device.context.bytes)
+    )
+    if memory is not None:
+        total = memory
+    elif not total:
         raise UsageError(
             "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
         )
-    context = device.context_bytes if device else trace.device.context.bytes
-    taken = context + (trace.device.in_use if in_use is None else in_use)
+    others = trace.device.in_use if in_use is None else in_use
+    taken = context + others
+    if taken >= total:
+        raise UsageError(
+            f"Nothing is left to replay in: {total} bytes of memory, of which the CUDA context takes "
+            f"{context} and others {others}."
+        )
     own = Setting(trace.settings.get("conf", ""))
     tried = sensible(version) if confs is None else map(Setting, confs)
     outcomes = []
