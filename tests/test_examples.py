@@ -18,7 +18,6 @@ from memfit.allocator.replay import replay
 from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
 from memfit.capture.tracefile import read_trace
-from memfit.errors import FileFormatError
 from memfit.records import MarkKind
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -132,10 +131,6 @@ def replays(trace):
 
     Two things are not in a replay: where the script reset the peaks, and what a free block had once held.
     """
-    if any(segment.pool != (0, 0) for segment in trace.segments):
-        with pytest.raises(FileFormatError, match="private pools"):
-            requests(trace)
-        return
     device = trace.device
     again = replay(
         requests(trace),

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+DEFAULT_POOL = (0, 0)
+"""How PyTorch numbers the pool that is no private one."""
+
+
 class Provenance(StrEnum):
     """Where a figure comes from. Ordered from the surest; a total shows the worst of its terms."""
 
@@ -98,6 +102,9 @@ class Events:
     """Index into ``Trace.stacks``; -1 where Python had no frame."""
     category: npt.NDArray[np.uint8]
     """``Category`` of the block, on ``ALLOC`` events."""
+    pool: npt.NDArray[np.int32] | None = None
+    """Index into ``Trace.pools``: the pool that the memory is of, or was asked from. None where the history
+    does not tell."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -134,6 +141,8 @@ class MarkKind(StrEnum):
     BACKWARD = "backward"  # a backward pass began
     OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
     TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
+    CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is given back
+    CAPTURE_END = "capture end"
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
     EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
 
@@ -309,6 +318,9 @@ class Trace:
     versions: Mapping[str, str]
     command: tuple[str, ...]
     notes: tuple[Note, ...] = ()
+    pools: tuple[tuple[int, int], ...] = ()
+    """As PyTorch numbers them: the default pool, then the private ones (of CUDA graphs and
+    ``torch.cuda.MemPool``) in the order in which they come. Empty where the history does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

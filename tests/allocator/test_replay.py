@@ -21,17 +21,33 @@ def asks(found):
 
 
 def shape(segment):
-    return segment.size, segment.stream, [(block.size, block.state) for block in segment.blocks]
+    return (
+        segment.size,
+        segment.stream,
+        segment.kind,
+        segment.pool,
+        [(block.size, block.state) for block in segment.blocks],
+    )
 
 
-@pytest.mark.parametrize("situation", ["several streams", "expandable", "garbage collection", "roundup"])
+TOTAL = {
+    "several streams": 3,
+    "expandable": 4,
+    "garbage collection": 6,
+    "roundup": 8,
+    "private pools": 8,
+    "captured graphs": 8,
+    "captured graphs, expandable": 8,
+}
+
+
+@pytest.mark.parametrize("situation", TOTAL)
 def test_what_the_real_allocator_did_is_done_again(drive, situation):
     trace, _, truth = drive(situation)
     config = AllocatorConfig.read(trace.settings)
     if situation == "garbage collection":  # the driver limits the device by a call, which no history tells
         config = changed(config, per_process_memory_fraction=0.8)
-    total = {"several streams": 3, "expandable": 4, "garbage collection": 6, "roundup": 8}[situation] << 30
-    again = replay(requests(trace), config, total=total)
+    again = replay(requests(trace), config, total=TOTAL[situation] << 30)
     assert again.peak_allocated == truth[:, 1].max()
     assert again.peak_reserved == truth[:, 2].max()
     assert again.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]

@@ -33,6 +33,7 @@ def trace():
         label=np.array([0, 0], np.int32),
         stack=np.array([-1, 0], np.int32),
         category=np.array([0, Category.PARAMETER], np.uint8),
+        pool=np.array([1, 1], np.int32),
     )
     figure = Figure(1 << 30, Provenance.EXACT, "here")
     return Trace(
@@ -48,6 +49,7 @@ def trace():
         statistics={},
         versions={"torch": "2.14.1"},
         command=("train.py",),
+        pools=((0, 0), (1, 0)),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memfit.capture import history
-from memfit.capture.history import DEPTH, StackTable, columns, streams
+from memfit.capture.history import DEPTH, StackTable, columns, pools, streams
 from memfit.records import Action, Frame
 
 
@@ -40,7 +40,7 @@ def test_an_oom_has_the_free_bytes_for_an_address():
 
 
 def test_columns_have_the_types_of_the_record():
-    found, _, _ = read(event())
+    found, _, _ = read(event(pool_id=(0, 0)))
     assert {name: getattr(found, name).dtype for name in found.__dataclass_fields__} == {
         "action": np.uint8,
         "address": np.uint64,
@@ -50,6 +50,7 @@ def test_columns_have_the_types_of_the_record():
         "label": np.int32,
         "stack": np.int32,
         "category": np.uint8,
+        "pool": np.int32,
     }
 
 
@@ -57,6 +58,13 @@ def test_an_early_pytorch_writes_fewer_keys():
     found, stacks, frames = read({"action": "alloc", "addr": 1, "size": 2, "stream": 0})
     assert (found.time[0], found.label[0], found.stack[0]) == (0, -1, -1)
     assert stacks == frames == ()
+    assert found.pool is None
+
+
+def test_pools_are_numbered_as_they_come_and_the_default_one_is_0():
+    history = [event(pool_id=pool) for pool in ((0, 3), (0, 0), (1, 0), (0, 3))]
+    assert read(*history)[0].pool.tolist() == [1, 0, 2, 1]
+    assert pools(history, [{"segment_pool_id": (2, 0)}]) == ((0, 0), (0, 3), (1, 0), (2, 0))
 
 
 def test_labels_are_asked_for_once():

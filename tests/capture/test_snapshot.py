@@ -121,6 +121,8 @@ def test_a_real_snapshot_without_what_early_versions_lacked(tmp_path, real):
     now = read_snapshot(saved(tmp_path, real["snapshot"]))
     assert disagreement(replace(trace, statistics=real["statistics"]), timeline(trace)) == ""
     assert [s.blocks for s in trace.segments] == [s.blocks for s in now.segments]
+    assert now.events.pool is not None
+    assert trace.events.pool is None
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -260,6 +262,7 @@ def test_a_snapshot_without_a_history(tmp_path):
 
 
 SEGMENT = small()["segments"][0]
+EVENT = small()["device_traces"][0][0]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,11 @@ SEGMENT = small()["segments"][0]
         {"segments": [{**SEGMENT, "total_size": 1 << 64}]},
         {"segments": [{**SEGMENT, "stream": []}]},
         {"segments": [{**SEGMENT, "segment_pool_id": (1,)}]},
+        {"segments": [{**SEGMENT, "segment_pool_id": (1, -1)}]},
+        {"device_traces": [[{**EVENT, "pool_id": (1,)}]]},
+        {"device_traces": [[{**EVENT, "pool_id": (1, 0.5)}]]},
+        {"device_traces": [[{**EVENT, "pool_id": [1, 0]}]]},
+        {"device_traces": [[{**EVENT, "pool_id": 3}]]},
         {"segments": [{**SEGMENT, "blocks": [{}]}]},
         {"segments": [{**SEGMENT, "blocks": [{"size": 0.5, "state": "inactive"}]}]},
         {"segments": [{**SEGMENT, "blocks": [{"size": 1, "state": []}]}]},

@@ -1,8 +1,10 @@
 """Trace files: exact round trips, and writing whole or not at all."""
 
+import json
 import os
 import re
 import stat
+import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def index_below(count, lowest=0):
 
 
 @st.composite
-def columns(draw, labels, stacks):
+def columns(draw, labels, stacks, pools):
     n = draw(st.integers(0, 30))
 
     def column(numbers, dtype):
@@ -62,6 +64,7 @@ def columns(draw, labels, stacks):
         label=column(index_below(labels, -1), np.int32),
         stack=column(index_below(stacks, -1), np.int32),
         category=column(st.integers(0, max(Category)), np.uint8),
+        pool=column(st.integers(0, pools - 1), np.int32) if pools else None,
     )
 
 
@@ -74,7 +77,10 @@ def traces(draw):
     stacks = tuple(draw(st.lists(stack, max_size=5)))
     label = st.builds(Label, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
     labels = tuple(draw(st.lists(label, max_size=5)))
-    events = draw(columns(len(labels), len(stacks)))
+    told = draw(st.booleans())
+    private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
+    pools = ((0, 0), *draw(private)) if told else ()
+    events = draw(columns(len(labels), len(stacks), len(pools)))
     mark = st.builds(Mark, st.integers(0, len(events)), st.sampled_from(MarkKind), naturals)
     segment = st.builds(
         Segment,
@@ -82,7 +88,7 @@ def traces(draw):
         naturals,
         naturals,
         st.text(),
-        st.tuples(naturals, naturals),
+        st.sampled_from(pools) if told else st.tuples(naturals, naturals),
         expandable=st.booleans(),
         blocks=st.lists(blocks, max_size=3).map(tuple),
     )
@@ -103,12 +109,16 @@ def traces(draw):
         notes=tuple(
             draw(st.lists(st.builds(Note, st.sampled_from(Provenance), st.text(), st.text()), max_size=3))
         ),
+        pools=pools,
     )
 
 
 def assert_equal(one, other):
     for field in fields(Events):
         left, right = getattr(one.events, field.name), getattr(other.events, field.name)
+        if left is None or right is None:
+            assert left is right
+            continue
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
     for field in fields(Trace):
@@ -155,6 +165,19 @@ def test_a_trace_is_told_from_a_pickle(tmp_path, file):
     assert not is_trace(other)
     with pytest.raises(FileFormatError, match="No such file"):
         is_trace(tmp_path / "nowhere")
+
+
+def test_a_file_of_the_first_version_tells_of_no_pools(file, trace):
+    """It had neither the column nor the table."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"]) | {"version": 1}
+    del header["pools"], members["columns/pool"]
+    members["header.json"] = json.dumps(header).encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    assert_equal(read_trace(file), replace(trace, events=replace(trace.events, pool=None), pools=()))
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_another_zip(file):
 
 
 def test_a_member_more_or_less(file, trace):
-    assert "10 members" in refused(rewritten(file, lambda members: members | {"extra": b""}))
+    assert "11 members" in refused(rewritten(file, lambda members: members | {"extra": b""}))
     write_trace(trace, file)
     members = {"columns/actiom": b""}
     renamed = rewritten(
@@ -105,7 +105,7 @@ def test_a_member_more_or_less(file, trace):
 
 
 def test_another_version(file, trace):
-    assert "newer memfit (version 2; this one reads 1). Upgrade" in refused(with_header(file, version=2))
+    assert "newer memfit (version 3; this one reads 2). Upgrade" in refused(with_header(file, version=3))
     write_trace(trace, file)
     assert "never was (0)" in refused(with_header(file, version=0))
     write_trace(trace, file)
@@ -129,6 +129,10 @@ def test_headers_that_are_none(file, header):
         ({"labels": []}, "an event's label"),
         ({"stacks": []}, "an event's stack"),
         ({"frames": []}, "a stack's frame"),
+        ({"pools": [[0, 0]]}, "an event's pool"),
+        ({"pools": [[1, 0], [0, 0]]}, "its first pool is not the default one"),
+        ({"pools": [[0, 0], [1, -1]]}, "a pool's number"),
+        ({"pools": [[0, 0], [1, 2, 3]]}, "header"),
         ({"stacks": [[-1]]}, "a stack's frame"),
         ({"labels": [{"phase": "forward", "module": "", "op": "", "stack": 1}]}, "a label's stack"),
         ({"labels": [{"phase": "lunch", "module": "", "op": "", "stack": 0}]}, "lunch"),
@@ -152,6 +156,9 @@ def test_segments_out_of_range(file, trace):
     strange = replace(segment, blocks=(replace(block, size=1, state="gone"),))
     write_trace(replace(trace, segments=(strange,)), file)
     assert "a block's state is none of inactive" in refused(file)
+    elsewhere = replace(segment, pool=(7, 0), blocks=())
+    write_trace(replace(trace, segments=(elsewhere,)), file)
+    assert "a segment's pool is none of its pools" in refused(file)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +171,7 @@ def test_segments_out_of_range(file, trace):
         ("stream", -1, "an event's stream"),
         ("label", -2, "an event's label"),
         ("stack", 1, "an event's stack"),
+        ("pool", 2, "an event's pool"),
     ],
 )
 def test_columns_out_of_range(file, trace, column, value, words):

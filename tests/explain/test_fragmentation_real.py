@@ -11,12 +11,12 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests, requests
 from memfit.allocator.timeline import timeline
-from memfit.errors import FileFormatError
 from memfit.explain.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
 from memfit.records import Action, Block, Provenance, Segment
 
 MIB = 1 << 20
-UNREPLAYED = {"private pools", "captured graphs", "captured graphs, expandable"}
+NEVER_SHORT = {"captured graphs", "captured graphs, expandable"}
+"""Of memory: what they gave back was asked for, as ``torch.cuda.graph`` does."""
 
 
 # -- referees ----------------------------------------------------------------------------------------
@@ -155,21 +155,19 @@ def test_any_moment_is_what_its_columns_add_up_to(drive, situation):
 def test_any_moment_is_what_a_replay_has(drive, situation):
     """Up to where memory is first short: a replay needs the device's size, which a snapshot does not hold."""
     trace, _, _ = drive(situation)
-    if situation in UNREPLAYED:
-        with pytest.raises(FileFormatError, match="private pools"):
-            requests(trace)
-        return
     seed = random.SystemRandom().randrange(1 << 30)
     asked = requests(trace)
     short = np.isin(trace.events.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.OOM))
+    if situation in NEVER_SHORT:
+        short[:] = False
     until = int(np.argmax(short)) if short.any() else len(trace.events)
     mallocs = [
         index for index, ask in enumerate(asked.ask) if ask == Ask.MALLOC and asked.event[index] < until
     ]
-    assert len(mallocs) > 50
+    assert len(mallocs) >= 50
     for index in random.Random(seed).sample(mallocs, 10):  # noqa: S311
-        columns_ = (asked.ask, asked.block, asked.size, asked.stream, asked.event)
-        first = Requests(*(column[: index + 1] for column in columns_))
+        columns_ = (asked.ask, asked.block, asked.size, asked.stream, asked.pool, asked.event)
+        first = Requests(*(column[: index + 1] for column in columns_), pools=asked.pools)
         again = replay(first, AllocatorConfig.read(trace.settings), total=80 << 30)
         (moment,) = fragmentation(trace, {f"seed {seed}": asked.event[index] + 1}).moments
         agree(moment, again.segments)

@@ -27,11 +27,10 @@ from memfit.allocator.device import DeviceMemory
 from memfit.allocator.expandable import ExpandableSegment
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, least_remainder, round_size, segment_size
 from memfit.errors import UsageError
-from memfit.records import Segment
+from memfit.records import DEFAULT_POOL, Segment
 
 PoolId = tuple[int, int]
 """As PyTorch numbers private pools; ``DEFAULT_POOL`` is none of them."""
-DEFAULT_POOL: PoolId = (0, 0)
 
 _NEVER = 1 << 62
 """Bytes that no block has."""
@@ -194,12 +193,14 @@ class CachingAllocator:
                 block.uses = set()
             block.uses.add(stream)
 
-    def empty_cache(self) -> None:
-        """Give back every segment that is wholly free."""
-        self._release_cached_blocks()
+    def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
+        """Give back every segment that is wholly free, or only those of a private pool that nobody uses."""
+        self._release_cached_blocks(pool_id)
 
     def has_gone_on(self, stream: int) -> None:
         """Note that a stream is done with every freed block that it used."""
+        if not self.captures:
+            self._insert_deferred_events()
         for event in self._events.get(stream, ()):
             event.done = True
 
@@ -485,12 +486,15 @@ class CachingAllocator:
         for block in grown:
             self._unmap_block(block)
 
-    def _release_cached_blocks(self) -> None:
+    def _release_cached_blocks(self, only: PoolId = DEFAULT_POOL) -> None:
         if not self.captures:  # also within ``use_mem_pool``
             self._synchronize_and_free_events()
-            self._release_blocks(self.large)
-            self._release_blocks(self.small)
+            if only == DEFAULT_POOL:
+                self._release_blocks(self.large)
+                self._release_blocks(self.small)
         for pool_id, pool in list(self._freeable.items()):
+            if only not in (DEFAULT_POOL, pool_id):
+                continue
             self._release_blocks(pool.small)
             self._release_blocks(pool.large)
             if pool.pieces == 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator import native
-from memfit.allocator.caching import CachingAllocator, OutOfMemory
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, PoolId
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import Calls, DeviceMemory
 from memfit.allocator.native import NativeAllocator
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _FAILED, _STEP = map(
     int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.FAILED, Ask.STEP)
+)
+_CAPTURE_BEGIN, _CAPTURE_END, _RELEASE_POOL, _EMPTY_POOL = map(
+    int, (Ask.CAPTURE_BEGIN, Ask.CAPTURE_END, Ask.RELEASE_POOL, Ask.EMPTY_POOL)
 )
 Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
@@ -80,7 +83,8 @@ def replay(
     Returns:
         Peaks, calls and segments; up to the malloc that failed, if one did.
     """
-    if config.caching:
+    # The compiled allocator serves no private pools.
+    if config.caching and len(asked.pools) == 1 and Ask.CAPTURE_BEGIN not in asked.ask:
         with native.opened(
             asked,
             config,
@@ -151,6 +155,9 @@ class _Run:
         self.steps: list[Calls] = []
         """Calls up to the end of each training step."""
         self._empties = empty_cache_each_step
+        self._ids: tuple[PoolId, ...] = ()
+        self._pool = 0  # from which is allocated
+        self._used: set[int] = set()  # private pools
 
     def all(self, asked: Requests) -> None:
         """Serve every request."""
@@ -158,9 +165,12 @@ class _Run:
         malloc: Callable[[int, int], Any] = allocator.malloc
         free: Callable[[Any], None] = allocator.free
         blocks: dict[int, Any] = {}
-        rows = zip(asked.ask, asked.block, asked.size, asked.stream, strict=True)
-        for self.position, (ask, number, size, stream) in enumerate(rows):
+        self._ids = asked.pools
+        rows = zip(asked.ask, asked.block, asked.size, asked.stream, asked.pool, strict=True)
+        for self.position, (ask, number, size, stream, pool) in enumerate(rows):
             if ask == _MALLOC:
+                if pool != self._pool:
+                    self._allocate_to(pool)
                 blocks[number] = malloc(size, stream)
             elif ask == _FREE:
                 free(blocks.pop(number))
@@ -168,16 +178,44 @@ class _Run:
                 block = blocks.pop(number)
                 allocator.record_stream(block, _OTHERS + number)
                 free(block)
-            elif ask == _FAILED:
-                self._try(size, stream)
             elif ask == _GONE_ON:
                 allocator.has_gone_on(_OTHERS + number)
-            elif ask == _EMPTY_CACHE:
-                allocator.empty_cache()
-            elif ask == _STEP:
-                if self._empties:
-                    allocator.empty_cache()
-                self.steps.append(replace(allocator.memory.calls))
+            elif ask == _FAILED:
+                self._allocate_to(pool)
+                self._try(size, stream)
+            else:
+                self._seldom(ask, pool)
+
+    def _seldom(self, ask: int, pool: int) -> None:
+        """Serve what asks for no block."""
+        allocator = self.allocator
+        if ask == _EMPTY_CACHE or (ask == _STEP and self._empties):
+            allocator.empty_cache()
+        if ask == _STEP:
+            self.steps.append(replace(allocator.memory.calls))
+        elif ask == _CAPTURE_BEGIN:
+            allocator.captures += 1
+        elif ask == _CAPTURE_END:
+            allocator.captures -= 1
+        elif ask == _RELEASE_POOL:
+            self._allocate_to(0)
+            if pool in self._used:
+                self._used.remove(pool)
+                allocator.release_pool(self._ids[pool])
+        elif ask == _EMPTY_POOL:
+            allocator.empty_cache(self._ids[pool])
+
+    def _allocate_to(self, pool: int) -> None:
+        """Take what is allocated from now on from a pool, which is used once, until it is released."""
+        allocator, ids = self.allocator, self._ids
+        if self._pool:
+            allocator.end_allocate_to_pool(ids[self._pool])
+        if pool:
+            allocator.begin_allocate_to_pool(ids[pool])
+            if pool in self._used:
+                allocator.release_pool(ids[pool])
+            self._used.add(pool)
+        self._pool = pool
 
     def _try(self, size: int, stream: int) -> None:
         """Ask for what failed when the trace was made: on the way to it the cache was given back.

@@ -5,24 +5,30 @@
     free_requested 0x7000, free_completed        free
     free_requested 0x7000, ... free_completed    free later; the stream that still used it has gone on
     segment_free, not within a malloc            empty_cache
+    segment_free of a private pool               that pool's graphs or MemPool are gone
     oom                                          a malloc that failed
 
 Everything else is the allocator's own doing, and is done anew in a replay.
 """
 
 from array import array
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from memfit.allocator.beginning import beginning, reserved_change
+from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.givenback import GivenBack, given_back
 from memfit.allocator.walk import Walk
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import Action, MarkKind, Trace
+from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
 
 
 class Ask(IntEnum):
@@ -39,6 +45,14 @@ class Ask(IntEnum):
     """A malloc that failed when the history was made."""
     STEP = 6
     """A training step has ended."""
+    # 7 and 8 the compiled allocator has for its own tests.
+    CAPTURE_BEGIN = 9
+    """A CUDA graph is captured: until it ends, a malloc that is short of memory fails."""
+    CAPTURE_END = 10
+    RELEASE_POOL = 11
+    """A private pool is no longer used: from now on its memory is given back like the cache."""
+    EMPTY_POOL = 12
+    """And is given back now: it was a ``MemPool``'s."""
 
 
 _column = partial(array, "q")  # where compiled code finds them as they are
@@ -54,17 +68,24 @@ class Requests:
     size: "array[int]" = field(default_factory=_column)
     """Bytes as requested; rounded for ``FAILED``."""
     stream: "array[int]" = field(default_factory=_column)
+    pool: "array[int]" = field(default_factory=_column)
+    """Index into ``pools``, of ``MALLOC``, ``FAILED``, ``RELEASE_POOL`` and ``EMPTY_POOL``; 0 elsewhere."""
     event: "array[int]" = field(default_factory=_column)
     """The event of the history that tells of it."""
+    pools: tuple[tuple[int, int], ...] = (DEFAULT_POOL,)
+    """As PyTorch numbers them."""
     reserved_before: int = 0
     """Bytes that were reserved before the history begins: which segments is not known."""
 
-    def add(self, ask: Ask, event: int, block: int = -1, size: int = 0, stream: int = 0) -> None:
+    def add(
+        self, ask: Ask, event: int, block: int = -1, size: int = 0, stream: int = 0, pool: int = 0
+    ) -> None:
         """Add one."""
         self.ask.append(int(ask))
         self.block.append(block)
         self.size.append(size)
         self.stream.append(stream)
+        self.pool.append(pool)
         self.event.append(event)
 
     def add_all(self, ask: Ask, event: int, blocks: list[int]) -> None:
@@ -78,9 +99,12 @@ _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _OOM = map(
 )
 _MOST = 1 << 47
 """Bytes that a process can address."""
-_GIVEN_BACK = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
-_GOT = frozenset(map(int, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)))
-_ASKED = {MarkKind.EMPTY_CACHE: Ask.EMPTY_CACHE, MarkKind.TRAINING_STEP: Ask.STEP}
+_ASKED = {
+    MarkKind.EMPTY_CACHE: Ask.EMPTY_CACHE,
+    MarkKind.TRAINING_STEP: Ask.STEP,
+    MarkKind.CAPTURE_BEGIN: Ask.CAPTURE_BEGIN,
+    MarkKind.CAPTURE_END: Ask.CAPTURE_END,
+}
 
 
 def requests(trace: Trace) -> Requests:
@@ -97,18 +121,21 @@ def requests(trace: Trace) -> Requests:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
     _check(trace, config)
     start = beginning(trace, config)
-    found = Requests(reserved_before=start.reserved)
+    found = Requests(pools=trace.pools or (DEFAULT_POOL,), reserved_before=start.reserved)
     numbers: dict[int, int] = {}
+    owners = _Owners(trace)
     for address, (stop, _) in sorted((start.live | start.pending).items()):
         numbers[address] = len(numbers)
-        found.add(Ask.MALLOC, 0, numbers[address], stop - address)
+        found.add(Ask.MALLOC, 0, numbers[address], stop - address, *owners(address))
         if address in start.pending:
             found.add(Ask.FREE_LATER, 0, numbers[address])
     Walk(trace.events, config, start).to(len(trace.events))  # raises where an event cannot be
-    asked = _asked(trace, config, start.reserved)
+    back = tuple(given_back(trace, config, start.reserved))
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
-    _Reader(trace, found, live, waiting).read(asked)
+    _Reader(trace, found, live, waiting, short={part.event for part in back if part.for_malloc}).read(
+        _between(trace, back)
+    )
     return found
 
 
@@ -119,10 +146,10 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
             f"Cannot replay this trace: it was made with {made}, and its history does not tell enough. "
             "Record it with PyTorch's own caching allocator."
         )
-    if any(segment.pool != (0, 0) for segment in trace.segments):
+    if trace.events.pool is None and any(segment.pool != DEFAULT_POOL for segment in trace.segments):
         raise FileFormatError(
             "Cannot replay this trace: it has private pools (of CUDA graphs or torch.cuda.MemPool), and the "
-            "file does not say which allocations are theirs."
+            "file does not say which allocations are theirs. PyTorch 2.12 and later say so: record it there."
         )
     events = trace.events
     least = np.isin(events.action, (_ALLOC, _OOM)).astype(int)  # for 0 bytes PyTorch makes no block
@@ -144,49 +171,60 @@ class _Reader:
         found: where the requests go.
         live: blocks in use before the first event, by address.
         waiting: blocks that were freed before it, and not yet free.
+        short: events from which on memory was given back, for want of it.
     """
 
-    def __init__(self, trace: Trace, found: Requests, live: dict[int, int], waiting: dict[int, int]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        found: Requests,
+        live: dict[int, int],
+        waiting: dict[int, int],
+        short: AbstractSet[int],
+    ) -> None:
         self._actions = trace.events.action.tolist()
         self._addresses = trace.events.address.tolist()
         self._sizes = trace.events.size.tolist()
         self._streams = trace.events.stream.tolist()
+        self._pools = _pools_of(trace)
+        self._shorts = short
         self._found = found
         self._live = live
         self._waiting = waiting
         self._count = len(live) + len(waiting)
         self._gone: list[int] = []  # blocks whose free was completed since the last malloc
-        self._short = False  # whether memory was given back since
+        self._short = False  # whether memory was given back since, for want of it
 
-    def read(self, asked: list[tuple[int, Ask]]) -> None:
-        """Read every event, and put what is marked between them."""
+    def read(self, asked: list[tuple[int, Ask, int]]) -> None:
+        """Read every event, and put what is asked for between them: before which, what, of which pool."""
         pending = deque(asked)
         end = len(self._actions)
         for event, (action, address) in enumerate(zip(self._actions, self._addresses, strict=True)):
             while pending and pending[0][0] <= event:
-                self._found.add(pending.popleft()[1], event)
+                _, ask, pool = pending.popleft()
+                self._found.add(ask, event, pool=pool)
             if action in (_ALLOC, _OOM):
                 self._malloc(event, failed=action == _OOM)
             elif action == _FREE_REQUESTED:
                 self._free(event, address)
             elif action == _FREE_COMPLETED and address in self._waiting:
                 self._gone.append(self._waiting.pop(address))
-            elif action in _GIVEN_BACK:
+            elif event in self._shorts:
                 self._short = True
         self._found.add_all(Ask.GONE_ON, end, self._gone)
-        for _, ask in pending:
-            self._found.add(ask, end)
+        for _, ask, pool in pending:
+            self._found.add(ask, end, pool=pool)
 
     def _malloc(self, event: int, *, failed: bool) -> None:
         """Add a malloc; it begins by completing what it can, and waits for the rest if memory is short."""
-        found, size, stream = self._found, self._sizes[event], self._streams[event]
+        found, size, stream, pool = self._found, self._sizes[event], self._streams[event], self._pools[event]
         if not self._short:
             found.add_all(Ask.GONE_ON, event, self._gone)
         if failed:
-            found.add(Ask.FAILED, event, size=size, stream=stream)
+            found.add(Ask.FAILED, event, size=size, stream=stream, pool=pool)
         else:
             self._live[self._addresses[event]] = self._count
-            found.add(Ask.MALLOC, event, self._count, size, stream)
+            found.add(Ask.MALLOC, event, self._count, size, stream, pool)
             self._count += 1
         if self._short:
             found.add_all(Ask.GONE_ON, event, self._gone)
@@ -202,38 +240,44 @@ class _Reader:
             self._found.add(Ask.FREE_LATER, event, number)
 
 
-def _asked(trace: Trace, config: AllocatorConfig, reserved_before: int) -> list[tuple[int, Ask]]:
-    """Return calls that are marked, and those of ``empty_cache`` that are not but have left their trace."""
-    marks = [(mark.position, _ASKED[mark.kind]) for mark in trace.marks if mark.kind in _ASKED]
-    if not any(ask is Ask.EMPTY_CACHE for _, ask in marks):
-        marks += [(event, Ask.EMPTY_CACHE) for event in _emptied(trace, config, reserved_before)]
-    return sorted(marks)
-
-
-def _emptied(trace: Trace, config: AllocatorConfig, reserved_before: int) -> list[int]:
-    """Return where segments were given back though no malloc was short of memory."""
-    actions, sizes = trace.events.action.tolist(), trace.events.size.tolist()
-    reserved = (reserved_before + reserved_change(trace.events).cumsum()).tolist()
-    device = trace.device
-    # Of a device that is not known, as much is free as was ever reserved.
-    room = max(reserved, default=0)
-    if trace.statistics.get("num_alloc_retries") == 0:
-        room = sum(map(abs, sizes))  # no malloc was ever short
-    elif device.total.bytes:
-        room = device.total.bytes - device.context.bytes - device.in_use
-    collects = config.garbage_collection_threshold > 0 or config.max_split_size is not None
-    found, event = [], 0
-    while event < len(actions):
-        if actions[event] not in _GIVEN_BACK:
-            event += 1
+def _between(trace: Trace, back: Sequence[GivenBack]) -> list[tuple[int, Ask, int]]:
+    """Return what is asked for between the events: before which, what, and of which pool."""
+    told = [(part.event, Ask.RELEASE_POOL, pool) for part in back for pool in part.released]
+    marks = [(mark.position, _ASKED[mark.kind], 0) for mark in trace.marks if mark.kind in _ASKED]
+    unmarked = not any(ask is Ask.EMPTY_CACHE for _, ask, _ in marks)
+    for part in back:
+        if part.marked or part.for_malloc:
             continue
-        first = event
-        while event < len(actions) and (actions[event] in _GIVEN_BACK or actions[event] == _FREE_COMPLETED):
-            event += 1
-        for_a_malloc = event < len(actions) and (actions[event] in _GOT or actions[event] == _OOM)
-        if for_a_malloc and not collects:
-            before = reserved[first - 1] if first else reserved_before
-            for_a_malloc = actions[event] == _OOM or before + sizes[event] > room
-        if not for_a_malloc:
-            found.append(first)
-    return found
+        if not part.shared and len(part.released) == 1:
+            told.append((part.event, Ask.EMPTY_POOL, part.released[0]))
+        elif unmarked:
+            told.append((part.event, Ask.EMPTY_CACHE, 0))
+    return sorted([*told, *marks], key=itemgetter(0))  # of one position in this order
+
+
+def _pools_of(trace: Trace) -> list[int]:
+    events = trace.events
+    return [0] * len(events) if events.pool is None else events.pool.tolist()
+
+
+class _Owners:
+    """The stream and the pool of memory that was in use before the first event.
+
+    Its free tells, or the segment that it is in at the end.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        events = trace.events
+        frees = np.flatnonzero(np.isin(events.action, (_FREE_REQUESTED, _FREE_COMPLETED)))
+        addresses, firsts = np.unique(events.address[frees], return_index=True)
+        self._freed = dict(zip(addresses.tolist(), frees[firsts].tolist(), strict=True))
+        self._streams, self._pools = events.stream.tolist(), _pools_of(trace)
+        self._segments = sorted(trace.segments, key=attrgetter("address"))
+        self._number = {pool: number for number, pool in enumerate(trace.pools or (DEFAULT_POOL,))}
+
+    def __call__(self, address: int) -> tuple[int, int]:
+        event = self._freed.get(address)
+        if event is not None:
+            return self._streams[event], self._pools[event]
+        segment = self._segments[bisect_right(self._segments, address, key=attrgetter("address")) - 1]
+        return segment.stream, self._number[segment.pool]

@@ -5,9 +5,9 @@ What cudaMalloc takes from the device for it is assumed (``device.py``).
 
 from dataclasses import dataclass
 
-from memfit.allocator.caching import OutOfMemory
+from memfit.allocator.caching import OutOfMemory, PoolId
 from memfit.allocator.device import DeviceMemory
-from memfit.records import Segment
+from memfit.records import DEFAULT_POOL, Segment
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class UncachedAllocator:
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
+        self.captures = 0
         self.allocated = 0
         """Bytes as requested."""
         self.peak_allocated = 0
@@ -55,8 +56,17 @@ class UncachedAllocator:
     def has_gone_on(self, stream: int) -> None:
         """Do nothing: see ``free``."""
 
-    def empty_cache(self) -> None:
+    def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
         """Do nothing: there is no cache."""
+
+    def begin_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
+
+    def end_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
+
+    def release_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
 
     def memory_stats(self) -> dict[str, int]:
         """Return the peaks, by PyTorch's names; it keeps none itself in this mode."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memfit.ghost.where import GENERATED
-from memfit.records import Action, Events, Frame
+from memfit.records import DEFAULT_POOL, Action, Events, Frame
 
 DEPTH = 40
 """Frames kept of a stack, from the innermost outwards."""
@@ -26,6 +27,7 @@ _ACTION_VALUES = {name: int(action) for name, action in ACTIONS.items()} | {
 }
 _OOM = "oom"
 _MAX_LINE = (1 << 31) - 1
+_MAX_NUMBER = (1 << 63) - 1
 
 _PACKAGE_OF_OURS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:torch|memfit)[/\\]")
 _NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen .*|", re.DOTALL)
@@ -95,7 +97,7 @@ def columns(
     is_user_file: Callable[[str], bool],
     table: StackTable | None = None,
 ) -> tuple[Events, tuple[tuple[int, ...], ...], tuple[Frame, ...]]:
-    """Turn one device's history into columns.
+    """Turn one device's history into columns; ``pools`` tells what the numbers of pools stand for.
 
     Args:
         history: ``torch.cuda.memory._snapshot()["device_traces"][device]``, ``n`` events of any PyTorch
@@ -110,7 +112,7 @@ def columns(
     Raises:
         KeyError, TypeError, ValueError, OverflowError: an event is not what PyTorch writes.
 
-    Source: ``TraceEntry`` in torch/cuda/memory.py, PyTorch 2.14.1.
+    Source: ``TraceEntry`` in torch/cuda/memory.py, PyTorch 2.14.1; ``pool_id`` is in it from 2.12 on.
     """
     table = table or StackTable(is_user_file)
     stacks = _stack_column(history, table)
@@ -125,6 +127,7 @@ def columns(
         label=np.array(array("i", [labels[event.get("user_metadata", "")] for event in history]), np.int32),
         stack=np.array(array("i", stacks), np.int32),
         category=np.zeros(len(history), np.uint8),
+        pool=_pool_column(history),
     )
     return events, table.stacks, table.frames
 
@@ -136,6 +139,47 @@ def streams(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     {0: 0, 9000: 1, 8000: 2}
     """
     return {stream: index for index, stream in enumerate(dict.fromkeys([0, *(e["stream"] for e in history)]))}
+
+
+def pools(
+    history: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]] = ()
+) -> tuple[tuple[int, int], ...]:
+    """Number the pools of a history: the default one is the first, the others follow as they come.
+
+    Args:
+        history: events.
+        segments: those at the end; some may be older than all events.
+
+    Returns:
+        Nothing if an event does not tell its pool.
+
+    >>> pools([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
+    ((0, 0), (0, 7), (3, 0))
+    """
+    named = [event.get("pool_id") for event in history]
+    if None in named or not named:
+        return ()
+    named += [segment["segment_pool_id"] for segment in segments if "segment_pool_id" in segment]
+    return tuple(dict.fromkeys([DEFAULT_POOL, *map(pool_id, named)]))
+
+
+def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] | None:
+    number = {pool: index for index, pool in enumerate(pools(history))}
+    if not number:
+        return None
+    return np.array(array("i", [number[event["pool_id"]] for event in history]), np.int32)
+
+
+def pool_id(value: Any) -> tuple[int, int]:
+    """Return what PyTorch wrote as a pool's number, checked.
+
+    Raises:
+        TypeError, ValueError: it is not two numbers.
+    """
+    first, second = value
+    if not all(isinstance(part, int) and 0 <= part <= _MAX_NUMBER for part in (first, second)):
+        raise TypeError(f"{str(value)[:40]!r} is no pool")
+    return first, second
 
 
 class _Memo(dict[str, int]):

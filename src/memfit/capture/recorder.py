@@ -12,6 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from memfit.capture import holders
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
-from memfit.capture.history import StackTable, columns
+from memfit.capture.history import StackTable, columns, pools
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
@@ -277,6 +278,7 @@ class Recorder:
             versions=versions,
             command=command,
             notes=tuple(self._notes.values()),
+            pools=pools(history, snapshot["segments"]),
         )
 
     def _spaces(self) -> list[Space]:
@@ -334,16 +336,7 @@ def _labelled(
         for address in found:
             if address in live:
                 category[live[address]] = kind
-    return Events(
-        action=events.action,
-        address=events.address,
-        size=events.size,
-        stream=events.stream,
-        time=events.time,
-        label=label,
-        stack=events.stack,
-        category=category,
-    )
+    return replace(events, label=label, category=category)
 
 
 def _mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:

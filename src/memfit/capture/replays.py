@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from memfit.records import MarkKind
+
 Happening = Callable[[], None]
 
 
@@ -25,17 +27,23 @@ class Replays:
             weakref.WeakKeyDictionary()
         )
 
-    def install(self) -> None:
-        """Watch every graph of this process."""
+    def install(self, mark: Callable[[MarkKind], None]) -> None:
+        """Watch every graph of this process.
+
+        Args:
+            mark: takes what happens now.
+        """
         graph: Any = torch.cuda.CUDAGraph
         begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
         def capture_begin(self: Any, *args: Any, **options: Any) -> None:
             begin(self, *args, **options)
+            mark(MarkKind.CAPTURE_BEGIN)
             replays._capturing[threading.get_ident()] = replays._captured[self] = []
 
         def capture_end(self: Any) -> None:
             replays._capturing.pop(threading.get_ident(), None)
+            mark(MarkKind.CAPTURE_END)
             end(self)
 
         def replay_again(self: Any) -> None:

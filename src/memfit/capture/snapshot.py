@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from memfit.capture.atomic import write_atomically
-from memfit.capture.history import ACTIONS, columns, streams
+from memfit.capture.history import ACTIONS, columns, pool_id, pools, streams
 from memfit.capture.plain_pickle import RefusedError, loads
 from memfit.errors import FileFormatError
 from memfit.records import (
+    DEFAULT_POOL,
     Action,
     Block,
     DeviceUse,
@@ -105,6 +106,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
         },
         versions={},
         command=(),
+        pools=pools(histories[device], _of_device(snapshot, device)),
     )
 
 
@@ -146,18 +148,17 @@ def segments(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...
         In the order of their addresses; streams are numbered as ``columns`` numbers them.
     """
     stream_of = streams(snapshot["device_traces"][device])
-    of_device = [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
     return tuple(
         Segment(
             address=_number(segment["address"]),
             size=_number(segment["total_size"]),
             stream=stream_of.setdefault(segment["stream"], len(stream_of)),
             kind=str(segment["segment_type"]),
-            pool=_pool(segment),
+            pool=pool_id(segment.get("segment_pool_id", DEFAULT_POOL)),
             expandable=bool(segment.get("is_expandable")),
             blocks=_blocks(segment),
         )
-        for segment in sorted(of_device, key=lambda segment: _number(segment["address"]))
+        for segment in sorted(_of_device(snapshot, device), key=lambda segment: _number(segment["address"]))
     )
 
 
@@ -230,9 +231,8 @@ def _blocks(segment: Mapping[str, Any]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _pool(segment: Mapping[str, Any]) -> tuple[int, int]:
-    first, second = segment.get("segment_pool_id", (0, 0))
-    return _number(first), _number(second)
+def _of_device(snapshot: Mapping[str, Any], device: int) -> list[Mapping[str, Any]]:
+    return [segment for segment in snapshot["segments"] if segment.get("device", 0) == device]
 
 
 def _number(value: object) -> int:
@@ -255,7 +255,7 @@ def _history(trace: Trace, stacks: Sequence[list[dict[str, Any]]]) -> list[dict[
         events.label,
         events.stack,
     )
-    return [
+    history: list[dict[str, Any]] = [
         {
             "action": names[action],
             "device_free" if action == Action.OOM else "addr": address,
@@ -270,6 +270,10 @@ def _history(trace: Trace, stacks: Sequence[list[dict[str, Any]]]) -> list[dict[
             *(column.tolist() for column in columns_), strict=True
         )
     ]
+    if events.pool is not None:
+        for event, pool in zip(history, events.pool.tolist(), strict=True):
+            event["pool_id"] = trace.pools[pool]
+    return history
 
 
 def _segment_dict(segment: Segment, allocated_at: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:

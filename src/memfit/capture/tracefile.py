@@ -5,6 +5,7 @@
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
     ...                             |
+    columns/pool         n x i4     |  only where the header names pools; version 1 has none
 
 A trace file may come from anywhere. It is data only, and everything is checked: sizes before anything
 is decompressed, every index before anything looks up by it.
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from memfit.capture.atomic import write_atomically
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
+    DEFAULT_POOL,
     Action,
     Category,
     DeviceUse,
@@ -39,16 +41,17 @@ from memfit.records import (
 )
 
 FORMAT = "memfit trace"
-VERSION = 1
+VERSION = 2
 MAX_EVENTS = 1 << 25
 MAX_HEADER_BYTES = 1 << 28
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
-    "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1",
+    "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1", "pool": "<i4",
 }  # fmt: skip
 _HEADER = "header.json"
 _MEMBERS = [_HEADER, *(f"columns/{name}" for name in _COLUMNS)]
+_MEMBERS_WITHOUT_POOLS = _MEMBERS[:-1]
 _LEVEL = 3  # of deflate; its default, 6, takes three to four times as long
 _MAX_INTEGER = (1 << 63) - 1
 BLOCK_STATES = ("inactive", "active_allocated", "active_awaiting_free")
@@ -68,7 +71,7 @@ class _Signature(msgspec.Struct):
 
 
 class _Header(_Signature, kw_only=True):
-    """The header of this version: the fields of ``Trace``, and how many events there are."""
+    """The header of every version: the fields of ``Trace``, and how many events there are."""
 
     events: int
     labels: tuple[Label, ...]
@@ -83,6 +86,7 @@ class _Header(_Signature, kw_only=True):
     versions: dict[str, str]
     command: tuple[str, ...]
     notes: tuple[Note, ...]
+    pools: tuple[tuple[int, int], ...] = ()
 
 
 class _FaultError(Exception):
@@ -121,7 +125,9 @@ def write_trace(trace: Trace, path: Path) -> None:
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
     members = {_HEADER: _encode(header)}
     for name, dtype in _COLUMNS.items():
-        members[f"columns/{name}"] = np.ascontiguousarray(getattr(trace.events, name), dtype).tobytes()
+        column = getattr(trace.events, name)
+        if column is not None:
+            members[f"columns/{name}"] = np.ascontiguousarray(column, dtype).tobytes()
 
     def write(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
@@ -159,10 +165,13 @@ def _read(file: BinaryIO) -> Trace:
     try:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
-            if list(members) != _MEMBERS:
+            if list(members) not in (_MEMBERS, _MEMBERS_WITHOUT_POOLS):
                 raise _FaultError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
-            sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in _COLUMNS}
+            if list(members) != (_MEMBERS if header.pools else _MEMBERS_WITHOUT_POOLS):
+                raise _FaultError("is damaged: not all of its columns are there. Record it again.")
+            dtypes = {name: dtype for name, dtype in _COLUMNS.items() if f"columns/{name}" in members}
+            sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
             for name, size in sizes.items():
                 if members[name].file_size != size:
                     raise _FaultError(
@@ -171,7 +180,7 @@ def _read(file: BinaryIO) -> Trace:
                     )
             columns = {
                 name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
-                for name, dtype in _COLUMNS.items()
+                for name, dtype in dtypes.items()
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise _FaultError(f"is damaged ({error}). Record it again.") from None
@@ -196,7 +205,7 @@ def _check_directory(file: BinaryIO) -> None:
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _FaultError("is a zip, but not a memfit trace.")
-    if entries != entries_in_all or entries != len(_MEMBERS):
+    if entries != entries_in_all or entries not in (len(_MEMBERS), len(_MEMBERS_WITHOUT_POOLS)):
         raise _FaultError(f"is a zip of {entries} members, but not a memfit trace.")
 
 
@@ -244,7 +253,7 @@ def _decode(content: bytes) -> _Header:
                 f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
                 "Upgrade memfit."
             )
-        if signature.version != VERSION:
+        if signature.version < 1:
             raise _FaultError(f"names a version that never was ({signature.version}).")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -268,6 +277,8 @@ def _faults(trace: Trace) -> Iterator[str]:
         "an event's stream": (events.stream, 0, _MAX_INTEGER),
         "an event's label": (events.label, -1, labels - 1),
         "an event's stack": (events.stack, -1, stacks - 1),
+        "an event's pool": (events.pool if events.pool is not None else (), 0, len(trace.pools) - 1),
+        "a pool's number": ([number for pool in trace.pools for number in pool], 0, _MAX_INTEGER),
         "a label's stack": ([label.stack for label in trace.labels], -1, stacks - 1),
         "a stack's frame": ([frame for stack in trace.stacks for frame in stack], 0, frames - 1),
         "a frame's line": ([frame.line for frame in trace.frames], -_MAX_INTEGER, _MAX_INTEGER),
@@ -284,6 +295,10 @@ def _faults(trace: Trace) -> Iterator[str]:
         column = np.asarray(values)
         if column.size and not (low <= column.min() and column.max() <= high):
             yield f"{what} is outside {low} to {high}"
+    if trace.pools and trace.pools[0] != DEFAULT_POOL:
+        yield "its first pool is not the default one"
+    if trace.pools and not {segment.pool for segment in trace.segments} <= set(trace.pools):
+        yield "a segment's pool is none of its pools"
     if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
         yield f"a block's state is none of {', '.join(BLOCK_STATES)}"
 

@@ -13,6 +13,7 @@ from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.explain.place import how_sure, line_of, place_at
 from memfit.records import (
+    DEFAULT_POOL,
     Action,
     Category,
     DryRun,
@@ -29,7 +30,6 @@ from memfit.records import (
 )
 
 WORKSPACES = "cuDNN workspaces"
-_SHARED_POOL = (0, 0)
 """Of segments that belong to no CUDA graph."""
 
 CATEGORIES = {
@@ -172,7 +172,7 @@ def _held(trace: Trace, line: Timeline, moment: int, born_before: int) -> int:
 
 def _captured(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Say which allocations lie in the private pools of CUDA graphs, as far as these are still there."""
-    pools = sorted((s.address, s.address + s.size) for s in trace.segments if s.pool != _SHARED_POOL)
+    pools = sorted((s.address, s.address + s.size) for s in trace.segments if s.pool != DEFAULT_POOL)
     starts, stops = np.array(pools, np.uint64).reshape(-1, 2).T
     address = trace.events.address[events]
     segment = np.searchsorted(starts, address, side="right")  # counts those that begin at it or before
