@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from memfit.capture.tracefile import write_trace
+from memfit.records import Action
+from traces import BASE, trace_of
+
 TRAIN = """
     import torch
     model = torch.nn.Linear(512, 512).cuda()
@@ -16,14 +20,18 @@ TRAIN = """
 """
 
 
-def explain(folder, *arguments):
+def memfit(folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", "memfit", "explain", *arguments],
+        [sys.executable, "-m", "memfit", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def explain(folder, *arguments):
+    return memfit(folder, "explain", *arguments)
 
 
 @pytest.fixture
@@ -79,6 +87,17 @@ def test_a_file_that_is_neither_gets_one_clear_error(tmp_path, content):
     assert done.stderr.startswith("memfit: Cannot read")
     assert "Traceback" not in done.stderr
     assert "this pickle ran code" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["explain", "replay", "allocator"])
+def test_an_action_that_is_none_is_refused_by_every_command(tmp_path, command):
+    unknown = max(Action) + 1
+    write_trace(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 << 20), (unknown, BASE, 512)]), tmp_path / "file")
+    done = memfit(tmp_path, command, "file")
+    assert done.returncode == 2
+    assert done.stderr.startswith("memfit: Cannot read file: it contradicts itself: ")
+    assert f"outside 0 to {max(Action)}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_no_such_file(tmp_path):
