@@ -4,12 +4,13 @@
 
 PyTorch's real allocator answers random operations once, in every situation of allocator_differential.py;
 each changed allocator then has to give the same answers (``differs``), and does random operations of its
-own under the referee (``referee``). Exits with 1 if one is caught by neither, but for those that
-mutants.toml explains, or if one that it explains is caught.
+own under the referee (``referee``; not the compiled one). Exits with 1 if one is caught by neither, but for
+those that mutants.toml explains, or if one that it explains is caught.
 """
 
 import argparse
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
@@ -22,14 +23,16 @@ from typing import Any
 from allocator_differential import Options, drive, situations
 
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
-from model import Log
-from mutants import Mutant, mutants, mutated
+from compiled import replay_compiled
+from model import Log, Model
+from mutants import Mutant, mutants, mutated, mutated_c
 from watched import CONFS, run
 
 from memfit.report.progress import progress_line
 
 RUNS = 4  # of the referee, for each conf
 STEPS = 250  # of each
+LONGEST = 60  # seconds that a changed allocator may take for a log
 
 
 def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
@@ -51,9 +54,14 @@ def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
 def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
     """Return how often a mutant was caught, at most ``enough`` times each way, and how the first time."""
     found: dict[str, Any] = {"what": mutant.what, "differs": 0, "referee": 0, "first": ""}
+    if mutant.compiled:
+        with mutated_c(mutant):
+            failures = [_failure(partial(apart, partial(replay_compiled, log))) for log in logs]
+        failures = [failure for failure in failures if failure]
+        return found | {"differs": min(len(failures), enough), "first": failures[0] if failures else ""}
     with mutated(mutant) as caching:
         ways = {
-            "differs": (partial(log.replay, caching) for log in logs),
+            "differs": (partial(log.replay, Model(log.situation, caching)) for log in logs),
             "referee": (partial(run, conf, seed, STEPS, caching) for seed in range(RUNS) for conf in CONFS),
         }
         for way, attempts in ways.items():
@@ -62,6 +70,25 @@ def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
                 found[way] += 1
                 found["first"] = found["first"] or failure
     return found
+
+
+def apart(attempt: Callable[[], object]) -> None:
+    """Do something in a process of its own: changed C may crash, or go on for ever.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=lambda: answers.put(_failure(attempt)))
+    process.start()
+    process.join(LONGEST)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    failure = "" if answers.empty() else answers.get()
+    if failure or process.exitcode:
+        raise RuntimeError(failure or f"ended with {process.exitcode}")
 
 
 def _failure(attempt: Callable[[], object]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from compiled import compiled_model
 from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
 from sizes import size_of
 
@@ -192,20 +193,23 @@ def drive(options: dict[str, Any]) -> dict[str, Any]:
     real = Real(options, ghost, torch)
     log, model = Log(real.situation), Model(real.situation)
     begun, done, mismatch = time.perf_counter(), 0, ""
-    try:
-        for operation in operations(options, real):
-            address = real.do(operation)
-            figures = real.figures()
-            if options["log"]:
-                log.operations.append(operation)
-                log.addresses.append(address)
-                log.figures.append(figures)
-            model.do(operation, address, figures)
-            done += operation.kind != Kind.USE  # it belongs to the allocation before it
-        log.pieces = real.pieces()
-        model.finish(log.pieces)
-    except DifferenceError as difference:
-        mismatch = f"operation {done}: {difference}"
+    with compiled_model(real.situation, options["operations"]) as compiled:
+        try:
+            for operation in operations(options, real):
+                address = real.do(operation)
+                figures = real.figures()
+                if options["log"]:
+                    log.operations.append(operation)
+                    log.addresses.append(address)
+                    log.figures.append(figures)
+                model.do(operation, address, figures)
+                compiled.do(operation, address, figures)
+                done += operation.kind != Kind.USE  # it belongs to the allocation before it
+            log.pieces = real.pieces()
+            model.finish(log.pieces)
+            compiled.finish(log.pieces)
+        except DifferenceError as difference:
+            mismatch = f"operation {done}: {difference}"
     if options["log"]:
         log.write(Path(options["log"]))
     return {

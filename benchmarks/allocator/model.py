@@ -16,8 +16,11 @@ from memfit.allocator.caching import ROW
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
 from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
+from memfit.records import Segment
 
 if TYPE_CHECKING:
+    from compiled import CompiledModel
+
     from memfit.allocator.blocks import Block
 
 CHUNK = 500  # operations between two comparisons of all statistics
@@ -26,7 +29,7 @@ REFUSED = 0
 _ALLOCATED, _RESERVED = NAMES.index("allocated_bytes.all.current"), NAMES.index("reserved_bytes.all.current")
 # Which of two streams that have gone on frees first is the order of a hash table in PyTorch; merging in
 # another order splits as much in the end, by another number of steps.
-_BY_STEPS = [
+BY_STEPS = [
     column
     for column, name in enumerate(NAMES)
     if name.startswith("inactive_split") and not name.endswith("current")
@@ -135,8 +138,7 @@ class Model:
         else:
             self.allocator.empty_cache()
         if not self._held:
-            for event in self.allocator.outstanding():
-                event.done = True
+            self.allocator.all_have_gone_on()
         self._note(figures)
 
     def _allocate(self, operation: Operation, address: int) -> None:
@@ -179,7 +181,7 @@ class Model:
         mine = np.concatenate([mine, np.array(self._counters)], axis=1)
         real = np.array(self._expected)
         if self._situation.shares:
-            mine[:, _BY_STEPS] = real[:, _BY_STEPS]
+            mine[:, BY_STEPS] = real[:, BY_STEPS]
         if (mine != real).any():
             row, column = map(int, np.argwhere(mine != real)[0])
             back = len(self._ends) - row
@@ -198,14 +200,23 @@ class Model:
         """
         if self._ends:
             self._compare()
-        mine = [
-            (block.address, block.size, block.state, segment.size)
-            for segment in self.allocator.snapshot()
-            for block in segment.blocks
-        ]
-        if pieces != mine:
-            pairs = ((a, b) for a, b in zip(pieces, mine, strict=False) if a != b)
-            raise DifferenceError(f"blocks differ: {next(pairs, (len(pieces), len(mine)))}")
+        compare_pieces(pieces, self.allocator.snapshot())
+
+
+def compare_pieces(pieces: list[Piece], segments: Sequence[Segment]) -> None:
+    """Compare every block with those of memfit's segments.
+
+    Raises:
+        DifferenceError: one differs.
+    """
+    mine = [
+        (block.address, block.size, block.state, segment.size)
+        for segment in segments
+        for block in segment.blocks
+    ]
+    if pieces != mine:
+        pairs = ((a, b) for a, b in zip(pieces, mine, strict=False) if a != b)
+        raise DifferenceError(f"blocks differ: {next(pairs, (len(pieces), len(mine)))}")
 
 
 class Log:
@@ -247,13 +258,12 @@ class Log:
         log.pieces = [(address, size, state, whole) for address, size, state, whole in head["pieces"]]
         return log
 
-    def replay(self, caching: ModuleType = ours) -> None:
-        """Do the operations with memfit's allocator.
+    def replay(self, model: "Model | CompiledModel") -> None:
+        """Do the operations with one of memfit's allocators.
 
         Raises:
             DifferenceError: something differs from the real one.
         """
-        model = Model(self.situation, caching)
         for answered in zip(self.operations, self.addresses, self.figures, strict=True):
             model.do(*answered)
         model.finish(self.pieces)

@@ -1,13 +1,18 @@
 """Memfit's allocator with one rule changed, for one test: ``mutants.toml`` lists the changes."""
 
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, util
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
+
+from memfit.allocator import native
 
 # In the order in which they import each other.
 _MODULES = ("rounding", "device", "blocks", "expandable", "caching")
@@ -20,9 +25,15 @@ class Mutant(NamedTuple):
 
     what: str
     module: str
+    """Of ``memfit.allocator``, or one of its C files."""
     line: str
     """As it is: once, in that module."""
     instead: str
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is in a C file."""
+        return self.module.endswith((".c", ".h"))
 
 
 def mutants() -> tuple[list[Mutant], dict[str, str]]:
@@ -51,19 +62,39 @@ def mutated(mutant: Mutant) -> Iterator[ModuleType]:
             setattr(package, module, real[name])
 
 
+@contextmanager
+def mutated_c(mutant: Mutant) -> Iterator[None]:
+    """Have replays use a compiled allocator that is changed.
+
+    Raises:
+        ValueError: the line is not there, or more than once.
+    """
+    with TemporaryDirectory() as folder:
+        sources = Path(shutil.copytree(native.SOURCES, Path(folder) / "c"))
+        changed = sources / mutant.module
+        changed.write_text(_replaced(mutant, changed.read_text()))
+        library = native.opened_library(native.compile_library(sources, Path(folder) / "mutant.so"))
+        with mock.patch.object(native, "load", return_value=library):
+            yield
+
+
+def _replaced(mutant: Mutant, source: str) -> str:
+    times = source.count(mutant.line)
+    if times != 1:
+        raise ValueError(
+            f"{mutant.what!r}: {mutant.line!r} is {times} times in {mutant.module}. "
+            f"Write it anew in {_TABLE.name}."
+        )
+    return source.replace(mutant.line, mutant.instead)
+
+
 def _changed(name: str, mutant: Mutant | None) -> ModuleType:
     spec = util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ValueError(f"{name} has no source.")
     source = Path(spec.origin).read_text()
     if mutant is not None:
-        times = source.count(mutant.line)
-        if times != 1:
-            raise ValueError(
-                f"{mutant.what!r}: {mutant.line!r} is {times} times in {mutant.module}.py. "
-                f"Write it anew in {_TABLE.name}."
-            )
-        source = source.replace(mutant.line, mutant.instead)
+        source = _replaced(mutant, source)
     module = util.module_from_spec(spec)
     sys.modules[name] = module
     exec(compile(source, spec.origin, "exec"), module.__dict__)  # noqa: S102 - our own source

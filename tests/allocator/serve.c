@@ -41,17 +41,18 @@ static struct settings random_settings(void)
 
 static int serve_some(struct allocator *a, int64_t *served)
 {
-    int64_t columns[4][REQUESTS];
+    int64_t columns[5][REQUESTS];
     for (int i = 0; i < REQUESTS; i++) {
-        columns[0][i] = below(200) ? below(2) : below(12) - 1; /* mostly mallocs and frees */
+        columns[0][i] = below(50) ? below(2) : below(15) - 1; /* mostly mallocs and frees */
         columns[1][i] = below(500) ? below(BLOCKS) : below(1 << 20) - (1 << 19);
         columns[2][i] = below(500) ? 1 + below(INT64_C(1) << (8 + below(20))) : below(1 << 20) - (1 << 19);
         columns[3][i] = below(3);
+        columns[4][i] = below(100) ? 0 : below(6) - 1;
     }
     int status = SERVED;
     for (int64_t begin = 0; begin < REQUESTS; begin++) { /* what is impossible is passed over */
         status = allocator_serve(a, REQUESTS - begin, columns[0] + begin, columns[1] + begin, columns[2] + begin,
-                                 columns[3] + begin);
+                                 columns[3] + begin, columns[4] + begin);
         int64_t figures[19];
         allocator_outcome(a, figures);
         *served += figures[0];
@@ -70,7 +71,7 @@ int main(int argc, char **argv)
     for (long round = 0; round < atol(argv[2]); round++) {
         state = 0x9e3779b97f4a7c15u * (uint64_t)(atol(argv[1]) + round + 1);
         struct settings settings = random_settings();
-        struct allocator *a = allocator_new(&settings, BLOCKS);
+        struct allocator *a = allocator_new(&settings, BLOCKS, 4);
         if (a == NULL || serve_some(a, &served) == HOST_HAS_NO_MEMORY)
             return 1;
         int64_t count = allocator_block_count(a), figures[4 * (POOLS * FIGURES + OVERSIZE) + 6], reserved = 0;

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from model import Log
-from mutants import mutants, mutated
+from compiled import replay_compiled
+from model import Log, Model
+from mutants import mutants, mutated, mutated_c
 from watched import CONFS, run
 
 from memfit.allocator import caching
@@ -75,16 +76,28 @@ def caught(attempt, *arguments):
 
 def test_a_recorded_run_replays(logs):
     for log in logs:
-        log.replay()
+        log.replay(Model(log.situation))
+        replay_compiled(log)
 
 
 def test_by_what_pytorch_answered(logs):
     escaped = set()
     for mutant in LISTED:
+        if mutant.compiled:
+            continue
         with mutated(mutant) as changed:
-            if not any(caught(log.replay, changed) for log in logs):
+            if not any(caught(log.replay, Model(log.situation, changed)) for log in logs):
                 escaped.add(mutant.what)
     assert escaped <= set(EQUAL) | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "what", ["1 MiB is large", "ties go by address alone", "a waiting block stays active"]
+)
+def test_compiled_by_what_pytorch_answered(logs, what):
+    with mutated_c(BY_NAME[f"compiled: {what}"]):
+        assert any(caught(replay_compiled, log) for log in logs)
+    replay_compiled(logs[0])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,7 @@ def test_the_allocator_stays_as_it_was():
 
 def test_a_line_that_is_no_more():
     with (
-        pytest.raises(ValueError, match=r"is 0 times in caching\.py"),
+        pytest.raises(ValueError, match=r"is 0 times in caching"),
         mutated(LISTED[0]._replace(module="caching", line="no such line")),
     ):
         pass

@@ -21,31 +21,65 @@ from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler
 CHECK = Path(__file__).with_name("serve.c")
 GIB = 1 << 30
 STREAMS = ([0], [0, 7], [0, -5, 1 << 50])
+POOLS = ((0, 0), (0, 1), (0, 2))
+SELDOM = [ask for ask in Ask if ask not in (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.USE, Ask.CAPTURE_END)]
+SELDOM += 4 * [Ask.GONE_ON]
 MANY = (30, 200)  # blocks that live at a time
 
 
-def random_requests(dice, count):
-    """Return what a script may ask for, and where it fails, other streams and steps."""
-    asked, live, later = Requests(), [], []
-    streams, many = dice.choice(STREAMS), dice.choice(MANY)
-    for event in range(count):
-        kind = dice.random()
-        if kind < 0.005:
-            asked.add(Ask.EMPTY_CACHE, event)
-        elif kind < 0.01:
-            asked.add(Ask.STEP, event)
-        elif kind < 0.015:
-            asked.add(Ask.FAILED, event, size=dice.randint(1, 1 << 34), stream=dice.choice(streams))
-        elif kind < 0.06 and later:
-            asked.add(Ask.GONE_ON, event, later.pop(dice.randrange(len(later))))
-        elif live and dice.random() < (0.35 if len(live) < many else 0.65):
-            block = live.pop(dice.randrange(len(live)))
-            asked.add(Ask.FREE_LATER if kind > 0.9 else Ask.FREE, event, block)
-            later += [block] if kind > 0.9 else []
+class Script:
+    """Asks for whatever a script may ask for."""
+
+    def __init__(self, dice):
+        self.asked = Requests(pools=POOLS)
+        self._dice = dice
+        self._streams, self._many = dice.choice(STREAMS), dice.choice(MANY)
+        self._live, self._later = [], []
+        self._capturing, self._pool = False, 0
+
+    def go_on(self, event):
+        dice, few = self._dice, len(self._live) < self._many
+        kinds = {"malloc": 65 if few else 35, "free": 35 if few else 65, "use": 2, "seldom": 4}
+        (kind,) = dice.choices(tuple(kinds), kinds.values())
+        if kind == "malloc" or not self._live:
+            size, stream = random_size(dice), dice.choice(self._streams)
+            self.asked.add(Ask.MALLOC, event, event, size, stream, self._pool)
+            self._live.append(event)
+        elif kind == "use":
+            self.asked.add(Ask.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
+        elif kind == "free":
+            self._free(event, self._live.pop(dice.randrange(len(self._live))))
         else:
-            live.append(event)
-            asked.add(Ask.MALLOC, event, event, random_size(dice), dice.choice(streams))
-    return asked
+            self._seldom(event)
+
+    def _free(self, event, block):
+        later = self._dice.random() < 0.1
+        self.asked.add(Ask.FREE_LATER if later else Ask.FREE, event, block)
+        self._later += [block] if later else []
+
+    def _seldom(self, event):
+        dice, asked = self._dice, self.asked
+        ask = dice.choice(SELDOM)
+        if ask is Ask.GONE_ON and self._later:
+            asked.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
+        elif ask is Ask.CAPTURE_BEGIN:
+            asked.add(Ask.CAPTURE_END if self._capturing else Ask.CAPTURE_BEGIN, event)
+            self._capturing = not self._capturing
+        elif ask is Ask.FAILED:
+            asked.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
+        elif ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL):
+            asked.add(ask, event, pool=self._pool)
+            self._pool = dice.randrange(3)
+        else:
+            asked.add(ask, event)
+
+
+def random_requests(dice, count):
+    """Return what a script may ask for."""
+    script = Script(dice)
+    for event in range(count):
+        script.go_on(event)
+    return script.asked
 
 
 def both(asked, config, **options):
@@ -75,15 +109,23 @@ def test_replays_are_equal(conf, seed):
 @given(
     conf=st.sampled_from(CONFS),
     rows=st.lists(
-        st.tuples(st.sampled_from(Ask), st.integers(-2, 12), st.integers(-1, 1 << 62), st.integers(0, 2))
+        st.tuples(
+            st.sampled_from(Ask),
+            st.integers(-2, 12),
+            st.integers(-1, 1 << 62),
+            st.integers(0, 2),
+            st.integers(-1, 3),
+        )
     ),
     total=st.integers(1, 1 << 62),
 )
 def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
     asked = Requests()
-    for ask, block, size, stream in rows:
-        asked.add(ask, 0, block, size, stream)
-    with native.opened(asked, AllocatorConfig.of(conf), total=total, taken=0, version=(2, 14)) as allocator:
+    for ask, block, size, stream, pool in rows:
+        asked.add(ask, 0, block, size, stream, pool)
+    with native.opened(
+        AllocatorConfig.of(conf), blocks=12, pools=POOLS, total=total, taken=0, version=(2, 14)
+    ) as allocator:
         if allocator is None:
             assert total > 1 << 60
             return
@@ -104,6 +146,11 @@ def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
         ((Ask.MALLOC, 1, 0), 1),
         ((Ask.MALLOC, 1, -512), 1),
         ((Ask.MALLOC, -1, 512), 1),
+        ((Ask.MALLOC, 8, 512), 1),
+        ((Ask.MALLOC, 1, 512, 0, 3), 1),  # pools are 0 to 2
+        ((Ask.MALLOC, 1, 512, 0, -1), 1),
+        ((Ask.RELEASE_POOL, -1, 0, 0, 1 << 40), 1),
+        ((Ask.CAPTURE_END, -1), 1),  # none was begun
         ((99, 0), 1),
     ],
 )
@@ -111,14 +158,14 @@ def test_what_cannot_be_is_refused(row, position):
     asked = Requests()
     for ask, block, size in ((Ask.MALLOC, 0, 512), (Ask.FREE, 0, 0)):
         asked.add(ask, 0, block, size)
-    ask, block, *size = row
-    sized = Requests()  # how many blocks there are is told before what is asked for
-    sized.add(Ask.MALLOC, 0, 8, 512)
-    with native.opened(sized, AllocatorConfig(), total=GIB, taken=0, version=(2, 14)) as allocator:
+    with native.opened(
+        AllocatorConfig(), blocks=8, pools=POOLS, total=GIB, taken=0, version=(2, 14)
+    ) as allocator:
         assert allocator.serve(asked)
         bad = Requests()
         bad.add(Ask.EMPTY_CACHE, 0)
-        bad.add(ask, 0, block, *size)
+        ask, block, *rest = row
+        bad.add(ask, 0, block, *rest)
         with pytest.raises(UsageError, match=rf"Request {position} of 2 cannot be served"):
             allocator.serve(bad)
 

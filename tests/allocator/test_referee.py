@@ -173,7 +173,7 @@ def events_of_a_live_block(allocator):
 
 
 def waits_and_is_free(allocator):
-    next(iter(allocator.small.free.values())).uses = {1}
+    next(iter(allocator.small.free.values())).uses = [1]
 
 
 def miscounted_allocated(allocator):

@@ -63,7 +63,7 @@ class Block:
         self.prev: Block | None = None
         self.next: Block | None = None
         self.expandable: ExpandableSegment | None = None
-        self.uses: set[int] | None = None
+        self.uses: list[int] | None = None
         """Other streams that use it."""
         self.events = 0
         """Uses by other streams that are not known to have ended, once it is freed."""

@@ -190,8 +190,9 @@ class CachingAllocator:
         """Note that another stream uses a block: once freed, it waits for that stream."""
         if stream != block.stream:
             if block.uses is None:
-                block.uses = set()
-            block.uses.add(stream)
+                block.uses = []
+            if stream not in block.uses:
+                block.uses.append(stream)
 
     def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
         """Give back every segment that is wholly free, or only those of a private pool that nobody uses."""
@@ -396,7 +397,7 @@ class CachingAllocator:
         address, size = segment.unmap(block.address, block.size)
         if size == 0:
             return
-        self._everything_is_over()
+        self.all_have_gone_on()
         pool.remove(block)
         if address > block.address:
             kept = block
@@ -469,7 +470,7 @@ class CachingAllocator:
         pool.remove(block)
         del self.segments[block.address]
         self.memory.free(block.address, block.size)
-        self._everything_is_over()
+        self.all_have_gone_on()
         self.num_device_free += 1
         self.reserved -= block.size
         if pool.owner is not None:
@@ -574,8 +575,8 @@ class CachingAllocator:
             for event in queue:
                 self._ended(event.block)
 
-    def _everything_is_over(self) -> None:
-        """CUDA waits for the whole device where memory goes back to it."""
+    def all_have_gone_on(self) -> None:
+        """Note that every stream has gone on: CUDA waits for all where memory goes back to the device."""
         for event in self.outstanding():
             event.done = True
 

@@ -13,13 +13,13 @@ import hashlib
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from memfit import records
-from memfit.allocator.caching import NUMBERED
+from memfit.allocator.caching import NUMBERED, PoolId
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import Calls
 from memfit.allocator.requests import Requests
@@ -34,31 +34,55 @@ _NEVER = 1 << 62
 
 _MOST = 1 << 60
 """Bytes of a device: so that adding sizes to them stays within 64 bits."""
+_SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that it is given
 _OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY = 1, 2, 3
+_NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
 _CALLS = len(fields(Calls))
 _FIGURES = 4  # of an outcome, before its calls
-_COLUMNS = 9  # of a block's row; of them these are looked at before the row is read:
+_COLUMNS = 10  # of a block's row; of them these are looked at before the row is read:
 _MAPPED, _FIRST = 5, 6
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, compiled if need be; None where it cannot be."""
+    digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    path = cache_folder("allocator") / f"{digest.hexdigest()[:16]}.so"
     try:
-        path = _built()
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:  # whoever tidies caches left half of it
-            path.unlink()
-            library = ctypes.CDLL(str(_built()))
+        if path.exists():
+            with suppress(OSError):  # whoever tidies caches left half of it
+                return opened_library(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            compile_library(SOURCES, Path(folder) / path.name).replace(path)
+        return opened_library(path)
     except (MemfitError, OSError):
         return None
+
+
+def compile_library(sources: Path, library: Path) -> Path:
+    """Compile the C files of a folder.
+
+    Raises:
+        MemfitError: there is no compiler, or it failed.
+    """
+    files = map(str, sorted(sources.glob("*.c")))
+    run_compiler(*find_compiler(), *COMPILE_FLAGS, "-shared", *files, "-o", str(library))
+    return library
+
+
+def opened_library(path: Path) -> ctypes.CDLL:
+    """Load what ``compile_library`` made, and tell the types of its functions: ``c/allocator.h`` has them."""
+    library = ctypes.CDLL(str(path))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
-        ("allocator_new", pointer, (pointer, number)),
+        ("allocator_new", pointer, (pointer, number, number)),
         ("allocator_delete", None, (pointer,)),
-        ("allocator_serve", ctypes.c_int, (pointer, number, pointer, pointer, pointer, pointer)),
+        ("allocator_serve", ctypes.c_int, (pointer, number, *(pointer,) * len(_SERVED))),
+        ("allocator_address", number, (pointer, number)),
         ("allocator_block_count", number, (pointer,)),
         ("allocator_blocks", None, (pointer, pointer)),
         ("allocator_statistics", None, (pointer, pointer)),
@@ -66,21 +90,6 @@ def load() -> ctypes.CDLL | None:
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return library
-
-
-def _built() -> Path:
-    sources = sorted(SOURCES.glob("*.c"))
-    digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
-    for source in (*sources, *sorted(SOURCES.glob("*.h"))):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    library = cache_folder("allocator") / f"{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            run_compiler(*find_compiler(), *COMPILE_FLAGS, "-shared", *map(str, sources), "-o", str(made))
-            made.replace(library)
     return library
 
 
@@ -104,9 +113,10 @@ class Outcome:
 class NativeAllocator:
     """The allocator of one device: ``handle`` in ``library``; ``opened`` makes one."""
 
-    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+    def __init__(self, library: ctypes.CDLL, handle: int, pools: Sequence[PoolId]) -> None:
         self._library = library
         self._handle = handle
+        self._pools = pools
 
     def serve(self, asked: Requests) -> bool:
         """Serve requests; False if a malloc failed, which ended it.
@@ -115,10 +125,8 @@ class NativeAllocator:
             UsageError: a request cannot be: of a block that is not there, or of a size that is none.
             MemoryError: this machine has no memory left.
         """
-        columns = (asked.ask, asked.block, asked.size, asked.stream)
-        status: int = self._library.allocator_serve(
-            self._handle, len(asked.ask), *(column.buffer_info()[0] for column in columns)
-        )
+        columns = (getattr(asked, name).buffer_info()[0] for name in _SERVED)
+        status: int = self._library.allocator_serve(self._handle, len(asked.ask), *columns)
         if status == _NO_HOST_MEMORY:
             raise MemoryError
         if status == _IMPOSSIBLE:
@@ -137,12 +145,20 @@ class NativeAllocator:
         per_step = last - before if steps > 1 else None
         return Outcome(position, requested, free, most_taken, all_calls, per_step)
 
+    def address(self, block: int) -> int:
+        """Return where the block of a number lies; 0 if it is not in use."""
+        address: int = self._library.allocator_address(self._handle, block)
+        return address
+
+    def figures(self) -> list[int]:
+        """Return the values of ``NAMES`` and ``COUNTERS``."""
+        figures = (ctypes.c_int64 * len(_NAMES))()
+        self._library.allocator_statistics(self._handle, figures)
+        return figures[:]
+
     def memory_stats(self) -> dict[str, int]:
         """Return what ``torch.cuda.memory_stats()`` would say, by the same names."""
-        names = (*NAMES, *COUNTERS)
-        figures = (ctypes.c_int64 * len(names))()
-        self._library.allocator_statistics(self._handle, figures)
-        return dict(zip(names, figures, strict=True))
+        return dict(zip(_NAMES, self.figures(), strict=True))
 
     def snapshot(self) -> tuple[Segment, ...]:
         """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does."""
@@ -155,14 +171,15 @@ class NativeAllocator:
                 if row[_FIRST]:
                     segments.append([])
                 segments[-1].append(row)
-        return tuple(map(_segment, segments))
+        return tuple(_segment(rows, self._pools) for rows in segments)
 
 
 @contextmanager
 def opened(
-    asked: Requests,
     config: AllocatorConfig,
     *,
+    blocks: int,
+    pools: Sequence[PoolId],
     total: int,
     taken: int,
     version: tuple[int, int],
@@ -171,8 +188,9 @@ def opened(
     """Make an allocator for as long as it is needed; None where there is no compiled one.
 
     Args:
-        asked: what it will be asked for.
         config: the settings in force.
+        blocks: their numbers are less than this.
+        pools: the default one and private ones, as requests number them.
         total: bytes of the device.
         taken: bytes of it that are taken already.
         version: of PyTorch, major and minor.
@@ -183,11 +201,11 @@ def opened(
     if settings is None or library is None:
         yield None
         return
-    handle: int | None = library.allocator_new(settings.buffer_info()[0], max(asked.block, default=-1) + 1)
+    handle: int | None = library.allocator_new(settings.buffer_info()[0], blocks, len(pools))
     if handle is None:
         raise MemoryError
     try:
-        yield NativeAllocator(library, handle)
+        yield NativeAllocator(library, handle, pools)
     finally:
         library.allocator_delete(handle)
 
@@ -216,18 +234,18 @@ def _settings(
     return array("q", values) if max(values) <= _NEVER and total <= _MOST else None
 
 
-def _segment(rows: list[list[int]]) -> Segment:
+def _segment(rows: list[list[int]], pools: Sequence[PoolId]) -> Segment:
     """Return a segment of the rows of its blocks."""
     blocks = tuple(
         records.Block(address, size, asked, _STATES[state]) for address, size, asked, state, *_ in rows
     )
-    address, *_, stream, _mapped, _first, small, expandable = rows[0]
+    address, _, _, _, stream, _, _, small, expandable, pool = rows[0]
     return Segment(
         address=address,
         size=sum(block.size for block in blocks),
         stream=stream,
         kind="small" if small else "large",
-        pool=(0, 0),
+        pool=pools[pool],
         expandable=bool(expandable),
         blocks=blocks,
     )

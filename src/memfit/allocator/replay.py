@@ -29,6 +29,7 @@ _MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _FAILED, _STEP = map(
 _CAPTURE_BEGIN, _CAPTURE_END, _RELEASE_POOL, _EMPTY_POOL = map(
     int, (Ask.CAPTURE_BEGIN, Ask.CAPTURE_END, Ask.RELEASE_POOL, Ask.EMPTY_POOL)
 )
+_USE, _ALL_GONE_ON = int(Ask.USE), int(Ask.ALL_GONE_ON)
 Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
 """Numbers from here on stand for streams that use other streams' blocks, one for each such block."""
@@ -83,11 +84,11 @@ def replay(
     Returns:
         Peaks, calls and segments; up to the malloc that failed, if one did.
     """
-    # The compiled allocator serves no private pools.
-    if config.caching and len(asked.pools) == 1 and Ask.CAPTURE_BEGIN not in asked.ask:
+    if config.caching:
         with native.opened(
-            asked,
             config,
+            blocks=max(asked.block, default=-1) + 1,
+            pools=asked.pools,
             total=total,
             taken=taken,
             version=version,
@@ -178,6 +179,8 @@ class _Run:
                 block = blocks.pop(number)
                 allocator.record_stream(block, _OTHERS + number)
                 free(block)
+            elif ask == _USE:
+                allocator.record_stream(blocks[number], stream)
             elif ask == _GONE_ON:
                 allocator.has_gone_on(_OTHERS + number)
             elif ask == _FAILED:
@@ -204,6 +207,8 @@ class _Run:
                 allocator.release_pool(self._ids[pool])
         elif ask == _EMPTY_POOL:
             allocator.empty_cache(self._ids[pool])
+        elif ask == _ALL_GONE_ON:
+            allocator.all_have_gone_on()
 
     def _allocate_to(self, pool: int) -> None:
         """Take what is allocated from now on from a pool, which is used once, until it is released."""

@@ -45,7 +45,10 @@ class Ask(IntEnum):
     """A malloc that failed when the history was made."""
     STEP = 6
     """A training step has ended."""
-    # 7 and 8 the compiled allocator has for its own tests.
+    USE = 7
+    """A block is used on another stream. A history does not tell: see ``FREE_LATER``."""
+    ALL_GONE_ON = 8
+    """Every stream has gone on."""
     CAPTURE_BEGIN = 9
     """A CUDA graph is captured: until it ends, a malloc that is short of memory fails."""
     CAPTURE_END = 10

@@ -56,6 +56,9 @@ class UncachedAllocator:
     def has_gone_on(self, stream: int) -> None:
         """Do nothing: see ``free``."""
 
+    def all_have_gone_on(self) -> None:
+        """Do nothing: see ``free``."""
+
     def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
         """Do nothing: there is no cache."""
 

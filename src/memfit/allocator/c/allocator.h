@@ -96,8 +96,9 @@ struct pool {
 
 struct private_pool {
     struct pool small, large;
-    int64_t use_count, pieces;
-    bool made, freeable;
+    size_t index;
+    int64_t pieces; /* segments and mappings that were made for it and not yet given back */
+    bool used;      /* by a graph or a MemPool, until it is released */
 };
 
 struct event {
@@ -133,10 +134,11 @@ struct allocator {
     struct settings settings;
     struct device device;
     struct pool small, large;
-    struct private_pool *private_pools;
-    size_t private_count;
-    struct vector diverted; /* size_t: the private pools that are allocated to, the last one in force */
-    struct vector freeable; /* size_t */
+    struct private_pool **private_pools; /* by index; 0 stands for the default pool, and is NULL */
+    size_t pool_count;
+    size_t allocates_to;    /* a private pool's index, or 0 */
+    struct vector every_pool; /* struct private_pool *: private ones, also those that are no more */
+    struct vector freeable; /* struct private_pool *: released ones */
     struct vector heads;    /* struct block *: the first of every segment and reservation */
     struct vector deferred; /* struct block *: freed during a capture, and used by other streams */
     struct queue *queues, *last_queue;
@@ -201,7 +203,10 @@ struct block *caching_malloc(struct allocator *a, int64_t size, int64_t stream);
 void caching_free(struct allocator *a, struct block *block);
 void caching_record_stream(struct allocator *a, struct block *block, int64_t stream);
 void caching_gone_on(struct allocator *a, int64_t stream);
-void caching_empty_cache(struct allocator *a);
+void caching_empty_cache(struct allocator *a, size_t only);
+void caching_allocate_to(struct allocator *a, size_t index);
+void caching_release_pool(struct allocator *a, size_t index);
+void pool_init(struct allocator *a, struct pool *pool, struct private_pool *owner, bool small);
 void everything_is_over(struct allocator *a);
 struct block *merged(struct allocator *a, struct block *block);
 
@@ -211,11 +216,12 @@ void expandable_unmap(struct allocator *a, struct block *block);
 
 /* replay.c: what Python calls */
 #define API __attribute__((visibility("default")))
-enum { COLUMNS = 9 }; /* of a block */
-API struct allocator *allocator_new(const struct settings *settings, int64_t blocks);
+enum { COLUMNS = 10 }; /* of a block */
+API struct allocator *allocator_new(const struct settings *settings, int64_t blocks, int64_t pools);
 API void allocator_delete(struct allocator *a);
 API int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
-                        const int64_t *size, const int64_t *stream);
+                        const int64_t *size, const int64_t *stream, const int64_t *pool);
+API int64_t allocator_address(const struct allocator *a, int64_t number);
 API int64_t allocator_block_count(const struct allocator *a);
 API void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS]);
 API void allocator_statistics(const struct allocator *a, int64_t *figures);

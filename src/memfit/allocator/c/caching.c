@@ -178,6 +178,8 @@ void everything_is_over(struct allocator *a)
 
 void caching_gone_on(struct allocator *a, int64_t stream)
 {
+    if (!a->captures)
+        insert_deferred_events(a);
     struct queue *queue = queue_at(a, queue_index(a, stream), stream);
     if (queue != NULL)
         all_done(a, queue);
@@ -276,33 +278,36 @@ static void release_blocks(struct allocator *a, struct pool *pool)
     free(blocks);
 }
 
-static void release_cached_blocks(struct allocator *a)
+/* Give back what is free: of one private pool only, or, if that is 0, of all. */
+void caching_empty_cache(struct allocator *a, size_t only)
 {
     if (!a->captures) {
         synchronize_and_free_events(a);
-        release_blocks(a, &a->large);
-        release_blocks(a, &a->small);
+        if (only == 0) {
+            release_blocks(a, &a->large);
+            release_blocks(a, &a->small);
+        }
     }
-    size_t kept = 0, *freeable = a->freeable.at;
+    size_t kept = 0;
+    struct private_pool **freeable = a->freeable.at;
     for (size_t i = 0; i < a->freeable.count; i++) {
-        struct private_pool *pool = &a->private_pools[freeable[i]];
-        release_blocks(a, &pool->small);
-        release_blocks(a, &pool->large);
-        if (pool->pieces == 0)
-            pool->made = pool->freeable = false;
-        else
-            freeable[kept++] = freeable[i];
+        struct private_pool *pool = freeable[i];
+        if (only == 0 || only == pool->index) {
+            release_blocks(a, &pool->small);
+            release_blocks(a, &pool->large);
+            if (pool->pieces == 0) {
+                a->private_pools[pool->index] = NULL;
+                continue;
+            }
+        }
+        freeable[kept++] = pool;
     }
     a->freeable.count = kept;
 }
 
-void caching_empty_cache(struct allocator *a)
-{
-    release_cached_blocks(a);
-}
-
 /* Give back one oversize block that is large enough, or several from the largest down. */
-static bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
+static bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream,
+                                            int64_t size)
 {
     int64_t limit = a->settings.max_split_size, wanted = size > limit ? size : limit, released = 0;
     if (limit == NEVER)
@@ -448,7 +453,7 @@ static struct block *new_block(struct allocator *a, struct pool *pool, int64_t s
     if (block == NULL && !a->failed && release_available_cached_blocks(a, pool, stream, size))
         block = alloc_block(a, pool, stream, size);
     if (block == NULL && !a->failed && !a->captures) {
-        release_cached_blocks(a);
+        caching_empty_cache(a, 0);
         a->counters.retries++;
         block = alloc_block(a, pool, stream, size);
     }
@@ -459,13 +464,56 @@ static struct block *new_block(struct allocator *a, struct pool *pool, int64_t s
     return block;
 }
 
+/* ---- Private pools ---------------------------------------------------------------------------------- */
+
+void pool_init(struct allocator *a, struct pool *pool, struct private_pool *owner, bool small)
+{
+    pool->owner = owner;
+    pool->small = small;
+    pool->least = small || a->settings.expandable ? MIN_BLOCK : SMALL_SIZE + 1;
+}
+
+/* Take what is allocated from now on from a private pool, which is made if need be; 0 is the default pool. */
+void caching_allocate_to(struct allocator *a, size_t index)
+{
+    a->allocates_to = index;
+    if (index == 0)
+        return;
+    if (a->private_pools[index] == NULL) {
+        struct private_pool **place = vector_insert(a, &a->every_pool, a->every_pool.count, sizeof *place);
+        struct private_pool *pool = *place = calloc(1, sizeof *pool);
+        if (pool == NULL)
+            longjmp(a->no_memory, 1);
+        pool->index = index;
+        pool_init(a, &pool->small, pool, true);
+        pool_init(a, &pool->large, pool, false);
+        a->private_pools[index] = pool;
+    }
+    a->private_pools[index]->used = true;
+}
+
+/* Note that a private pool's graphs or MemPool are gone: its memory may be given back. */
+void caching_release_pool(struct allocator *a, size_t index)
+{
+    struct private_pool *pool = a->private_pools[index];
+    caching_allocate_to(a, 0);
+    if (pool == NULL || !pool->used)
+        return;
+    pool->used = false;
+    struct private_pool **freeable = a->freeable.at;
+    for (size_t i = 0; i < a->freeable.count; i++)
+        if (freeable[i] == pool)
+            return;
+    struct private_pool **place = vector_insert(a, &a->freeable, a->freeable.count, sizeof *place);
+    *place = pool;
+}
+
 static struct pool *pool_for(struct allocator *a, int64_t rounded)
 {
     bool small = rounded <= SMALL_SIZE;
-    if (a->diverted.count == 0)
+    struct private_pool *pool = a->private_pools[a->allocates_to];
+    if (pool == NULL)
         return small ? &a->small : &a->large;
-    size_t *diverted = a->diverted.at;
-    struct private_pool *pool = &a->private_pools[diverted[a->diverted.count - 1]];
     return small ? &pool->small : &pool->large;
 }
 

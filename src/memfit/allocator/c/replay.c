@@ -3,38 +3,47 @@
 #include <stdlib.h>
 
 /* What is asked for, as requests.py numbers it. */
-enum ask { MALLOC_IT, FREE_IT, FREE_LATER, GONE_ON, EMPTY_CACHE, FAILED, STEP, USE, ALL_GONE_ON };
+enum ask {
+    MALLOC_IT,
+    FREE_IT,
+    FREE_LATER,
+    GONE_ON,
+    EMPTY_CACHE,
+    FAILED,
+    STEP,
+    USE,
+    ALL_GONE_ON,
+    CAPTURE_BEGIN,
+    CAPTURE_END,
+    RELEASE_POOL,
+    EMPTY_POOL
+};
 
 /* Numbers from here on stand for streams that use other streams' blocks, one for each such block. */
 #define OTHERS (INT64_C(1) << 40)
 #define LARGEST (INT64_C(1) << 48) /* bytes that may be asked for */
 
-static void pool_init(struct pool *pool, struct private_pool *owner, bool small, const struct settings *settings)
-{
-    pool->owner = owner;
-    pool->small = small;
-    pool->least = small || settings->expandable ? MIN_BLOCK : SMALL_SIZE + 1;
-}
-
-/* Return an allocator for blocks with numbers below so many; NULL if the host has no memory for it. */
-struct allocator *allocator_new(const struct settings *settings, int64_t blocks)
+/* Return an allocator for blocks and pools with numbers below so many; NULL if the host has no memory. */
+struct allocator *allocator_new(const struct settings *settings, int64_t blocks, int64_t pools)
 {
     struct allocator *a = calloc(1, sizeof *a);
     if (a == NULL)
         return NULL;
-    a->held = calloc((size_t)blocks + 1, sizeof *a->held);
-    if (a->held == NULL) {
-        free(a);
+    a->held_count = (size_t)blocks;
+    a->pool_count = (size_t)pools;
+    a->held = calloc(a->held_count + 1, sizeof *a->held);
+    a->private_pools = calloc(a->pool_count + 1, sizeof *a->private_pools);
+    if (a->held == NULL || a->private_pools == NULL) {
+        allocator_delete(a);
         return NULL;
     }
-    a->held_count = (size_t)blocks;
     a->settings = *settings;
     a->collects = settings->collect_above != NEVER;
     a->choosy = a->collects || settings->max_split_size != NEVER || settings->expandable;
     a->unsplit = settings->expandable ? NEVER : settings->max_split_size;
     device_init(&a->device, settings->total, settings->taken);
-    pool_init(&a->small, NULL, true, settings);
-    pool_init(&a->large, NULL, false, settings);
+    pool_init(a, &a->small, NULL, true);
+    pool_init(a, &a->large, NULL, false);
     return a;
 }
 
@@ -72,6 +81,13 @@ void allocator_delete(struct allocator *a)
     }
     pool_clear(&a->small);
     pool_clear(&a->large);
+    struct private_pool **every = a->every_pool.at;
+    for (size_t i = 0; i < a->every_pool.count; i++)
+        if (every[i] != NULL) {
+            pool_clear(&every[i]->small);
+            pool_clear(&every[i]->large);
+            free(every[i]);
+        }
     arena_clear(&a->device.memory);
     arena_clear(&a->device.virtual);
     for (size_t i = 0; i < a->pages.count; i++)
@@ -80,6 +96,9 @@ void allocator_delete(struct allocator *a)
     free(pages);
     free(a->by_stream.at);
     free(a->deferred.at);
+    free(every);
+    free(a->freeable.at);
+    free(a->private_pools);
     free(a->held);
     free(a);
 }
@@ -97,12 +116,15 @@ static enum status serve_malloc(struct allocator *a, int64_t number, int64_t siz
     return a->held[number] == NULL ? OUT_OF_MEMORY : SERVED;
 }
 
-static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64_t size, int64_t stream)
+static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64_t size, int64_t stream,
+                         int64_t pool)
 {
     bool allocates = ask == MALLOC_IT || ask == FAILED;
     struct block *block = held(a, number);
-    if (allocates && (size < 1 || size > LARGEST))
+    if (pool < 0 || (size_t)pool >= a->pool_count || (allocates && (size < 1 || size > LARGEST)))
         return IMPOSSIBLE;
+    if (allocates && (size_t)pool != a->allocates_to)
+        caching_allocate_to(a, (size_t)pool);
     if ((ask == FREE_IT || ask == FREE_LATER || ask == USE) && block == NULL)
         return IMPOSSIBLE;
     switch (ask) {
@@ -125,7 +147,7 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
         everything_is_over(a);
         return SERVED;
     case EMPTY_CACHE:
-        caching_empty_cache(a);
+        caching_empty_cache(a, 0);
         return SERVED;
     case FAILED: /* on the way to it the cache was given back; the script went on without it */
         block = caching_malloc(a, size, stream);
@@ -134,10 +156,24 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
         return SERVED;
     case STEP:
         if (a->settings.empties_each_step)
-            caching_empty_cache(a);
+            caching_empty_cache(a, 0);
         a->steps++;
         a->at_step[0] = a->at_step[1];
         a->at_step[1] = a->device.calls;
+        return SERVED;
+    case CAPTURE_BEGIN:
+        a->captures++;
+        return SERVED;
+    case CAPTURE_END:
+        if (a->captures == 0)
+            return IMPOSSIBLE;
+        a->captures--;
+        return SERVED;
+    case RELEASE_POOL:
+        caching_release_pool(a, (size_t)pool);
+        return SERVED;
+    case EMPTY_POOL:
+        caching_empty_cache(a, (size_t)pool);
         return SERVED;
     default:
         return IMPOSSIBLE;
@@ -146,13 +182,13 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
 
 /* Serve requests; allocator_outcome tells at which it ended if that is before the last. */
 int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
-                    const int64_t *size, const int64_t *stream)
+                    const int64_t *size, const int64_t *stream, const int64_t *pool)
 {
     if (setjmp(a->no_memory))
         return HOST_HAS_NO_MEMORY;
     for (a->position = 0; a->position < (size_t)count; a->position++) {
         size_t i = a->position;
-        enum status status = serve(a, ask[i], block[i], size[i], stream[i]);
+        enum status status = serve(a, ask[i], block[i], size[i], stream[i], pool[i]);
         if (status != SERVED)
             return status;
     }
@@ -163,6 +199,13 @@ static int by_address(const void *a, const void *b)
 {
     int64_t left = (*(struct block *const *)a)->address, right = (*(struct block *const *)b)->address;
     return (left > right) - (left < right);
+}
+
+/* Return where a block lies; 0 if there is none of that number. */
+int64_t allocator_address(const struct allocator *a, int64_t number)
+{
+    const struct block *block = held(a, number);
+    return block == NULL ? 0 : block->address;
 }
 
 /* Return how many blocks there are, free or not, mapped or not. */
@@ -194,6 +237,7 @@ void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS])
             (*rows)[6] = block->prev == NULL || !block->prev->mapped; /* the first of a segment */
             (*rows)[7] = block->pool->small;
             (*rows)[8] = block->expandable != NULL;
+            (*rows)[9] = block->pool->owner ? (int64_t)block->pool->owner->index : 0;
         }
     }
 }

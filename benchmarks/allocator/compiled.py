@@ -1,0 +1,90 @@
+"""Memfit's compiled allocator, compared with PyTorch's answers as ``model.py`` compares ``caching.py``."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from model import BY_STEPS, DifferenceError, Kind, Log, Operation, Piece, Situation, compare_pieces
+
+from memfit.allocator import native
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.native import NativeAllocator
+from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.statistics import COUNTERS, NAMES
+
+
+class CompiledModel:
+    """The compiled allocator in a situation; ``compiled_model`` makes one."""
+
+    def __init__(self, allocator: NativeAllocator, situation: Situation) -> None:
+        self._allocator = allocator
+        self._situation = situation
+        self._held = False
+
+    def do(self, operation: Operation, address: int, figures: Sequence[int]) -> None:
+        """Do an operation, too; arguments and errors are those of ``Model.do``, all at once."""
+        asked, number = Requests(), operation.number
+        stream = self._situation.streams[operation.stream]
+        if operation.kind == Kind.ALLOCATE:
+            asked.add(Ask.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
+        elif operation.kind == Kind.FREE:
+            asked.add(Ask.FREE, 0, number)
+        elif operation.kind == Kind.USE:
+            asked.add(Ask.USE, 0, number, stream=stream)
+        elif operation.kind == Kind.HOLD:
+            self._held = not self._held
+        else:
+            asked.add(Ask.EMPTY_CACHE, 0)
+        self._allocator.serve(asked)
+        if not self._held:
+            over = Requests()
+            over.add(Ask.ALL_GONE_ON, 0)
+            self._allocator.serve(over)
+        if operation.kind == Kind.ALLOCATE and self._allocator.address(number) != address:
+            raise DifferenceError(f"address {address:#x}, compiled {self._allocator.address(number):#x}")
+        self._compare(figures)
+
+    def _compare(self, figures: Sequence[int]) -> None:
+        mine = self._allocator.figures()
+        if mine == list(figures):
+            return
+        for column, (real, own) in enumerate(zip(figures, mine, strict=True)):
+            if real != own and not (self._situation.shares and column in BY_STEPS):
+                raise DifferenceError(f"{(*NAMES, *COUNTERS)[column]} is {real:,}, compiled {own:,}")
+
+    def finish(self, pieces: list[Piece]) -> None:
+        """Compare every block of every segment.
+
+        Raises:
+            DifferenceError: something differs.
+        """
+        compare_pieces(pieces, self._allocator.snapshot())
+
+
+def replay_compiled(log: Log) -> None:
+    """Do a log's operations with the compiled allocator.
+
+    Raises:
+        DifferenceError: something differs from the real one.
+    """
+    with compiled_model(log.situation, 1 + max(operation.number for operation in log.operations)) as model:
+        log.replay(model)
+
+
+@contextmanager
+def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel]:
+    """Make one, for operations with numbers below that."""
+    config = AllocatorConfig.of(situation.conf)
+    if situation.fraction is not None:
+        config = replace(config, per_process_memory_fraction=situation.fraction)
+    with native.opened(
+        config,
+        blocks=numbers,
+        pools=[(0, 0), *situation.pools],
+        total=situation.total,
+        taken=0,
+        version=situation.version,
+    ) as allocator:
+        if allocator is None:
+            raise SystemExit("There is no compiled allocator: no C compiler was found.")
+        yield CompiledModel(allocator, situation)
