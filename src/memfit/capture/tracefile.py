@@ -269,15 +269,25 @@ def _some(members: dict[str, zipfile.ZipInfo]) -> str:
 def _faults(trace: Trace) -> Iterator[str]:
     """Name what is out of range; each range is that of the table or type the number refers to."""
     events, labels, stacks, frames = trace.events, len(trace.labels), len(trace.stacks), len(trace.frames)
+    columns: dict[str, tuple[int, int]] = {
+        "action": (0, max(Action)),
+        "category": (0, max(Category)),
+        "address": (0, _MAX_INTEGER),
+        "size": (0, _MAX_INTEGER),
+        "stream": (0, _MAX_INTEGER),
+        "label": (-1, labels - 1),
+        "stack": (-1, stacks - 1),
+        "pool": (0, len(trace.pools) - 1),
+    }
+    for name, (low, high) in columns.items():
+        of_event = getattr(events, name)
+        if of_event is None:
+            continue
+        outside = np.flatnonzero((of_event < low) | (of_event > high))
+        if len(outside):
+            event = outside[0]
+            yield f"event {event} of {len(events)} has {name} {of_event[event]}, outside {low} to {high}"
     numbers: dict[str, tuple[npt.ArrayLike, int, int]] = {
-        "an action": (events.action, 0, max(Action)),
-        "a category": (events.category, 0, max(Category)),
-        "an event's address": (events.address, 0, _MAX_INTEGER),
-        "an event's size": (events.size, 0, _MAX_INTEGER),
-        "an event's stream": (events.stream, 0, _MAX_INTEGER),
-        "an event's label": (events.label, -1, labels - 1),
-        "an event's stack": (events.stack, -1, stacks - 1),
-        "an event's pool": (events.pool if events.pool is not None else (), 0, len(trace.pools) - 1),
         "a pool's number": ([number for pool in trace.pools for number in pool], 0, _MAX_INTEGER),
         "a label's stack": ([label.stack for label in trace.labels], -1, stacks - 1),
         "a stack's frame": ([frame for stack in trace.stacks for frame in stack], 0, frames - 1),
