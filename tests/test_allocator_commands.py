@@ -55,7 +55,7 @@ def test_a_dry_run_under_a_setting_is_what_the_replay_said(trace, tmp_path):
 def test_every_setting_has_its_row_and_its_price(trace):
     done = memfit("allocator", trace)
     assert done.returncode == 0, done.stderr
-    for text in ("default (as recorded)", CONF, "max_split_size_mb:128", "roundup_power2_divisions:8"):
+    for text in ("default", "  as recorded", CONF, "max_split_size_mb:128", "roundup_power2_divisions:8"):
         assert text in done.stdout
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in done.stdout
     assert f"Worth setting: PYTORCH_ALLOC_CONF={CONF}" in done.stdout
@@ -68,6 +68,7 @@ def test_where_it_would_fail_is_named(trace):
     assert done.returncode == 1
     assert "default: out of memory in step 1" in done.stdout
     assert "gan.py:" in done.stdout
+    assert "It fits with none of these." in done.stdout
     (row,) = settings(memfit("replay", trace, "--memory", "900MiB", "--json", "-")).values()
     assert not row["fits"]
     assert row["failure"]["where"]["step"] == 1

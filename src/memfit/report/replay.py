@@ -22,17 +22,18 @@ def print_comparison(result: Comparison, console: Console) -> None:
     """Print one row a setting, where those that fail do, and what is worth setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)
-    table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")
+    table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")  # all of it fits on 80 columns
     table.add_column("fits")
-    for heading in ("allocated", "reserved", *["smallest GPU"] * sized, "a step costs"):
+    for heading in ("allocated", "reserved", *["smallest\nGPU"] * sized, "a step\ncosts"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("of it", overflow="fold")
     for row in result.outcomes:
         table.add_row(*_cells(row, result, sized=sized))
     console.print(table)
     console.print(
         f"On {format_gib(result.total)}, of which {format_gib(result.taken)} are taken. A step: calls of "
-        "cudaMalloc, cudaFree, mappings and waits in the last full training step; their time is assumed.",
+        "cudaMalloc, cudaFree, mappings and waits in the last full training step; their time is assumed."
+        + " ?: fewer than two training steps ended."
+        * any(row.seconds_per_step is None for row in result.outcomes),
         style="dim",
     )
     for row in result.outcomes:
@@ -84,9 +85,10 @@ def to_json(result: Comparison) -> bytes:
 
 
 def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | str]:
-    name = inert(row.setting.name) or "default"
-    if row is result.current:
-        name += " (as recorded)"
+    name = Text(inert(row.setting.name).replace(",", ",\n") or "default")
+    details = [*["as recorded"] * (row is result.current), *_calls(row)]
+    if details:
+        name.append("\n  " + ", ".join(details), style="dim")
     fits = Text("yes", style="green") if row.replay.fits else Text("no", style="bold red")
     size = [] if not sized else ["?" if row.smallest is None else format_gib(row.smallest)]
     seconds = "?" if row.seconds_per_step is None else f"{1000 * row.seconds_per_step:.1f} ms"
@@ -97,16 +99,14 @@ def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | 
         format_gib(row.replay.peak_reserved),
         *size,
         seconds,
-        _calls(row),
     )
 
 
-def _calls(row: Outcome) -> str:
+def _calls(row: Outcome) -> list[str]:
+    """Return what a step calls; nothing if that is nothing, or not known."""
     calls = row.replay.calls_per_step
-    if calls is None:
-        return "fewer than two steps"
-    counts = ((getattr(calls, name), word) for name, word in _CALLS.items())
-    return ", ".join(f"{count} {word}" for count, word in counts if count) or "no calls"
+    counts = ((getattr(calls, name), word) for name, word in _CALLS.items() if calls is not None)
+    return [f"{count} {word}" for count, word in counts if count]
 
 
 def _failure(row: Outcome, place: Place) -> str:
@@ -121,6 +121,11 @@ def _failure(row: Outcome, place: Place) -> str:
 
 def _advice(result: Comparison) -> Text:
     best, current = result.recommended, result.current
+    if best is None and not current.replay.fits:
+        fitting = any(row.replay.fits for row in result.outcomes)
+        return Text(
+            "It fits only at a price in time: see above." if fitting else "It fits with none of these."
+        )
     if best is None:
         return Text("None of these reserves less than the trace's own settings without costing time.")
     text = Text("Worth setting: ", style="bold")
