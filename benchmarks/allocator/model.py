@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memfit.allocator import caching as ours
-from memfit.allocator.caching import ROW
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
+from memfit.allocator.log import ROW
 from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
 from memfit.records import Segment
 

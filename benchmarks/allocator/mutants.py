@@ -15,7 +15,7 @@ from unittest import mock
 from memfit.allocator import native
 
 # In the order in which they import each other.
-_MODULES = ("rounding", "device", "blocks", "expandable", "caching")
+_MODULES = ("rounding", "device", "blocks", "events", "expandable", "segments", "shortage", "caching")
 _PACKAGE = "memfit.allocator"
 _TABLE = Path(__file__).with_name("mutants.toml")
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from watched import BESIDE, CONFS, EDGES, BrokenError, Watched, run
 
-from memfit.allocator.caching import CachingAllocator, Event
+from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import DeviceMemory
+from memfit.allocator.events import Event
 from memfit.allocator.referee import Malloc, Rule, check, check_choice, check_emptied, check_refusal
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -169,7 +170,7 @@ def waits_for_nothing(allocator):
 def events_of_a_live_block(allocator):
     block = first_live(allocator)
     block.events = 1
-    allocator._events[1] = deque([Event(block)])
+    allocator.events.queues[1] = deque([Event(block)])
 
 
 def waits_and_is_free(allocator):

@@ -27,6 +27,9 @@ _NUMBER_BITS = 32
 SIZE_SHIFT = _NUMBER_BITS + ADDRESS_BITS
 """A key's size begins here: ``size << SIZE_SHIFT`` comes before every block of that size."""
 
+PoolId = tuple[int, int]
+"""As PyTorch numbers private pools; ``DEFAULT_POOL`` is none of them."""
+
 
 class Block:
     """A piece of a segment. The first of a segment stays that for as long as the segment is there."""

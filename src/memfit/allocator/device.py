@@ -16,6 +16,17 @@ _ALIGNMENT = 512
 _MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
 
 
+class OutOfMemory(Exception):  # noqa: N818 - PyTorch's name for it
+    """An allocation failed for good; the allocator is as it was, but for what it gave back on the way."""
+
+    def __init__(self, size: int, free: int) -> None:
+        super().__init__(f"{size:,} bytes cannot be allocated: the device has {free:,} left.")
+        self.size = size
+        """Bytes as requested."""
+        self.free = free
+        """Bytes that the device has left."""
+
+
 @dataclass(slots=True)
 class Calls:
     """Calls of the CUDA runtime and driver that PyTorch's allocator made."""

@@ -5,8 +5,8 @@
                               |  handle  |  handle  |                 handles of 2 MiB, in the large
                                                                       pool of large_segment_size
 
-Source: Note [Expandable Segments], ``ExpandableSegment`` and ``find_expandable_block``,
-c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+Source: Note [Expandable Segments], ``ExpandableSegment``, ``find_expandable_block``, ``map_block`` and
+``unmap_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
 
 from memfit.allocator.blocks import Block, BlockPool
@@ -76,3 +76,111 @@ def reserve(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
     block.expandable = segment
     pool.add_unmapped(block)
     return block
+
+
+def release(block: Block) -> None:
+    """Give a reservation back of which nothing is mapped: it is one block."""
+    block.pool.remove_unmapped(block)
+    _segment_of(block).release()
+
+
+def map_block(block: Block, size: int) -> tuple[Block, int]:
+    """Put memory behind the beginning of a block that has none.
+
+    Args:
+        block: in its pool's ``unmapped``.
+        size: bytes, at most the block's.
+
+    Returns:
+        The block, or the free one before it that it joins, and the bytes that have memory now: whole handles;
+        0 if the device has not so much left.
+    """
+    pool = block.pool
+    mapped = _segment_of(block).map(size)
+    if not mapped:
+        return block, 0
+    pool.remove_unmapped(block)
+    if mapped < block.size:
+        pool.add_unmapped(block.split(mapped))
+    block.mapped = True
+    block = _merged(block)
+    pool.add(block)
+    return block, mapped
+
+
+def unmap_block(block: Block) -> tuple[Block, int]:
+    """Take away the memory behind the handles that lie wholly within a free block.
+
+    Returns:
+        What is not mapped there now, and the bytes that were taken away; 0 if there is no such handle.
+    """
+    pool = block.pool
+    address, size = _segment_of(block).unmap(block.address, block.size)
+    if size == 0:
+        return block, 0
+    pool.remove(block)
+    if address > block.address:
+        kept = block
+        block = kept.split(address - kept.address)
+        pool.add(kept)
+    if block.size > size:
+        pool.add(block.split(size))
+    block.mapped = False
+    block = _merged(block)
+    pool.add_unmapped(block)
+    return block, size
+
+
+def best_to_grow(pool: BlockPool, keys: list[int], index: int) -> int:
+    """Return the index of the block to take, from the first one on that is large enough.
+
+    A block that can grow counts with the size that it can grow to.
+
+    Source: ``get_free_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    block = pool.block(keys[index])
+    while block.expandable is not None and index + 1 < len(keys):
+        following = pool.block(keys[index + 1])
+        if _size_to_grow_to(following) >= _size_to_grow_to(block):
+            break
+        block, index = following, index + 1
+    return index
+
+
+def first_not_expandable(pool: BlockPool, keys: list[int], index: int) -> int:
+    """Return the index of the first block from that one on that is of no expandable segment."""
+    while index < len(keys) and pool.block(keys[index]).expandable is not None:
+        index += 1
+    return index
+
+
+def _size_to_grow_to(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)
+
+
+def _merged(block: Block) -> Block:
+    """Merge a block that no pool has with free neighbours that are mapped, or not, as it is."""
+    before, after = block.prev, block.next
+    if after is not None and after.free and after.mapped == block.mapped:
+        _forget(after)
+        block.swallow(after)
+    if before is not None and before.free and before.mapped == block.mapped:
+        _forget(before)
+        before.swallow(block)
+        return before
+    return block
+
+
+def _forget(block: Block) -> None:
+    """Take a free block that another one swallows out of its pool."""
+    if block.mapped:
+        block.pool.remove(block)
+    else:
+        block.pool.remove_unmapped(block)
+
+
+def _segment_of(block: Block) -> ExpandableSegment:
+    if block.expandable is None:
+        raise AssertionError("only expandable segments are mapped and unmapped")
+    return block.expandable

@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from memfit import records
-from memfit.allocator.caching import NUMBERED, PoolId
+from memfit.allocator.blocks import PoolId
+from memfit.allocator.caching import NUMBERED
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device import Calls
 from memfit.allocator.requests import Requests

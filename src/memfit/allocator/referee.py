@@ -173,7 +173,7 @@ def _free_neighbours(blocks: Sequence[Block]) -> Iterator[str]:
 
 
 def _waiting_otherwise(allocator: CachingAllocator, blocks: Sequence[Block]) -> Iterator[str]:
-    events = Counter(id(event.block) for event in allocator.outstanding())
+    events = Counter(id(event.block) for event in allocator.events.outstanding())
     for block in blocks:
         if block.events != events[id(block)]:
             yield f"{_name(block)} waits for {block.events} of {events[id(block)]} events"

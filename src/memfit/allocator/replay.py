@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator import native
-from memfit.allocator.caching import CachingAllocator, OutOfMemory, PoolId
+from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device import Calls, DeviceMemory
+from memfit.allocator.device import Calls, DeviceMemory, OutOfMemory
 from memfit.allocator.native import NativeAllocator
 from memfit.allocator.requests import Ask, Requests
 from memfit.allocator.statistics import memory_stats
@@ -22,6 +22,8 @@ from memfit.records import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from memfit.allocator.blocks import PoolId
 
 _MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _FAILED, _STEP = map(
     int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.FAILED, Ask.STEP)

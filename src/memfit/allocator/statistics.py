@@ -23,8 +23,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator import caching
-from memfit.allocator.caching import LARGE, ROW, CachingAllocator
+from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.log import (
+    ALLOC,
+    FREE,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    LARGE,
+    ROW,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+)
 
 Int64 = npt.NDArray[np.int64]
 
@@ -52,10 +63,10 @@ COUNTERS = (
 )
 
 _COUNT, _SIZE, _REQUESTED, _SPLITS, _SPLIT_BYTES = range(ROW)
-_IN_USE = {caching.ALLOC: 1, caching.FREE: -1, caching.FREE_REQUESTED: -1}
-_ACTIVE = {caching.ALLOC: 1, caching.FREE: -1, caching.FREE_COMPLETED: -1}
-_SEGMENT = {caching.SEGMENT_ALLOC: 1, caching.SEGMENT_FREE: -1}
-_RESERVED = _SEGMENT | {caching.SEGMENT_MAP: 1, caching.SEGMENT_UNMAP: -1}
+_IN_USE = {ALLOC: 1, FREE: -1, FREE_REQUESTED: -1}
+_ACTIVE = {ALLOC: 1, FREE: -1, FREE_COMPLETED: -1}
+_SEGMENT = {SEGMENT_ALLOC: 1, SEGMENT_FREE: -1}
+_RESERVED = _SEGMENT | {SEGMENT_MAP: 1, SEGMENT_UNMAP: -1}
 _EFFECTS = (  # of each figure: which number of a row changes it, by kind up or down
     (_COUNT, _IN_USE),
     (_SIZE, _IN_USE),

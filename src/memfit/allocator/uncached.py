@@ -5,8 +5,8 @@ What cudaMalloc takes from the device for it is assumed (``device.py``).
 
 from dataclasses import dataclass
 
-from memfit.allocator.caching import OutOfMemory, PoolId
-from memfit.allocator.device import DeviceMemory
+from memfit.allocator.blocks import PoolId
+from memfit.allocator.device import DeviceMemory, OutOfMemory
 from memfit.records import DEFAULT_POOL, Segment
 
 

@@ -1,4 +1,4 @@
-/* PyTorch's caching allocator once more, compiled: the rules of caching.py, in the same order.
+/* PyTorch's caching allocator once more, compiled: the rules of caching.py and of the files that it names.
  *
  *     replay.c      requests, one after another; what Python calls
  *     caching.c     malloc, free and all that they lead to
@@ -7,7 +7,7 @@
  *     device.c      the device's memory: a count of bytes, and addresses
  *     statistics.c  torch.cuda.memory_stats()
  *
- * caching.py says why each rule is as it is, and where it is from; a comment here says only what is different.
+ * Those say why each rule is as it is, and where it is from; a comment here says only what is different.
  */
 #ifndef MEMFIT_ALLOCATOR_H
 #define MEMFIT_ALLOCATOR_H

@@ -1,0 +1,127 @@
+"""The segments of an allocator: how it gets memory from the device, and gives it back.
+
+    one cudaMalloc each          _alloc_segment                     _release_block
+    expandable, piece by piece   _try_allocate_expandable_block     _unmap_block
+
+Which block is to be had, and which segment is to go, is ``caching.py``'s business.
+
+Source: ``alloc_block``, ``release_block``, ``try_allocate_expandable_block``, ``map_block`` and
+``unmap_block`` of ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+"""
+
+from collections.abc import Iterator
+
+from memfit.allocator import expandable
+from memfit.allocator.blocks import Block, BlockPool
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device import DeviceMemory
+from memfit.allocator.events import Events
+from memfit.allocator.expandable import ExpandableSegment
+from memfit.allocator.log import LARGE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
+from memfit.allocator.rounding import SMALL_SEGMENT
+
+
+class Segments:
+    """What an allocator has from its device.
+
+    Args:
+        memory: the device's.
+        config: the settings in force.
+        numbered: whether blocks of equal size are told apart by the age of their segment.
+    """
+
+    def __init__(self, memory: DeviceMemory, config: AllocatorConfig, *, numbered: bool) -> None:
+        self.memory = memory
+        self.config = config
+        self.segments: dict[int, Block] = {}
+        """The first block of every segment and every reservation, by address."""
+        self.events = Events()
+        """What freed blocks wait for."""
+        self.log: list[int] = []
+        """What was done, as ``log.py`` says."""
+        self.reserved = 0
+        """Bytes of segments."""
+        self.num_device_alloc = 0
+        self.num_device_free = 0
+        self._numbered = numbered
+        self._made = 0  # segments so far
+
+    def all_have_gone_on(self) -> None:
+        """Note that every stream has gone on: CUDA waits for all where memory goes back to the device."""
+        self.events.end_all()
+
+    def blocks(self) -> Iterator[Block]:
+        """Return every block, free or not, mapped or not, by address."""
+        for _, head in sorted(self.segments.items()):
+            block: Block | None = head
+            while block is not None:
+                yield block
+                block = block.next
+
+    # ---- One cudaMalloc each -------------------------------------------------------------------------
+
+    def _alloc_segment(self, pool: BlockPool, stream: int, size: int) -> Block | None:
+        address = self.memory.malloc(size)
+        if not address:
+            return None
+        self._got(pool, size, SEGMENT_ALLOC)
+        self._made += self._numbered
+        block = self.segments[address] = Block(stream, size, pool, address, self._made)
+        return block
+
+    def _release_block(self, block: Block) -> None:
+        block.pool.remove(block)
+        del self.segments[block.address]
+        self.memory.free(block.address, block.size)
+        self.all_have_gone_on()
+        self._gave_back(block.pool, block.size, SEGMENT_FREE)
+
+    # ---- Expandable segments -------------------------------------------------------------------------
+
+    def _try_allocate_expandable_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
+        block = expandable.find(pool, stream, size)
+        if block is None:
+            handle = SMALL_SEGMENT if pool.small else self.config.large_segment_size
+            block = expandable.reserve(pool, stream, ExpandableSegment(self.memory, handle))
+            self.segments[block.address] = block
+        if not block.mapped:
+            block = self._map_block(block, min(block.size, size))
+        while block is not None and block.size < size:
+            following = block.next
+            if following is None:
+                raise AssertionError("a block that can grow has something to grow into")
+            block = self._map_block(following, min(size - block.size, following.size))
+        if block is not None:
+            pool.remove(block)
+        return block
+
+    def _map_block(self, block: Block, size: int) -> Block | None:
+        block, mapped = expandable.map_block(block, size)
+        if not mapped:
+            return None
+        self._got(block.pool, mapped, SEGMENT_MAP)
+        return block
+
+    def _unmap_block(self, block: Block) -> None:
+        block, unmapped = expandable.unmap_block(block)
+        if not unmapped:
+            return
+        self.all_have_gone_on()
+        self._gave_back(block.pool, unmapped, SEGMENT_UNMAP)
+        if not block.is_split:
+            expandable.release(block)
+            del self.segments[block.address]
+
+    # ---- Counting ------------------------------------------------------------------------------------
+
+    def _got(self, pool: BlockPool, size: int, kind: int) -> None:
+        self.num_device_alloc += 1
+        self.reserved += size
+        self.log += (kind if pool.small else kind + LARGE, size, 0, 0, 0)
+
+    def _gave_back(self, pool: BlockPool, size: int, kind: int) -> None:
+        self.num_device_free += 1
+        self.reserved -= size
+        if pool.owner is not None:
+            pool.owner.pieces -= 1
+        self.log += (kind if pool.small else kind + LARGE, size, 0, 0, 0)

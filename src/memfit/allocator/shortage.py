@@ -1,0 +1,63 @@
+"""Which cached blocks go back to the device where memory is short, and not all of them do.
+
+    a malloc that the device refuses, with max_split_size_mb      one oversize block, or several
+    much is reserved, with garbage_collection_threshold           whole segments that were not used for long
+
+Nothing is given back here: ``caching.py`` does that.
+"""
+
+from bisect import bisect_left
+
+from memfit.allocator.blocks import SIZE_SHIFT, Block, BlockPool
+
+
+def oversize(pool: BlockPool, stream: int, wanted: int, limit: int) -> list[Block]:
+    """Return the smallest block of at least ``wanted`` bytes, or else blocks from the largest down.
+
+    Args:
+        pool: where to look.
+        stream: whose blocks.
+        wanted: bytes that they are to have together; they may have less.
+        limit: bytes that each of several must have: ``max_split_size``.
+
+    Source: ``release_available_cached_blocks``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    keys = pool.of(stream)
+    index = bisect_left(keys, wanted << SIZE_SHIFT)
+    if index < len(keys) and pool.block(keys[index]).expandable is None:
+        return [pool.block(keys[index])]
+    found: list[Block] = []
+    released = 0
+    for block in [pool.block(key) for key in reversed(keys[:index])]:
+        if released >= wanted or block.size < limit:
+            break
+        if block.expandable is None:
+            released += block.size
+            found.append(block)
+    return found
+
+
+def garbage(pool: BlockPool, target: int) -> list[Block]:
+    """Return whole segments that are at least as old as the mean of those that are left, time after time.
+
+    Args:
+        pool: whose; a block's age is how many searches it has seen since it became free.
+        target: bytes from which on no more time is taken.
+
+    Source: ``garbage_collect_cached_blocks``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    whole = [block for block in pool if not block.is_split]
+    age, reclaimed, freed = sum(pool.calls - block.gc_base for block in whole), 0, True
+    count = len(whole)
+    found: list[Block] = []
+    while reclaimed < target and freed and count > 0:
+        oldest, freed = age / count, False
+        for block in list(whole):
+            if block.expandable is None and pool.calls - block.gc_base >= oldest:
+                freed = True
+                reclaimed += block.size
+                age -= pool.calls - block.gc_base
+                count -= 1
+                whole.remove(block)
+                found.append(block)
+    return found
