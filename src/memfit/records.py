@@ -143,6 +143,7 @@ class MarkKind(StrEnum):
     TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
     CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is given back
     CAPTURE_END = "capture end"
+    MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is given back
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
     EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
 
@@ -154,7 +155,8 @@ class Mark:
     position: int
     kind: MarkKind
     index: int
-    """Which optimizer, for ``OPTIMIZER_STEP``; otherwise how many of this kind came before."""
+    """Which optimizer, for ``OPTIMIZER_STEP``; which pool, for ``MEM_POOL_GONE``, as PyTorch numbers it:
+    (0, index); otherwise how many of this kind came before."""
 
 
 @dataclass(frozen=True, slots=True)

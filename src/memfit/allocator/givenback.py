@@ -2,8 +2,8 @@
 
     given back                                         why
     ... while a malloc was short of memory             for that malloc
-    ... where a call of empty_cache is marked          for that call
-    ... of one private pool alone                      its MemPool is gone
+    ... where it is marked that somebody asked         for that call of empty_cache, or that MemPool's end
+    ... of private pools alone                         their MemPools are gone
     ... otherwise                                      a call of empty_cache that nobody marked
 
 Of a private pool nothing is given back until its graphs and ``MemPool`` are gone, but for a malloc of its own
@@ -21,6 +21,7 @@ from memfit.records import Action, MarkKind, Trace
 
 _GIVEN_BACK = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
 _GOT = frozenset(map(int, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)))
+_ASK_FOR_IT = frozenset((MarkKind.EMPTY_CACHE, MarkKind.MEM_POOL_GONE))
 _OOM, _FREE_COMPLETED = int(Action.OOM), int(Action.FREE_COMPLETED)
 
 
@@ -33,7 +34,7 @@ class GivenBack:
     for_malloc: bool
     """By a malloc that was short of memory."""
     marked: bool
-    """By a call of ``empty_cache`` that is marked there."""
+    """By whom a mark tells."""
     shared: bool
     """Whether some of it was the default pool's."""
     released: tuple[int, ...]
@@ -48,12 +49,12 @@ def given_back(trace: Trace, config: AllocatorConfig, reserved_before: int) -> I
         config: the settings that it was made with.
         reserved_before: bytes reserved before the first event.
     """
-    marked = {mark.position for mark in trace.marks if mark.kind is MarkKind.EMPTY_CACHE}
+    last_mark = {mark.position: mark.kind for mark in trace.marks}
     actions = trace.events.action.tolist()
     pools = [0] * len(actions) if trace.events.pool is None else trace.events.pool.tolist()
     was_short = _Shortness(trace, config, reserved_before)
-    for start, first, stop in _runs(actions, marked):
-        by_mark = start in marked
+    for start, first, stop in _runs(actions, last_mark.keys()):
+        by_mark = last_mark.get(start) in _ASK_FOR_IT
         for_malloc = not by_mark and was_short(first, stop)
         of = {pools[event] for event in range(first, stop) if actions[event] in _GIVEN_BACK}
         private = of - {0}
@@ -67,7 +68,7 @@ def _runs(actions: list[int], marked: AbstractSet[int]) -> Iterator[tuple[int, i
 
     Returns:
         Of each run the first event, the first that gives back, and the one after the last. Frees that were
-        waited for are part of it; a mark begins another.
+        waited for are part of it; a mark begins another, for marks lie between two calls of the allocator.
     """
     event, count = 0, len(actions)
     while event < count:

@@ -124,7 +124,7 @@ def requests(trace: Trace) -> Requests:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
     _check(trace, config)
     start = beginning(trace, config)
-    found = Requests(pools=trace.pools or (DEFAULT_POOL,), reserved_before=start.reserved)
+    found = Requests(pools=_pools(trace), reserved_before=start.reserved)
     numbers: dict[int, int] = {}
     owners = _Owners(trace)
     for address, (stop, _) in sorted((start.live | start.pending).items()):
@@ -137,7 +137,7 @@ def requests(trace: Trace) -> Requests:
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
     _Reader(trace, found, live, waiting, short={part.event for part in back if part.for_malloc}).read(
-        _between(trace, back)
+        _between(trace, found.pools, back)
     )
     return found
 
@@ -149,7 +149,7 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
             f"Cannot replay this trace: it was made with {made}, and its history does not tell enough. "
             "Record it with PyTorch's own caching allocator."
         )
-    if trace.events.pool is None and any(segment.pool != DEFAULT_POOL for segment in trace.segments):
+    if trace.events.pool is None and _has_private_pools(trace):
         raise FileFormatError(
             "Cannot replay this trace: it has private pools (of CUDA graphs or torch.cuda.MemPool), and the "
             "file does not say which allocations are theirs. PyTorch 2.12 and later say so: record it there."
@@ -164,6 +164,13 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
             f"{Action(events.action[event]).name.lower()}, has {events.size[event]:,} bytes, "
             f"and sizes are from 1 to {_MOST:,}. It was cut or changed; record it again."
         )
+
+
+def _has_private_pools(trace: Trace) -> bool:
+    told = (MarkKind.CAPTURE_BEGIN, MarkKind.MEM_POOL_GONE)
+    return any(segment.pool != DEFAULT_POOL for segment in trace.segments) or any(
+        mark.kind in told for mark in trace.marks
+    )
 
 
 class _Reader:
@@ -243,16 +250,31 @@ class _Reader:
             self._found.add(Ask.FREE_LATER, event, number)
 
 
-def _between(trace: Trace, back: Sequence[GivenBack]) -> list[tuple[int, Ask, int]]:
+def _pools(trace: Trace) -> tuple[tuple[int, int], ...]:
+    """Return the pools of a trace, and those that it tells nothing of but their end."""
+    gone = [(0, mark.index) for mark in trace.marks if mark.kind is MarkKind.MEM_POOL_GONE]
+    return tuple(dict.fromkeys([*(trace.pools or (DEFAULT_POOL,)), *gone]))
+
+
+def _between(
+    trace: Trace, pools: tuple[tuple[int, int], ...], back: Sequence[GivenBack]
+) -> list[tuple[int, Ask, int]]:
     """Return what is asked for between the events: before which, what, and of which pool."""
     told = [(part.event, Ask.RELEASE_POOL, pool) for part in back for pool in part.released]
-    marks = [(mark.position, _ASKED[mark.kind], 0) for mark in trace.marks if mark.kind in _ASKED]
+    number = {pool: index for index, pool in enumerate(pools)}
+    marks = []
+    for mark in trace.marks:
+        if mark.kind in _ASKED:
+            marks.append((mark.position, _ASKED[mark.kind], 0))
+        elif mark.kind is MarkKind.MEM_POOL_GONE:
+            gone = number[0, mark.index]
+            marks += [(mark.position, ask, gone) for ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL)]
     unmarked = not any(ask is Ask.EMPTY_CACHE for _, ask, _ in marks)
     for part in back:
         if part.marked or part.for_malloc:
             continue
-        if not part.shared and len(part.released) == 1:
-            told.append((part.event, Ask.EMPTY_POOL, part.released[0]))
+        if not part.shared:
+            told += [(part.event, Ask.EMPTY_POOL, pool) for pool in part.released]
         elif unmarked:
             told.append((part.event, Ask.EMPTY_CACHE, 0))
     return sorted([*told, *marks], key=itemgetter(0))  # of one position in this order

@@ -1,4 +1,6 @@
-"""CUDA graphs: what a script's Python did once, while it was captured, happens again at every replay.
+"""CUDA graphs and private pools: when they come and go.
+
+What a script's Python did once, while a graph was captured, happens again at every replay:
 
     capture_begin ... optimizer.step() ... capture_end      remembered, and not counted
     replay                                                  counted, as often as it comes
@@ -27,23 +29,23 @@ class Replays:
             weakref.WeakKeyDictionary()
         )
 
-    def install(self, mark: Callable[[MarkKind], None]) -> None:
-        """Watch every graph of this process.
+    def install(self, mark: Callable[[MarkKind, int], None]) -> None:
+        """Watch every graph and every ``MemPool`` of this process.
 
         Args:
-            mark: takes what happens now.
+            mark: takes what happens now, and its index.
         """
         graph: Any = torch.cuda.CUDAGraph
         begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
         def capture_begin(self: Any, *args: Any, **options: Any) -> None:
             begin(self, *args, **options)
-            mark(MarkKind.CAPTURE_BEGIN)
+            mark(MarkKind.CAPTURE_BEGIN, 0)
             replays._capturing[threading.get_ident()] = replays._captured[self] = []
 
         def capture_end(self: Any) -> None:
             replays._capturing.pop(threading.get_ident(), None)
-            mark(MarkKind.CAPTURE_END)
+            mark(MarkKind.CAPTURE_END, 0)
             end(self)
 
         def replay_again(self: Any) -> None:
@@ -51,8 +53,15 @@ class Replays:
             for happening in replays._captured.get(self, ()):
                 happening()
 
+        def gone(self: Any) -> None:
+            if self.use_count() == 1:  # otherwise graphs use it, and it stays
+                mark(MarkKind.MEM_POOL_GONE, self.id[1])
+
         replays = self
         graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_again
+        # Not a finalizer of weakref's: those come when the memory was given back already.
+        pool: Any = torch.cuda.MemPool
+        pool.__del__ = gone
 
     def captured(self, happening: Happening) -> bool:
         """Say whether the calling thread is capturing; if so, what happens now happens at each replay."""

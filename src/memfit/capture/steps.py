@@ -108,7 +108,7 @@ class Steps:
         """
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
-        self._replays.install(lambda kind: self._book.mark(kind, 0))
+        self._replays.install(self._book.mark)
         wrap(Optimizer, "__init__", self._building)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
