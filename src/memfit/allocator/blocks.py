@@ -168,9 +168,11 @@ class BlockPool:
 class PrivatePool:
     """The pools of a CUDA graph or a ``torch.cuda.MemPool``."""
 
-    __slots__ = ("large", "pieces", "small", "use_count")
+    __slots__ = ("id", "large", "pieces", "small", "use_count")
 
-    def __init__(self, *, least_small: int, least_large: int) -> None:
+    def __init__(self, pool_id: PoolId, *, least_small: int, least_large: int) -> None:
+        self.id = pool_id
+        """As PyTorch numbers it."""
         self.small = BlockPool(self, small=True, least=least_small)
         self.large = BlockPool(self, small=False, least=least_large)
         self.use_count = 1

@@ -171,7 +171,7 @@ class CachingAllocator(Segments):
 
     def snapshot(self) -> tuple[Segment, ...]:
         """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does."""
-        return snapshot(self.blocks(), self.pools)
+        return snapshot(self.blocks())
 
     def set_fraction(self, fraction: float) -> None:
         """Limit what may be reserved to a fraction of the device: ``set_per_process_memory_fraction``."""
@@ -184,7 +184,9 @@ class CachingAllocator(Segments):
         """Take what is allocated from now on from a private pool, which is made if need be."""
         pool = self.pools.get(pool_id)
         if pool is None:
-            self.pools[pool_id] = PrivatePool(least_small=self.small.least, least_large=self.large.least)
+            self.pools[pool_id] = PrivatePool(
+                pool_id, least_small=self.small.least, least_large=self.large.least
+            )
         else:
             pool.use_count += 1
         self._diverted.append(pool_id)

@@ -3,28 +3,25 @@
 Source: ``snapshot`` of ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from memfit import records
-from memfit.allocator.blocks import Block, PoolId, PrivatePool
+from memfit.allocator.blocks import Block
 from memfit.records import DEFAULT_POOL, Segment
 
 
-def snapshot(blocks: Iterable[Block], pools: Mapping[PoolId, PrivatePool]) -> tuple[Segment, ...]:
+def snapshot(blocks: Iterable[Block]) -> tuple[Segment, ...]:
     """Return every segment, by address; of an expandable one that is each range with memory behind it.
 
     Args:
         blocks: of an allocator, free or not, mapped or not, by address.
-        pools: its private pools.
     """
-    owners: dict[PrivatePool | None, PoolId] = {None: DEFAULT_POOL}
-    owners |= {private: pool_id for pool_id, private in pools.items()}
     heads = (block for block in blocks if block.mapped and (block.prev is None or not block.prev.mapped))
-    return tuple(_segment(head, owners[head.pool.owner]) for head in heads)
+    return tuple(map(_segment, heads))
 
 
-def _segment(head: Block, pool_id: PoolId) -> Segment:
-    blocks, block, address = [], head, head.address
+def _segment(head: Block) -> Segment:
+    blocks, block, address, owner = [], head, head.address, head.pool.owner
     while block is not None and block.mapped:
         requested = 0 if block.free else block.requested
         blocks.append(records.Block(block.address, block.size, requested, _state(block)))
@@ -35,7 +32,7 @@ def _segment(head: Block, pool_id: PoolId) -> Segment:
         size=address - head.address,
         stream=head.stream,
         kind="small" if head.pool.small else "large",
-        pool=pool_id,
+        pool=DEFAULT_POOL if owner is None else owner.id,
         expandable=head.expandable is not None,
         blocks=tuple(blocks),
     )
