@@ -44,6 +44,7 @@ class Event(NamedTuple):
     label: int = -1
     stack: int = -1
     category: Category = Category.REST
+    pool: int = 0
 
 
 def freed(address, size, **more):
@@ -56,8 +57,8 @@ def segment(address, size, kind="large", *, expandable=False, blocks=(), pool=(0
     return Segment(address, size, 0, kind, pool, expandable, tuple(blocks))
 
 
-def events_of(history):
-    """Return the columns of a history of (action, address, size, ...)."""
+def events_of(history, *, pools=False):
+    """Return the columns of a history of (action, address, size, ...), and of pools if these are told."""
     rows = [Event(*row) for row in history]
 
     def column(name, dtype):
@@ -72,6 +73,7 @@ def events_of(history):
         label=column("label", np.int32),
         stack=column("stack", np.int32),
         category=column("category", np.uint8),
+        pool=column("pool", np.int32) if pools else None,
     )
 
 
@@ -85,7 +87,7 @@ def trace_of(history, segments=None, **fields):
             script came to its end.
     """
     return Trace(
-        events=events_of(history),
+        events=events_of(history, pools=bool(fields.get("pools"))),
         segments=_left_by(history) if segments is None else tuple(segments),
         **(_EMPTY | fields),
     )

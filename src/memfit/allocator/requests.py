@@ -80,6 +80,11 @@ class Requests:
     reserved_before: int = 0
     """Bytes that were reserved before the history begins: which segments is not known."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs were captured, as far as is told: pools (*n*, 0) are theirs."""
+        return any(first for first, _ in self.pools) or Ask.CAPTURE_BEGIN in self.ask
+
     def add(
         self, ask: Ask, event: int, block: int = -1, size: int = 0, stream: int = 0, pool: int = 0
     ) -> None:

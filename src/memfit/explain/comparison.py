@@ -13,11 +13,11 @@ from memfit.allocator.compare import (
     sensible,
     smallest_capacity,
 )
-from memfit.allocator.requests import requests
+from memfit.allocator.requests import Requests, requests
 from memfit.devices import Device
 from memfit.errors import UsageError
 from memfit.explain.place import place_at
-from memfit.records import Note, Place, Provenance, Trace
+from memfit.records import MarkKind, Note, Place, Provenance, Trace
 
 _NEWEST = (2, 14)
 """Version of PyTorch that a snapshot, which names none, is taken to be of."""
@@ -91,7 +91,10 @@ def compare(
             f"{context} and others {others}."
         )
     own = Setting(trace.settings.get("conf", ""))
-    tried = sensible(version) if confs is None else map(Setting, confs)
+    if confs is None:  # without its cache PyTorch fails to capture graphs
+        tried = [setting for setting in sensible(version) if setting.caching or not asked.captures]
+    else:
+        tried = list(map(Setting, confs))
     outcomes = []
     for setting in dict.fromkeys((own, *tried)):
         on_progress(setting.name or "default")
@@ -111,7 +114,7 @@ def compare(
         },
         total=total,
         taken=taken,
-        notes=tuple(_notes(trace, asked.reserved_before, context)),
+        notes=tuple(_notes(trace, asked, context)),
     )
 
 
@@ -121,17 +124,29 @@ def _version(trace: Trace) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else _NEWEST
 
 
-def _notes(trace: Trace, reserved_before: int, context: int) -> Iterator[Note]:
+def _notes(trace: Trace, asked: Requests, context: int) -> Iterator[Note]:
     if not context:
         yield Note(
             Provenance.ASSUMED,
             "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
         )
-    if reserved_before:
+    if asked.reserved_before:
         yield Note(
             Provenance.ASSUMED,
-            f"The history begins with {reserved_before:,} bytes reserved. What was live of them is taken to "
-            "be allocated anew, in the order of addresses; what was cached, and where, is not known.",
+            f"The history begins with {asked.reserved_before:,} bytes reserved. What was live of them is "
+            "taken to be allocated anew, in the order of addresses; what was cached, and where, is unknown.",
+        )
+    if asked.captures:
+        yield Note(
+            Provenance.ASSUMED,
+            "When a CUDA graph was deleted is not told: its pool counts as used until some of it was given "
+            "back. PyTorch may need less where memory is short in between.",
+        )
+    if asked.captures and not any(mark.kind is MarkKind.CAPTURE_BEGIN for mark in trace.marks):
+        yield Note(
+            Provenance.ASSUMED,
+            "When CUDA graphs were captured is not told: a malloc that is short of memory while capturing "
+            "fails in PyTorch, and empties the cache here.",
         )
     if trace.end.reason == "out of memory":
         yield Note(

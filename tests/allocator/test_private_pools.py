@@ -1,0 +1,211 @@
+"""What a history tells of private pools: which allocations are theirs, and when their memory goes back."""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memfit import api
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import replay as replayed
+from memfit.allocator.requests import Ask, requests
+from memfit.capture.tracefile import read_trace
+from memfit.errors import FileFormatError
+from memfit.records import Action, Block, Mark, MarkKind
+from traces import Event, freed, segment, trace_of
+
+MIB, GIB = 1 << 20, 1 << 30
+JOB = Path(__file__).with_name("pools_job.py")
+A, B, C = 0x10000000, 0x20000000, 0x30000000
+GRAPH, MEM_POOL = (1, 0), (0, 1)
+POOLS = ((0, 0), GRAPH, MEM_POOL)
+
+
+def used(address, size, pool, stream=0):
+    """Return the events of a segment that is made for a block and stays when that is freed."""
+    made = [
+        Event(action, address, size, pool=pool, stream=stream)
+        for action in (Action.SEGMENT_ALLOC, Action.ALLOC)
+    ]
+    return [*made, *freed(address, size, pool=pool, stream=stream)]
+
+
+def back(address, size, pool):
+    return Event(Action.SEGMENT_FREE, address, size, pool=pool)
+
+
+def asks(trace):
+    """Return what is asked for, with the number of its pool where there is one."""
+    found = requests(trace)
+    rows = zip(found.ask, found.pool, strict=True)
+    return [f"{Ask(ask).name} {pool}" if pool else Ask(ask).name for ask, pool in rows]
+
+
+def history(*events, marks=(), **fields):
+    return trace_of(events, pools=POOLS, marks=[Mark(*mark) for mark in marks], **fields)
+
+
+NEVER_SHORT = {"num_alloc_retries": 0}
+
+
+@pytest.mark.parametrize(
+    ("conf", "more"), [("", ()), ("expandable_segments:True", ("keep",)), ("max_split_size_mb:64", ())]
+)
+def test_random_scripts_replay_to_every_figure(dry_run, conf, more, tmp_path):
+    """On a device that is often full; addresses hang on the order in which streams give segments back."""
+    seed, trace = str(random.SystemRandom().randrange(1 << 30)), tmp_path / "run.memfit"
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
+    options = ("-o", str(trace), "--memory", "3GiB")
+    run = dry_run(JOB.read_text(), seed, "300", *more, options=options, env=environment)
+    assert run.answer["end"]["reason"] == "end", run.out
+    trace = read_trace(trace)
+    found = requests(trace)
+    counts = {ask: list(found.ask).count(ask) for ask in Ask}
+    assert counts[Ask.CAPTURE_BEGIN] == counts[Ask.CAPTURE_END] > 3, seed
+    assert len(found.pools) > 5
+    assert more or counts[Ask.RELEASE_POOL] > 3
+    taken = trace.device.context.bytes
+    again = replayed(found, AllocatorConfig.read(trace.settings), total=trace.device.total.bytes, taken=taken)
+    # Of two streams that go on at once, a hash table tells which block is merged first.
+    figures = {
+        name: figure
+        for name, figure in again.statistics.items()
+        if not name.startswith("inactive_split") or name.endswith("current")
+    }
+    assert {name: trace.statistics[name] for name in figures} == figures, seed
+    assert sorted(map(shape, again.segments)) == sorted(map(shape, trace.segments)), seed
+
+
+def shape(segment):
+    blocks = [(block.size, block.state) for block in segment.blocks]
+    return segment.size, segment.stream, segment.kind, segment.pool, blocks
+
+
+def test_a_private_pool_keeps_to_itself():
+    """The same requests share one segment in the default pool, and take two in different ones."""
+    size = 12 * MIB
+    apart = [*used(A, size, 0), *used(B, size, 1)]
+    again = replayed(requests(history(*apart)), AllocatorConfig(), total=GIB)
+    assert [(segment.size, segment.pool) for segment in again.segments] == [(size, (0, 0)), (size, GRAPH)]
+
+
+def test_what_empty_cache_gave_back_was_no_longer_used():
+    events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), back(B, 12 * MIB, 0), back(A, 12 * MIB, 1)]
+    trace = history(*events, marks=[(8, MarkKind.EMPTY_CACHE, 0)])
+    wanted = ["MALLOC 1", "FREE", "MALLOC", "FREE", "RELEASE_POOL 1", "EMPTY_CACHE"]
+    assert asks(trace) == wanted
+    unmarked = history(*events, statistics=NEVER_SHORT)
+    assert asks(unmarked) == wanted
+    again = replayed(requests(unmarked), AllocatorConfig(), total=GIB)
+    assert again.segments == ()
+
+
+def test_until_then_its_memory_stays():
+    events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), back(B, 12 * MIB, 0)]
+    (left,) = replayed(
+        requests(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
+    ).segments
+    assert left.pool == GRAPH
+
+
+def test_memory_of_private_pools_alone_was_a_mem_pools():
+    events = [*used(C, 12 * MIB, 0), *used(A, 12 * MIB, 2), back(A, 12 * MIB, 2)]
+    trace = history(*events, statistics=NEVER_SHORT)
+    assert asks(trace)[-2:] == ["RELEASE_POOL 2", "EMPTY_POOL 2"]
+    again = replayed(requests(trace), AllocatorConfig(), total=GIB)
+    assert [segment.pool for segment in again.segments] == [(0, 0)]  # the cache was not emptied
+    assert again.statistics["num_sync_all_streams"] == 1
+
+
+def test_a_mem_pools_end_that_is_marked_counts_though_nothing_was_given_back():
+    block = Event(Action.ALLOC, A, 12 * MIB, pool=2)
+    trace = history(
+        Event(Action.SEGMENT_ALLOC, A, 12 * MIB, pool=2), block, marks=[(2, MarkKind.MEM_POOL_GONE, 1)]
+    )
+    assert asks(trace) == ["MALLOC 2", "RELEASE_POOL 2", "EMPTY_POOL 2"]
+    unheard_of = history(*used(A, 12 * MIB, 0), marks=[(0, MarkKind.MEM_POOL_GONE, 77)])
+    assert requests(unheard_of).pools == (*POOLS, (0, 77))
+
+
+def test_a_malloc_that_is_short_gives_back_what_is_no_longer_used():
+    events = [*used(A, 40 * MIB, 1), back(A, 40 * MIB, 1), *used(B, 50 * MIB, 0)[:2]]
+    trace = history(*events)  # of a device of which at most 50 MiB were seen
+    assert asks(trace) == ["MALLOC 1", "FREE", "RELEASE_POOL 1", "MALLOC"]
+    again = replayed(requests(trace), AllocatorConfig(), total=60 * MIB)
+    assert again.statistics["num_alloc_retries"] == 1
+    assert again.fits
+
+
+def test_a_malloc_of_the_pool_itself_gives_back_an_oversize_block_of_its_own():
+    events = [*used(A, 100 * MIB, 1), back(A, 100 * MIB, 1), *used(B, 120 * MIB, 1)[:2]]
+    marks = [(4, MarkKind.EMPTY_CACHE, 0), (4, MarkKind.CAPTURE_BEGIN, 0)]  # what is last in force
+    trace = history(*events, marks=marks, settings={"conf": "max_split_size_mb:64"})
+    assert asks(trace) == ["MALLOC 1", "FREE", "EMPTY_CACHE", "CAPTURE_BEGIN", "MALLOC 1"]
+
+
+def test_while_a_graph_is_captured_nothing_is_given_back():
+    marks = [(4, MarkKind.CAPTURE_BEGIN, 0), (6, MarkKind.CAPTURE_END, 0)]
+    events = [*used(A, 40 * MIB, 0), *used(B, 50 * MIB, 1)[:2]]
+    free, captured = history(*events), history(*events, marks=marks)
+    assert asks(captured) == ["MALLOC", "FREE", "CAPTURE_BEGIN", "MALLOC 1", "CAPTURE_END"]
+    assert replayed(requests(free), AllocatorConfig(), total=60 * MIB).fits
+    failed = replayed(requests(captured), AllocatorConfig(), total=60 * MIB)
+    assert (failed.fits, failed.failed_event, failed.requested) == (False, 5, 50 * MIB)
+
+
+def test_what_was_freed_while_capturing_waits_until_after():
+    events = [
+        Event(Action.SEGMENT_ALLOC, A, 12 * MIB, pool=1),
+        Event(Action.ALLOC, A, 12 * MIB, pool=1),
+        Event(Action.FREE_REQUESTED, A, 12 * MIB, pool=1),
+        Event(Action.FREE_COMPLETED, A, 12 * MIB, pool=1),
+        Event(Action.ALLOC, A, 12 * MIB, pool=1),
+    ]
+    events[3:3] = used(B, 12 * MIB, 0)[:2]
+    trace = history(*events, marks=[(0, MarkKind.CAPTURE_BEGIN, 0), (5, MarkKind.CAPTURE_END, 0)])
+    found = requests(trace)
+    assert "GONE_ON" in asks(trace)
+    again = replayed(found, AllocatorConfig(), total=GIB)
+    assert [segment.size for segment in again.segments] == [12 * MIB, 12 * MIB]  # it was used again
+
+
+def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tells():
+    old = Block(A, 12 * MIB, 12 * MIB, "active_allocated")
+    trace = history(
+        *freed(B, 12 * MIB, pool=2, stream=3),
+        segments=[
+            segment(A, 12 * MIB, pool=GRAPH, blocks=[old]),
+            segment(B, 12 * MIB, pool=MEM_POOL, blocks=[replace(old, address=B, state="inactive")]),
+        ],
+    )
+    found = requests(trace)
+    assert list(zip(found.stream[:2], found.pool[:2], strict=True)) == [(0, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"segments": [segment(A, 12 * MIB, pool=GRAPH)]},
+        {"marks": [Mark(0, MarkKind.CAPTURE_BEGIN, 0)]},
+        {"marks": [Mark(0, MarkKind.MEM_POOL_GONE, 1)]},
+    ],
+)
+def test_where_the_pools_of_events_are_not_told_it_is_refused(fields):
+    with pytest.raises(FileFormatError, match=r"private pools.*PyTorch 2\.12 and later say so"):
+        requests(trace_of(used(A, 12 * MIB, 0), **fields))
+
+
+def test_no_caching_is_not_tried_where_graphs_are_captured():
+    """PyTorch's cudaMalloc then fails on purpose: ``allocate``, c10/cuda/CUDACachingAllocator.cpp."""
+    graphs, pools = history(*used(A, 12 * MIB, 1)), trace_of(used(A, 12 * MIB, 1), pools=((0, 0), MEM_POOL))
+    tried = {
+        name: {row.setting.caching for row in api.replay(trace, memory=GIB).outcomes}
+        for name, trace in (("graphs", graphs), ("pools", pools))
+    }
+    assert tried == {"graphs": {True}, "pools": {True, False}}
+    told = [note.text for note in api.replay(graphs, memory=GIB).notes]
+    assert any("graph was deleted is not told" in text for text in told)
+    assert any("captured is not told" in text for text in told)
+    assert not any("graph" in note.text for note in api.replay(pools, memory=GIB).notes)
