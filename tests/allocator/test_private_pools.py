@@ -145,6 +145,34 @@ def test_a_malloc_of_the_pool_itself_gives_back_an_oversize_block_of_its_own():
     assert asks(trace) == ["MALLOC 1", "FREE", "EMPTY_CACHE", "CAPTURE_BEGIN", "MALLOC 1"]
 
 
+def test_what_a_marked_call_waited_for_is_part_of_it():
+    waits = Event(Action.FREE_REQUESTED, B, 12 * MIB)
+    is_over = Event(Action.FREE_COMPLETED, B, 12 * MIB)
+    events = [*used(B, 12 * MIB, 0)[:2], waits, *used(A, 12 * MIB, 1), is_over, back(A, 12 * MIB, 1)]
+    assert asks(history(*events, marks=[(7, MarkKind.EMPTY_CACHE, 0)])) == [
+        *("MALLOC", "FREE_LATER", "MALLOC 1", "FREE", "RELEASE_POOL 1", "EMPTY_CACHE", "GONE_ON")
+    ]
+
+
+def test_what_is_given_back_next_to_each_other_is_told_apart_by_a_mark():
+    events = [*used(A, 12 * MIB, 2), *used(B, 12 * MIB, 0), back(A, 12 * MIB, 2), back(B, 12 * MIB, 0)]
+    trace = history(*events, statistics=NEVER_SHORT, marks=[(9, MarkKind.EMPTY_CACHE, 0)])
+    assert asks(trace)[-3:] == ["RELEASE_POOL 2", "EMPTY_POOL 2", "EMPTY_CACHE"]
+
+
+def test_after_a_marked_call_a_malloc_is_not_short_of_what_that_gave_back():
+    """Blocks whose streams went on meanwhile are free before the malloc, and not on its way."""
+    waits = Event(Action.FREE_REQUESTED, B, 12 * MIB)
+    is_over = Event(Action.FREE_COMPLETED, B, 12 * MIB)
+    events = [*used(B, 12 * MIB, 0)[:2], *used(A, 40 * MIB, 0), back(A, 40 * MIB, 0), is_over]
+    events[2:2] = [waits]
+    events += used(C, 60 * MIB, 0)[:2]
+    assert asks(history(*events, marks=[(7, MarkKind.EMPTY_CACHE, 0)])) == [
+        *("MALLOC", "FREE_LATER", "MALLOC", "FREE", "EMPTY_CACHE", "GONE_ON", "MALLOC")
+    ]
+    assert asks(history(*events))[-2:] == ["MALLOC", "GONE_ON"]
+
+
 def test_while_a_graph_is_captured_nothing_is_given_back():
     marks = [(4, MarkKind.CAPTURE_BEGIN, 0), (6, MarkKind.CAPTURE_END, 0)]
     events = [*used(A, 40 * MIB, 0), *used(B, 50 * MIB, 1)[:2]]
