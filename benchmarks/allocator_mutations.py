@@ -3,9 +3,9 @@
     python benchmarks/allocator_mutations.py [--operations 800] [--seed N] [--logs DIR] [--json FILE]
 
 PyTorch's real allocator answers random operations once, in every situation of allocator_differential.py;
-each changed allocator then has to give the same answers (``differs``), and does random operations of its
-own under the referee (``referee``; not the compiled one). Exits with 1 if one is caught by neither, but for
-those that mutants.toml explains, or if one that it explains is caught.
+each changed allocator then has to give the same answers (``differs``). It also does random operations under
+the referee (``referee``), or, if it is compiled, the same as ``caching.py`` (``twin``). Exits with 1 if one
+is caught by neither, but for those that mutants.toml explains, or if one that it explains is caught.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import multiprocessing
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from compiled import replay_compiled
 from model import Log, Model
 from mutants import Mutant, mutants, mutated, mutated_c
+from twins import TWIN_CONFS, compare
 from watched import CONFS, run
 
 from memfit.report.progress import progress_line
@@ -53,22 +54,32 @@ def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
 
 def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
     """Return how often a mutant was caught, at most ``enough`` times each way, and how the first time."""
-    found: dict[str, Any] = {"what": mutant.what, "differs": 0, "referee": 0, "first": ""}
     if mutant.compiled:
         with mutated_c(mutant):
-            failures = [_failure(partial(apart, partial(replay_compiled, log))) for log in logs]
-        failures = [failure for failure in failures if failure]
-        return found | {"differs": min(len(failures), enough), "first": failures[0] if failures else ""}
+            ways: dict[str, Iterator[Callable[[], object]]] = {
+                "differs": (partial(apart, partial(replay_compiled, log)) for log in logs),
+                "twin": (
+                    partial(apart, partial(compare, conf, seed))
+                    for seed in range(RUNS)
+                    for conf in TWIN_CONFS
+                ),
+            }
+            return counted(mutant, ways, enough)
     with mutated(mutant) as caching:
         ways = {
             "differs": (partial(log.replay, Model(log.situation, caching)) for log in logs),
             "referee": (partial(run, conf, seed, STEPS, caching) for seed in range(RUNS) for conf in CONFS),
         }
-        for way, attempts in ways.items():
-            failures = islice(filter(None, map(_failure, attempts)), enough)
-            for failure in failures:
-                found[way] += 1
-                found["first"] = found["first"] or failure
+        return counted(mutant, ways, enough)
+
+
+def counted(mutant: Mutant, ways: dict[str, Iterator[Callable[[], object]]], enough: int) -> dict[str, Any]:
+    """Return how many attempts of each way fail, at most ``enough``, and how the first does."""
+    found: dict[str, Any] = {"what": mutant.what, "differs": 0, "referee": 0, "twin": 0, "first": ""}
+    for way, attempts in ways.items():
+        for failure in islice(filter(None, map(_failure, attempts)), enough):
+            found[way] += 1
+            found["first"] = found["first"] or failure
     return found
 
 
@@ -124,7 +135,7 @@ def main() -> int:
             show(f"{len(rows)} of {len(listed)} mutants")
     for row in rows:
         row["equal"] = equal.get(row["what"], "")
-        row["as it should"] = bool(row["differs"] or row["referee"]) != bool(row["equal"])
+        row["as it should"] = bool(row["differs"] or row["referee"] or row["twin"]) != bool(row["equal"])
     print(markdown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
@@ -133,11 +144,12 @@ def main() -> int:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the result as a table."""
-    lines = ["| rule changed | differs | referee | first |", "|---|--:|--:|---|"]
+    lines = ["| rule changed | differs | referee | twin | first |", "|---|--:|--:|--:|---|"]
     for row in rows:
         first = row["first"] or (f"cannot be told: {row['equal']}" if row["equal"] else "**not caught**")
-        lines.append(f"| {row['what']} | {row['differs']} | {row['referee']} | {first.replace('|', '/')} |")
-    by_one = sum(bool(row["differs"] or row["referee"]) for row in rows)
+        cells = (row["what"], row["differs"], row["referee"], row["twin"], first.replace("|", "/"))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    by_one = sum(bool(row["differs"] or row["referee"] or row["twin"]) for row in rows)
     lines += ["", f"{by_one} of {len(rows)} caught; 3 means 3 or more situations."]
     return "\n".join(lines)
 

@@ -75,6 +75,63 @@ def test_where_it_would_fail_is_named(trace):
     assert row["failure"]["requested"] > row["failure"]["free"]
 
 
+def test_a_run_that_ran_out_of_memory_does_so_again_where_nothing_changed(tmp_path):
+    path = tmp_path / "run.memfit"
+    first = dry_run(tmp_path, "-o", path, "--memory", "900MiB")
+    assert first["verdict"] == "out of memory"
+    done = memfit("replay", path, "--fail")
+    assert done.returncode == 1
+    assert "default: out of memory in step 1" in done.stdout
+    (row,) = settings(memfit("replay", path, "--json", "-")).values()
+    assert row["failure"]["free"] == first["out_of_memory"]["free"]
+    larger = memfit("replay", path, "--fail", "--memory", "8GiB")
+    assert larger.returncode == 0
+    assert "what it would have asked for after that is not known" in larger.stdout
+
+
+SETS = """
+import torch
+torch.cuda.set_per_process_memory_fraction(0.25)
+torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
+"""
+
+
+def test_what_the_script_sets_itself_holds_in_every_row(tmp_path):
+    (tmp_path / "sets.py").write_text(SETS)
+    path = tmp_path / "run.memfit"
+    memfit("dry-run", "--memory", "1GiB", "-o", path, tmp_path / "sets.py")
+    done = memfit("replay", path, "--alloc-conf", CONF, "--memory", "600MiB", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    (note,) = [note for note in said["notes"] if "The script itself sets" in note]
+    assert "per_process_memory_fraction:0.25" in note
+    assert "max_split_size_mb:64" in note
+    assert "expandable" not in note
+    assert [row["setting"] for row in said["settings"]] == ["", CONF]
+    assert not any(row["fits"] for row in said["settings"])  # of 600 MiB it may have 150
+    assert settings(memfit("replay", path, "--memory", "1GiB", "--json", "-"))[""]["fits"]
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        CONF,
+        "max_split_size_mb:128,garbage_collection_threshold:0.6",
+        "roundup_power2_divisions:4",
+        "roundup_power2_divisions:[1:2,8:4,64:8,>:2]",
+        "per_process_memory_fraction:0.9,large_segment_size_mb:48",
+        "expandable_segments:False",
+    ],
+)
+def test_what_the_environment_sets_is_not_the_scripts(tmp_path, conf):
+    (tmp_path / "small.py").write_text('import torch\nx = torch.empty(3 << 20, device="cuda")\n')
+    memfit("dry-run", "-o", tmp_path / "run.memfit", tmp_path / "small.py", PYTORCH_ALLOC_CONF=conf)
+    said = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
+    assert [row["setting"] for row in said["settings"]] == [conf]
+    assert not [note for note in said["notes"] if "The script itself" in note]
+
+
 @pytest.mark.parametrize(
     ("conf", "words"),
     [
@@ -85,6 +142,7 @@ def test_where_it_would_fail_is_named(trace):
         ("garbage_collection_threshold:1", "less than 1"),
         ("roundup_power2_divisions:3", "not a power of two"),
         ("max_split_size_mb", "cannot be read"),
+        ("backend:cudaMallocAsync", "memfit has no model of it"),
     ],
 )
 def test_a_bad_setting_is_refused_in_words(trace, conf, words):

@@ -253,18 +253,19 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)
 
 
-def read(path: Path) -> Trace:
+def read(path: str | Path) -> Trace:
     """Read a trace (``.memfit``) or a memory snapshot that PyTorch wrote (a pickle).
 
     Raises:
         FileFormatError: the file is neither, is damaged, or holds more than plain data.
     """
+    path = Path(path)
     return read_trace(path) if is_trace(path) else read_snapshot(path)
 
 
 def replay(
     trace: Trace,
-    confs: Sequence[str] | None = None,
+    confs: Sequence[str] | str | None = None,
     *,
     gpu: str | None = None,
     memory: int | None = None,
@@ -276,8 +277,8 @@ def replay(
 
     Args:
         trace: what ``read`` returned.
-        confs: values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying, no caching at all,
-            and ``empty_cache`` after each step.
+        confs: one or several values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying, no
+            caching at all, and ``empty_cache`` after each step.
         gpu: name of a device in the table; by default the one that the trace was made for.
         memory: bytes of device memory instead of that device's.
         in_use: bytes of it that other processes hold; by default as when the trace was made.

@@ -254,7 +254,8 @@ def _replay(  # noqa: PLR0913 - what two commands share
 ) -> int:
     from memfit import api
     from memfit.report.progress import progress_line
-    from memfit.report.replay import print_comparison, to_json
+    from memfit.report.replay import print_comparison
+    from memfit.report.replayed import to_json
     from memfit.units import parse_bytes
 
     trace = api.read(path)

@@ -57,7 +57,7 @@ static int serve_some(struct allocator *a, int64_t *served)
         allocator_outcome(a, figures);
         *served += figures[0];
         begin += figures[0];
-        if (status == HOST_HAS_NO_MEMORY)
+        if (status == HOST_HAS_NO_MEMORY || status == BEYOND_64_BITS)
             break;
     }
     return status;

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from watched import CONFS, random_size
+from twins import POOLS, TWIN_CONFS, both, compare, random_requests
 
 from memfit.allocator import native
 from memfit.allocator.config import AllocatorConfig
@@ -20,94 +20,18 @@ from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler
 
 CHECK = Path(__file__).with_name("serve.c")
 GIB = 1 << 30
-STREAMS = ([0], [0, 7], [0, -5, 1 << 50])
-POOLS = ((0, 0), (0, 1), (0, 2))
-SELDOM = [ask for ask in Ask if ask not in (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.USE, Ask.CAPTURE_END)]
-SELDOM += 4 * [Ask.GONE_ON]
-MANY = (30, 200)  # blocks that live at a time
 
 
-class Script:
-    """Asks for whatever a script may ask for."""
-
-    def __init__(self, dice):
-        self.asked = Requests(pools=POOLS)
-        self._dice = dice
-        self._streams, self._many = dice.choice(STREAMS), dice.choice(MANY)
-        self._live, self._later = [], []
-        self._capturing, self._pool = False, 0
-
-    def go_on(self, event):
-        dice, few = self._dice, len(self._live) < self._many
-        kinds = {"malloc": 65 if few else 35, "free": 35 if few else 65, "use": 2, "seldom": 4}
-        (kind,) = dice.choices(tuple(kinds), kinds.values())
-        if kind == "malloc" or not self._live:
-            size, stream = random_size(dice), dice.choice(self._streams)
-            self.asked.add(Ask.MALLOC, event, event, size, stream, self._pool)
-            self._live.append(event)
-        elif kind == "use":
-            self.asked.add(Ask.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
-        elif kind == "free":
-            self._free(event, self._live.pop(dice.randrange(len(self._live))))
-        else:
-            self._seldom(event)
-
-    def _free(self, event, block):
-        later = self._dice.random() < 0.1
-        self.asked.add(Ask.FREE_LATER if later else Ask.FREE, event, block)
-        self._later += [block] if later else []
-
-    def _seldom(self, event):
-        dice, asked = self._dice, self.asked
-        ask = dice.choice(SELDOM)
-        if ask is Ask.GONE_ON and self._later:
-            asked.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
-        elif ask is Ask.CAPTURE_BEGIN:
-            asked.add(Ask.CAPTURE_END if self._capturing else Ask.CAPTURE_BEGIN, event)
-            self._capturing = not self._capturing
-        elif ask is Ask.FAILED:
-            asked.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
-        elif ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL):
-            asked.add(ask, event, pool=self._pool)
-            self._pool = dice.randrange(3)
-        else:
-            asked.add(ask, event)
-
-
-def random_requests(dice, count):
-    """Return what a script may ask for."""
-    script = Script(dice)
-    for event in range(count):
-        script.go_on(event)
-    return script.asked
-
-
-def both(asked, config, **options):
-    """Replay requests by the compiled allocator and in Python."""
-    assert native.load() is not None
-    compiled = replay(asked, config, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda: None)
-        return compiled, replay(asked, config, **options)
-
-
-@pytest.mark.parametrize("conf", [*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20"])
+@pytest.mark.parametrize("conf", TWIN_CONFS)
 @pytest.mark.parametrize("seed", range(6))
 def test_replays_are_equal(conf, seed):
-    dice = random.Random(f"{conf} {seed}")  # noqa: S311
-    options = {
-        "total": dice.choice((1, 3, 8, 80)) * GIB,
-        "taken": dice.choice((0, 300 << 20)),
-        "version": dice.choice(((2, 8), (2, 14))),
-        "empty_cache_each_step": dice.random() < 0.3,
-    }
-    compiled, interpreted = both(random_requests(dice, 1200), AllocatorConfig.of(conf), **options)
-    assert compiled == interpreted
+    assert native.load() is not None
+    compare(conf, seed)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    conf=st.sampled_from(CONFS),
+    conf=st.sampled_from(TWIN_CONFS),
     rows=st.lists(
         st.tuples(
             st.sampled_from(Ask),
@@ -177,6 +101,21 @@ def test_numbers_beyond_64_bits_are_served_in_python():
     assert replay(asked, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
 
 
+def test_addresses_beyond_64_bits_are_served_in_python():
+    asked = Requests()
+    for number in range(20):  # a reservation of 9/8 of the device for each stream
+        asked.add(Ask.MALLOC, 0, number, 512, stream=number)
+    config = AllocatorConfig(expandable_segments=True)
+    with (
+        native.opened(config, blocks=20, pools=POOLS, total=1 << 60, taken=0, version=(2, 14)) as allocator,
+        pytest.raises(OverflowError),
+    ):
+        allocator.serve(asked)
+    compiled, interpreted = both(asked, config, total=1 << 60)
+    assert compiled == interpreted
+    assert len(compiled.segments) == 20
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """Give an empty cache folder; what was loaded before is forgotten."""
@@ -186,11 +125,12 @@ def elsewhere(tmp_path, monkeypatch):
     native.load.cache_clear()
 
 
-def test_without_a_compiler_it_is_done_in_python(elsewhere, monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler")
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "cc '", "false"])
+def test_without_a_compiler_it_is_done_in_python(elsewhere, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
     assert native.load() is None
     assert replay(random_requests(random.Random(0), 100), AllocatorConfig(), total=80 * GIB).fits  # noqa: S311
-    assert not list(elsewhere.glob("*"))
+    assert not list(elsewhere.glob("**/*"))
 
 
 def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):

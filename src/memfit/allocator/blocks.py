@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memfit.allocator.expandable import ExpandableSegment
 
-ADDRESS_BITS = 48
+ADDRESS_BITS = 80  # more than a process has: reservations of a device without end lie beyond 64
 ADDRESS = (1 << ADDRESS_BITS) - 1
 _NUMBER_BITS = 32
 SIZE_SHIFT = _NUMBER_BITS + ADDRESS_BITS

@@ -189,6 +189,7 @@ class CachingAllocator(Segments):
             )
         else:
             pool.use_count += 1
+            self._freeable.pop(pool_id, None)
         self._diverted.append(pool_id)
 
     def end_allocate_to_pool(self, pool_id: PoolId) -> None:

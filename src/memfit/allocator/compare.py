@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.config import SINCE, AllocatorConfig
 from memfit.allocator.device import GRANULE, Calls
 from memfit.allocator.replay import Replay, replay
 from memfit.allocator.requests import Requests
+from memfit.errors import UsageError
 
 MOST_REPLAYS = 2000
 """For one smallest capacity."""
@@ -48,6 +49,8 @@ class Setting:
     """``PYTORCH_ALLOC_CONF``."""
     caching: bool = True
     empty_cache_each_step: bool = False
+    script: str = field(default="", compare=False)
+    """Settings that the script makes itself, whatever the environment says; in the same form."""
 
     @property
     def name(self) -> str:
@@ -62,7 +65,9 @@ class Setting:
         Raises:
             UsageError: it is not what PyTorch takes.
         """
-        config = AllocatorConfig.of(self.conf)
+        config = AllocatorConfig.of(",".join(filter(None, (self.conf, self.script))))
+        if not config.has_segments:
+            raise UsageError(f"backend:{config.backend} is CUDA's own allocator: memfit has no model of it.")
         return config if self.caching else AllocatorConfig(caching=False)
 
 
@@ -150,9 +155,10 @@ def sensible(version: tuple[int, int]) -> tuple[Setting, ...]:
     """Return the settings that are worth trying, in the order in which people know them."""
     confs = ["", "expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512"]
     confs += ["roundup_power2_divisions:8"]
-    if version >= (2, 11):
+    if version >= SINCE["large_segment_size_mb"]:
         confs += ["large_segment_size_mb:12", "large_segment_size_mb:64"]
-    confs += ["garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"]
+    if version >= SINCE["per_process_memory_fraction"]:  # without a fraction no garbage is collected
+        confs += ["garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"]
     settings = [Setting(conf) for conf in confs]
     return (*settings, Setting(empty_cache_each_step=True), Setting(caching=False))
 
@@ -169,7 +175,8 @@ def recommended(outcomes: Iterable[Outcome], current: Outcome) -> Outcome | None
         row
         for row in outcomes
         if row.replay.fits
-        and row.setting.conf
+        and row.setting.caching
+        and not row.setting.empty_cache_each_step
         and (enough is None or row.replay.peak_reserved < enough)
         and (row.seconds_per_step or 0.0) <= allowed
     ]

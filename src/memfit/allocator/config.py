@@ -24,6 +24,12 @@ OF_THE_DEVICE = frozenset(
     }
 )
 """Settings that device memory depends on."""
+SINCE = {
+    "per_process_memory_fraction": (2, 10),
+    "large_segment_size_mb": (2, 11),
+    "throw_on_cudamalloc_oom": (2, 12),
+}
+"""The first version of PyTorch that has a setting, if not 2.8. Source: the names in libc10_cuda.so."""
 OTHERS = frozenset(
     {
         "graph_capture_record_stream_reuse",
@@ -136,6 +142,41 @@ class AllocatorConfig:
         _check_least(values, "max_split_size_mb", large)
         _check_least(values, "max_non_split_rounding_mb", large)
         return config
+
+
+def check_version(conf: str, version: tuple[int, int]) -> None:
+    """Refuse settings that a version of PyTorch does not have.
+
+    Raises:
+        UsageError: there is one; the message names it.
+    """
+    for name in parse(conf):
+        if version < SINCE.get(name, (0, 0)):
+            first, of = (".".join(map(str, numbers)) for numbers in (SINCE[name], version))
+            raise UsageError(f"{name} is a setting of PyTorch {first} and later; the trace is of {of}.")
+
+
+def of_the_script(settings: Mapping[str, str]) -> str:
+    """Return what ``Trace.settings`` has beyond the environment's: a script may change settings.
+
+    >>> of_the_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
+    ''
+    >>> of_the_script({"conf": "", "per_process_memory_fraction": "0.5"})
+    'per_process_memory_fraction:0.5'
+    """
+    conf = of_the_environment(settings)
+    by_conf = AllocatorConfig.read({"conf": conf})
+    in_force = {**parse(settings.get("conf", "")), **settings}
+    return ",".join(
+        f"{name}:{value}"
+        for name, value in in_force.items()
+        if name in OF_THE_DEVICE and AllocatorConfig.read({"conf": conf, name: value}) != by_conf
+    )
+
+
+def of_the_environment(settings: Mapping[str, str]) -> str:
+    """Return ``PYTORCH_ALLOC_CONF``; a snapshot knows only the last string that PyTorch was given."""
+    return settings.get("environment", settings.get("conf", ""))
 
 
 def parse(conf: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ _NEVER = 1 << 62
 _MOST = 1 << 60
 """Bytes of a device: so that adding sizes to them stays within 64 bits."""
 _SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that it is given
-_OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY = 1, 2, 3
+_OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
 _NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
 _CALLS = len(fields(Calls))
@@ -54,7 +54,7 @@ def load() -> ctypes.CDLL | None:
     path = cache_folder("allocator") / f"{digest.hexdigest()[:16]}.so"
     try:
         if path.exists():
-            with suppress(OSError):  # whoever tidies caches left half of it
+            with suppress(OSError, AttributeError):  # whoever tidies caches left half of it
                 return opened_library(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -125,11 +125,14 @@ class NativeAllocator:
         Raises:
             UsageError: a request cannot be: of a block that is not there, or of a size that is none.
             MemoryError: this machine has no memory left.
+            OverflowError: addresses do not fit 64 bits: there are many reservations of a huge device.
         """
         columns = (getattr(asked, name).buffer_info()[0] for name in _SERVED)
         status: int = self._library.allocator_serve(self._handle, len(asked.ask), *columns)
         if status == _NO_HOST_MEMORY:
             raise MemoryError
+        if status == _BEYOND_64_BITS:
+            raise OverflowError
         if status == _IMPOSSIBLE:
             raise UsageError(f"Request {self.outcome().position} of {len(asked.ask)} cannot be served.")
         return status != _OUT_OF_MEMORY

@@ -7,6 +7,7 @@ does not hang on where it lies. So a replay is exact under any settings, as far 
 asked; it ends where a malloc fails, for what a script does then nobody knows.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ def replay(
             empty_cache_each_step=empty_cache_each_step,
         ) as compiled:
             if compiled is not None:
-                return _compiled(compiled, asked)
+                with suppress(OverflowError):  # Python's numbers have no end
+                    return _compiled(compiled, asked)
     memory = DeviceMemory(total, used=taken)
     allocator: Allocator = (
         CachingAllocator(memory, config, version) if config.caching else UncachedAllocator(memory)

@@ -6,7 +6,7 @@
     free_requested 0x7000, ... free_completed    free later; the stream that still used it has gone on
     segment_free, not within a malloc            empty_cache
     segment_free of a private pool               that pool's graphs or MemPool are gone
-    oom                                          a malloc that failed
+    oom                                          a malloc that failed, or, if that ended the script, a malloc
 
 Everything else is the allocator's own doing, and is done anew in a replay.
 """
@@ -42,7 +42,7 @@ class Ask(IntEnum):
     """That stream has gone on."""
     EMPTY_CACHE = 4
     FAILED = 5
-    """A malloc that failed when the history was made."""
+    """A malloc that failed when the history was made, and that the script went on without."""
     STEP = 6
     """A training step has ended."""
     USE = 7
@@ -203,6 +203,7 @@ class _Reader:
         self._streams = trace.events.stream.tolist()
         self._pools = _pools_of(trace)
         self._shorts = short
+        self._fatal = _fatal(trace)
         self._found = found
         self._live = live
         self._waiting = waiting
@@ -235,7 +236,9 @@ class _Reader:
         found, size, stream, pool = self._found, self._sizes[event], self._streams[event], self._pools[event]
         if not self._short:
             found.add_all(Ask.GONE_ON, event, self._gone)
-        if failed:
+        if event == self._fatal:
+            found.add(Ask.MALLOC, event, self._count, size, stream, pool)
+        elif failed:
             found.add(Ask.FAILED, event, size=size, stream=stream, pool=pool)
         else:
             self._live[self._addresses[event]] = self._count
@@ -259,6 +262,19 @@ def _pools(trace: Trace) -> tuple[tuple[int, int], ...]:
     """Return the pools of a trace, and those that it tells nothing of but their end."""
     gone = [(0, mark.index) for mark in trace.marks if mark.kind is MarkKind.MEM_POOL_GONE]
     return tuple(dict.fromkeys([*(trace.pools or (DEFAULT_POOL,)), *gone]))
+
+
+def _fatal(trace: Trace) -> int:
+    """Return the event of the malloc whose failure ended the script; -1 if none did.
+
+    A snapshot does not say how its script ended: by that, if nothing was allocated any more.
+    """
+    asked = np.flatnonzero(np.isin(trace.events.action, (_ALLOC, _OOM)))
+    failed = asked[trace.events.action[asked] == _OOM]
+    if not len(failed):
+        return -1
+    ended = trace.end.reason == "out of memory" or (not trace.command and failed[-1] == asked[-1])
+    return int(failed[-1]) if ended else -1
 
 
 def _between(

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -248,7 +249,7 @@ class Recorder:
         }
         if self._history:
             snapshot = torch.cuda.memory._snapshot()
-            in_force = settings(snapshot)
+            in_force = settings(snapshot) | _environment() | _fraction()
         else:
             snapshot = {"device_traces": [self._logged()], "segments": []}
             in_force = {
@@ -302,6 +303,28 @@ class Recorder:
             for event in self._ghost.allocation_log()
             for action in _HISTORY_NAMES[event.action]
         ]
+
+
+def _environment() -> dict[str, str]:
+    """Return the settings that PyTorch began with: it knows only the last it was given."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return {"environment": next((os.environ[name] for name in names if name in os.environ), "")}
+
+
+def _fraction() -> dict[str, str]:
+    """Return the share of the GPU that may be reserved, as a setting; nothing if that is all of it.
+
+    PyTorch keeps it as whole bytes: the script's own number is the shortest within one of them.
+    """
+    fraction, total = (
+        torch.cuda.get_per_process_memory_fraction(0),
+        torch.cuda.get_device_properties(0).total_memory,
+    )
+    if fraction == 1:
+        return {}
+    shorter = (round(fraction, digits) for digits in range(1, 16))
+    said = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
+    return {"per_process_memory_fraction": format(Decimal(repr(said)), "f")}
 
 
 def _positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:

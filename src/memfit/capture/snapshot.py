@@ -307,6 +307,7 @@ def _allocator_settings(in_force: Mapping[str, str]) -> dict[str, Any]:
     """Turn settings into PyTorch's own record of them, which ``settings`` reads back."""
     left = dict(in_force)
     conf = left.pop("conf", "")
+    left.pop("environment", None)
     result: dict[str, Any] = {}
     if "expandable_segments" in left:
         result["expandable_segments"] = left.pop("expandable_segments") == "True"

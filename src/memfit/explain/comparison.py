@@ -13,11 +13,13 @@ from memfit.allocator.compare import (
     sensible,
     smallest_capacity,
 )
-from memfit.allocator.requests import Requests, requests
+from memfit.allocator.config import check_version, of_the_environment, of_the_script
+from memfit.allocator.requests import Ask, Requests, requests
 from memfit.devices import Device
 from memfit.errors import UsageError
 from memfit.explain.place import place_at
 from memfit.records import MarkKind, Note, Place, Provenance, Trace
+from memfit.units import format_bytes
 
 _NEWEST = (2, 14)
 """Version of PyTorch that a snapshot, which names none, is taken to be of."""
@@ -38,12 +40,14 @@ class Comparison:
     """Bytes of the device."""
     taken: int
     """Bytes of it that the context and other processes hold."""
+    rates: Rates
+    """By which seconds are reckoned."""
     notes: tuple[Note, ...]
 
 
 def compare(
     trace: Trace,
-    confs: Iterable[str] | None,
+    confs: Iterable[str] | str | None,
     *,
     device: Device | None = None,
     memory: int | None = None,
@@ -71,7 +75,7 @@ def compare(
         FileFormatError: the trace does not tell what was asked for.
     """
     asked = requests(trace)
-    version = _version(trace)
+    version, rates = _version(trace), Rates()
     total, context = (
         (device.total_bytes, device.context_bytes)
         if device is not None
@@ -84,21 +88,26 @@ def compare(
             "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
         )
     others = trace.device.in_use if in_use is None else in_use
+    for name, value in (("memory", total), ("in_use", others)):
+        if not isinstance(value, int) or value < 0:
+            raise UsageError(f"{name}={value!r} must be a whole number of bytes, 0 or more.")
     taken = context + others
     if taken >= total:
         raise UsageError(
-            f"Nothing is left to replay in: {total} bytes of memory, of which the CUDA context takes "
-            f"{context} and others {others}."
+            f"Nothing is left to replay in: {format_bytes(total)} of memory, of which the CUDA context takes "
+            f"{format_bytes(context)} and others {format_bytes(others)}."
         )
-    own = Setting(trace.settings.get("conf", ""))
-    if confs is None:  # without its cache PyTorch fails to capture graphs
-        tried = [setting for setting in sensible(version) if setting.caching or not asked.captures]
-    else:
-        tried = list(map(Setting, confs))
+    script = of_the_script(trace.settings)
+    own = Setting(of_the_environment(trace.settings))
+    if isinstance(confs, str):
+        confs = (confs,)
+    for conf in confs or ():
+        check_version(conf, version)
+    tried = [*map(Setting, confs)] if confs is not None else _worth_trying(asked, version)
     outcomes = []
-    for setting in dict.fromkeys((own, *tried)):
+    for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
         on_progress(setting.name or "default")
-        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=Rates())
+        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=rates)
         if smallest:
             size = smallest_capacity(asked, setting, taken=taken, version=version)
             row = replace(row, smallest=size)
@@ -114,8 +123,24 @@ def compare(
         },
         total=total,
         taken=taken,
-        notes=tuple(_notes(trace, asked, context)),
+        rates=rates,
+        notes=(
+            *_notes(trace, asked, context, script),
+            *(() if asked.reserved_before else _disagreement(trace, outcomes[0], total=total, taken=taken)),
+        ),
     )
+
+
+def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
+    """Return the sensible settings, but for what means nothing: emptying the cache after steps that are not
+    known, and going without it where PyTorch then fails, as it captures graphs.
+    """
+    steps = Ask.STEP in asked.ask
+    return [
+        setting
+        for setting in sensible(version)
+        if (steps or not setting.empty_cache_each_step) and (setting.caching or not asked.captures)
+    ]
 
 
 def _version(trace: Trace) -> tuple[int, int]:
@@ -124,7 +149,33 @@ def _version(trace: Trace) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else _NEWEST
 
 
-def _notes(trace: Trace, asked: Requests, context: int) -> Iterator[Note]:
+def _disagreement(trace: Trace, own: Outcome, *, total: int, taken: int) -> Iterator[Note]:
+    """Say so where the trace's own settings on its own device do not end as PyTorch did."""
+    device = trace.device
+    same = (total, taken) == (device.total.bytes, device.context.bytes + device.in_use)
+    if not same or not own.replay.fits or not trace.statistics:
+        return
+    names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
+    theirs = [trace.statistics.get(name, 0) for name in names]
+    ours = [own.replay.statistics[name] for name in names]
+    if theirs != ours:
+        yield Note(
+            Provenance.ASSUMED,
+            f"Under the trace's own settings the replay ends with {ours[0]:,} bytes allocated and {ours[1]:,}"
+            f" reserved, PyTorch with {theirs[0]:,} and {theirs[1]:,}: the script did what is not modelled, "
+            "and the figures are as far off. docs/allocator.md lists what is known.",
+        )
+
+
+def _notes(trace: Trace, asked: Requests, context: int, script: str) -> Iterator[Note]:
+    if not trace.versions.get("torch"):
+        version = ".".join(map(str, _NEWEST))
+        yield Note(
+            Provenance.ASSUMED,
+            f"A snapshot does not say which PyTorch wrote it: it is taken to be {version}.",
+        )
+    if script:
+        yield Note(Provenance.EXACT, f"The script itself sets {script}: so does every row.")
     if not context:
         yield Note(
             Provenance.ASSUMED,

@@ -40,8 +40,12 @@ def find_compiler() -> tuple[str, ...]:
         UnsuitableEnvironmentError: there is none.
 
     """
-    chosen = os.environ.get("CC")
-    for name, *options in (shlex.split(chosen),) if chosen else ((name,) for name in COMPILERS):
+    chosen = os.environ.get("CC", "").strip()
+    try:
+        commands = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
+    except ValueError as error:  # a quotation without end
+        raise UnsuitableEnvironmentError(f"CC={chosen} is no command: {error}.") from None
+    for name, *options in commands:
         path = shutil.which(name)
         if path:
             return path, *options

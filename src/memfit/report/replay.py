@@ -1,8 +1,6 @@
-"""Replays under several settings, on a terminal and as JSON."""
+"""Replays under several settings, on a terminal."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -48,42 +46,6 @@ def print_comparison(result: Comparison, console: Console) -> None:
     )
 
 
-def to_json(result: Comparison) -> bytes:
-    """Return a comparison as JSON."""
-    rows = [
-        {
-            "setting": row.setting.name,
-            "current": row is result.current,
-            "fits": row.replay.fits,
-            "peak_allocated": row.replay.peak_allocated,
-            "peak_reserved": row.replay.peak_reserved,
-            "smallest_capacity": row.smallest,
-            "calls": asdict(row.replay.calls),
-            "calls_per_step": asdict(row.replay.calls_per_step) if row.replay.calls_per_step else None,
-            "seconds_per_step": row.seconds_per_step,
-            "failure": None
-            if row.replay.fits
-            else {
-                "event": row.replay.failed_event,
-                "requested": row.replay.requested,
-                "free": row.replay.free,
-                "where": asdict(result.places[row.setting.name]),
-            },
-        }
-        for row in result.outcomes
-    ]
-    answer = {
-        "provenance": "simulated",
-        "seconds": "assumed",
-        "total": result.total,
-        "taken": result.taken,
-        "settings": rows,
-        "recommended": result.recommended.setting.name if result.recommended else None,
-        "notes": [note.text for note in result.notes],
-    }
-    return json.dumps(answer, indent=1).encode()
-
-
 def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | str]:
     name = Text(inert(row.setting.name).replace(",", ",\n") or "default")
     details = [*["as recorded"] * (row is result.current), *_calls(row)]
@@ -113,9 +75,11 @@ def _failure(row: Outcome, place: Place) -> str:
     step = f"step {place.step} · " if place.step else ""
     parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
     where = " · ".join(inert(part) for part in parts if part)
+    fraction = row.setting.config().per_process_memory_fraction
+    limit = "" if fraction is None else f", and the limit of {fraction:g} of the GPU's memory"
     return (
         f"{inert(row.setting.name) or 'default'}: out of memory in {where}: asked for "
-        f"{format_bytes(row.replay.requested)} with {format_bytes(row.replay.free)} free"
+        f"{format_bytes(row.replay.requested)} with {format_bytes(row.replay.free)} free{limit}"
     )
 
 
@@ -128,8 +92,8 @@ def _advice(result: Comparison) -> Text:
         )
     if best is None:
         return Text("None of these reserves less than the trace's own settings without costing time.")
-    text = Text("Worth setting: ", style="bold")
-    text.append(f"PYTORCH_ALLOC_CONF={inert(best.setting.conf)}", style="bold green")
+    text = Text("Worth setting: " if best.setting.conf else "Worth unsetting: ", style="bold")
+    text.append(f"PYTORCH_ALLOC_CONF={inert(best.setting.conf or current.setting.conf)}", style="bold green")
     if not current.replay.fits:
         return text.append("  then it fits" + _at_a_cost(best), style="not bold")
     less = current.replay.peak_reserved - best.replay.peak_reserved
@@ -140,6 +104,8 @@ def _advice(result: Comparison) -> Text:
 
 
 def _at_a_cost(best: Outcome) -> str:
+    if best.seconds_per_step is None:
+        return "; what it costs in a step is not known: fewer than two ended"
     if not best.seconds_per_step:
         return ", no slower in a steady step"
     return f"; costs {1000 * best.seconds_per_step:.1f} ms a step (assumed)"

@@ -157,7 +157,7 @@ def to_public(result: DryRun) -> Result:
             for term in result.terms
         ),
         growth=Growth(*astuple(result.growth)),
-        notes=tuple(_remark(note) for note in result.notes),
+        notes=tuple(remark(note) for note in result.notes),
         end=End(result.end.reason, result.end.exit_code, result.end.exception, result.end.where),
         command=result.command,
         versions=dict(result.versions),
@@ -174,5 +174,6 @@ def _where(place: Place) -> tuple[int, str, str, str, str]:
     return place.step, place.phase, place.module, place.op, place.line
 
 
-def _remark(note: Note) -> Remark:
+def remark(note: Note) -> Remark:
+    """Return a note as it is public."""
     return Remark(note.provenance, note.text, note.where)

@@ -155,7 +155,7 @@ struct allocator {
 
     struct block *unused; /* by next */
     struct vector pages;  /* struct block *: where blocks live */
-    jmp_buf no_memory;    /* where to go when the host has none left */
+    jmp_buf give_up;      /* where to go when the host has no memory left, or addresses end */
 
     struct block **held; /* by number */
     size_t held_count;
@@ -186,9 +186,9 @@ void head_remove(struct allocator *a, struct block *block);
 
 /* device.c */
 void device_init(struct device *device, int64_t total, int64_t taken);
-int64_t device_malloc(struct device *device, int64_t size);
+int64_t device_malloc(struct allocator *a, int64_t size);
 void device_free(struct allocator *a, int64_t address, int64_t size);
-int64_t device_reserve(struct device *device, int64_t size);
+int64_t device_reserve(struct allocator *a, int64_t size);
 void device_unreserve(struct allocator *a, int64_t address, int64_t size);
 bool device_map(struct device *device, int64_t pieces, int64_t size);
 void device_unmap(struct device *device, int64_t pieces, int64_t size);
@@ -228,6 +228,6 @@ API void allocator_statistics(const struct allocator *a, int64_t *figures);
 API int64_t allocator_outcome(const struct allocator *a, int64_t *figures);
 
 /* How serving ended. */
-enum status { SERVED, OUT_OF_MEMORY, IMPOSSIBLE, HOST_HAS_NO_MEMORY };
+enum status { SERVED, OUT_OF_MEMORY, IMPOSSIBLE, HOST_HAS_NO_MEMORY, BEYOND_64_BITS };
 
 #endif

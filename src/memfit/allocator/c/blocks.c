@@ -9,7 +9,7 @@ static void *grown(struct allocator *a, void *memory, size_t items, size_t item)
 {
     void *more = realloc(memory, items * item);
     if (more == NULL)
-        longjmp(a->no_memory, 1);
+        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
     return more;
 }
 

@@ -75,7 +75,7 @@ static struct queue *queue_of(struct allocator *a, int64_t stream)
     *place = queue = calloc(1, sizeof *queue);
     if (queue == NULL) {
         vector_remove(&a->by_stream, index, sizeof queue);
-        longjmp(a->no_memory, 1);
+        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
     }
     queue->stream = stream;
     queue->before = a->last_queue;
@@ -99,7 +99,7 @@ static void insert_events(struct allocator *a, struct block *block)
         struct queue *queue = queue_of(a, streams[i]);
         struct event *event = calloc(1, sizeof *event);
         if (event == NULL)
-            longjmp(a->no_memory, 1);
+            longjmp(a->give_up, HOST_HAS_NO_MEMORY);
         event->block = block;
         *(queue->last ? &queue->last->next : &queue->first) = event;
         queue->last = event;
@@ -427,7 +427,7 @@ static struct block *alloc_block(struct allocator *a, struct pool *pool, int64_t
     if (a->settings.expandable) {
         block = expandable_allocate(a, pool, stream, size);
     } else {
-        int64_t address = device_malloc(&a->device, wanted);
+        int64_t address = device_malloc(a, wanted);
         if (!address)
             return NULL;
         a->counters.device_alloc++;
@@ -483,13 +483,17 @@ void caching_allocate_to(struct allocator *a, size_t index)
         struct private_pool **place = vector_insert(a, &a->every_pool, a->every_pool.count, sizeof *place);
         struct private_pool *pool = *place = calloc(1, sizeof *pool);
         if (pool == NULL)
-            longjmp(a->no_memory, 1);
+            longjmp(a->give_up, HOST_HAS_NO_MEMORY);
         pool->index = index;
         pool_init(a, &pool->small, pool, true);
         pool_init(a, &pool->large, pool, false);
         a->private_pools[index] = pool;
     }
-    a->private_pools[index]->used = true;
+    struct private_pool *pool = a->private_pools[index], **freeable = a->freeable.at;
+    for (size_t i = 0; i < a->freeable.count && !pool->used; i++)
+        if (freeable[i] == pool)
+            vector_remove(&a->freeable, i, sizeof *freeable);
+    pool->used = true;
 }
 
 /* Note that a private pool's graphs or MemPool are gone: its memory may be given back. */
@@ -500,10 +504,6 @@ void caching_release_pool(struct allocator *a, size_t index)
     if (pool == NULL || !pool->used)
         return;
     pool->used = false;
-    struct private_pool **freeable = a->freeable.at;
-    for (size_t i = 0; i < a->freeable.count; i++)
-        if (freeable[i] == pool)
-            return;
     struct private_pool **place = vector_insert(a, &a->freeable, a->freeable.count, sizeof *place);
     *place = pool;
 }

@@ -12,13 +12,15 @@ static int slot_of(int64_t size)
     return slot;
 }
 
-static int64_t arena_take(struct arena *arena, int64_t size)
+static int64_t arena_take(struct allocator *a, struct arena *arena, int64_t size)
 {
     int slot = slot_of(size);
     struct vector *free = &arena->given_back[slot];
     if (free->count > 0)
         return ((int64_t *)free->at)[--free->count];
     int64_t bytes = INT64_C(1) << slot;
+    if (arena->next > INT64_MAX - 2 * bytes)
+        longjmp(a->give_up, BEYOND_64_BITS);
     int64_t address = (arena->next + bytes - 1) / bytes * bytes;
     arena->next = address + bytes;
     return address;
@@ -52,14 +54,15 @@ void device_init(struct device *device, int64_t total, int64_t taken)
 }
 
 /* Return an address; 0 if there are not so many bytes left. */
-int64_t device_malloc(struct device *device, int64_t size)
+int64_t device_malloc(struct allocator *a, int64_t size)
 {
+    struct device *device = &a->device;
     device->calls.malloc++;
     int64_t bytes = bytes_taken(size);
     if (bytes > device->total - device->used)
         return 0;
     take(device, bytes);
-    return arena_take(&device->memory, size);
+    return arena_take(a, &device->memory, size);
 }
 
 void device_free(struct allocator *a, int64_t address, int64_t size)
@@ -69,9 +72,9 @@ void device_free(struct allocator *a, int64_t address, int64_t size)
     arena_give(a, &a->device.memory, address, size);
 }
 
-int64_t device_reserve(struct device *device, int64_t size)
+int64_t device_reserve(struct allocator *a, int64_t size)
 {
-    return arena_take(&device->virtual, size);
+    return arena_take(a, &a->device.virtual, size);
 }
 
 void device_unreserve(struct allocator *a, int64_t address, int64_t size)

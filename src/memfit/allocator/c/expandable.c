@@ -28,11 +28,11 @@ static struct block *reserve(struct allocator *a, struct pool *pool, int64_t str
 {
     struct reservation *made = malloc(sizeof *made);
     if (made == NULL)
-        longjmp(a->no_memory, 1);
+        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
     made->handle = pool->small ? SMALL_SEGMENT : a->settings.large_segment_size;
     int64_t least = a->device.total + a->device.total / 8;
     made->size = (least + made->handle - 1) / made->handle * made->handle;
-    made->address = device_reserve(&a->device, made->size);
+    made->address = device_reserve(a, made->size);
     struct block *block = block_new(a, stream, made->size, pool, made->address);
     block->mapped = false;
     block->expandable = made;

@@ -184,8 +184,14 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
 int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
                     const int64_t *size, const int64_t *stream, const int64_t *pool)
 {
-    if (setjmp(a->no_memory))
+    switch (setjmp(a->give_up)) {
+    case 0:
+        break;
+    case HOST_HAS_NO_MEMORY:
         return HOST_HAS_NO_MEMORY;
+    default:
+        return BEYOND_64_BITS;
+    }
     for (a->position = 0; a->position < (size_t)count; a->position++) {
         size_t i = a->position;
         enum status status = serve(a, ask[i], block[i], size[i], stream[i], pool[i]);

@@ -1,0 +1,109 @@
+"""The compiled allocator and ``caching.py``, given the same requests: all that a script may ask for."""
+
+import random
+from typing import Any
+from unittest import mock
+
+from model import DifferenceError
+from watched import CONFS, random_size
+
+from memfit.allocator import native
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import Replay, replay
+from memfit.allocator.requests import Ask, Requests
+
+TWIN_CONFS = (*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20")
+GIB = 1 << 30
+STREAMS = ([0], [0, 7], [0, -5, 1 << 50])
+POOLS = ((0, 0), (0, 1), (0, 2))
+MANY = (30, 200)  # blocks that live at a time
+SELDOM = [ask for ask in Ask if ask not in (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.USE, Ask.CAPTURE_END)]
+SELDOM += 4 * [Ask.GONE_ON]
+
+
+class Script:
+    """Asks for whatever a script may ask for."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.asked = Requests(pools=POOLS)
+        self._dice = dice
+        self._streams, self._many = dice.choice(STREAMS), dice.choice(MANY)
+        self._live: list[int] = []
+        self._later: list[int] = []
+        self._capturing, self._pool = False, 0
+
+    def go_on(self, event: int) -> None:
+        """Ask for one more thing."""
+        dice, few = self._dice, len(self._live) < self._many
+        kinds = {"malloc": 65 if few else 35, "free": 35 if few else 65, "use": 2, "seldom": 4}
+        (kind,) = dice.choices(tuple(kinds), tuple(kinds.values()))
+        if kind == "malloc" or not self._live:
+            size, stream = random_size(dice), dice.choice(self._streams)
+            self.asked.add(Ask.MALLOC, event, event, size, stream, self._pool)
+            self._live.append(event)
+        elif kind == "use":
+            self.asked.add(Ask.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
+        elif kind == "free":
+            self._free(event, self._live.pop(dice.randrange(len(self._live))))
+        else:
+            self._seldom(event)
+
+    def _free(self, event: int, block: int) -> None:
+        later = self._dice.choice((True, *(False,) * 9))
+        self.asked.add(Ask.FREE_LATER if later else Ask.FREE, event, block)
+        self._later += [block] if later else []
+
+    def _seldom(self, event: int) -> None:
+        dice, asked = self._dice, self.asked
+        ask = dice.choice(SELDOM)
+        if ask is Ask.GONE_ON and self._later:
+            asked.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
+        elif ask is Ask.CAPTURE_BEGIN:
+            asked.add(Ask.CAPTURE_END if self._capturing else Ask.CAPTURE_BEGIN, event)
+            self._capturing = not self._capturing
+        elif ask is Ask.FAILED:
+            asked.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
+        elif ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL):
+            asked.add(ask, event, pool=self._pool)
+            self._pool = dice.choice((0, 1, 2, self._pool))
+        else:
+            asked.add(ask, event)
+
+
+def random_requests(dice: random.Random, count: int) -> Requests:
+    """Return what a script may ask for."""
+    script = Script(dice)
+    for event in range(count):
+        script.go_on(event)
+    return script.asked
+
+
+def both(asked: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
+    """Replay requests by the compiled allocator and in Python."""
+    compiled = replay(asked, config, **options)
+    with mock.patch.object(native, "load", return_value=None):
+        return compiled, replay(asked, config, **options)
+
+
+def compare(conf: str, seed: int, requests: int = 1200) -> None:
+    """Give both the same random requests.
+
+    Raises:
+        DifferenceError: they fare otherwise.
+    """
+    dice = random.Random(f"{conf} {seed}")  # noqa: S311 - nothing secret
+    compiled, interpreted = both(
+        random_requests(dice, requests),
+        AllocatorConfig.of(conf),
+        total=dice.choice((1, 3, 8, 80)) * GIB,
+        taken=dice.choice((0, 300 << 20)),
+        version=dice.choice(((2, 8), (2, 14))),
+        empty_cache_each_step=dice.choice((True, False, False)),
+    )
+    if compiled != interpreted:
+        differing = [
+            name
+            for name in Replay.__dataclass_fields__
+            if getattr(compiled, name) != getattr(interpreted, name)
+        ]
+        raise DifferenceError(f"{conf or 'default'}, seed {seed}: another {', '.join(differing)}")
