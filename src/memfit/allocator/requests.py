@@ -283,9 +283,12 @@ def _between(
     """Return what is asked for between the events: before which, what, and of which pool."""
     told = [(part.event, Ask.RELEASE_POOL, pool) for part in back for pool in part.released]
     number = {pool: index for index, pool in enumerate(pools)}
-    marks = []
+    marks, captures = [], 0
     for mark in trace.marks:
-        if mark.kind in _ASKED:
+        captures += (mark.kind is MarkKind.CAPTURE_BEGIN) - (mark.kind is MarkKind.CAPTURE_END)
+        if captures < 0:  # it was begun before the history
+            captures = 0
+        elif mark.kind in _ASKED:
             marks.append((mark.position, _ASKED[mark.kind], 0))
         elif mark.kind is MarkKind.MEM_POOL_GONE:
             gone = number[0, mark.index]

@@ -132,8 +132,9 @@ def compare(
 
 
 def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
-    """Return the sensible settings, but for what means nothing: emptying the cache after steps that are not
-    known, and going without it where PyTorch then fails, as it captures graphs.
+    """Return the sensible settings that mean something here.
+
+    Without steps the cache is not emptied after each; without its cache PyTorch fails to capture graphs.
     """
     steps = Ask.STEP in asked.ask
     return [
