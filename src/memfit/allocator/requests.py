@@ -141,7 +141,7 @@ def requests(trace: Trace) -> Requests:
     back = tuple(given_back(trace, config, start.reserved))
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
-    _Reader(trace, found, live, waiting, short={part.event for part in back if part.for_malloc}).read(
+    _Reader(trace, config, found, live, waiting, short={part.event for part in back if part.for_malloc}).read(
         _between(trace, found.pools, back)
     )
     return found
@@ -183,6 +183,7 @@ class _Reader:
 
     Args:
         trace: whose events.
+        config: the settings that it was made with.
         found: where the requests go.
         live: blocks in use before the first event, by address.
         waiting: blocks that were freed before it, and not yet free.
@@ -192,6 +193,7 @@ class _Reader:
     def __init__(
         self,
         trace: Trace,
+        config: AllocatorConfig,
         found: Requests,
         live: dict[int, int],
         waiting: dict[int, int],
@@ -204,11 +206,13 @@ class _Reader:
         self._pools = _pools_of(trace)
         self._shorts = short
         self._fatal = _fatal(trace)
+        self._in_parts = config.max_split_size is not None or config.garbage_collection_threshold > 0
         self._found = found
         self._live = live
         self._waiting = waiting
         self._count = len(live) + len(waiting)
         self._gone: list[int] = []  # blocks whose free was completed since the last malloc
+        self._gone_at: list[int] = []  # and the events of that
         self._short = False  # whether memory was given back since, for want of it
 
     def read(self, asked: list[tuple[int, Ask, int]]) -> None:
@@ -225,6 +229,7 @@ class _Reader:
                 self._free(event, address)
             elif action == _FREE_COMPLETED and address in self._waiting:
                 self._gone.append(self._waiting.pop(address))
+                self._gone_at.append(event)
             elif event in self._shorts:
                 self._short = True
         self._found.add_all(Ask.GONE_ON, end, self._gone)
@@ -234,7 +239,8 @@ class _Reader:
     def _malloc(self, event: int, *, failed: bool) -> None:
         """Add a malloc; it begins by completing what it can, and waits for the rest if memory is short."""
         found, size, stream, pool = self._found, self._sizes[event], self._streams[event], self._pools[event]
-        if not self._short:
+        waited = self._short and not (self._in_parts and self._too_small(event))
+        if not waited:
             found.add_all(Ask.GONE_ON, event, self._gone)
         if event == self._fatal:
             found.add(Ask.MALLOC, event, self._count, size, stream, pool)
@@ -244,9 +250,20 @@ class _Reader:
             self._live[self._addresses[event]] = self._count
             found.add(Ask.MALLOC, event, self._count, size, stream, pool)
             self._count += 1
-        if self._short:
+        if waited:
             found.add_all(Ask.GONE_ON, event, self._gone)
-        self._gone, self._short = [], False
+        self._gone, self._gone_at, self._short = [], [], False
+
+    def _too_small(self, malloc: int) -> bool:
+        """Whether no block whose free was completed would have served a malloc that was short of memory.
+
+        A malloc that gives back part of the cache waits for no stream: what was completed was so before it.
+        """
+        where = self._streams[malloc], self._pools[malloc]
+        return not any(
+            self._sizes[event] >= self._sizes[malloc] and (self._streams[event], self._pools[event]) == where
+            for event in self._gone_at
+        )
 
     def _free(self, event: int, address: int) -> None:
         number = self._live.pop(address)
