@@ -60,6 +60,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error("--jobs must be at least 1")
     rows = []
     for job, conf in zip(JOBS[: arguments.jobs], itertools.cycle(CONFS), strict=False):
         with tempfile.TemporaryDirectory() as name:

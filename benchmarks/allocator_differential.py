@@ -97,6 +97,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
+    if arguments.operations < 1:
+        parser.error("--operations must be at least 1")
     seed = random.SystemRandom().randrange(1 << 30) if arguments.seed is None else arguments.seed
     chosen = situations(random.Random(seed))  # noqa: S311 - nothing secret
     each = -(-arguments.operations // len(chosen))

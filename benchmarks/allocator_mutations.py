@@ -121,6 +121,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="keep PyTorch's answers here, and take those that are here")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.operations < 1:
+        parser.error("--operations must be at least 1")
     chosen = [
         (conf, options | {"operations": arguments.operations})
         for conf, options in situations(random.Random(arguments.seed))  # noqa: S311 - nothing secret

@@ -77,6 +77,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.operations < 1:
+        parser.error("--operations must be at least 1")
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
     training = training_operations(arguments.operations)
     workloads = {"random": random_operations(arguments.operations), "training": training}
     load(build()).configure(GhostDevice.of(find_device("A100-80GB"), TOTAL))

@@ -107,6 +107,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
     gpt, llama = str(ROOT / "examples/gpt.py"), str(ROOT / "examples/llama7b.py")
     compiled = [str(ROOT / "examples/compiled_gpt.py"), "--layers", "12"]
     timed(dry_run(gpt))  # builds the ghost, warms the page cache

@@ -30,6 +30,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.runs < 1:
+        parser.error("--runs must be at least 1")
     built, device = build(), GhostDevice.of(find_device("A100-80GB"))
     candidate = Candidate(f"{CANDIDATES}:gpt2_small")
     warm, cold, answers = [], [], []

@@ -143,6 +143,7 @@ def test_what_the_environment_sets_is_not_the_scripts(tmp_path, conf):
         ("roundup_power2_divisions:3", "not a power of two"),
         ("max_split_size_mb", "cannot be read"),
         ("backend:cudaMallocAsync", "memfit has no model of it"),
+        ("expandable_segments:True,large_segment_size_mb:13", "a multiple of 2: with 13 PyTorch fails"),
     ],
 )
 def test_a_bad_setting_is_refused_in_words(trace, conf, words):

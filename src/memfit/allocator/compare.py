@@ -9,6 +9,7 @@ from memfit.allocator.device import GRANULE, Calls
 from memfit.allocator.replay import Replay, replay
 from memfit.allocator.requests import Requests
 from memfit.errors import UsageError
+from memfit.units import MIB
 
 MOST_REPLAYS = 2000
 """For one smallest capacity."""
@@ -68,6 +69,11 @@ class Setting:
         config = AllocatorConfig.of(",".join(filter(None, (self.conf, self.script))))
         if not config.has_segments:
             raise UsageError(f"backend:{config.backend} is CUDA's own allocator: memfit has no model of it.")
+        if config.expandable_segments and config.large_segment_size % GRANULE:
+            raise UsageError(
+                "expandable_segments:True needs a large_segment_size_mb that is a multiple of 2: with "
+                f"{config.large_segment_size // MIB} PyTorch fails at the first large tensor."
+            )
         return config if self.caching else AllocatorConfig(caching=False)
 
 

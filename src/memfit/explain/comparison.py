@@ -1,7 +1,7 @@
 """One trace under several allocator settings: how it fares under each, and where it fails."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from memfit.allocator.compare import (
@@ -17,12 +17,10 @@ from memfit.allocator.config import check_version, of_the_environment, of_the_sc
 from memfit.allocator.requests import Ask, Requests, requests
 from memfit.devices import Device
 from memfit.errors import UsageError
+from memfit.explain.caveats import NEWEST, caveats
 from memfit.explain.place import place_at
-from memfit.records import MarkKind, Note, Place, Provenance, Trace
+from memfit.records import Note, Place, Trace
 from memfit.units import format_bytes
-
-_NEWEST = (2, 14)
-"""Version of PyTorch that a snapshot, which names none, is taken to be of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +122,7 @@ def compare(
         total=total,
         taken=taken,
         rates=rates,
-        notes=(
-            *_notes(trace, asked, context, script),
-            *(() if asked.reserved_before else _disagreement(trace, outcomes[0], total=total, taken=taken)),
-        ),
+        notes=tuple(caveats(trace, asked, outcomes, total=total, taken=taken, context=context)),
     )
 
 
@@ -147,61 +142,4 @@ def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
 def _version(trace: Trace) -> tuple[int, int]:
     """Return PyTorch's version, major and minor."""
     found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
-    return (int(found[1]), int(found[2])) if found else _NEWEST
-
-
-def _disagreement(trace: Trace, own: Outcome, *, total: int, taken: int) -> Iterator[Note]:
-    """Say so where the trace's own settings on its own device do not end as PyTorch did."""
-    device = trace.device
-    same = (total, taken) == (device.total.bytes, device.context.bytes + device.in_use)
-    if not same or not own.replay.fits or not trace.statistics:
-        return
-    names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
-    theirs = [trace.statistics.get(name, 0) for name in names]
-    ours = [own.replay.statistics[name] for name in names]
-    if theirs != ours:
-        yield Note(
-            Provenance.ASSUMED,
-            f"Under the trace's own settings the replay ends with {ours[0]:,} bytes allocated and {ours[1]:,}"
-            f" reserved, PyTorch with {theirs[0]:,} and {theirs[1]:,}: the script did what is not modelled, "
-            "and the figures are as far off. docs/allocator.md lists what is known.",
-        )
-
-
-def _notes(trace: Trace, asked: Requests, context: int, script: str) -> Iterator[Note]:
-    if not trace.versions.get("torch"):
-        version = ".".join(map(str, _NEWEST))
-        yield Note(
-            Provenance.ASSUMED,
-            f"A snapshot does not say which PyTorch wrote it: it is taken to be {version}.",
-        )
-    if script:
-        yield Note(Provenance.EXACT, f"The script itself sets {script}: so does every row.")
-    if not context:
-        yield Note(
-            Provenance.ASSUMED,
-            "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
-        )
-    if asked.reserved_before:
-        yield Note(
-            Provenance.ASSUMED,
-            f"The history begins with {asked.reserved_before:,} bytes reserved. What was live of them is "
-            "taken to be allocated anew, in the order of addresses; what was cached, and where, is unknown.",
-        )
-    if asked.captures:
-        yield Note(
-            Provenance.ASSUMED,
-            "When a CUDA graph was deleted is not told: its pool counts as used until some of it was given "
-            "back. PyTorch may need less where memory is short in between.",
-        )
-    if asked.captures and not any(mark.kind is MarkKind.CAPTURE_BEGIN for mark in trace.marks):
-        yield Note(
-            Provenance.ASSUMED,
-            "When CUDA graphs were captured is not told: a malloc that is short of memory while capturing "
-            "fails in PyTorch, and empties the cache here.",
-        )
-    if trace.end.reason == "out of memory":
-        yield Note(
-            Provenance.ASSUMED,
-            "The script ran out of memory: what it would have asked for after that is not known.",
-        )
+    return (int(found[1]), int(found[2])) if found else NEWEST

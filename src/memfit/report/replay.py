@@ -41,7 +41,7 @@ def print_comparison(result: Comparison, console: Console) -> None:
     for note in result.notes:
         console.print(f"note ({note.provenance}): {inert(note.text)}")
     console.print(
-        "simulated: the trace's requests, through a model of PyTorch's allocator that equals it to the byte.",
+        "simulated: the trace's requests, through a model of PyTorch's allocator (docs/allocator.md).",
         style="dim",
     )
 
