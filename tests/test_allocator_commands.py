@@ -104,7 +104,7 @@ def test_what_the_script_sets_itself_holds_in_every_row(tmp_path):
     done = memfit("replay", path, "--alloc-conf", CONF, "--memory", "600MiB", "--json", "-")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    (note,) = [note for note in said["notes"] if "The script itself sets" in note]
+    (note,) = [note["text"] for note in said["notes"] if "The script itself sets" in note["text"]]
     assert "per_process_memory_fraction:0.25" in note
     assert "max_split_size_mb:64" in note
     assert "expandable" not in note
@@ -129,7 +129,7 @@ def test_what_the_environment_sets_is_not_the_scripts(tmp_path, conf):
     memfit("dry-run", "-o", tmp_path / "run.memfit", tmp_path / "small.py", PYTORCH_ALLOC_CONF=conf)
     said = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
     assert [row["setting"] for row in said["settings"]] == [conf]
-    assert not [note for note in said["notes"] if "The script itself" in note]
+    assert not [note for note in said["notes"] if "The script itself" in note["text"]]
 
 
 @pytest.mark.parametrize(
