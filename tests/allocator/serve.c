@@ -27,7 +27,7 @@ static struct settings random_settings(void)
         .collect_above = below(3) ? NEVER : below(INT64_C(1) << 33),
         .max_split_size = below(2) ? NEVER : (20 + below(100)) * MIB,
         .max_non_split_rounding = (20 + below(100)) * MIB,
-        .large_segment_size = below(2) ? 20 * MIB : (12 + below(50)) * MIB,
+        .large_segment_size = below(2) ? 20 * MIB : (12 + below(9)) * MIB, /* max_split_size is no less */
         .expandable = below(2),
         .throw_on_oom = below(8) == 0,
         .numbered = below(2),
@@ -72,8 +72,13 @@ int main(int argc, char **argv)
         state = 0x9e3779b97f4a7c15u * (uint64_t)(atol(argv[1]) + round + 1);
         struct settings settings = random_settings();
         struct allocator *a = allocator_new(&settings, BLOCKS, 4);
-        if (a == NULL || serve_some(a, &served) == HOST_HAS_NO_MEMORY)
+        int status = a == NULL ? HOST_HAS_NO_MEMORY : serve_some(a, &served);
+        if (status == HOST_HAS_NO_MEMORY)
             return 1;
+        if (status == BEYOND_64_BITS) { /* in the middle of something */
+            allocator_delete(a);
+            continue;
+        }
         int64_t count = allocator_block_count(a), figures[4 * (POOLS * FIGURES + OVERSIZE) + 6], reserved = 0;
         int64_t(*rows)[COLUMNS] = malloc((size_t)(count + 1) * sizeof *rows);
         if (rows == NULL)

@@ -94,6 +94,11 @@ def test_what_cannot_be_is_refused(row, position):
             allocator.serve(bad)
 
 
+def test_settings_that_pytorch_refuses_are_refused():
+    with pytest.raises(UsageError, match="max_split_size must be at least large_segment_size"):
+        replay(Requests(), AllocatorConfig(max_split_size=35 << 20, large_segment_size=55 << 20), total=GIB)
+
+
 def test_numbers_beyond_64_bits_are_served_in_python():
     asked = Requests()
     asked.add(Ask.MALLOC, 0, 0, 1 << 47)

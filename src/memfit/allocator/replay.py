@@ -19,6 +19,7 @@ from memfit.allocator.native import NativeAllocator
 from memfit.allocator.requests import Ask, Requests
 from memfit.allocator.statistics import memory_stats
 from memfit.allocator.uncached import UncachedAllocator
+from memfit.errors import UsageError
 from memfit.records import Segment
 
 if TYPE_CHECKING:
@@ -86,7 +87,14 @@ def replay(
 
     Returns:
         Peaks, calls and segments; up to the malloc that failed, if one did.
+
+    Raises:
+        UsageError: the settings are none that PyTorch takes: what ``AllocatorConfig.of`` reads is right.
     """
+    if config.max_split_size is not None and config.max_split_size < config.large_segment_size:
+        raise UsageError(
+            "max_split_size must be at least large_segment_size, or parts of segments are given back."
+        )
     if config.caching:
         with native.opened(
             config,

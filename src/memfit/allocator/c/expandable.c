@@ -26,18 +26,16 @@ static struct block *find(struct allocator *a, struct pool *pool, int64_t stream
 
 static struct block *reserve(struct allocator *a, struct pool *pool, int64_t stream)
 {
-    struct reservation *made = malloc(sizeof *made);
-    if (made == NULL)
-        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
-    made->handle = pool->small ? SMALL_SEGMENT : a->settings.large_segment_size;
-    int64_t least = a->device.total + a->device.total / 8;
-    made->size = (least + made->handle - 1) / made->handle * made->handle;
-    made->address = device_reserve(a, made->size);
-    struct block *block = block_new(a, stream, made->size, pool, made->address);
-    block->mapped = false;
-    block->expandable = made;
-    pool_add_unmapped(a, block);
+    int64_t handle = pool->small ? SMALL_SEGMENT : a->settings.large_segment_size;
+    int64_t least = a->device.total + a->device.total / 8, size = (least + handle - 1) / handle * handle;
+    struct block *block = block_new(a, stream, size, pool, device_reserve(a, size));
     head_add(a, block);
+    block->mapped = false;
+    block->expandable = malloc(sizeof *block->expandable);
+    if (block->expandable == NULL)
+        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
+    *block->expandable = (struct reservation){.address = block->address, .size = size, .handle = handle};
+    pool_add_unmapped(a, block);
     return block;
 }
 
