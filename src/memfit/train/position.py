@@ -1,0 +1,93 @@
+"""Where training stands in its data, so that a resumed run reads on at the same micro-batch.
+
+    epoch     |== window ==|== window ==|== window ==|-- ...
+    random    began        before       (resumed: both are put back, what was read is read again)
+
+Data are read again from the beginning of the epoch, and thrown away: a shuffle and whatever else draws random
+numbers then draws the same.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.strategies.accumulation import PartialWindow
+from memfit.train.state import random_state, set_random_state
+
+
+@dataclass(slots=True)
+class Position:
+    """A place in an epoch.
+
+    Fields:
+        fetched: micro-batches of the epoch that came before the window.
+        began: random numbers at the beginning of the epoch; None between epochs.
+        before: random numbers before the window was fetched.
+        carried: micro-batches of the last epoch that wait for this one.
+    """
+
+    fetched: int = 0
+    began: dict[str, Any] | None = None
+    before: dict[str, Any] | None = None
+    carried: list[Any] = field(default_factory=list)
+    _resumed: dict[str, Any] | None = None
+
+    def groups(self, loader: Iterable[Any], size: int, partial: PartialWindow) -> Iterator[list[Any]]:
+        """Return the micro-batches of one window after the other; a partial one last, if it is wanted.
+
+        A group is fetched whole before it is handed out. The first one after ``load_state_dict`` is the one
+        that was open, or would have come next.
+        """
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_random_state(resumed["began"])
+        self.began, self.fetched = random_state(), 0
+        items = iter(chain(self.carried, loader))
+        self.carried = []
+        if resumed is not None:
+            self._skip(items, resumed)
+        while True:
+            self.before = random_state()
+            group = list(islice(items, size))
+            if resumed is not None:
+                set_random_state(resumed["random"])
+                resumed = None
+            if len(group) < size and partial != "flush":
+                self.carried = group if partial == "carry" else []
+                break
+            if not group:
+                break
+            yield group
+            self.fetched += len(group)
+        self.began = self.before = None
+
+    def _skip(self, items: Iterator[Any], resumed: dict[str, Any]) -> None:
+        skipped = sum(1 for _ in islice(items, resumed["fetched"]))
+        if skipped < resumed["fetched"]:
+            raise UsageError(
+                f"Cannot resume: the state was saved after {resumed['fetched']} micro-batches of an epoch, "
+                f"and the loader has only {skipped}. Give it the data that it had."
+            )
+        self.fetched = skipped
+        set_random_state(resumed["before"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it; empty between epochs.
+
+        Raises:
+            UsageError: micro-batches are carried over to the next epoch: they are not saved.
+        """
+        if self.carried:
+            raise UsageError(
+                f"{len(self.carried)} micro-batches are carried over to the next epoch, and cannot be saved. "
+                'Save before the end of an epoch, or choose partial_window="flush".'
+            )
+        if self.began is None:
+            return {}
+        return {"fetched": self.fetched, "began": self.began, "before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
+        """Have the next ``groups`` go on from a state, with random numbers as they were when it was saved."""
+        self._resumed = state | {"random": random} if state else None

@@ -1,0 +1,70 @@
+"""Loss scaling: PyTorch's own, which says whether a step was applied."""
+
+from typing import Any
+
+import torch
+
+from memfit.strategies.precision import LossScale
+
+
+class _GradScaler(torch.amp.GradScaler):
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether unscaling an optimizer's gradients met one that is not finite."""
+        found = self._found_inf_per_device(optimizer)
+        return any(bool(flag.item()) for flag in found.values())
+
+
+class Scaler:
+    """What loss scaling does to a window: once each, at its end.
+
+    Args:
+        settings: None for no scaling.
+        device: kind of device, ``cuda`` or ``cpu``.
+    """
+
+    def __init__(self, settings: LossScale | None, device: str) -> None:
+        self._settings = settings
+        self._scaler = (
+            None
+            if settings is None
+            else _GradScaler(
+                device,
+                init_scale=settings.init_scale,
+                growth_factor=max(settings.growth_factor, 1.0 + 1e-9),  # GradScaler takes no 1.0
+                backoff_factor=settings.backoff_factor,
+                growth_interval=settings.growth_interval,
+            )
+        )
+
+    @property
+    def scale(self) -> float | None:
+        """The factor in force; None without scaling."""
+        return None if self._scaler is None else self._scaler.get_scale()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss times the scale."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Divide an optimizer's gradients by the scale; return whether one of them is not finite."""
+        if self._scaler is None:
+            return False
+        self._scaler.unscale_(optimizer)
+        return self._scaler.found_inf(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer, unless ``unscale`` found what is not finite; set the next window's scale."""
+        if self._scaler is None or self._settings is None:
+            optimizer.step()
+            return
+        self._scaler.step(optimizer)
+        self._scaler.update(None if self._settings.mode == "dynamic" else self._settings.init_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; empty without scaling."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; an empty one, of a run without scaling, begins anew."""
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)

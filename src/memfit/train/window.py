@@ -1,0 +1,80 @@
+"""A window: the micro-batches that make one update, and what their gradients are divided by.
+
+micro-batch     0      1      2        each backward divides its loss; the end of the window mends
+weight         w0     w1     w2        what could not be known before
+
+divisor of i  = total / wi             where the total is known, or taken to be w0 * planned:
+                                       exactly the number of micro-batches where weights are equal
+at the end      gradients * (total / sum of weights), left out where that is 1
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+
+
+@dataclass(slots=True)
+class Window:
+    """The accounts of one window."""
+
+    planned: int
+    """Micro-batches that it is to have."""
+    total: float | None = None
+    """What weights are divided by, from the first micro-batch on."""
+    done: int = 0
+    """Micro-batches so far."""
+    weight: float = 0.0
+    """Of those."""
+    weighted: bool = False
+    """Whether weights were given."""
+    by_hand: bool = False
+    """Whether nobody knows its micro-batches before: it is closed when it is full, or by ``flush``."""
+    loss: torch.Tensor | None = None
+    """Sum of the losses times their weights, detached."""
+
+    def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor:
+        """Count a micro-batch's mean loss; return what to go backward from.
+
+        Raises:
+            UsageError: weights are given for some only, or are none; or there are more than planned.
+        """
+        if self.done == self.planned:
+            raise UsageError(f"The window has {self.planned} micro-batches, and each goes backward once.")
+        if self.done and self.weighted != (weight is not None):
+            raise UsageError(
+                "A window's losses have weights or have none: give engine.backward all, or none."
+            )
+        self.weighted = weight is not None
+        share = 1.0 if weight is None else float(weight)
+        if not 0 < share < float("inf"):
+            raise UsageError(f"A micro-batch of weight {share}: weights are numbers of tokens or samples.")
+        if self.total is None:
+            self.total = share * self.planned
+        self.done += 1
+        self.weight += share
+        summed = loss.detach() if share == 1.0 else loss.detach() * share
+        self.loss = summed if self.loss is None else self.loss + summed
+        divisor = self.total / share
+        return loss if divisor == 1.0 else loss / divisor
+
+    @property
+    def correction(self) -> float:
+        """What the gradients are to be multiplied by at the end."""
+        return 1.0 if self.total is None else self.total / self.weight
+
+    def mean_loss(self) -> torch.Tensor:
+        """Return the weighted mean of the losses.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self.loss is None:
+            raise UsageError("The window is empty: no backward was run in it.")
+        return self.loss / self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the accounts as plain values and a tensor."""
+        return asdict(self)

@@ -1,0 +1,298 @@
+"""The engine's accounts: what is divided by what, when it steps, and that a resumed run is the same run."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memfit.errors import UsageError
+from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.precision import LossScale, Precision
+from memfit.train.engine import Engine
+
+BATCHES, K = 102, 4
+
+
+def net(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
+def data(batches=BATCHES, size=6, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 5, generator=generator), torch.randint(3, (size,), generator=generator))
+        for _ in range(batches)
+    ]
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def engine(model, optimizer=torch.optim.SGD, lr=0.1, **options):
+    return Engine(model, optimizer(model.parameters(), lr=lr), **{"loss": mean_loss} | options)
+
+
+def through(engine, batches, until=None):
+    """Train on a pass over the data, in a loop of one's own; stop after a micro-step, or go to the end."""
+    for window in engine.windows(batches):
+        for batch in window:
+            with engine.autocast():
+                loss = mean_loss(engine.model, batch)
+            engine.backward(loss)
+            if engine.micro_step == until:
+                return
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_last_window_is_divided_by_what_it_has():
+    ours, plain = net(), net()
+    run = engine(ours, accumulation=Accumulation(gradient_accumulation_steps=K))
+    through(run, data())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    batches = data()
+    for begin in range(0, BATCHES, K):
+        window = batches[begin : begin + K]
+        for batch in window:
+            (mean_loss(plain, batch) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (run.optimizer_step, run.micro_step) == (26, BATCHES)
+    assert same(state(ours), state(plain))
+
+
+@pytest.mark.parametrize("stopped", range(BATCHES + 1))
+def test_killed_and_resumed_at_every_micro_step_it_is_the_same_run(stopped, tmp_path):
+    options = {"accumulation": Accumulation(gradient_accumulation_steps=K), "optimizer": torch.optim.AdamW}
+    whole = net(dropout=0.3)
+    through(engine(whole, **options), data())
+    first = engine(net(dropout=0.3), **options)
+    if stopped:
+        through(first, data(), until=stopped)
+    first.save(tmp_path / "state")
+    torch.manual_seed(99)
+    second = engine(net(seed=5, dropout=0.3), **options)
+    second.load(tmp_path / "state")
+    assert second.micro_step == stopped
+    through(second, data())
+    assert (second.optimizer_step, second.micro_step) == (26, BATCHES)
+    assert same(state(second.model), state(whole))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+def test_a_batch_in_parts_is_the_batch(steps):
+    batch = data(1, size=16)[0]
+    whole, parts = net(), net()
+    result = engine(whole, max_grad_norm=0.5).step(batch)
+    again = engine(parts, max_grad_norm=0.5, accumulation=Accumulation(steps)).step(batch)
+    assert again.micro_step == steps
+    assert again.loss == pytest.approx(result.loss, rel=1e-6)
+    assert again.grad_norm == pytest.approx(result.grad_norm, rel=1e-6)
+    for name, value in state(parts).items():
+        torch.testing.assert_close(value, state(whole)[name], rtol=1e-6, atol=1e-7)
+
+
+def test_tokens_weigh_as_they_are():
+    """Row 1: a mean of means is another mean."""
+    x, y = torch.randn(8, 5), torch.randint(3, (8,))
+    whole, parts = net(), net()
+    mean_loss(whole, (x, y)).backward()
+    run = Engine(parts, torch.optim.SGD(parts.parameters(), lr=1.0), accumulation=Accumulation(2))
+    before = state(parts)
+    for part in (slice(0, 1), slice(1, 8)):
+        run.backward(mean_loss(parts, (x[part], y[part])), weight=len(x[part]))
+    for (name, parameter), wanted in zip(parts.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(before[name] - parameter.detach(), wanted.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_with_what_is_not_finite_is_skipped_and_its_scale_is_frozen():
+    """Rows 11, 14, 15."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run = Engine(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        accumulation=Accumulation(2),
+        precision=Precision("fp16", loss_scale=LossScale("dynamic", init_scale=8.0)),
+    )
+    before, rate = state(model), optimizer.param_groups[0]["lr"]
+    loss = mean_loss(model, data(1)[0])
+    assert run.backward(loss * float("inf")) is None
+    result = run.backward(mean_loss(model, data(1)[0]))
+    assert (result.updated, result.found_inf, result.loss_scale) == (False, True, 8.0)
+    assert same(state(model), before)
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert all(parameter.grad is None for parameter in model.parameters())
+    run.backward(mean_loss(model, data(1)[0]))
+    result = run.backward(mean_loss(model, data(1)[0]))
+    assert (result.updated, result.loss_scale, run.optimizer_step) == (True, 4.0, 1)
+    assert optimizer.param_groups[0]["lr"] == rate / 2
+
+
+def test_bf16_gradients_are_summed_in_float32():
+    k = 256
+    model = nn.Linear(64, 1, bias=False).to(torch.bfloat16)
+    batches = [torch.randn(4, 64).to(torch.bfloat16) for _ in range(k)]
+    expected, naive = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.bfloat16)
+    for batch in batches:
+        model.zero_grad()
+        model(batch).float().square().mean().backward()
+        expected += model.weight.grad[0].double() / k
+        naive += model.weight.grad[0] / k
+    model.zero_grad()
+    run = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), accumulation=Accumulation(k))
+    seen = {}
+    run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
+    sums = run._sums
+    put_back = sums.put_back
+    sums.put_back = lambda factor: (seen.update(sum=sums.of(model.weight) * factor), put_back(factor))
+    for batch in batches:
+        run.backward(model(batch).float().square().mean())
+    error = (seen["sum"][0].double() - expected).norm() / expected.norm()
+    assert error < 1e-6
+    assert (naive.double() - expected).norm() / expected.norm() > 1e-3
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_out_of_memory_is_answered_by_smaller_parts(fails):
+    batch = data(1, size=8)[0]
+    plain = net()
+    engine(plain).step(batch)
+    left = [fails]
+
+    def short_of_memory(model, part):
+        if left[0] and len(part[0]) > 1:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mean_loss(model, part)
+
+    model = net()
+    result = engine(model, loss=short_of_memory).step(batch)
+    assert result.retried == fails
+    for name, value in state(model).items():
+        torch.testing.assert_close(value, state(plain)[name], rtol=1e-6, atol=1e-7)
+
+
+def test_out_of_memory_for_good_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    before, random = copy.deepcopy(state(model)), torch.get_rng_state()
+
+    def never(model, part):
+        model(part[0])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run = engine(model, loss=never)
+    with pytest.raises(ValueError, match="more than 1 value"):  # a single sample has no variance
+        run.step(data(1, size=8)[0])
+    assert same(state(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert run.micro_step == 0
+
+
+def test_a_window_left_open_is_an_error():
+    run = engine(net(), accumulation=Accumulation(K))
+    windows = run.windows(data(8))
+    for batch in next(windows):
+        run.backward(mean_loss(run.model, batch))
+        break
+    with pytest.raises(UsageError, match="A window is open, with 1 of 4"):
+        next(windows)
+    assert run.flush().updated
+
+
+@pytest.mark.parametrize(("partial", "updates", "left"), [("flush", 3, 0), ("drop", 2, 0), ("carry", 2, 2)])
+def test_what_does_not_fill_a_window(partial, updates, left):
+    """Rows 4 and 5: also a loader that is shorter than a window."""
+    run = engine(net(), accumulation=Accumulation(K, partial_window=partial))
+    through(run, data(10))
+    assert run.optimizer_step == updates
+    assert run.micro_step == 10 - (0 if partial == "flush" else 2)
+    through(run, data(2))
+    assert run.optimizer_step == updates + (partial != "drop")
+    if left:
+        through(run, data(3))
+        with pytest.raises(UsageError, match="3 micro-batches are carried over"):
+            run.state_dict()
+
+
+def test_weights_are_given_for_all_or_none():
+    run = engine(net(), accumulation=Accumulation(K))
+    batch = data(1)[0]
+    run.backward(mean_loss(run.model, batch), weight=3)
+    with pytest.raises(UsageError, match="have weights or have none"):
+        run.backward(mean_loss(run.model, batch))
+    with pytest.raises(UsageError, match="A micro-batch of weight 0"):
+        run.backward(mean_loss(run.model, batch), weight=0)
+
+
+def test_a_micro_batch_that_did_not_go_backward_is_an_error():
+    run = engine(net(), accumulation=Accumulation(K))
+    micros = iter(next(run.windows(data(8))))
+    next(micros)
+    with pytest.raises(UsageError, match="was not called for it once"):
+        next(micros)
+
+
+def test_a_loss_that_is_a_sum_and_its_weight():
+    def summed(model, part):
+        return F.cross_entropy(model(part[0]), part[1], reduction="sum"), len(part[0])
+
+    batch = data(1, size=10)[0]
+    whole, parts = net(), net()
+    engine(whole).step(batch)
+    assert engine(parts, loss=summed, accumulation=Accumulation(4)).step(batch).micro_step == 4
+    for name, value in state(parts).items():
+        torch.testing.assert_close(value, state(whole)[name], rtol=1e-6, atol=1e-7)
+
+
+def test_resuming_with_less_data_is_refused(tmp_path):
+    run = engine(net(), accumulation=Accumulation(K))
+    through(run, data(20), until=10)
+    run.save(tmp_path / "state")
+    again = engine(net(), accumulation=Accumulation(K))
+    again.load(tmp_path / "state")
+    with pytest.raises(UsageError, match="after 8 micro-batches of an epoch, and the loader has only 5"):
+        through(again, data(5))
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws random numbers for each sample, as augmentation does."""
+
+    def __init__(self):
+        self.x, self.y = (torch.cat(parts) for parts in zip(*data(10), strict=True))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + torch.randn(5) / 10, self.y[index]
+
+
+@pytest.mark.parametrize("stopped", [1, 4, 5, 8, 14, 15, 17])
+def test_a_shuffled_loader_goes_on_with_the_same_samples(stopped, tmp_path):
+    def train(run, until=None):
+        loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
+        while run.micro_step < 30 and run.micro_step != until:
+            through(run, loader, until)
+        return run
+
+    options = {"accumulation": Accumulation(gradient_accumulation_steps=4)}
+    torch.manual_seed(3)
+    whole = train(engine(net(dropout=0.3), **options))
+    torch.manual_seed(3)
+    train(engine(net(dropout=0.3), **options), stopped).save(tmp_path / "state")
+    again = engine(net(seed=8, dropout=0.3), **options)
+    again.load(tmp_path / "state")
+    assert same(state(train(again).model), state(whole.model))

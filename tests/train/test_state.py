@@ -1,0 +1,62 @@
+"""Files of states: whole or not there, and plain."""
+
+import pickle
+
+import pytest
+import torch
+
+from memfit.errors import FileFormatError
+from memfit.train import state
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    state.save({"optimizer_step": 1}, path)
+
+    def torn(value, file):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="No space left"):
+        state.save({"optimizer_step": 2}, path)
+    assert state.load(path) == {"optimizer_step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"optimizer_step": Evil()}, 2)],
+)
+def test_what_is_no_state_is_refused(tmp_path, content, capsys):
+    (tmp_path / "state").write_bytes(content)
+    with pytest.raises(FileFormatError, match="Cannot resume from"):
+        state.load(tmp_path / "state")
+    assert capsys.readouterr().out == ""
+
+
+def test_something_else_is_refused(tmp_path):
+    torch.save({"model": {}}, tmp_path / "state")
+    with pytest.raises(FileFormatError, match="something else"):
+        state.load(tmp_path / "state")
+    with pytest.raises(FileNotFoundError):
+        state.load(tmp_path / "nothing")
+
+
+def test_random_numbers_go_on_where_they_were():
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002, S311
+
+    kept = state.random_state()
+    first = draw()
+    state.set_random_state(kept)
+    assert draw() == first
