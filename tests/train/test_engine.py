@@ -71,17 +71,25 @@ def test_the_last_window_is_divided_by_what_it_has():
     assert same(state(ours), state(plain))
 
 
+ADAMW = {"accumulation": Accumulation(gradient_accumulation_steps=K), "optimizer": torch.optim.AdamW}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Return the model of a run that nobody stopped."""
+    model = net(dropout=0.3)
+    through(engine(model, **ADAMW), data())
+    return model
+
+
 @pytest.mark.parametrize("stopped", range(BATCHES + 1))
-def test_killed_and_resumed_at_every_micro_step_it_is_the_same_run(stopped, tmp_path):
-    options = {"accumulation": Accumulation(gradient_accumulation_steps=K), "optimizer": torch.optim.AdamW}
-    whole = net(dropout=0.3)
-    through(engine(whole, **options), data())
-    first = engine(net(dropout=0.3), **options)
+def test_stopped_and_resumed_at_every_micro_step_it_is_the_same_run(stopped, whole, tmp_path):
+    first = engine(net(dropout=0.3), **ADAMW)
     if stopped:
         through(first, data(), until=stopped)
     first.save(tmp_path / "state")
     torch.manual_seed(99)
-    second = engine(net(seed=5, dropout=0.3), **options)
+    second = engine(net(seed=5, dropout=0.3), **ADAMW)
     second.load(tmp_path / "state")
     assert second.micro_step == stopped
     through(second, data())
