@@ -3,6 +3,7 @@
  *     replay.c      requests, one after another; what Python calls
  *     caching.c     malloc, free and all that they lead to
  *     expandable.c  expandable segments
+ *     events.c      streams, and the blocks that wait for them
  *     blocks.c      blocks, and the free ones in the order of best fit
  *     device.c      the device's memory: a count of bytes, and addresses
  *     statistics.c  torch.cuda.memory_stats()
@@ -201,14 +202,20 @@ void count(struct allocator *a, const struct pool *pool, enum kind kind, int64_t
 /* caching.c */
 struct block *caching_malloc(struct allocator *a, int64_t size, int64_t stream);
 void caching_free(struct allocator *a, struct block *block);
-void caching_record_stream(struct allocator *a, struct block *block, int64_t stream);
-void caching_gone_on(struct allocator *a, int64_t stream);
 void caching_empty_cache(struct allocator *a, size_t only);
 void caching_allocate_to(struct allocator *a, size_t index);
 void caching_release_pool(struct allocator *a, size_t index);
 void pool_init(struct allocator *a, struct pool *pool, struct private_pool *owner, bool small);
-void everything_is_over(struct allocator *a);
 struct block *merged(struct allocator *a, struct block *block);
+void free_block(struct allocator *a, struct block *block, enum kind kind);
+
+/* events.c */
+void record_stream(struct allocator *a, struct block *block, int64_t stream);
+void stream_gone_on(struct allocator *a, int64_t stream);
+void everything_is_over(struct allocator *a);
+void insert_events(struct allocator *a, struct block *block);
+void process_events(struct allocator *a);
+void synchronize_and_free_events(struct allocator *a);
 
 /* expandable.c */
 struct block *expandable_allocate(struct allocator *a, struct pool *pool, int64_t stream, int64_t size);

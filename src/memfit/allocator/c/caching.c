@@ -1,7 +1,6 @@
 #include "allocator.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* ---- Sizes ------------------------------------------------------------------------------------------ */
 
@@ -40,162 +39,6 @@ static int64_t segment_size(const struct settings *settings, int64_t size)
     return rounded < 10 * MIB ? settings->large_segment_size : up_to(rounded, 2 * MIB);
 }
 
-/* ---- Streams ---------------------------------------------------------------------------------------- */
-
-static void free_block(struct allocator *a, struct block *block, enum kind kind);
-
-/* Return where a stream's queue is among those that are sorted, or would be. */
-static size_t queue_index(const struct allocator *a, int64_t stream)
-{
-    struct queue **at = a->by_stream.at;
-    size_t low = 0, high = a->by_stream.count;
-    while (low < high) {
-        size_t middle = (low + high) / 2;
-        if (at[middle]->stream < stream)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-static struct queue *queue_at(const struct allocator *a, size_t index, int64_t stream)
-{
-    struct queue *queue = index < a->by_stream.count ? ((struct queue **)a->by_stream.at)[index] : NULL;
-    return queue != NULL && queue->stream == stream ? queue : NULL;
-}
-
-static struct queue *queue_of(struct allocator *a, int64_t stream)
-{
-    size_t index = queue_index(a, stream);
-    struct queue *queue = queue_at(a, index, stream);
-    if (queue != NULL)
-        return queue;
-    struct queue **place = vector_insert(a, &a->by_stream, index, sizeof *place);
-    *place = queue = calloc(1, sizeof *queue);
-    if (queue == NULL) {
-        vector_remove(&a->by_stream, index, sizeof queue);
-        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
-    }
-    queue->stream = stream;
-    queue->before = a->last_queue;
-    *(a->last_queue ? &a->last_queue->after : &a->queues) = queue;
-    a->last_queue = queue;
-    return queue;
-}
-
-static void queue_delete(struct allocator *a, struct queue *queue)
-{
-    *(queue->before ? &queue->before->after : &a->queues) = queue->after;
-    *(queue->after ? &queue->after->before : &a->last_queue) = queue->before;
-    vector_remove(&a->by_stream, queue_index(a, queue->stream), sizeof queue);
-    free(queue);
-}
-
-static void insert_events(struct allocator *a, struct block *block)
-{
-    int64_t *streams = block->uses.at;
-    for (size_t i = 0; i < block->uses.count; i++) {
-        struct queue *queue = queue_of(a, streams[i]);
-        struct event *event = calloc(1, sizeof *event);
-        if (event == NULL)
-            longjmp(a->give_up, HOST_HAS_NO_MEMORY);
-        event->block = block;
-        *(queue->last ? &queue->last->next : &queue->first) = event;
-        queue->last = event;
-        block->events++;
-        a->outstanding++;
-    }
-    block->uses.count = 0;
-}
-
-static void insert_deferred_events(struct allocator *a)
-{
-    struct block **blocks = a->deferred.at;
-    for (size_t i = 0; i < a->deferred.count; i++)
-        insert_events(a, blocks[i]);
-    a->deferred.count = 0;
-}
-
-/* Take the first event of a queue out; free its block if it was the last that the block waited for. */
-static void end_first(struct allocator *a, struct queue *queue)
-{
-    struct event *event = queue->first;
-    struct block *block = event->block;
-    queue->first = event->next;
-    if (queue->first == NULL)
-        queue->last = NULL;
-    a->outstanding--;
-    a->ended -= event->done;
-    free(event);
-    if (--block->events == 0) {
-        block->waits = false;
-        free_block(a, block, FREE_COMPLETED);
-    }
-}
-
-static void process_events(struct allocator *a)
-{
-    if (a->captures)
-        return;
-    insert_deferred_events(a);
-    if (a->ended == 0)
-        return;
-    for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
-        after = queue->after;
-        while (queue->first != NULL && queue->first->done)
-            end_first(a, queue);
-        if (queue->first == NULL)
-            queue_delete(a, queue);
-    }
-}
-
-static void synchronize_and_free_events(struct allocator *a)
-{
-    a->counters.sync_all_streams++;
-    a->device.calls.synchronize++;
-    insert_deferred_events(a);
-    while (a->queues != NULL) {
-        while (a->queues->first != NULL)
-            end_first(a, a->queues);
-        queue_delete(a, a->queues);
-    }
-}
-
-static void all_done(struct allocator *a, struct queue *queue)
-{
-    for (struct event *event = queue->first; event != NULL; event = event->next) {
-        a->ended += !event->done;
-        event->done = true;
-    }
-}
-
-void everything_is_over(struct allocator *a)
-{
-    for (struct queue *queue = a->queues; queue != NULL && a->ended < a->outstanding; queue = queue->after)
-        all_done(a, queue);
-}
-
-void caching_gone_on(struct allocator *a, int64_t stream)
-{
-    if (!a->captures)
-        insert_deferred_events(a);
-    struct queue *queue = queue_at(a, queue_index(a, stream), stream);
-    if (queue != NULL)
-        all_done(a, queue);
-}
-
-void caching_record_stream(struct allocator *a, struct block *block, int64_t stream)
-{
-    if (stream == block->stream)
-        return;
-    int64_t *streams = block->uses.at;
-    for (size_t i = 0; i < block->uses.count; i++)
-        if (streams[i] == stream)
-            return;
-    *(int64_t *)vector_insert(a, &block->uses, block->uses.count, sizeof stream) = stream;
-}
-
 /* ---- Giving back ------------------------------------------------------------------------------------ */
 
 static void forget(struct allocator *a, struct block *block)
@@ -223,7 +66,7 @@ struct block *merged(struct allocator *a, struct block *block)
 }
 
 /* Make a block free. */
-static void free_block(struct allocator *a, struct block *block, enum kind kind)
+void free_block(struct allocator *a, struct block *block, enum kind kind)
 {
     int64_t size = block->size, requested = block->requested, splits = 0, split_bytes = 0;
     struct block *neighbours[] = {block->next, block->prev};

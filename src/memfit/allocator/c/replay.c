@@ -131,17 +131,17 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
     case MALLOC_IT:
         return serve_malloc(a, number, size, stream);
     case FREE_LATER:
-        caching_record_stream(a, block, OTHERS + number);
+        record_stream(a, block, OTHERS + number);
         /* fall through */
     case FREE_IT:
         a->held[number] = NULL;
         caching_free(a, block);
         return SERVED;
     case USE:
-        caching_record_stream(a, block, stream);
+        record_stream(a, block, stream);
         return SERVED;
     case GONE_ON:
-        caching_gone_on(a, OTHERS + number);
+        stream_gone_on(a, OTHERS + number);
         return SERVED;
     case ALL_GONE_ON:
         everything_is_over(a);
