@@ -15,21 +15,59 @@ if TYPE_CHECKING:
     from memfit.api import diagnose, dry_run, estimate, read, record, replay, summarize, write_snapshot
     from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
+    from memfit.strategies.accumulation import Accumulation
+    from memfit.strategies.apply import apply, revert
+    from memfit.strategies.plan import Plan
+    from memfit.strategies.precision import LossScale, Precision
+    from memfit.train.callbacks import Callback, EarlyStopping, Saving
+    from memfit.train.engine import Engine
+    from memfit.train.job import Job
+    from memfit.train.progress import ProgressBar
+    from memfit.train.result import StepResult
 
 __version__ = "0.1.0"
 __all__ = [
+    "Accumulation",
+    "Callback",
+    "EarlyStopping",
+    "Engine",
+    "Job",
+    "LossScale",
     "MemfitError",
+    "Plan",
+    "Precision",
+    "ProgressBar",
+    "Saving",
+    "StepResult",
+    "apply",
     "diagnose",
     "dry_run",
     "estimate",
     "read",
     "record",
     "replay",
+    "revert",
     "summarize",
     "synthetic_batch",
     "write_snapshot",
 ]
-_HOMES = {"MemfitError": "memfit.errors", "synthetic_batch": "memfit.capture.synthetic"}
+_HOMES = {
+    "Accumulation": "memfit.strategies.accumulation",
+    "Callback": "memfit.train.callbacks",
+    "EarlyStopping": "memfit.train.callbacks",
+    "Engine": "memfit.train.engine",
+    "Job": "memfit.train.job",
+    "LossScale": "memfit.strategies.precision",
+    "MemfitError": "memfit.errors",
+    "Plan": "memfit.strategies.plan",
+    "Precision": "memfit.strategies.precision",
+    "ProgressBar": "memfit.train.progress",
+    "Saving": "memfit.train.callbacks",
+    "StepResult": "memfit.train.result",
+    "apply": "memfit.strategies.apply",
+    "revert": "memfit.strategies.apply",
+    "synthetic_batch": "memfit.capture.synthetic",
+}
 
 
 def __getattr__(name: str) -> object:

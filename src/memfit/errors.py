@@ -4,6 +4,7 @@
      ├─ UsageError                     2      the command, an option or a name was wrong
      │   └─ UnknownDeviceError         2      no such GPU in the table; names the nearest
      ├─ FileFormatError                2      a trace or snapshot could not be trusted or read
+     ├─ TornUpdateError                3      memory ran out inside an optimizer's step
      └─ TargetError                    3      the script could not be run
          ├─ NotSentError               3      a live object cannot be copied to the ghost's process
          ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform does not serve
@@ -33,6 +34,10 @@ class FileFormatError(MemfitError, ValueError):
     """A trace or snapshot file is unreadable, foreign, damaged or not plain data."""
 
     exit_code = 2
+
+
+class TornUpdateError(MemfitError):
+    """An optimizer's step was interrupted: some parameters may be updated, and others not."""
 
 
 class TargetError(MemfitError):

@@ -33,7 +33,10 @@ def mean_loss(model, batch):
 
 
 def engine(model, optimizer=torch.optim.SGD, lr=0.1, **options):
-    return Engine(model, optimizer(model.parameters(), lr=lr), **{"loss": mean_loss} | options)
+    plan = [options.pop(name) for name in ("accumulation", "precision") if name in options]
+    return Engine(
+        model, plan, optimizer=optimizer(model.parameters(), lr=lr), **{"loss": mean_loss} | options
+    )
 
 
 def through(engine, batches, until=None):
@@ -115,7 +118,7 @@ def test_tokens_weigh_as_they_are():
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
     whole, parts = net(), net()
     mean_loss(whole, (x, y)).backward()
-    run = Engine(parts, torch.optim.SGD(parts.parameters(), lr=1.0), accumulation=Accumulation(2))
+    run = engine(parts, lr=1.0, accumulation=Accumulation(2))
     before = state(parts)
     for part in (slice(0, 1), slice(1, 8)):
         run.backward(mean_loss(parts, (x[part], y[part])), weight=len(x[part]))
@@ -130,10 +133,9 @@ def test_a_window_with_what_is_not_finite_is_skipped_and_its_scale_is_frozen():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     run = Engine(
         model,
-        optimizer,
+        [Accumulation(2), Precision("fp16", loss_scale=LossScale("dynamic", init_scale=8.0))],
+        optimizer=optimizer,
         scheduler=scheduler,
-        accumulation=Accumulation(2),
-        precision=Precision("fp16", loss_scale=LossScale("dynamic", init_scale=8.0)),
     )
     before, rate = state(model), optimizer.param_groups[0]["lr"]
     loss = mean_loss(model, data(1)[0])
@@ -160,7 +162,7 @@ def test_bf16_gradients_are_summed_in_float32():
         expected += model.weight.grad[0].double() / k
         naive += model.weight.grad[0] / k
     model.zero_grad()
-    run = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), accumulation=Accumulation(k))
+    run = engine(model, lr=0.0, accumulation=Accumulation(k))
     seen = {}
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
     sums = run._sums
@@ -271,7 +273,7 @@ def test_resuming_with_less_data_is_refused(tmp_path):
     run.save(tmp_path / "state")
     again = engine(net(), accumulation=Accumulation(K))
     again.load(tmp_path / "state")
-    with pytest.raises(UsageError, match="after 8 micro-batches of an epoch, and the loader has only 5"):
+    with pytest.raises(UsageError, match="after 8 batches of an epoch, and the loader has only 5"):
         through(again, data(5))
 
 

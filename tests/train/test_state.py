@@ -11,7 +11,7 @@ from memfit.train import state
 
 def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "state"
-    state.save({"optimizer_step": 1}, path)
+    state.save({"version": 1}, path)
 
     def torn(value, file):
         file.write(b"half")
@@ -19,8 +19,8 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(OSError, match="No space left"):
-        state.save({"optimizer_step": 2}, path)
-    assert state.load(path) == {"optimizer_step": 1}
+        state.save({"version": 2}, path)
+    assert state.load(path) == {"version": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
@@ -31,7 +31,7 @@ class Evil:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"optimizer_step": Evil()}, 2)],
+    [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"version": Evil()}, 2)],
 )
 def test_what_is_no_state_is_refused(tmp_path, content, capsys):
     (tmp_path / "state").write_bytes(content)

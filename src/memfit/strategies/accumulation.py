@@ -10,7 +10,11 @@ need if it clears them before the forward.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from memfit.errors import UsageError
+from memfit.units import format_bytes
 
 PartialWindow = Literal["flush", "carry", "drop"]
 PARTIAL = ("flush", "carry", "drop")
@@ -48,6 +52,7 @@ class Accumulation:
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.partial_window not in PARTIAL:
             raise UsageError(f"partial_window={self.partial_window!r} is none of {', '.join(PARTIAL)}.")
+        _check_dtype(self.gradient_dtype)
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:
             if whole % micro or (steps and steps * micro != whole):
@@ -68,3 +73,30 @@ class Accumulation:
             raise UsageError(
                 "global_batch_size needs micro_batch_size or gradient_accumulation_steps beside it."
             )
+
+    @property
+    def several(self) -> bool:
+        """Whether a window may have more than one micro-batch."""
+        return (self.gradient_accumulation_steps or 1) > 1 or self.micro_batch_size is not None
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """Say what stays alive through all forwards of a window but its first.
+
+        Plain training clears gradients before its forward, or could.
+        """
+        if not self.several:
+            return []
+        least = torch.float32.itemsize
+        chosen: torch.dtype | None = getattr(torch, self.gradient_dtype) if self.gradient_dtype else None
+        size = sum(
+            parameter.numel() * (chosen.itemsize if chosen else max(parameter.dtype.itemsize, least))
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
+        return [f"accumulation: {format_bytes(size)} of gradients live through later forwards (exact)"]
+
+
+def _check_dtype(name: str | None) -> None:
+    dtype = getattr(torch, str(name), None)
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"gradient_dtype={name!r} is no floating point type of PyTorch's, as 'float32' is.")

@@ -4,11 +4,17 @@ autocast    parameters stay float32; each operation runs in the precision that s
 pure        the model itself is cast; with ``master_weights`` the optimizer updates float32 copies
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from memfit.errors import UsageError
+from memfit.strategies.forward import wrap_forward
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -79,7 +85,10 @@ class Precision:
     autocast: bool = True
     """Parameters stay float32 and operations choose; otherwise the model itself is of ``dtype``."""
     loss_scale: LossScale | None = None
-    """With fp16 under autocast ``"dynamic"`` by default; bf16 needs none."""
+    """With fp16 ``"dynamic"`` by default; bf16 needs none."""
+    master_weights: bool = False
+    """Without autocast: float32 copies of the parameters, which the optimizer updates and the model's
+    parameters are rounded from. Only ``Engine`` holds them."""
 
     def __post_init__(self) -> None:
         """Check, and fill in the loss scale."""
@@ -91,8 +100,63 @@ class Precision:
         elif scale is not None:
             raise UsageError(f"precision: loss_scale is for fp16; {self.dtype} has float32's range.")
         object.__setattr__(self, "loss_scale", scale)
-        if self.dtype == "fp16" and not self.autocast:
+        if self.master_weights and (self.autocast or self.dtype == "fp32"):
+            raise UsageError(
+                "precision: master_weights are for models of low precision (autocast=False, bf16 or fp16): "
+                "here the parameters themselves are float32."
+            )
+        if self.dtype == "fp16" and not (self.autocast or self.master_weights):
             raise UsageError(
                 "precision: fp16 parameters cannot be trained by themselves: torch.amp.GradScaler does not "
-                "unscale fp16 gradients. Use autocast."
+                "unscale fp16 gradients. Use autocast, or master_weights=True."
             )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same in PyTorch's terms."""
+        dtype: torch.dtype = getattr(torch, DTYPES[self.dtype])
+        return dtype
+
+    def context(self, device: str) -> AbstractContextManager[Any]:
+        """Return what a forward on a kind of device runs in."""
+        if not self.autocast or self.dtype == "fp32":
+            return nullcontext()
+        return torch.autocast(device, dtype=self.torch_dtype)
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        """Cast a model, or have its forward run under autocast.
+
+        Returns:
+            What takes it back; parameters that were cast keep what rounding left.
+        """
+        if not self.autocast:
+            return _cast(model, self.torch_dtype)
+        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+        return wrap_forward(model, _InContext(self, device))
+
+
+@dataclass(frozen=True, slots=True)
+class _InContext:
+    precision: Precision
+    device: str
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.precision.context(self.device):
+            return forward(*args, **kwargs)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast what is floating point, in place: parameters and buffers stay the objects that they are."""
+    before = {
+        tensor: tensor.dtype
+        for tensor in chain(model.parameters(), model.buffers())
+        if tensor.is_floating_point()
+    }
+    for tensor in before:
+        tensor.data = tensor.data.to(dtype)
+
+    def back() -> None:
+        for tensor, own in before.items():
+            tensor.data = tensor.data.to(own)
+
+    return back

@@ -1,58 +1,68 @@
 """The engine: who divides, scales, clips, steps and counts, so that nobody else has to.
 
     window:  micro-batch ── forward ── backward ┐
-             micro-batch ── forward ── backward ├─> correct -> unscale -> clip -> step -> scheduler -> count
-             micro-batch ── forward ── backward ┘   once       once       once    if all is finite
+             micro-batch ── forward ── backward ├─> update.py: correct -> unscale -> clip -> step -> scheduler
+             micro-batch ── forward ── backward ┘              once       once      once    if all is finite
 
-Two doors lead in. ``step(batch)`` splits a batch itself, and finer when memory runs out. ``windows(loader)``
-serves a loop of one's own.
+Three doors lead in. ``fit`` trains for epochs. ``step(batch)`` splits a batch itself, and finer when memory
+runs out. ``windows(loader)`` serves a loop of one's own.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.precision import DTYPES, Precision
-from memfit.train import state
-from memfit.train.gradients import GradientSums
+from memfit.strategies.apply import apply_to_model
+from memfit.strategies.plan import Plan
+from memfit.strategies.precision import Precision
+from memfit.train import masters, resume, state
+from memfit.train.callbacks import Callback, Saving
+from memfit.train.gradients import gradient_sums
+from memfit.train.job import Job, Loss
 from memfit.train.position import Position
 from memfit.train.result import StepResult
 from memfit.train.retry import Moment, out_of_memory
 from memfit.train.scaler import Scaler
 from memfit.train.split import batch_size, even_sizes, split
+from memfit.train.update import Protect, Update
 from memfit.train.window import Window
-
-Loss = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
 
 class Engine:
     """Trains a model with less memory, and with the same result.
 
     Args:
-        model: whose parameters the optimizer updates.
-        optimizer: any of PyTorch's, or alike.
-        loss: for ``step``: ``loss(model, batch)`` returns the mean over a batch, or (sum, weight).
-        accumulation: how batches are divided.
-        precision: what runs in less than float32.
-        scheduler: of the learning rate; it moves when the optimizer does.
-        max_grad_norm: gradients of a window are clipped to it, once.
+        job: a ``Job``, or a model; then ``optimizer`` and what else is wanted of a job's parts are given by
+            name.
+        plan: a ``Plan``, settings of strategies, or a list of them: they are applied to the model.
+        optimizer, loss, scheduler, max_grad_norm: as in ``Job``.
+        callbacks: told of what happens.
         size: ``size(batch)`` returns its samples, where a batch is of a kind of its own.
         split: ``split(batch, sizes)`` returns its parts, there.
-        retry: begin a batch again in smaller parts when memory runs out.
+        retry: begin a batch again in smaller parts when memory runs out; later ones are split alike.
+        protect: when parameters and optimizer state are copied to the host before an update, so that memory
+            that runs out inside it does no harm: ``"always"``, ``"never"``, or ``"auto"``, the first time and
+            whenever the allocator had to give back its cache.
+
+    Raises:
+        UsageError: parts are missing, or the plan does not suit them.
 
     Example:
         >>> model = nn.Linear(4, 1)
         >>> engine = Engine(
         ...     model,
-        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     Accumulation(gradient_accumulation_steps=4),
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         ...     loss=lambda model, batch: model(batch).square().mean(),
-        ...     accumulation=Accumulation(gradient_accumulation_steps=4),
         ... )
         >>> engine.step(torch.ones(32, 4)).updated
         True
@@ -60,44 +70,158 @@ class Engine:
 
     def __init__(  # noqa: PLR0913 - each is one choice of the user's
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        job: Job | nn.Module,
+        plan: Any = None,
         *,
+        optimizer: Any = None,
         loss: Loss | None = None,
-        accumulation: Accumulation | None = None,
-        precision: Precision | None = None,
         scheduler: Any = None,
         max_grad_norm: float | None = None,
+        callbacks: Iterable[Callback] = (),
         size: Callable[[Any], int] = batch_size,
         split: Callable[[Any, list[int]], list[Any]] = split,
         retry: bool = True,
+        protect: Protect = "auto",
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.accumulation = accumulation or Accumulation(gradient_accumulation_steps=1)
-        self.precision = precision or Precision("fp32")
+        if isinstance(job, nn.Module):
+            if optimizer is None:
+                raise UsageError("Engine(model, plan) needs an optimizer beside the model: optimizer=...")
+            job = Job(job, optimizer, loss, scheduler, max_grad_norm)
+        elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
+            raise UsageError(
+                "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
+            )
+        self.model = model = job.model
+        self.plan = plan = Plan.of(plan)
+        self.accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
+        self.precision = plan.precision or Precision("fp32")
         self.micro_step = 0
         """Micro-batches so far."""
         self.optimizer_step = 0
         """Updates so far."""
-        self._loss, self._size, self._split = loss, size, split
-        self._retry, self._max_grad_norm = retry, max_grad_norm
+        self.epoch = 0
+        """Passes of ``fit`` over the data so far."""
+        self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
+        self._loss, self._size, self._split, self._retry = job.loss, size, split, retry
         self._steps = self.accumulation.gradient_accumulation_steps or 1
         self._device = next(model.parameters()).device.type
+        self._masters = masters.copies(model.parameters()) if self.precision.master_weights else {}
+        apply_to_model(model, plan)
+        made = job.optimizer
+        self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+        masters.hand_over(self.optimizer, self._masters)
+        made = job.scheduler
+        self.scheduler = made(self.optimizer) if callable(made) else made
         self._scaler = Scaler(self.precision.loss_scale, self._device)
+        self._sums = gradient_sums(model, self.accumulation, self._masters)
+        self._update = Update(
+            self.optimizer,
+            self._scaler,
+            self._sums,
+            self._masters,
+            max_grad_norm=job.max_grad_norm,
+            protect=protect,
+        )
         self._position = Position()
         self._window: Window | None = None
         self._resumed: Window | None = None
-        self._sums = self._gradient_sums()
+        self._finer = 1
+        self._stopped = False
+        self.epochs = 0
+        """How many ``fit`` is to make in all."""
+        self.batches: int | None = None
+        """How many an epoch of ``fit`` has, if its loader knows."""
+        self._warn_of_batch_norms()
+
+    def _warn_of_batch_norms(self) -> None:
+        if not self.accumulation.several:
+            return
+        names = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, _BatchNorm) and module.training
+        ]
+        if names:
+            warnings.warn(
+                f"{len(names)} batch norms ({names[0]}, ...) will see micro-batches, so that accumulation "
+                "does not equal the whole batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
+                "(module.eval()), or SyncBatchNorm on several GPUs.",
+                stacklevel=3,
+            )
+
+    @property
+    def notes(self) -> list[str]:
+        """What the plan's strategies cost this model, and where they do not pay."""
+        return [
+            note
+            for strategy in self.plan.strategies()
+            if hasattr(strategy, "notes")
+            for note in strategy.notes(self.model)
+        ]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward: ``step`` enters it itself."""
-        if not self.precision.autocast or self.precision.dtype == "fp32":
-            return nullcontext()
-        return torch.autocast(self._device, dtype=getattr(torch, DTYPES[self.precision.dtype]))
+        """Return the context for a forward and its loss: ``step`` enters it itself."""
+        return self.precision.context(self._device)
 
-    # ---- The first door: whole batches ---------------------------------------------------------------
+    def __enter__(self) -> Self:
+        """Have the end of the block check that no window was left open."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Complain about an open window, unless something else went wrong."""
+        if kind is None:
+            self._expect_closed()
+
+    # ---- Epochs --------------------------------------------------------------------------------------
+
+    def fit(self, loader: Iterable[Any], epochs: int = 1) -> StepResult | None:
+        """Train until so many epochs are done in all, a batch to an optimizer step.
+
+        Args:
+            loader: a ``DataLoader``, or whatever can be gone through once an epoch.
+            epochs: in all: a run that went on from a saved state makes those that are left.
+
+        Returns:
+            What the last batch became; None if there was none.
+        """
+        result = None
+        self.epochs = epochs
+        self.batches = len(loader) if isinstance(loader, Sized) else None
+        self._stopped = False
+        self._tell("on_fit_begin")
+        try:
+            while self.epoch < epochs and not self._stopped:
+                self._tell("on_epoch_begin")
+                for batch in self.through(loader):
+                    result = self.step(batch)
+                    if self._stopped:
+                        return result
+                self.epoch += 1
+                self._tell("on_epoch_end")
+        finally:
+            self._tell("on_fit_end")
+        return result
+
+    def stop(self) -> None:
+        """Have ``fit`` end after the batch that it is at."""
+        self._stopped = True
+
+    def through(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Return the batches of one pass over the data, for ``step``: a resumed run goes on where it was.
+
+        After ``load_state_dict`` the first call begins where the state was saved: give it the same data.
+        """
+        for (batch,) in self._position.groups(loader, 1, "flush"):
+            yield batch
+
+    @property
+    def batch(self) -> int:
+        """Batches, or micro-batches, of this pass over the data that are done."""
+        return self._position.consumed
+
+    # ---- Whole batches -------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from a batch.
@@ -107,25 +231,35 @@ class Engine:
 
         Raises:
             UsageError: there is no loss, or a window is open.
-            torch.OutOfMemoryError: not even single samples fit: parameters, buffers and random numbers are as
-                they were. From the optimizer's step it comes as it is: some parameters may be updated.
+            torch.OutOfMemoryError: not even single samples fit, or the update does not: parameters, buffers,
+                optimizer state and random numbers are as they were.
+            TornUpdateError: memory ran out inside the optimizer's step, and nothing was copied before.
         """
         if self._loss is None:
-            raise UsageError("engine.step needs to know the loss: Engine(model, optimizer, loss=...).")
+            raise UsageError(
+                "engine.step needs to know the loss: Engine(model, plan, optimizer=..., loss=...)."
+            )
         self._expect_closed()
-        samples, begun, retried = self._size(batch), self.micro_step, 0
-        sizes = self._sizes(samples)
+        samples, retried = self._size(batch), 0
+        sizes = self._sizes(samples, self._finer)
         moment = Moment.of(self.model) if self._retry else None
         while self._ran_out_of_memory(self._loss, batch, sizes, moment):
-            self.micro_step = begun
-            sizes = even_sizes(samples, 2 * len(sizes))
             retried += 1
-        return self._update(retried)
+            sizes = self._sizes(samples, self._finer << retried)
+            self._tell("on_retry", len(sizes))
+        self._finer <<= retried
+        try:
+            return self._close(retried)
+        except BaseException:
+            if self._window is not None:
+                self._give_up(moment)
+            raise
 
-    def _sizes(self, samples: int) -> list[int]:
+    def _sizes(self, samples: int, finer: int) -> list[int]:
         micro = self.accumulation.micro_batch_size
         if micro is None:
-            return even_sizes(samples, self._steps)
+            return even_sizes(samples, self._steps * finer)
+        micro = max(1, micro // finer)
         rest = samples % micro
         return [micro] * (samples // micro) + [rest] * (rest > 0)
 
@@ -137,16 +271,14 @@ class Engine:
         try:
             self._go_through(loss, batch, sizes)
         except BaseException as error:
-            self._drop_window()
-            if moment is not None:
-                moment.restore()
-                if out_of_memory(error) and max(sizes) > 1:
-                    return True
+            self._give_up(moment)
+            if moment is not None and max(sizes) > 1 and out_of_memory(error):
+                return True
             raise
         return False
 
     def _go_through(self, loss_of: Loss, batch: Any, sizes: list[int]) -> None:
-        self._window = window = Window(len(sizes))
+        window = self._open(Window(len(sizes), whole=True))
         for part, size in zip(self._split(batch, sizes), sizes, strict=True):
             with self.autocast():
                 loss = loss_of(self.model, part)
@@ -157,7 +289,7 @@ class Engine:
                 window.total = float(sum(sizes))
                 self._backward(loss, float(size))
 
-    # ---- The second door: a loop of one's own --------------------------------------------------------
+    # ---- A loop of one's own -------------------------------------------------------------------------
 
     def windows(self, loader: Iterable[Any]) -> Iterator["Micros"]:
         """Return the windows of one pass over the data; each gives its micro-batches.
@@ -168,8 +300,8 @@ class Engine:
         """
         for group in self._position.groups(loader, self._steps, self.accumulation.partial_window):
             self._expect_closed()
-            self._window, self._resumed = self._resumed or Window(len(group)), None
-            yield Micros(self, self._window, group)
+            resumed, self._resumed = self._resumed, None
+            yield Micros(self, self._open(resumed or Window(len(group))), group)
             self._expect_closed()
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> StepResult | None:
@@ -182,62 +314,62 @@ class Engine:
         Returns:
             What became of the window, if it is one that ``windows`` did not open and this filled it.
         """
-        if self._window is None:
-            self._window = Window(self._steps, by_hand=True)
+        window = self._window or self._open(Window(self._steps, by_hand=True))
         self._backward(loss, weight)
-        full = self._window.by_hand and self._window.done == self._window.planned
-        return self._update() if full else None
+        full = window.by_hand and window.done == window.planned
+        return self._close() if full else None
 
     def flush(self) -> StepResult | None:
         """Close an open window with the micro-batches that it has; None if there are none."""
         if self._window is None or not self._window.done:
             self._window = None
             return None
-        return self._update()
+        return self._close()
+
+    # ---- Windows -------------------------------------------------------------------------------------
+
+    def _open(self, window: Window) -> Window:
+        self._window = window
+        self._tell("on_window_begin")
+        return window
 
     def _backward(self, loss: torch.Tensor, weight: float | None) -> None:
         if self._window is None:
             raise AssertionError("a backward belongs to a window")
         self._scaler.scaled(self._window.add(loss, weight)).backward()  # type: ignore[no-untyped-call]
         self.micro_step += 1
+        if self.callbacks:
+            self._tell("on_micro_step_end", loss.detach())
 
-    # ---- The end of a window -------------------------------------------------------------------------
-
-    def _update(self, retried: int = 0) -> StepResult:
+    def _close(self, retried: int = 0) -> StepResult:
         window, scale = self._window, self._scaler.scale
         if window is None:
             raise AssertionError("an update belongs to a window")
         loss = window.mean_loss()
-        if self._sums is not None:
-            self._sums.put_back(window.correction)
-        elif window.correction != 1.0:
-            torch._foreach_mul_(self._gradients(), window.correction)
-        found_inf = self._scaler.unscale(self.optimizer)
-        norm = None
-        if self._max_grad_norm is not None and not found_inf:
-            norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)
-        self._scaler.step(self.optimizer)
+        found_inf, norm = self._update.make(window, lambda: self._tell("on_optimizer_step_begin"))
         self._drop_window()
+        self._position.close()
         if not found_inf:
             self.optimizer_step += 1
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepResult(
+            self._tell("on_optimizer_step_end")
+        result = StepResult(
             not found_inf, found_inf, scale, self.micro_step, self.optimizer_step, retried, loss, norm
         )
-
-    def _with_gradients(self) -> list[torch.Tensor]:
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        return [parameter for group in groups for parameter in group if parameter.grad is not None]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
+        self._tell("on_window_end", result)
+        return result
 
     def _drop_window(self) -> None:
         self._window = None
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._sums is not None:
-            self._sums.clear()
+        self._update.clear()
+
+    def _give_up(self, moment: Moment | None) -> None:
+        """Be as before the batch."""
+        self.micro_step -= self._window.done if self._window else 0
+        self._drop_window()
+        if moment is not None:
+            moment.restore()
 
     def _expect_closed(self) -> None:
         if self._window is not None:
@@ -246,58 +378,27 @@ class Engine:
                 "give each a backward, or close it with engine.flush()."
             )
 
-    def _gradient_sums(self) -> GradientSums | None:
-        """Sum gradients in another dtype, where parameters are of low precision and there are several."""
-        chosen = self.accumulation.gradient_dtype
-        several = self._steps > 1 or self.accumulation.micro_batch_size is not None
-        dtype = getattr(torch, chosen or "float32")
-        low = [
-            parameter
-            for parameter in self.model.parameters()
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype
-        ]
-        wanted = [parameter for parameter in low if chosen or parameter.dtype.itemsize < dtype.itemsize]
-        return GradientSums(wanted, dtype) if wanted and several else None
+    def _tell(self, moment: str, *what: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *what)
 
     # ---- Saving and resuming -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to go on bit for bit, inside a window too: tensors and plain values."""
-        window = self._window
-        return {
-            "micro_step": self.micro_step,
-            "optimizer_step": self.optimizer_step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "position": self._position.state_dict(),
-            "random": state.random_state(),
-            "window": None if window is None else window.state_dict(),
-            "gradients": {
-                name: self._gradient(parameter)
-                for name, parameter in self.model.named_parameters()
-                if window is not None and self._gradient(parameter) is not None
-            },
-        }
+        """Return all that a run needs to go on bit for bit, inside a window too: tensors and plain values.
+
+        Raises:
+            UsageError: the last update was interrupted; or micro-batches are carried over to the next epoch.
+        """
+        return resume.state_of(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state; the next ``windows`` begins inside its epoch."""
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
-        self._scaler.load_state_dict(saved["scaler"])
-        self._drop_window()
-        self.micro_step, self.optimizer_step = saved["micro_step"], saved["optimizer_step"]
-        self._position.load_state_dict(saved["position"], saved["random"])
-        window = Window(**saved["window"]) if saved["window"] is not None else None
-        inside = bool(saved["position"])
-        self._resumed, self._window = (window, None) if inside else (None, window)
-        parameters = dict(self.model.named_parameters())
-        for name, gradient in saved["gradients"].items():
-            self._set_gradient(parameters[name], gradient.to(parameters[name].device))
-        state.set_random_state(saved["random"])
+        """Go on from a state; the next pass over the data begins where it was.
+
+        Raises:
+            UsageError: it does not suit this engine; nothing was loaded.
+        """
+        resume.go_on(self, saved)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file: the whole of it or nothing."""
@@ -310,16 +411,6 @@ class Engine:
             FileFormatError: it is something else, or damaged.
         """
         self.load_state_dict(state.load(Path(path)))
-
-    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        summed = self._sums.of(parameter) if self._sums is not None else None
-        return parameter.grad if summed is None else summed
-
-    def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if self._sums is None or gradient.dtype == parameter.dtype:
-            parameter.grad = gradient
-        else:
-            self._sums.set(parameter, gradient)
 
 
 class Micros:

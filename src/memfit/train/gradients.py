@@ -1,12 +1,15 @@
-"""Gradients that are summed in float32, whatever the parameters are; and parameters with float32 copies.
+"""Gradients that are summed in float32, whatever the parameters are.
 
 backward ──> parameter.grad (bf16) ──hook──> sum (float32)      once a micro-batch; the bf16 one is gone
-end of the window:  sum ──> master.grad, or, cast once, parameter.grad
+end of the window:  sum ──> master.grad, or, rounded once, parameter.grad
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
+
+from memfit.strategies.accumulation import Accumulation
 
 
 class GradientSums:
@@ -15,19 +18,25 @@ class GradientSums:
     Args:
         parameters: leaves of low precision; each micro-batch's gradient is taken from them.
         dtype: of the sums.
+        masters: the tensors that the optimizer updates in place of parameters, where it does.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        dtype: torch.dtype,
+        masters: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self._dtype, self._masters = dtype, masters
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._hooks = {
+            one: one.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for one in parameters
+        }
 
     def _take(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or not isinstance(parameter, torch.nn.Parameter):
+        if gradient is None or not isinstance(parameter, nn.Parameter):
             return
         parameter.grad = None
         total = self._sums.get(parameter)
@@ -36,25 +45,53 @@ class GradientSums:
         else:
             total.add_(gradient)
 
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradients are summed here."""
+        return parameter in self._hooks
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return a parameter's sum, in its own dtype; None if it had no gradient."""
         return self._sums.get(parameter)
 
-    def set(self, parameter: torch.nn.Parameter, total: torch.Tensor) -> None:
+    def set(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
         """Go on from a sum."""
-        self._sums[parameter] = total
+        self._sums[parameter] = total.to(self._dtype)
 
     def put_back(self, factor: float) -> None:
-        """Give every parameter its sum times a factor, rounded to its own dtype once."""
-        for parameter, total in self._sums.items():
-            parameter.grad = (total if factor == 1.0 else total * factor).to(parameter.dtype)
-        self._sums = {}
+        """Give what the optimizer updates the sums times a factor, rounded to its dtype once."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            home = self._masters.get(parameter, parameter)
+            home.grad = (total if factor == 1.0 else total.mul_(factor)).to(home.dtype)
 
     def clear(self) -> None:
         """Forget the sums."""
-        self._sums = {}
+        self._sums.clear()
 
     def remove(self) -> None:
         """Leave the parameters as they were."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+
+
+def gradient_sums(
+    model: nn.Module, accumulation: Accumulation, masters: Mapping[nn.Parameter, nn.Parameter]
+) -> GradientSums | None:
+    """Return sums for the parameters that need them; None if none does.
+
+    Those are all that have a master, and, where there are several micro-batches, those of lower precision
+    than float32, or of another than ``gradient_dtype``.
+    """
+    chosen = accumulation.gradient_dtype
+    dtype: torch.dtype = getattr(torch, chosen or "float32")
+
+    def needs(parameter: nn.Parameter) -> bool:
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            return False
+        if chosen:
+            return parameter.dtype != dtype
+        return parameter.dtype.itemsize < dtype.itemsize
+
+    several = [parameter for parameter in model.parameters() if accumulation.several and needs(parameter)]
+    wanted = list(dict.fromkeys([*masters, *several]))
+    return GradientSums(wanted, dtype, masters) if wanted else None

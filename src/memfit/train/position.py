@@ -22,16 +22,17 @@ class Position:
     """A place in an epoch.
 
     Fields:
-        fetched: micro-batches of the epoch that came before the window.
+        consumed: micro-batches of the epoch whose windows are closed.
         began: random numbers at the beginning of the epoch; None between epochs.
-        before: random numbers before the window was fetched.
+        before: random numbers before the open window was fetched; None if there is none.
         carried: micro-batches of the last epoch that wait for this one.
     """
 
-    fetched: int = 0
+    consumed: int = 0
     began: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
     carried: list[Any] = field(default_factory=list)
+    _open: int = 0
     _resumed: dict[str, Any] | None = None
 
     def groups(self, loader: Iterable[Any], size: int, partial: PartialWindow) -> Iterator[list[Any]]:
@@ -43,7 +44,7 @@ class Position:
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             set_random_state(resumed["began"])
-        self.began, self.fetched = random_state(), 0
+        self.began, self.consumed = random_state(), 0
         items = iter(chain(self.carried, loader))
         self.carried = []
         if resumed is not None:
@@ -59,19 +60,25 @@ class Position:
                 break
             if not group:
                 break
+            self._open = len(group)
             yield group
-            self.fetched += len(group)
+            self.close()
         self.began = self.before = None
 
+    def close(self) -> None:
+        """Count the group that was handed out last: a run that is resumed now begins with the next."""
+        self.consumed += self._open
+        self._open, self.before = 0, None
+
     def _skip(self, items: Iterator[Any], resumed: dict[str, Any]) -> None:
-        skipped = sum(1 for _ in islice(items, resumed["fetched"]))
-        if skipped < resumed["fetched"]:
+        skipped = sum(1 for _ in islice(items, resumed["consumed"]))
+        if skipped < resumed["consumed"]:
             raise UsageError(
-                f"Cannot resume: the state was saved after {resumed['fetched']} micro-batches of an epoch, "
+                f"Cannot resume: the state was saved after {resumed['consumed']} batches of an epoch, "
                 f"and the loader has only {skipped}. Give it the data that it had."
             )
-        self.fetched = skipped
-        set_random_state(resumed["before"])
+        self.consumed = skipped
+        set_random_state(resumed["before"] or resumed["random"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return it; empty between epochs.
@@ -86,7 +93,7 @@ class Position:
             )
         if self.began is None:
             return {}
-        return {"fetched": self.fetched, "began": self.began, "before": self.before}
+        return {"consumed": self.consumed, "began": self.began, "before": self.before}
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Have the next ``groups`` go on from a state, with random numbers as they were when it was saved."""

@@ -1,6 +1,11 @@
-"""Beginning again when memory runs out: what a forward changes besides gradients is put back."""
+"""Beginning again when memory runs out: what was changed is put back.
 
-from collections.abc import Iterator
+forward, backward    random numbers and buffers      Moment, kept where they are: small
+optimizer.step       parameters, optimizer state     Backup, on the host: made only where it may be needed
+"""
+
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,3 +51,43 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield module, name, buffer
+
+
+class Backup:
+    """Parameters and all that an optimizer keeps, copied to the host."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state = optimizer.state
+        self._known = dict(optimizer.state)
+        dicts = [*optimizer.param_groups, *optimizer.state.values()]
+        self._parameters = [_keep(one) for group in optimizer.param_groups for one in group["params"]]
+        self._dicts = [
+            (entries, {name: _keep(value) for name, value in entries.items() if name != "params"})
+            for entries in dicts
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, in place; what is new is gone."""
+        for put_back in self._parameters:
+            put_back()
+        for key in self._state.keys() - self._known.keys():
+            del self._state[key]
+        for entries, kept in self._dicts:
+            for name in entries.keys() - kept.keys() - {"params"}:
+                del entries[name]
+            entries.update({name: put_back() for name, put_back in kept.items()})
+
+
+def _keep(value: Any) -> Callable[[], Any]:
+    """Copy a value; return what gives it back as it was."""
+    if not isinstance(value, torch.Tensor):
+        copied = copy.deepcopy(value)
+        return lambda: copied
+    content = value.detach().to("cpu", copy=True)
+
+    def put_back() -> torch.Tensor:
+        value.detach().copy_(content)
+        return value
+
+    return put_back

@@ -13,6 +13,10 @@ class _GradScaler(torch.amp.GradScaler):
         found = self._found_inf_per_device(optimizer)
         return any(bool(flag.item()) for flag in found.values())
 
+    def forget(self) -> None:
+        """Be as before ``unscale_``: a step that was begun will not be ended."""
+        self._per_optimizer_states.clear()
+
 
 class Scaler:
     """What loss scaling does to a window: once each, at its end.
@@ -59,6 +63,11 @@ class Scaler:
             return
         self._scaler.step(optimizer)
         self._scaler.update(None if self._settings.mode == "dynamic" else self._settings.init_scale)
+
+    def forget(self) -> None:
+        """Forget a window whose update failed."""
+        if self._scaler is not None:
+            self._scaler.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs; empty without scaling."""

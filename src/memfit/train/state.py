@@ -73,7 +73,7 @@ def load(path: Path) -> dict[str, Any]:
         raise FileFormatError(
             f"Cannot resume from {path}: it is no state of a training run ({error})."
         ) from None
-    if not isinstance(state, dict) or "optimizer_step" not in state:
+    if not isinstance(state, dict) or "version" not in state:
         raise FileFormatError(
             f"Cannot resume from {path}: it holds something else than a training run's state."
         )

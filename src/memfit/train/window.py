@@ -32,6 +32,8 @@ class Window:
     """Whether weights were given."""
     by_hand: bool = False
     """Whether nobody knows its micro-batches before: it is closed when it is full, or by ``flush``."""
+    whole: bool = False
+    """Whether it is a whole batch's: ``step`` holds the parts that are still to come."""
     loss: torch.Tensor | None = None
     """Sum of the losses times their weights, detached."""
 

@@ -1,0 +1,65 @@
+"""Applying a plan to a model in place, and taking it back."""
+
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from memfit.errors import UsageError
+from memfit.strategies.plan import Plan
+
+_APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
+
+
+def apply(model: nn.Module, plan: Any) -> nn.Module:
+    """Change a model in place as a plan says, for a training loop of one's own.
+
+    Args:
+        model: keeps its modules, their names and its ``state_dict``.
+        plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation and optimizers are matters of
+            the
+            loop: ``Engine`` does those.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: it has a plan already; a strategy does not suit it; or the plan needs ``Engine``.
+
+    >>> from memfit.strategies.precision import Precision
+    >>> model = apply(nn.Linear(2, 2), Precision("bf16", autocast=False))
+    >>> model.weight.dtype, revert(model).weight.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    plan = Plan.of(plan)
+    for strategy in plan.strategies():
+        if not hasattr(strategy, "apply"):
+            raise UsageError(
+                f"{type(strategy).__name__} is a matter of the training loop: give the plan to "
+                "memfit.Engine, or leave it out here."
+            )
+    return apply_to_model(model, plan)
+
+
+def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
+    """Apply those strategies of a plan that change the model: all of them, or none if one does not suit."""
+    if model in _APPLIED:
+        raise UsageError("The model has a plan already: memfit.revert(model) takes it back.")
+    with ExitStack() as undo:
+        for strategy in plan.strategies():
+            if hasattr(strategy, "apply"):
+                undo.callback(strategy.apply(model))
+        _APPLIED[model] = undo.pop_all()
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Take back what ``apply`` did to a model; nothing if it did nothing.
+
+    Parameters that were cast to lower precision are cast back: what rounding took stays lost.
+    """
+    undo = _APPLIED.pop(model, None)
+    if undo is not None:
+        undo.close()
+    return model

@@ -1,0 +1,67 @@
+"""A progress bar for ``fit``, that says what it counts.
+
+epoch 2/5  ━━━━━━━╸━━━━━━━━━  12/26 optimizer steps  3.1 per second  0:00:04 left  loss 0.1234
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from memfit.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from memfit.train.engine import Engine
+    from memfit.train.result import StepResult
+
+_SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
+
+
+class ProgressBar(Callback):
+    """Shows how far ``fit`` is: batches, which are optimizer steps unless a gradient is not finite.
+
+    Args:
+        console: where to; the terminal's standard error if none is given.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("batches (an optimizer step each)  {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("left in this epoch  loss {task.fields[loss]}"),
+            console=console or Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+        self._shown = 0.0
+
+    def on_fit_begin(self, engine: "Engine") -> None:  # noqa: ARG002
+        """Begin to draw."""
+        self._progress.start()
+
+    def on_epoch_begin(self, engine: "Engine") -> None:
+        """Begin a bar, from where a resumed epoch stands."""
+        self._task = self._progress.add_task(
+            "", total=engine.batches, epoch=f"{engine.epoch + 1}/{engine.epochs}", rate="", loss="-"
+        )
+        self._began, self._done = time.monotonic(), 0
+
+    def on_window_end(self, engine: "Engine", result: "StepResult") -> None:
+        """Move it on."""
+        if self._task is None:
+            return
+        self._done += 1
+        now = time.monotonic()
+        self._progress.update(self._task, completed=engine.batch)
+        if now - self._shown >= _SECONDS_BETWEEN_LOSSES:
+            self._shown = now
+            rate = f"{self._done / max(now - self._began, 1e-9):.1f} per second"
+            self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
+
+    def on_fit_end(self, engine: "Engine") -> None:  # noqa: ARG002
+        """Leave the terminal as it was."""
+        self._progress.stop()
+        self._task = None

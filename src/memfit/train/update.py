@@ -1,0 +1,125 @@
+"""The end of a window: gradients become an update, or nothing changes.
+
+sums -> correct -> unscale -> clip -> step -> masters -> next scale
+|                 |
+not finite: no step      memory runs out: parameters and states are put back from a copy on the
+host, if there is one; if not, the run is torn, and says so
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from memfit.errors import TornUpdateError
+from memfit.train import masters as master_weights
+from memfit.train.gradients import GradientSums
+from memfit.train.retry import Backup, out_of_memory
+from memfit.train.scaler import Scaler
+from memfit.train.window import Window
+
+Protect = Literal["auto", "always", "never"]
+
+
+class Update:
+    """What is done to an optimizer at the end of each window.
+
+    Args:
+        optimizer: whose ``step`` is the update.
+        scaler: of the loss.
+        sums: where gradients are, if not on the parameters.
+        masters: what the optimizer updates in place of parameters.
+        max_grad_norm: None for no clipping.
+        protect: when a copy of parameters and states is made on the host before the step, so that they can be
+            put back if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and
+            after the allocator had to give back its cache.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: Scaler,
+        sums: GradientSums | None,
+        masters: dict[nn.Parameter, nn.Parameter],
+        *,
+        max_grad_norm: float | None,
+        protect: Protect,
+    ) -> None:
+        self.optimizer, self.scaler, self.sums, self.masters = optimizer, scaler, sums, masters
+        self._max_grad_norm, self._protect = max_grad_norm, protect
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+        self._given_back, self._most_gradients = self._cache_given_back(), 0
+        self.torn = False
+        """Whether a step was interrupted, so that some parameters are updated and some are not."""
+
+    def make(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
+        """Update from a window's gradients; return whether one was not finite, and their norm if clipped.
+
+        ``before_step`` is called when the gradients are final, unless one is not finite.
+
+        Raises:
+            TornUpdateError: memory ran out inside ``optimizer.step``, and there was no copy to put back.
+            torch.OutOfMemoryError: it ran out before, or there was: parameters and states are as they were.
+        """
+        try:
+            if self.sums is not None:
+                self.sums.put_back(window.correction)
+            elif window.correction != 1.0:
+                torch._foreach_mul_(self._gradients(), window.correction)
+            found_inf = self.scaler.unscale(self.optimizer)
+            norm = None
+            if self._max_grad_norm is not None and not found_inf:
+                norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)
+            if not found_inf:
+                before_step()
+            self._step()
+        except BaseException:
+            self.scaler.forget()
+            raise
+        if self.masters and not found_inf:
+            master_weights.write(self.masters)
+        return found_inf, norm
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.sums is not None:
+            self.sums.clear()
+
+    def _step(self) -> None:
+        backup = Backup(self.optimizer) if self._is_risky() else None
+        try:
+            self.scaler.step(self.optimizer)
+        except BaseException as error:
+            if backup is not None:
+                backup.restore()
+                raise
+            self.torn = True
+            if out_of_memory(error):
+                raise TornUpdateError(
+                    "Memory ran out inside optimizer.step, and some parameters may be updated while others "
+                    "are not. Load the last state that was saved; Engine(protect='always') copies parameters "
+                    "and optimizer state to the host before each step, so that they can be put back."
+                ) from error
+            raise
+
+    def _is_risky(self) -> bool:
+        if self._protect != "auto":
+            return self._protect == "always"
+        given_back, count = self._cache_given_back(), len(self._with_gradients())
+        risky = given_back != self._given_back or count > self._most_gradients
+        self._given_back, self._most_gradients = given_back, max(count, self._most_gradients)
+        return risky
+
+    def _cache_given_back(self) -> int:
+        """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight."""
+        return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
+
+    def _with_gradients(self) -> list[nn.Parameter]:
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        return [parameter for group in groups for parameter in group if parameter.grad is not None]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
