@@ -17,6 +17,7 @@ PUBLIC = {
     "Job",
     "LossScale",
     "MemfitError",
+    "OptimizerState",
     "Plan",
     "Precision",
     "ProgressBar",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.errors import MemfitError
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
+    from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
     from memfit.strategies.precision import LossScale, Precision
     from memfit.train.callbacks import Callback, EarlyStopping, Saving
@@ -34,6 +35,7 @@ __all__ = [
     "Job",
     "LossScale",
     "MemfitError",
+    "OptimizerState",
     "Plan",
     "Precision",
     "ProgressBar",
@@ -59,6 +61,7 @@ _HOMES = {
     "Job": "memfit.train.job",
     "LossScale": "memfit.strategies.precision",
     "MemfitError": "memfit.errors",
+    "OptimizerState": "memfit.strategies.optimizer_state",
     "Plan": "memfit.strategies.plan",
     "Precision": "memfit.strategies.precision",
     "ProgressBar": "memfit.train.progress",

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
 
 
@@ -28,6 +29,7 @@ class Plan:
 
     precision: Precision | None = None
     accumulation: Accumulation | None = None
+    optimizer_state: OptimizerState | None = None
 
     def __post_init__(self) -> None:
         """Have each strategy look at the others."""

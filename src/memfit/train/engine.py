@@ -109,6 +109,8 @@ class Engine:
         apply_to_model(model, plan)
         made = job.optimizer
         self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+        if plan.optimizer_state is not None:
+            plan.optimizer_state.optimizer(self.optimizer, model)
         masters.hand_over(self.optimizer, self._masters)
         made = job.scheduler
         self.scheduler = made(self.optimizer) if callable(made) else made
@@ -121,6 +123,7 @@ class Engine:
             self._masters,
             max_grad_norm=job.max_grad_norm,
             protect=protect,
+            in_backward=plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
         )
         self._position = Position()
         self._window: Window | None = None
@@ -272,7 +275,8 @@ class Engine:
             self._go_through(loss, batch, sizes)
         except BaseException as error:
             self._give_up(moment)
-            if moment is not None and max(sizes) > 1 and out_of_memory(error):
+            splits = max(sizes) > 1 and self._update.in_backward is None
+            if moment is not None and splits and out_of_memory(error):
                 return True
             raise
         return False
@@ -330,13 +334,19 @@ class Engine:
 
     def _open(self, window: Window) -> Window:
         self._window = window
+        self._update.begin()
         self._tell("on_window_begin")
         return window
 
     def _backward(self, loss: torch.Tensor, weight: float | None) -> None:
         if self._window is None:
             raise AssertionError("a backward belongs to a window")
-        self._scaler.scaled(self._window.add(loss, weight)).backward()  # type: ignore[no-untyped-call]
+        scaled = self._scaler.scaled(self._window.add(loss, weight))
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            self._update.interrupted(error)
+            raise
         self.micro_step += 1
         if self.callbacks:
             self._tell("on_micro_step_end", loss.detach())

@@ -4,6 +4,8 @@ sums -> correct -> unscale -> clip -> step -> masters -> next scale
 |                 |
 not finite: no step      memory runs out: parameters and states are put back from a copy on the
 host, if there is one; if not, the run is torn, and says so
+
+Where the optimizer steps in backward, all this is before the window's end: the copy is made when it begins.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from memfit.errors import TornUpdateError
+from memfit.errors import TornUpdateError, UsageError
+from memfit.strategies.optimizer_state import StepInBackward
 from memfit.train import masters as master_weights
 from memfit.train.gradients import GradientSums
 from memfit.train.retry import Backup, out_of_memory
@@ -34,6 +37,10 @@ class Update:
         protect: when a copy of parameters and states is made on the host before the step, so that they can be
             put back if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and
             after the allocator had to give back its cache.
+        in_backward: parameters are updated in backward, and the step at the end finds nothing to do.
+
+    Raises:
+        UsageError: the optimizer cannot be stepped in backward, or gradients are to be clipped as well.
     """
 
     def __init__(
@@ -45,14 +52,37 @@ class Update:
         *,
         max_grad_norm: float | None,
         protect: Protect,
+        in_backward: bool = False,
     ) -> None:
+        if in_backward and max_grad_norm is not None:
+            raise UsageError(
+                "step_in_backward updates parameters before the norm of all gradients is known: leave out "
+                "max_grad_norm, or step_in_backward."
+            )
         self.optimizer, self.scaler, self.sums, self.masters = optimizer, scaler, sums, masters
         self._max_grad_norm, self._protect = max_grad_norm, protect
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
         self._given_back, self._most_gradients = self._cache_given_back(), 0
+        self.in_backward = StepInBackward(optimizer) if in_backward else None
+        self._backup: Backup | None = None
         self.torn = False
         """Whether a step was interrupted, so that some parameters are updated and some are not."""
+
+    def begin(self) -> None:
+        """Be ready for a window's first backward."""
+        if self.in_backward is not None:
+            self._backup = self._copy()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Undo what a backward updated that did not come to its end.
+
+        Raises:
+            TornUpdateError: memory ran out, and there was no copy to put back.
+        """
+        if self.in_backward is not None and self.in_backward.stepped:
+            self.in_backward.stepped.clear()
+            self._put_back(error)
 
     def make(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
         """Update from a window's gradients; return whether one was not finite, and their norm if clipped.
@@ -89,26 +119,35 @@ class Update:
             self.sums.clear()
 
     def _step(self) -> None:
-        backup = Backup(self.optimizer) if self._is_risky() else None
+        if self.in_backward is None:
+            self._backup = self._copy()
         try:
             self.scaler.step(self.optimizer)
         except BaseException as error:
-            if backup is not None:
-                backup.restore()
-                raise
-            self.torn = True
-            if out_of_memory(error):
-                raise TornUpdateError(
-                    "Memory ran out inside optimizer.step, and some parameters may be updated while others "
-                    "are not. Load the last state that was saved; Engine(protect='always') copies parameters "
-                    "and optimizer state to the host before each step, so that they can be put back."
-                ) from error
+            self._put_back(error)
             raise
+        self._backup = None
+
+    def _copy(self) -> Backup | None:
+        return Backup(self.optimizer) if self._is_risky() else None
+
+    def _put_back(self, error: BaseException) -> None:
+        backup, self._backup = self._backup, None
+        if backup is not None:
+            backup.restore()
+            return
+        self.torn = True
+        if out_of_memory(error):
+            raise TornUpdateError(
+                "Memory ran out inside the optimizer's step, and some parameters may be updated while others "
+                "are not. Load the last state that was saved; Engine(protect='always') copies parameters "
+                "and optimizer state to the host before each step, so that they can be put back."
+            ) from error
 
     def _is_risky(self) -> bool:
         if self._protect != "auto":
             return self._protect == "always"
-        given_back, count = self._cache_given_back(), len(self._with_gradients())
+        given_back, count = self._cache_given_back(), len(self._to_be_updated())
         risky = given_back != self._given_back or count > self._most_gradients
         self._given_back, self._most_gradients = given_back, max(count, self._most_gradients)
         return risky
@@ -116,6 +155,12 @@ class Update:
     def _cache_given_back(self) -> int:
         """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight."""
         return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
+
+    def _to_be_updated(self) -> list[nn.Parameter]:
+        if self.in_backward is None:
+            return self._with_gradients()
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        return [parameter for group in groups for parameter in group if parameter.requires_grad]
 
     def _with_gradients(self) -> list[nn.Parameter]:
         groups = (group["params"] for group in self.optimizer.param_groups)
