@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.errors import MemfitError
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
+    from memfit.strategies.decorators import auto_fp16, force_fp32
     from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
     from memfit.strategies.precision import LossScale, Precision
@@ -42,9 +43,11 @@ __all__ = [
     "Saving",
     "StepResult",
     "apply",
+    "auto_fp16",
     "diagnose",
     "dry_run",
     "estimate",
+    "force_fp32",
     "read",
     "record",
     "replay",
@@ -68,6 +71,8 @@ _HOMES = {
     "Saving": "memfit.train.callbacks",
     "StepResult": "memfit.train.result",
     "apply": "memfit.strategies.apply",
+    "auto_fp16": "memfit.strategies.decorators",
+    "force_fp32": "memfit.strategies.decorators",
     "revert": "memfit.strategies.apply",
     "synthetic_batch": "memfit.capture.synthetic",
 }

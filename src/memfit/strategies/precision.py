@@ -5,7 +5,7 @@ pure        the model itself is cast; with ``master_weights`` the optimizer upda
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.strategies.decorators import mark
 from memfit.strategies.forward import wrap_forward
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -124,15 +125,20 @@ class Precision:
         return torch.autocast(device, dtype=self.torch_dtype)
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Cast a model, or have its forward run under autocast.
+        """Cast a model, or have its forward run under autocast; switch ``decorators`` on in it.
 
         Returns:
             What takes it back; parameters that were cast keep what rounding left.
         """
-        if not self.autocast:
-            return _cast(model, self.torch_dtype)
-        device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-        return wrap_forward(model, _InContext(self, device))
+        with ExitStack() as undo:
+            if self.dtype != "fp32":
+                undo.callback(mark(model, self.torch_dtype, autocast=self.autocast))
+            if self.autocast:
+                device = next((tensor.device.type for tensor in model.parameters()), "cpu")
+                undo.callback(wrap_forward(model, _InContext(self, device)))
+            else:
+                undo.callback(_cast(model, self.torch_dtype))
+            return undo.pop_all().close
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,178 @@
+"""Methods of a model that must run in low, or in full, precision where the rest does otherwise.
+
+    class Head(nn.Module):
+        @auto_fp16(apply_to=("features",))       # features in bf16, the operations under autocast
+        def forward(self, features, boxes): ...
+
+        @force_fp32(apply_to=("scores",))        # scores in float32, the operations too
+        def loss(self, scores, labels): ...
+
+Without ``Precision`` on the model both do nothing. With it they do what MMCV's decorators of these names do:
+cast the tensors among the named arguments, in lists, tuples and dicts too, and have autocast on or off for
+the call. The "fp16" of the names is whatever dtype ``Precision`` chose. Where the model itself is of that
+dtype (``autocast=False``) its parameters stay so in ``force_fp32``, too: float32 tensors that meet them
+there are PyTorch's error.
+
+Source: mmcv/runner/fp16_utils.py, 1.7.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memfit.errors import UsageError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+LOW = (torch.bfloat16, torch.float16)
+
+_MARK = "_memfit_precision"
+
+
+def mark(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[], None]:
+    """Switch the decorators on in a model and all its modules; return what switches them off.
+
+    The mark is an attribute of each module, a tuple of plain values: copies of the model have it, pickles
+    need no memfit for it, and ``state_dict`` does not know it.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        vars(module)[_MARK] = (str(dtype).removeprefix("torch."), autocast)
+
+    def unmark() -> None:
+        for module in modules:
+            vars(module).pop(_MARK, None)
+
+    return unmark
+
+
+def auto_fp16(apply_to: Iterable[str] = (), *, out_fp32: bool = False) -> Callable[[Method], Method]:
+    """Run a module's method in low precision, if ``Precision`` is on the model.
+
+    Args:
+        apply_to: names of the arguments whose float32 tensors are cast; all, if there are none.
+        out_fp32: whether low-precision tensors among the results are cast to float32.
+
+    Raises:
+        UsageError: when decorating: it is no method, is a generator, or has no such argument; when called: on
+            no module.
+    """
+
+    def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:
+        return torch.autocast(device, dtype=low) if autocast else nullcontext()
+
+    def inputs(value: Any, low: torch.dtype) -> Any:
+        return _cast(value, (torch.float32,), low)
+
+    def outputs(value: Any, _: torch.dtype) -> Any:
+        return _cast(value, LOW, torch.float32) if out_fp32 else value
+
+    return _decorator("auto_fp16", apply_to, inputs, context, outputs)
+
+
+def force_fp32(apply_to: Iterable[str] = (), *, out_fp16: bool = False) -> Callable[[Method], Method]:
+    """Run a module's method in float32, if ``Precision`` is on the model.
+
+    Args:
+        apply_to: names of the arguments whose low-precision tensors are cast to float32; all, if there are
+            none.
+        out_fp16: whether float32 tensors among the results are cast to the low precision.
+
+    Raises:
+        UsageError: as ``auto_fp16``.
+    """
+
+    def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:  # noqa: ARG001
+        return torch.autocast(device, enabled=False)
+
+    def inputs(value: Any, _: torch.dtype) -> Any:
+        return _cast(value, LOW, torch.float32)
+
+    def outputs(value: Any, low: torch.dtype) -> Any:
+        return _cast(value, (torch.float32,), low) if out_fp16 else value
+
+    return _decorator("force_fp32", apply_to, inputs, context, outputs)
+
+
+def _decorator(
+    name: str,
+    apply_to: Iterable[str],
+    inputs: Callable[[Any, torch.dtype], Any],
+    context: Callable[[torch.dtype, str, bool], AbstractContextManager[Any]],
+    outputs: Callable[[Any, torch.dtype], Any],
+) -> Callable[[Method], Method]:
+    if callable(apply_to) or isinstance(apply_to, str | staticmethod | classmethod | property):
+        raise UsageError(f'@{name} takes names of arguments: @{name}(), or @{name}(apply_to=("x", "y")).')
+    names = tuple(apply_to)
+
+    def decorate(method: Method) -> Method:
+        signature = _signature(name, method, names)
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            module = args[0] if args else None
+            if not isinstance(module, nn.Module):
+                raise UsageError(
+                    f"@{name}: {method.__qualname__} was called on {type(module).__name__}: it is for "
+                    "methods of torch.nn.Module."
+                )
+            marked = vars(module).get(_MARK)
+            if marked is None:
+                return method(*args, **kwargs)
+            low: torch.dtype = getattr(torch, marked[0])
+            bound = signature.bind(*args, **kwargs)
+            for argument in names or [*bound.arguments][1:]:
+                if argument in bound.arguments:
+                    bound.arguments[argument] = inputs(bound.arguments[argument], low)
+            with context(low, _device(module, bound.arguments), marked[1]):
+                result = method(*bound.args, **bound.kwargs)
+            return outputs(result, low)
+
+        return cast("Method", run)
+
+    return decorate
+
+
+def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signature:
+    """Return a method's signature, if it is one that can be decorated.
+
+    Raises:
+        UsageError: it is not, or it has no argument of one of the names.
+    """
+    if not inspect.isfunction(method):
+        raise UsageError(
+            f"@{name} is for methods of torch.nn.Module; here it is given a {type(method).__name__}. Put "
+            "other decorators above it."
+        )
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise UsageError(
+            f"@{name}: {method.__qualname__} is a generator or a coroutine, whose lines run after the call. "
+            "Decorate what it calls."
+        )
+    signature = inspect.signature(method)
+    known = [*signature.parameters][1:]
+    for argument in names:
+        if argument not in known:
+            raise UsageError(
+                f"@{name}: {method.__qualname__} has no argument {argument!r}; it has {', '.join(known)}."
+            )
+    return signature
+
+
+def _cast(value: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
+    """Cast the tensors of some dtypes in a value, in lists, tuples and dicts too; other things stay."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(to) if tensor.dtype in of else tensor, value)
+
+
+def _device(module: nn.Module, arguments: dict[str, Any]) -> str:
+    """Return the kind of device of a call: of its first tensor, or else of the module's first parameter."""
+    given = (leaf for leaf in tree_leaves([*arguments.values()][1:]) if isinstance(leaf, torch.Tensor))
+    first = next(given, None)
+    if first is None:
+        first = next(module.parameters(), None)
+    return "cpu" if first is None else first.device.type
