@@ -1,11 +1,15 @@
 """Files of states: whole or not there, and plain."""
 
+import fcntl
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from memfit.errors import FileFormatError
+from memfit.errors import FileFormatError, UsageError
 from memfit.train import state
 
 
@@ -22,6 +26,25 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
         state.save({"version": 2}, path)
     assert state.load(path) == {"version": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    with (tmp_path / ".state.partial").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="Another process is saving"):
+            state.save({"version": 1}, tmp_path / "state")
+    state.save({"version": 1}, tmp_path / "state")
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit():
+    """The whole of it, 50 kills: python benchmarks/killed.py"""
+    script = Path(__file__).parents[2] / "benchmarks" / "killed.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "8"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 kills" in done.stdout
+    assert "0 unfinished files left" in done.stdout
 
 
 class Evil:

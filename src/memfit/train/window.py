@@ -57,8 +57,10 @@ class Window:
             self.total = share * self.planned
         self.done += 1
         self.weight += share
-        summed = loss.detach() if share == 1.0 else loss.detach() * share
-        self.loss = summed if self.loss is None else self.loss + summed
+        if self.loss is None:
+            self.loss = loss.detach() * share
+        else:
+            self.loss.add_(loss.detach(), alpha=share)
         divisor = self.total / share
         return loss if divisor == 1.0 else loss / divisor
 

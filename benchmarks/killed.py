@@ -1,0 +1,134 @@
+"""Kill -9 at random moments of a run that saves every step: does it go on bit for bit?
+
+    python benchmarks/killed.py [--kills 50] [--seed 0]
+
+A run trains a small network with dropout on a shuffled loader, fp16 with loss scaling, two micro-batches to
+an update, and saves after each. It is killed (SIGKILL) and started again, over and over, and what it ends
+with is compared with a run that nobody killed. Processes are forked, so that a start takes no time and a kill
+may hit anything: the loading of the file, a forward, a write.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import memfit
+from memfit.train.state import load
+
+EPOCHS, SAMPLES = 8, 160
+
+
+def train(folder: Path) -> None:
+    """Train from where the folder's state is, or from the beginning; leave a digest of the parameters."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+    data = torch.randn(SAMPLES, 8)
+    engine = memfit.Engine(
+        model,
+        [memfit.Precision("fp16"), memfit.Accumulation(2)],
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=lambda model, batch: model(batch).float().square().mean(),
+        callbacks=[memfit.Saving(folder / "run")],
+    )
+    if (folder / "run").exists():
+        engine.load(folder / "run")
+    engine.fit(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True), epochs=EPOCHS)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    (folder / "digest").write_text(f"{engine.optimizer_step} {digest.hexdigest()}")
+
+
+def warm() -> None:
+    """Import what PyTorch imports late, so that children need not; a backward would start threads."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def start(folder: Path) -> int:
+    """Train in a child; return its process."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            train(folder)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def ended(child: int) -> bool:
+    """Wait for a child; say whether it trained to its end."""
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tuple[int, set[int]]:
+    """Start and kill as often; return how many runs came to their end, and the steps of files found."""
+    finished, steps = 0, set()
+    while kills:
+        child = start(folder)
+        time.sleep(chance.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        if ended(child):
+            finished += 1
+            check(folder)
+            (folder / "run").unlink()
+            continue
+        kills -= 1
+        if (folder / "run").exists():
+            steps.add(load(folder / "run")["optimizer_step"])
+    return finished, steps
+
+
+def check(folder: Path) -> None:
+    """Compare what a run ended with against the run that nobody killed."""
+    whole = (folder.parent / "whole" / "digest").read_text()
+    found = (folder / "digest").read_text()
+    if found != whole:
+        raise SystemExit(f"another run: {found} where the whole run has {whole}")
+
+
+def main() -> None:
+    """Kill, and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        whole, killed = Path(name) / "whole", Path(name) / "killed"
+        whole.mkdir()
+        killed.mkdir()
+        warm()
+        began = time.monotonic()
+        if not ended(start(whole)):
+            sys.exit("the run that nobody kills failed")
+        taken = time.monotonic() - began
+        finished, steps = kill(killed, options.kills, random.Random(options.seed), taken / 4)  # noqa: S311
+        if not ended(start(killed)):
+            sys.exit("a run could not go on")
+        check(killed)
+        left = sum(1 for path in killed.iterdir() if path.name not in ("run", "digest"))
+    print(
+        f"{options.kills} kills, saved states of {len(steps)} different steps between {min(steps)} and "
+        f"{max(steps)}; {finished + 1} runs to the end, all bit for bit the run that nobody killed; {left} "
+        "unfinished files left"
+    )
+
+
+if __name__ == "__main__":
+    main()

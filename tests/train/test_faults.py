@@ -1,0 +1,295 @@
+"""Faults that other frameworks shipped, by their rows in docs/training.md: none is here.
+
+Each test fails on the behaviour that was reported. Rows of checkpointing are in tests/strategies.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memfit
+from memfit.errors import UsageError
+
+SGD = torch.optim.SGD
+
+
+def net(seed=0, *, norm=None):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), norm or nn.Identity(), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(size, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(4, (size,), generator=generator)
+
+
+def mean_loss(model, data):
+    return F.cross_entropy(model(data[0]), data[1])
+
+
+def engine(model, *plan, lr=1.0, **options):
+    return memfit.Engine(
+        model, plan, optimizer=SGD(model.parameters(), lr=lr), **{"loss": mean_loss} | options
+    )
+
+
+def gradients(model, data):
+    """Return the gradients of one batch, in plain PyTorch."""
+    model.zero_grad()
+    mean_loss(model, data).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+class Seen(memfit.Callback):
+    """Keeps what the optimizer finds."""
+
+    def on_optimizer_step_begin(self, engine):
+        self.gradients = [parameter.grad.clone() for parameter in engine.model.parameters()]
+
+
+def close(found, wanted):
+    for left, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_row_01_micro_batches_weigh_by_their_tokens():
+    x, y = batch(8)
+    y[:5] = -100  # three tokens in all; the first half has none but one
+    y[0] = 2
+
+    def tokens(model, data):
+        return F.cross_entropy(model(data[0]), data[1], reduction="sum"), (data[1] != -100).sum()
+
+    seen = Seen()
+    engine(net(), memfit.Accumulation(2), loss=tokens, callbacks=[seen]).step((x, y))
+    close(seen.gradients, gradients(net(), (x, y)))
+    naive = [
+        (left + right) / 2
+        for left, right in zip(
+            gradients(net(), (x[:4], y[:4])), gradients(net(), (x[4:], y[4:])), strict=True
+        )
+    ]
+    assert max((a - b).abs().max() for a, b in zip(naive, seen.gradients, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize(("size", "steps"), [(4, 1), (1, 4), (2, 2)])
+def test_row_02_the_divisor_has_one_owner(size, steps):
+    data = batch(4)
+    reference = engine(net(), max_grad_norm=100.0).step(data)
+    run = engine(net(), memfit.Accumulation(steps, micro_batch_size=size), max_grad_norm=100.0)
+    result = run.step(data)
+    assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-6)
+    assert result.loss == pytest.approx(reference.loss, rel=1e-6)
+
+
+def test_row_03_no_graph_outlives_its_micro_batch():
+    alive = []
+
+    def loss(model, data):
+        out = model(data[0])
+        gc.collect()
+        alive.append(sum(one() is not None for one in kept))
+        kept.append(weakref.ref(out))
+        return F.cross_entropy(out, data[1], reduction="sum"), len(data[1])
+
+    kept = []
+    engine(net(), memfit.Accumulation(8), loss=loss).step(batch(8))
+    assert len(alive) == 8
+    assert max(alive) <= 1
+
+
+def test_row_04_a_partial_window_is_divided_by_what_it_has():
+    batches = [batch(4, seed) for seed in range(5)]
+    seen = Seen()
+    run = engine(net(), memfit.Accumulation(2), lr=0.0, callbacks=[seen])
+    for window in run.windows(batches):
+        for data in window:
+            run.backward(mean_loss(run.model, data))
+    close(seen.gradients, gradients(net(), batches[4]))
+
+
+@pytest.mark.parametrize(("policy", "updates"), [("flush", 1), ("drop", 0), ("carry", 0)])
+def test_row_05_a_loader_shorter_than_a_window(policy, updates):
+    seen = Seen()
+    run = engine(net(), memfit.Accumulation(4, partial_window=policy), lr=0.0, callbacks=[seen])
+    batches = [batch(4, seed) for seed in range(3)]
+    for window in run.windows(batches):
+        for data in window:
+            run.backward(mean_loss(run.model, data))
+    assert run.optimizer_step == updates
+    if updates:
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        close(seen.gradients, gradients(net(), whole))
+
+
+def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
+    """10 batches, K = 4: resumed after 6, the last window still has 2 and is divided by 2."""
+    batches = [batch(4, seed) for seed in range(10)]
+
+    def train(run, until=None):
+        for window in run.windows(batches):
+            for data in window:
+                run.backward(mean_loss(run.model, data))
+                if run.micro_step == until:
+                    return run
+        return run
+
+    first = train(engine(net(), memfit.Accumulation(4)), until=6)
+    seen = Seen()
+    second = engine(net(3), memfit.Accumulation(4), callbacks=[seen])
+    second.load_state_dict(first.state_dict())
+    before = None
+
+    class Before(memfit.Callback):
+        def on_window_begin(self, engine):
+            nonlocal before
+            before = [parameter.detach().clone() for parameter in engine.model.parameters()]
+
+    second.callbacks = (*second.callbacks, Before())
+    train(second)
+    assert second.optimizer_step == 3
+    plain = net()
+    with torch.no_grad():
+        for parameter, value in zip(plain.parameters(), before, strict=True):
+            parameter.copy_(value)
+    close(seen.gradients, gradients(plain, tuple(torch.cat(p) for p in zip(*batches[8:], strict=True))))
+
+
+def test_row_07_a_resume_inside_a_window_keeps_its_gradients():
+    run, again, plain = (engine(net(), memfit.Accumulation(4)) for _ in range(3))
+    data = [batch(4, seed) for seed in range(4)]
+    for one in data[:2]:
+        run.backward(mean_loss(run.model, one))
+    again.load_state_dict(run.state_dict())
+    for one in data[2:]:
+        again.backward(mean_loss(again.model, one))
+    for one in data:
+        plain.backward(mean_loss(plain.model, one))
+    for left, right in zip(again.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_row_08_samples_after_a_resume_are_those_that_come_next():
+    seen = []
+
+    def loss(model, data):
+        seen.append(data[0, 0].item())
+        return model(data).square().mean()
+
+    loader = torch.arange(12.0).repeat_interleave(6).reshape(12, 1, 6)
+    first = engine(net(), loss=loss, lr=0.01)
+    for data in first.through(loader):
+        first.step(data)
+        if first.batch == 5:
+            break
+    second = engine(net(), loss=loss, lr=0.01)
+    second.load_state_dict(first.state_dict())
+    assert (second.micro_step, second.optimizer_step) == (5, 5)
+    second.fit(loader)
+    assert seen == list(range(12))
+
+
+def test_rows_09_and_10_the_scheduler_moves_once_an_update():
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run = memfit.Engine(
+        model, memfit.Accumulation(4), optimizer=optimizer, loss=mean_loss, scheduler=scheduler
+    )
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        run.step(batch(8))
+    assert rates == [1.0, 0.5, 0.25]
+
+
+def fp16(**options):
+    return memfit.Precision("fp16", loss_scale=memfit.LossScale(**options))
+
+
+def infinite(at):
+    """Return a loss that is infinite in some of its calls."""
+    calls = iter(range(1000))
+    return lambda model, data: mean_loss(model, data) * (float("inf") if next(calls) in at else 1.0)
+
+
+def test_row_11_the_scheduler_waits_where_a_step_is_skipped():
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run = memfit.Engine(model, fp16(), optimizer=optimizer, loss=infinite({1}), scheduler=scheduler)
+    results = [run.step(batch(8)) for _ in range(3)]
+    assert [result.updated for result in results] == [True, False, True]
+    assert [result.found_inf for result in results] == [False, True, False]
+    assert (scheduler.last_epoch, run.optimizer_step) == (2, 2)
+
+
+def test_row_12_gradients_are_unscaled_once():
+    seen = Seen()
+    run = engine(
+        net(), fp16(init_scale=1024.0), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=100.0
+    )
+    result = run.step(batch(8))
+    for found, wanted in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)  # fp16's own rounding; 1024 is far
+    assert result.loss_scale == 1024.0
+
+
+def test_row_12_a_window_that_is_full_takes_no_more():
+    run = engine(net(), memfit.Accumulation(2))
+    window = next(run.windows([batch(4), batch(4)]))
+    for data in window:
+        run.backward(mean_loss(run.model, data))
+        if len(window) == run.micro_step:
+            with pytest.raises(UsageError, match="each goes backward once"):
+                run.backward(mean_loss(run.model, data))
+
+
+def test_row_13_gradients_are_clipped_once_a_window():
+    data = batch(8)
+    wanted = gradients(net(), data)
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    seen = Seen()
+    result = engine(net(), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=0.1).step(data)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    close(seen.gradients, [gradient * (0.1 / norm) for gradient in wanted])
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_rows_14_15_17_one_infinite_micro_batch_skips_its_window_and_no_other(at):
+    seen = Seen()
+    model = net()
+    before = [parameter.clone() for parameter in model.parameters()]
+    run = engine(
+        model, fp16(init_scale=8.0), memfit.Accumulation(4), loss=infinite({at}), lr=0.0, callbacks=[seen]
+    )
+    skipped = run.step(batch(8))
+    assert (skipped.updated, skipped.loss_scale) == (False, 8.0)
+    assert not hasattr(seen, "gradients")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
+    applied = run.step(batch(8))
+    assert (applied.updated, applied.loss_scale) == (True, 4.0)
+    for found, wanted in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
+
+
+def test_row_24_batch_norm_is_warned_of_with_what_to_do_instead():
+    with pytest.warns(UserWarning, match=r"1 batch norms \(1, ...\).*GroupNorm.*eval\(\).*SyncBatchNorm"):
+        engine(net(norm=nn.BatchNorm1d(8)), memfit.Accumulation(2))
+    engine(net(norm=nn.GroupNorm(2, 8)), memfit.Accumulation(2))
+    engine(net(norm=nn.BatchNorm1d(8)).eval(), memfit.Accumulation(2))
+    engine(net(norm=nn.BatchNorm1d(8)))
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_row_32_low_precision_on_a_cpu_is_low_precision(dtype, wanted):
+    model = net()
+    dtypes = []
+    model[0].register_forward_hook(lambda *seen: dtypes.append(seen[-1].dtype))
+    assert engine(model, memfit.Precision(dtype)).step(batch(4)).updated
+    assert dtypes == [wanted]

@@ -1,0 +1,201 @@
+"""Epochs: what is called when, what is shown, when it stops, and that it is saved so that it can go on."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import memfit
+from memfit.errors import UsageError
+
+MOMENTS = [
+    name
+    for name in vars(memfit.Callback)
+    if name.startswith("on_")  # in the order of callbacks.py
+]
+
+
+class Diary(memfit.Callback):
+    def __init__(self):
+        self.lines = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda engine, *what: self.lines.append(name.removeprefix("on_"))
+        return super().__getattribute__(name)
+
+
+def engine(*plan, callbacks=(), loss=lambda model, data: model(data).square().mean(), lr=0.1):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=loss, callbacks=callbacks)
+
+
+def loader(batches=3, size=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 3, generator=generator) for _ in range(batches)]
+
+
+def test_moments_come_in_their_order():
+    diary = Diary()
+    engine(memfit.Accumulation(2), callbacks=[diary]).fit(loader(1), epochs=2)
+    window = ["window_begin", "micro_step_end", "micro_step_end"]
+    window += ["optimizer_step_begin", "optimizer_step_end", "window_end"]
+    epoch = ["epoch_begin", *window, "epoch_end"]
+    assert diary.lines == ["fit_begin", *epoch, *epoch, "fit_end"]
+
+
+def test_every_moment_is_told():
+    diary = Diary()
+    short = [True]
+
+    def loss(model, data):
+        if short.pop() if short else False:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(data).square().mean()
+
+    engine(callbacks=[diary], loss=loss).fit(loader(1))
+    assert set(diary.lines) == {moment.removeprefix("on_") for moment in MOMENTS}
+
+
+def test_callbacks_are_called_in_their_order_and_saving_is_last(tmp_path):
+    said = []
+
+    class Says(memfit.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_window_end(self, engine, result):
+            said.append((self.name, (tmp_path / "run").exists()))
+
+    run = engine(callbacks=[memfit.Saving(tmp_path / "run"), Says("first"), Says("second")])
+    run.fit(loader(1))
+    assert said == [("first", False), ("second", False)]
+    assert (tmp_path / "run").exists()
+
+
+def test_the_end_is_told_when_training_fails():
+    diary = Diary()
+
+    def loss(model, data):
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        engine(callbacks=[diary], loss=loss).fit(loader(1))
+    assert diary.lines[-1] == "fit_end"
+
+
+@pytest.mark.parametrize("metric", [None, lambda engine: 1.0])
+def test_training_ends_when_nothing_gets_better(metric):
+    run = engine(callbacks=[memfit.EarlyStopping(metric, patience=2)], lr=0.0)
+    run.fit(loader(), epochs=10)
+    assert run.epoch == 3  # the first is the best, and two are waited
+    with pytest.raises(UsageError, match="patience=0"):
+        memfit.EarlyStopping(patience=0)
+
+
+def test_stop_ends_after_the_batch():
+    class Stops(memfit.Callback):
+        def on_window_end(self, engine, result):
+            if engine.optimizer_step == 2:
+                engine.stop()
+
+    run = engine(callbacks=[Stops()])
+    assert run.fit(loader(5), epochs=3).optimizer_step == 2
+    assert (run.batch, run.epoch) == (2, 0)
+
+
+@pytest.mark.parametrize("stopped", range(1, 9))
+def test_a_run_that_is_saved_and_stopped_goes_on_bit_for_bit(stopped, tmp_path):
+    class Stops(memfit.Callback):
+        def on_window_end(self, engine, result):
+            if engine.optimizer_step == stopped:
+                engine.stop()
+
+    def noisy(model, data):
+        return (model(data) + torch.randn(len(data), 2)).square().mean()
+
+    def callbacks():
+        return [memfit.EarlyStopping(patience=50), memfit.Saving(tmp_path / "run")]
+
+    def train(*more):
+        torch.manual_seed(7)
+        run = engine(memfit.Accumulation(2), callbacks=[*callbacks(), *more], loss=noisy)
+        run.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
+        return run
+
+    whole = train()
+    train(Stops())
+    again = engine(memfit.Accumulation(2), callbacks=callbacks(), loss=noisy)
+    again.load(tmp_path / "run")
+    assert again.optimizer_step == stopped
+    again.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
+    assert (again.epoch, again.optimizer_step) == (3, 9)
+    assert torch.equal(again.model.weight, whole.model.weight)
+    assert again.callbacks[0].best == whole.callbacks[0].best
+
+
+def test_row_30_the_bar_says_what_it_counts():
+    text = io.StringIO()
+    bar = memfit.ProgressBar(Console(file=text, force_terminal=True, width=160))
+    engine(memfit.Accumulation(2), callbacks=[bar]).fit(loader(), epochs=2)
+    shown = text.getvalue()
+    assert "epoch 2/2" in shown
+    assert "3/3" in shown
+    assert "batches (an optimizer step each)" in shown
+    assert "left in this epoch" in shown
+    assert "loss " in shown
+
+
+def test_a_window_that_is_left_open_is_told_at_the_end_of_a_block():
+    run = engine(memfit.Accumulation(4))
+    with pytest.raises(UsageError, match="A window is open, with 1 of 4"), run:
+        run.backward(run.model(loader(1)[0]).square().mean())
+    with pytest.raises(ZeroDivisionError), run:
+        1 / 0  # noqa: B018 - what went wrong first is what is told
+    run.flush()
+    with run:
+        pass
+
+
+def test_what_is_missing_is_named():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match="needs an optimizer"):
+        memfit.Engine(model)
+    with pytest.raises(UsageError, match="needs to know the loss"):
+        memfit.Engine(model, optimizer=optimizer).step(loader(1)[0])
+    with pytest.raises(UsageError, match="the job has its own"):
+        memfit.Engine(memfit.Job(model, optimizer), max_grad_norm=1.0)
+
+
+def test_a_job_may_give_what_makes_its_optimizer_and_scheduler():
+    model = nn.Linear(3, 2)
+    job = memfit.Job(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        lambda model, data: model(data).square().mean(),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    run = memfit.Engine(job)
+    run.fit(loader(2))
+    assert run.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_compiled_model_is_trained_as_it_would_be():
+    plain, ours = engine(memfit.Accumulation(2)), engine(memfit.Accumulation(2))
+    compiled = memfit.Engine(
+        torch.compile(ours.model, backend="aot_eager"),
+        memfit.Accumulation(2),
+        optimizer=torch.optim.AdamW(ours.model.parameters(), lr=0.1),
+        loss=ours._loss,
+    )
+    for data in loader():
+        plain.step(data)
+        compiled.step(data)
+    assert torch.equal(plain.model.weight, ours.model.weight)
+    plain.load_state_dict(compiled.state_dict())  # names are those of the model that was compiled
+    assert plain.optimizer_step == 3
