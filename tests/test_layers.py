@@ -12,6 +12,7 @@ PACKAGE = Path(memfit.__file__).parent
 PUBLIC = {
     "Accumulation",
     "Callback",
+    "Checkpointing",
     "EarlyStopping",
     "Engine",
     "Job",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.errors import MemfitError
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
+    from memfit.strategies.checkpointing import Checkpointing
     from memfit.strategies.decorators import auto_fp16, force_fp32
     from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accumulation",
     "Callback",
+    "Checkpointing",
     "EarlyStopping",
     "Engine",
     "Job",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "Accumulation": "memfit.strategies.accumulation",
     "Callback": "memfit.train.callbacks",
+    "Checkpointing": "memfit.strategies.checkpointing",
     "EarlyStopping": "memfit.train.callbacks",
     "Engine": "memfit.train.engine",
     "Job": "memfit.train.job",

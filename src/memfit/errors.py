@@ -6,6 +6,7 @@
      ├─ FileFormatError                2      a trace or snapshot could not be trusted or read
      ├─ TornUpdateError                3      memory ran out inside an optimizer's step
      └─ TargetError                    3      the script could not be run
+         ├─ DivergenceError            3      a recomputation did not do what the forward did
          ├─ NotSentError               3      a live object cannot be copied to the ghost's process
          ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform does not serve
          └─ GhostError                 3      the ghost could not be built, loaded or reached
@@ -42,6 +43,10 @@ class TornUpdateError(MemfitError):
 
 class TargetError(MemfitError):
     """The user's script could not be run to a result."""
+
+
+class DivergenceError(TargetError):
+    """What checkpointing computed again is not what was computed; the message names the operation."""
 
 
 class NotSentError(TargetError):

@@ -1,0 +1,100 @@
+"""Which modules of a model a setting names.
+
+    layers.3            the module of that name
+    layers.*            a star stands for anything but a dot: layers.0, layers.1, not layers.0.mlp
+    **.mlp              two stars for anything: layers.0.mlp, layers.1.mlp
+    TransformerBlock    every module of that class
+
+Names are those of ``model.named_modules()``, without the ``_orig_mod`` that ``torch.compile`` puts into
+them: what it wrapped is found under its own name, and stands for the wrapper.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import nn
+
+from memfit.errors import UsageError
+
+COMPILED = "_orig_mod"
+"""What torch.compile calls the module that it wraps (torch/_dynamo/eval_frame.py, OptimizedModule)."""
+_STARS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+
+
+def modules_named(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
+    """Return the modules that patterns name, in the model's order.
+
+    Args:
+        model: whose modules; itself it has no name.
+        patterns: one or several, as the module docstring says.
+        what: the setting that they belong to, for the message.
+
+    Raises:
+        UsageError: a pattern names no module; the message has the nearest names.
+    """
+    known = dict(_named(model))
+    found: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        name = _expression(pattern)
+        matching = {
+            known_name
+            for known_name, module in known.items()
+            if name.fullmatch(known_name) or class_name(module) == pattern
+        }
+        if not matching:
+            classes = {class_name(module) for module in known.values()}
+            near = difflib.get_close_matches(pattern, [*known, *sorted(classes)], n=3, cutoff=0.4)
+            raise UsageError(
+                f"{what}: no module of {class_name(model)} is called {pattern!r}, nor is of that class. "
+                + (f"Near it: {', '.join(near)}." if near else f"It has {', '.join(list(known)[:5])}.")
+            )
+        found |= matching
+    return {name: module for name, module in known.items() if name in found}
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that a model repeats: the outermost lists of at least two modules of one class.
+
+    Empty where there is none. Single operations (a list of Linear) are no blocks: blocks have parts.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in [("", unwrapped(model)), *_named(model)]:
+        inside = unwrapped(module)
+        if not isinstance(inside, nn.ModuleList | nn.Sequential) or name.startswith(
+            tuple(f"{n}." for n in found)
+        ):
+            continue
+        named = {f"{name}.{key}".lstrip("."): child for key, child in inside.named_children()}
+        for _, run in groupby(named.items(), key=lambda item: class_name(item[1])):
+            blocks = dict(run)
+            if len(blocks) > 1 and all(any(unwrapped(block).children()) for block in blocks.values()):
+                found |= blocks
+    return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what torch.compile wrapped; the module itself if it did not."""
+    inside = getattr(module, COMPILED, module)
+    return inside if isinstance(inside, nn.Module) else module
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class; of what is inside, if torch.compile wrapped it."""
+    return type(unwrapped(module)).__name__
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module below the model with its name; a compiled one once, as its wrapper."""
+    seen = {""}
+    for raw, module in model.named_modules():
+        name = ".".join(part for part in raw.split(".") if part != COMPILED)
+        if name not in seen:
+            seen.add(name)
+            yield name, module
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    return re.compile("".join(_STARS.get(part, re.escape(part)) for part in parts))

@@ -1,0 +1,547 @@
+"""Checkpointing changes no result: gradients, buffers and random numbers are those of plain training."""
+
+import copy
+import gc
+import inspect
+import pickle
+import warnings
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import DivergenceError, UsageError
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.recompute import Region
+
+MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+
+
+class Block(nn.Module):
+    """What blocks have: norm, dropout, an in-place operation, arguments of all kinds."""
+
+    def __init__(self, width=6, norm=None):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.norm = norm or nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x, scale=None, *, extra=None):
+        y = self.dropout(self.norm(self.inner(x)).relu_())
+        if scale is not None:
+            y = y * scale
+        return y + (0 if extra is None else extra["shift"])
+
+
+class Net(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def net(norm=None, layers=3):
+    torch.manual_seed(1)
+    return Net([Block(norm=norm and norm()) for _ in range(layers)]).train()
+
+
+def train(model, *inputs, steps=2, call=None, backwards=1):
+    """Take steps, and return all that they leave: state, gradients, loss, random numbers."""
+    torch.manual_seed(2)
+    inputs = inputs or (torch.randn(8, 6),)
+    for _ in range(steps):
+        model.zero_grad()
+        loss = (call or (lambda m, *x: m(*x)))(model, *inputs).square().mean()
+        for each in range(backwards):
+            loss.backward(retain_graph=each < backwards - 1)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {
+        "state": dict(model.state_dict()),
+        "grads": grads,
+        "loss": loss.detach(),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def assert_same(one, other):
+    for kind in ("loss", "rng"):
+        assert torch.equal(one[kind], other[kind]), kind
+    for kind in ("state", "grads"):
+        assert one[kind].keys() == other[kind].keys()
+        for name, value in one[kind].items():
+            same = value is other[kind][name] is None or torch.equal(value, other[kind][name])
+            assert same, f"{kind} {name}"
+
+
+def compare(model, *inputs, settings=None, **options):
+    """Train a copy plain and the model checkpointed; they must come to the same."""
+    plain = train(copy.deepcopy(model), *inputs, **options)
+    revert = (settings or Checkpointing("layers.*")).apply(model)
+    assert_same(plain, train(model, *inputs, **options))
+    revert()
+
+
+def counted(model, name):
+    """Count the forwards of a part: computing again is what checkpointing is."""
+    calls = []
+    model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@MODES
+def test_a_first_layer_gets_gradients_and_is_computed_again(use_reentrant):
+    """Row 20: an input without gradient."""
+    model = net()
+    calls = counted(model, "layers.0.inner")
+    compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant))
+    assert len(calls) == 2 + 2 * 2, "a copy trained plain, then twice each"
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@MODES
+def test_arguments_by_keyword_and_in_containers(use_reentrant):
+    def call(model, x, scale, shift):
+        # A gradient for what is inside the dictionary, too.
+        return model.layers[1](model.layers[0](x, scale=scale, extra={"shift": shift}), None)
+
+    scale, shift = torch.rand(6), nn.Parameter(torch.rand(6))
+    model = net()
+    grads = []
+    for settings in (None, Checkpointing("layers.*", use_reentrant=use_reentrant)):
+        shift.grad = None
+        again = copy.deepcopy(model)
+        if settings:
+            settings.apply(again)
+        torch.manual_seed(0)
+        call(again, torch.ones(4, 6), scale, shift).square().sum().backward()
+        grads.append((shift.grad, *[p.grad for p in again.layers[0].parameters()]))
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+class Exotic(nn.Module):
+    """Returns a dictionary with None and numbers, and appends to what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x, seen):
+        y = self.inner(x).tanh()
+        seen.append(y.detach())
+        return {"out": [y, None], "n": 3, "more": (y * 2,)}
+
+
+@MODES
+def test_what_comes_back_is_what_the_forward_returned(use_reentrant):
+    def call(model, x):
+        seen = []
+        found = model(x, seen)
+        assert found["n"] == 3
+        assert found["out"][1] is None
+        loss = found["out"][0] * found["more"][0]
+        loss.square().mean().backward(retain_graph=True)
+        assert len(seen) == 1, "the recomputation appended to the caller's list"
+        return loss
+
+    torch.manual_seed(3)
+    model = nn.Sequential(Exotic())
+    plain = train(copy.deepcopy(model[0]), call=call, steps=1)
+    Checkpointing("Exotic", use_reentrant=use_reentrant).apply(model)
+    assert_same(plain, train(model[0], call=call, steps=1))
+
+
+class Ema(nn.Module):
+    """Buffers that are replaced, not written to, and whose values count."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("never", torch.ones(width))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        return (x - self.mean) / self.calls * self.never
+
+
+NORMS = {
+    "BatchNorm": lambda: nn.BatchNorm1d(6),
+    "BatchNorm, cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "replaced buffers": Ema,
+}
+
+
+@MODES
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_buffers_change_once(norm, use_reentrant, backwards):
+    """Row 23. Cumulative statistics and power iterations are also read: they must be found as they were."""
+    settings = Checkpointing("layers.*", use_reentrant=use_reentrant)
+    compare(net(norm), settings=settings, steps=3, backwards=backwards)
+
+
+def test_only_buffers_that_change_are_kept():
+    model = net(Ema)
+    Checkpointing("layers.*").apply(model)
+    region = model.layers[0].forward
+    model(torch.randn(4, 6)).sum().backward()
+    noted = region.habits.note(model.layers[0]).noted
+    assert {name for _, name in noted} == {"mean", "calls"}
+
+
+def test_what_changes_is_learnt_anew_in_each_mode():
+    """Statistics stand still in eval mode, and when a part is thawed they do not; here between a forward and
+    its backward, so that the recomputation finds another mode."""
+    model = net(NORMS["BatchNorm"])
+    model.layers[0].eval()
+
+    def call(model, x):
+        y = model(x)
+        model.train()
+        return y
+
+    compare(model, call=call, steps=3)
+
+
+def test_a_buffer_that_is_replaced_late_is_found():
+    class Late(Ema):
+        def forward(self, x):
+            self.never = self.never * 2 if self.calls > 1 else self.never
+            return super().forward(x)
+
+    compare(net(Late), steps=4)
+
+
+def test_a_buffer_that_is_written_late_is_told():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(()))
+            self.write = False
+
+        def forward(self, x):
+            if self.write:
+                self.count += 1
+            return self.inner(x) + self.count
+
+    model = nn.Sequential(Late())
+    Checkpointing("0").apply(model)
+    model(torch.ones(2, 6)).sum().backward()
+    model[0].write = True
+    with pytest.warns(UserWarning, match=r"0: a forward wrote to count, as those before had not"):
+        model(torch.ones(2, 6)).sum().backward()
+    assert model[0].count == 2, "the step that is warned of"
+    model(torch.ones(2, 6)).sum().backward()
+    assert model[0].count == 3
+
+
+@MODES
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_without_the_generators_state_draws_are_told(use_reentrant, p):
+    """Row 25."""
+    model = net()
+    for layer in model.layers:
+        layer.dropout.p = p
+    Checkpointing("layers.0", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
+    if p:
+        with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers \(layers\.0\.dropout\)"):
+            model(torch.randn(4, 6))
+    model(torch.randn(4, 6)).sum().backward()  # once is enough
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:Checkpointing .* does not pay")
+@pytest.mark.parametrize("norm", [None, *NORMS.values()], ids=["LayerNorm", *NORMS])
+def test_nested_regions(use_reentrant, norm):
+    """Checked, too: what an inner region does besides its forward is no difference to the outer one."""
+    inner = Checkpointing(("**.inner", "Dropout", "**.norm"), use_reentrant=use_reentrant)
+    settings = Checkpointing("layers.*", use_reentrant=use_reentrant, check=True)
+    # PyTorch refuses to keep results that are changed in place, as the spectral layer's is.
+    kept = [()] if use_reentrant or norm is NORMS["spectral"] else [(), ("aten.addmm",)]
+    for outer_save_ops in kept:
+        model = net(norm)
+        inner.apply(model)
+        compare(model, settings=replace(settings, save_ops=outer_save_ops))
+
+
+class Shared(nn.Module):
+    """One block called twice, and a weight in two places."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.block = Block(norm=norm)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.block.inner.weight
+
+    def forward(self, x):
+        return self.head(self.block(self.block(x)))
+
+
+@MODES
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(6, momentum=None)], ids=["LayerNorm", "BatchNorm"])
+def test_modules_that_are_called_twice(use_reentrant, norm):
+    torch.manual_seed(5)
+    compare(Shared(norm), settings=Checkpointing("block", use_reentrant=use_reentrant))
+
+
+@MODES
+def test_autocast_is_found_again(use_reentrant):
+    def call(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    compare(net(), call=call, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True))
+
+
+@MODES
+def test_where_no_gradient_is_wanted_nothing_is_computed_again(use_reentrant):
+    model = net()
+    calls = counted(model, "layers.0.inner")
+    Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    model.layers[0].requires_grad_(False)
+    model(torch.randn(4, 6)).sum().backward()
+    assert len(calls) == 2
+    compare(net(NORMS["BatchNorm"]).eval(), settings=Checkpointing("layers.*", use_reentrant=use_reentrant))
+
+
+@MODES
+def test_an_argument_changed_in_place_is_refused(use_reentrant):
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.inner(x.relu_())
+
+    model = nn.Sequential(nn.Linear(6, 6), Bare())
+    Checkpointing("Bare", use_reentrant=use_reentrant).apply(model)
+    with pytest.raises(
+        UsageError, match=r"1 cannot be checkpointed: its forward changes tensor 0 of its arg"
+    ):
+        model(torch.randn(4, 6))
+
+
+def test_kept_operations_are_not_computed_again():
+    ran = []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def addmms(settings):
+        model = net()
+        ran.clear()
+        with Counting():
+            compare(model, settings=settings, steps=1)
+        return ran.count("aten.addmm.default")
+
+    assert addmms(Checkpointing("layers.*")) == 3 + 6
+    assert addmms(Checkpointing("layers.*", save_ops=("aten.addmm",))) == 3 + 3
+    assert addmms(Checkpointing("layers.*", save_ops="aten.addmm.default", check=True)) == 3 + 3
+
+
+@MODES
+def test_the_check_finds_what_differs_and_names_it(use_reentrant):
+    """Row 33: shapes are the same, values are not."""
+
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x * self.calls).tanh()
+
+    for check in (False, True):
+        model = nn.Sequential(nn.Linear(6, 6), Forgetful())
+        Checkpointing("1", check=check, use_reentrant=use_reentrant).apply(model)
+        loss = model(torch.randn(4, 6)).sum()
+        if not check:
+            loss.backward()  # plain checkpointing says nothing
+            continue
+        with pytest.raises(
+            DivergenceError, match=r"region 1: .*aten\.mul\.Tensor -> \[4, 6\] float32 has other values"
+        ):
+            loss.backward()
+
+
+def test_the_check_finds_one_bit():
+    class Flips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.noise = torch.zeros(4, 6)
+
+        def forward(self, x):
+            return self.inner(x + self.noise).tanh()
+
+    model = nn.Sequential(Flips())
+    Checkpointing("0", check=True).apply(model)
+    x = torch.ones(4, 6)
+    loss = model(x).sum()
+    model[0].noise[3, 5] = 2**-23
+    with pytest.raises(DivergenceError, match=r"aten\.add\.Tensor -> \[4, 6\]"):
+        loss.backward()
+
+
+def test_the_check_finds_another_course():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.turn = False
+
+        def forward(self, x):
+            self.turn = not self.turn
+            return self.inner(x.sin() if self.turn else x.cos())
+
+    model = nn.Sequential(Turns())
+    Checkpointing("0", check=True).apply(model)
+    with pytest.raises(DivergenceError, match=r"the forward did aten\.sin.* recomputation aten\.cos"):
+        model(torch.ones(4, 6)).sum().backward()
+
+
+# Dynamo reads .grad of inputs that are no leaves, whatever wraps the module, and PyTorch warns of it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("where", ["around", "inside", "in place", "before"])
+@pytest.mark.parametrize("save_ops", [(), ("aten.addmm", "aten.mm")], ids=["all", "selective"])
+def test_compiled(where, save_ops):
+    model = net(NORMS["BatchNorm"])
+    for layer in model.layers:
+        layer.dropout.p = 0.0  # compiled code draws other numbers
+    plain = train(copy.deepcopy(model))
+    compiled = model
+    settings = Checkpointing("layers.*", save_ops=save_ops)
+    if where == "before":
+        compiled = torch.compile(model, backend="aot_eager")
+        settings.apply(compiled)
+    elif where == "around":
+        settings.apply(model)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    elif where == "in place":
+        settings.apply(model)
+        model.compile(backend="aot_eager")
+    else:
+        for name, layer in model.layers.named_children():
+            model.layers[int(name)] = torch.compile(layer, backend="aot_eager")
+        settings.apply(model)
+    found = train(compiled)
+    assert_same(
+        plain,
+        {
+            **found,
+            **{k: {n.replace("_orig_mod.", ""): v for n, v in found[k].items()} for k in ("state", "grads")},
+        },
+    )
+
+
+def test_copies_and_pickles_are_checkpointed_too():
+    model = net()
+    plain = train(copy.deepcopy(model))
+    Checkpointing("layers.*").apply(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
+        calls = counted(again, "layers.1.inner")
+        assert again.layers[1].forward.module is again.layers[1]
+        assert_same(plain, train(again))
+        assert len(calls) == 4
+
+
+def test_reverting_leaves_no_trace_and_models_die_at_once():
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    signature = inspect.signature(model.layers[0].forward)
+    revert = Checkpointing().apply(model)
+    assert all(isinstance(layer.forward, Region) for layer in model.layers)
+    assert inspect.signature(model.layers[0].forward) == signature
+    assert model.state_dict().keys() == before.keys()
+    with pytest.raises(UsageError, match="is checkpointed already"):
+        Checkpointing("layers.1").apply(model)
+    revert()
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+    own = model.layers[1].forward
+    model.layers[1].forward = own
+    Checkpointing("layers.1").apply(model)()
+    assert model.layers[1].__dict__["forward"] is own
+    del model.layers[1].forward, own, revert
+    Checkpointing().apply(model)
+    model(torch.ones(4, 6)).sum().backward()
+    alive = weakref.ref(model.layers[0])
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"every": 2}, [0, 2]),
+        ({"modules": "layers.3"}, [3]),
+        ({"modules": ["Block"], "every": 3}, [0, 3]),
+        ({"modules": ("layers.1", "layers.0")}, [0, 1]),
+    ],
+)
+def test_which_modules(settings, chosen):
+    model = net(layers=4)
+    Checkpointing(**settings).apply(model)
+    assert [
+        n for n, layer in enumerate(model.layers) if isinstance(layer.__dict__.get("forward"), Region)
+    ] == chosen
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Checkpointing("layer.*").apply(net()),
+            r"no module of Net is called 'layer\.\*'.* Near it: .*layers",
+        ),
+        (
+            lambda: Checkpointing("layers").apply(net()),
+            r"layers is a ModuleList, which has no forward; .*layers\.\*\?",
+        ),
+        (lambda: Checkpointing().apply(nn.Linear(2, 2)), "Linear has no list of alike blocks"),
+        (lambda: Checkpointing(every=0), "every=0 must be"),
+        (lambda: Checkpointing(save_ops=("aten.mn",)), "'aten.mn' is no operation; near it: aten[.]m"),
+        (lambda: Checkpointing(save_ops=("mm",)), "'mm' is no operation"),
+        (
+            lambda: Checkpointing(save_ops=("aten.mm",), use_reentrant=True),
+            "save_ops needs use_reentrant=False",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_what_does_not_pay_is_told():
+    class Straight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+
+    with pytest.warns(UserWarning, match=r"blocks\.0, .*, blocks\.3 does not pay: a Conv2d alone"):
+        Checkpointing("blocks.*").apply(Straight())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Checkpointing("layers.*").apply(net())
+        Checkpointing("lstm").apply(nn.ModuleDict({"lstm": nn.LSTM(2, 2)}))
