@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
     from memfit.strategies.checkpointing import Checkpointing
+    from memfit.strategies.configuration import Configuration, configure
     from memfit.strategies.decorators import auto_fp16, force_fp32
     from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
@@ -33,6 +34,7 @@ __all__ = [
     "Accumulation",
     "Callback",
     "Checkpointing",
+    "Configuration",
     "EarlyStopping",
     "Engine",
     "Job",
@@ -46,6 +48,7 @@ __all__ = [
     "StepResult",
     "apply",
     "auto_fp16",
+    "configure",
     "diagnose",
     "dry_run",
     "estimate",
@@ -62,6 +65,7 @@ _HOMES = {
     "Accumulation": "memfit.strategies.accumulation",
     "Callback": "memfit.train.callbacks",
     "Checkpointing": "memfit.strategies.checkpointing",
+    "Configuration": "memfit.strategies.configuration",
     "EarlyStopping": "memfit.train.callbacks",
     "Engine": "memfit.train.engine",
     "Job": "memfit.train.job",
@@ -75,6 +79,7 @@ _HOMES = {
     "StepResult": "memfit.train.result",
     "apply": "memfit.strategies.apply",
     "auto_fp16": "memfit.strategies.decorators",
+    "configure": "memfit.strategies.configuration",
     "force_fp32": "memfit.strategies.decorators",
     "revert": "memfit.strategies.apply",
     "synthetic_batch": "memfit.capture.synthetic",

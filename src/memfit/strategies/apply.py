@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.strategies.configuration import Configuration
 from memfit.strategies.plan import Plan
 
 _APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
@@ -32,7 +33,10 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     >>> model.weight.dtype, revert(model).weight.dtype
     (torch.bfloat16, torch.float32)
     """
-    plan = Plan.of(plan)
+    configuration = Configuration.of(plan)
+    plan = configuration.plan
+    if configuration.max_grad_norm is not None:
+        raise UsageError("max_grad_norm is a matter of the training loop: clip there, or use memfit.Engine.")
     for strategy in plan.strategies():
         if not hasattr(strategy, "apply"):
             raise UsageError(

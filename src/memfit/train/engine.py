@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply_to_model
-from memfit.strategies.plan import Plan
+from memfit.strategies.configuration import Configuration
 from memfit.strategies.precision import Precision
 from memfit.train import masters, resume, state
 from memfit.train.callbacks import Callback, Saving
@@ -43,7 +43,8 @@ class Engine:
     Args:
         job: a ``Job``, or a model; then ``optimizer`` and what else is wanted of a job's parts are given by
             name.
-        plan: a ``Plan``, settings of strategies, or a list of them: they are applied to the model.
+        plan: a ``Plan``, settings of strategies, or a list of them: they are applied to the model. Or what
+            ``configure`` reads, or has read.
         optimizer, loss, scheduler, max_grad_norm: as in ``Job``.
         callbacks: told of what happens.
         size: ``size(batch)`` returns its samples, where a batch is of a kind of its own.
@@ -92,7 +93,8 @@ class Engine:
                 "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
             )
         self.model = model = job.model
-        self.plan = plan = Plan.of(plan)
+        configuration = Configuration.of(plan)
+        self.plan = plan = configuration.plan
         self.accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
         self.precision = plan.precision or Precision("fp32")
         self.micro_step = 0
@@ -121,7 +123,7 @@ class Engine:
             self._scaler,
             self._sums,
             self._masters,
-            max_grad_norm=job.max_grad_norm,
+            max_grad_norm=configuration.clipped_to(job.max_grad_norm),
             protect=protect,
             in_backward=plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
         )

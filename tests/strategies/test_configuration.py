@@ -1,0 +1,387 @@
+"""Settings under today's names and older ones: what each becomes; nothing is passed over in silence."""
+
+from dataclasses import fields
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import memfit
+from memfit.errors import FileFormatError, MemfitError, UsageError
+from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.configuration import ALIASES, STRATEGIES, Configuration, configure
+from memfit.strategies.older_names import HOOKS, READERS, parse_mem_param
+from memfit.strategies.optimizer_state import OptimizerState
+from memfit.strategies.plan import Plan
+from memfit.strategies.precision import LossScale, Precision
+
+FP16 = Precision("fp16", loss_scale=LossScale("static", 512.0))
+DYNAMIC = Precision("fp16", loss_scale=LossScale("dynamic", 512.0))
+
+
+def hook(kind, **settings):
+    return {"optimizer_config": {"type": kind, **settings}}
+
+
+@pytest.mark.parametrize(
+    ("given", "plan"),
+    [
+        ({}, Plan()),
+        ({"precision": "bf16"}, Plan(Precision("bf16"))),
+        (
+            {"precision": {"dtype": "bf16", "autocast": False}, "master_weights": True},
+            Plan(Precision("bf16", autocast=False, master_weights=True)),
+        ),
+        ({"precision": "fp16", "loss_scale": "dynamic"}, Plan(Precision("fp16", loss_scale=LossScale()))),
+        ({"precision": "fp16", "loss_scale": {"init_scale": 512, "mode": "dynamic"}}, Plan(DYNAMIC)),
+        ({"fp16": True}, Plan(Precision("fp16"))),
+        ({"bf16": True, "fp16": False}, Plan(Precision("bf16"))),
+        # Frameworks' names for the steps of a window
+        *(
+            ({name: 4}, Plan(accumulation=Accumulation(4)))
+            for name in (
+                "gradient_accumulation_steps",
+                "accumulate_grad_batches",
+                "accumulative_counts",
+                "mini_steps",
+                "grad_accumulation_step",
+                "accumulation",
+            )
+        ),
+        (
+            {
+                "micro_batch_size": 8,
+                "global_batch_size": 32,
+                "partial_window": "drop",
+                "gradient_dtype": "float64",
+            },
+            Plan(accumulation=Accumulation(4, 8, 32, "drop", "float64")),
+        ),
+        # MMCV
+        ({"fp16": {"loss_scale": 512.0}}, Plan(FP16)),
+        ({"fp16": {}}, Plan(FP16)),
+        ({"fp16": {"loss_scale": "dynamic"}}, Plan(Precision("fp16"))),
+        ({"fp16": {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}}, Plan(DYNAMIC)),
+        ({"fp16": None, "optimizer_config": {}}, Plan()),
+        (hook("Fp16OptimizerHook"), Plan(FP16)),
+        (hook("GradientCumulativeOptimizerHook", cumulative_iters=4), Plan(accumulation=Accumulation(4))),
+        (
+            hook("GradientCumulativeFp16OptimizerHook", cumulative_iters=4, loss_scale="dynamic"),
+            Plan(Precision("fp16"), accumulation=Accumulation(4)),
+        ),
+        (
+            {"fp16": {"loss_scale": "dynamic"}}
+            | hook("GradientCumulativeFp16OptimizerHook", cumulative_iters=4),
+            Plan(Precision("fp16"), accumulation=Accumulation(4)),
+        ),
+        ({"with_cp": True}, Plan(checkpointing=Checkpointing())),
+        (
+            {
+                "model": {
+                    "type": "RetinaNet",
+                    "backbone": {"depth": 50, "with_cp": True},
+                    "necks": [{"with_cp": False}],
+                }
+            },
+            Plan(checkpointing=Checkpointing()),
+        ),
+        ({"backbone": {"stages": [{"with_cp": True}]}}, Plan(checkpointing=Checkpointing())),
+        ({"model": {"type": "RetinaNet"}, "with_cp": False}, Plan()),
+        # The other strategies
+        ({"activation_checkpointing": True}, Plan(checkpointing=Checkpointing())),
+        ({"checkpointing": {}}, Plan(checkpointing=Checkpointing())),
+        ({"gradient_checkpointing": "layers.*"}, Plan(checkpointing=Checkpointing("layers.*"))),
+        ({"checkpointing": ["a", "b"], "with_cp": True}, Plan(checkpointing=Checkpointing(("a", "b")))),
+        ({"optimizer_state": "fused"}, Plan(optimizer_state=OptimizerState("fused"))),
+        ({"optimizer_state": {"bits": 8}}, Plan(optimizer_state=OptimizerState(bits=8))),
+        ({"step_in_backward": True}, Plan(optimizer_state=OptimizerState(step_in_backward=True))),
+    ],
+)
+def test_every_name_becomes_what_it_says(given, plan):
+    found = configure(given)
+    assert found.plan == plan
+    assert {told.split("=")[0].split(".")[0] for told, _ in found.echo} == set(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "norm"),
+    [
+        ({"max_grad_norm": 1}, 1.0),
+        ({"max_grad_norm": float("inf")}, float("inf")),  # the norm is told, and nothing is clipped
+        ({"max_grad_norm": None}, None),
+        ({"optimizer_config": {"grad_clip": {"max_norm": 35, "norm_type": 2}}}, 35.0),
+        ({"optimizer_config": {"grad_clip": None}}, None),
+        ({"optimizer_config": {"grad_clip": {"max_norm": 35}}, "max_grad_norm": 35.0}, 35.0),
+    ],
+)
+def test_clipping_is_no_strategy_but_is_configured_too(given, norm):
+    assert configure(given).max_grad_norm == norm
+
+
+def test_everything_given_is_echoed_with_what_it_became():
+    given = {"fp16": {}, "optimizer_config": {"grad_clip": {"max_norm": 35}}, "mini_steps": 4, "bf16": False}
+    assert str(configure(given)).splitlines() == [
+        "fp16                                         ->  precision.dtype='fp16'",
+        "fp16                                         ->  precision.loss_scale=512.0 (MMCV's default)",
+        "optimizer_config.grad_clip={'max_norm': 35}  ->  max_grad_norm=35",
+        "mini_steps=4                                 ->  accumulation.gradient_accumulation_steps=4",
+        "bf16=False                                   ->  nothing to set: plain training",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"precison": "bf16"}, "'precison' is not a setting. Nearest: precision"),
+        ({"gradient_accumulation_step": 4}, "Nearest: gradient_accumulation_steps"),
+        ({"zzz": 1}, "Known: precision, .*mem_param"),
+        ({"precision": {"dtyp": "bf16"}}, "'dtyp' is not a field of precision. Nearest: dtype"),
+        (hook("GradientCumulativOptimizerHook"), "Nearest: GradientCumulativeOptimizerHook"),
+        (
+            {"optimizer_config": {"cumulative_iters": 4}},
+            "'cumulative_iters' is not a field of optimizer_config",
+        ),
+        (
+            {"optimizer_config": {"grad_clip": {"norm": 3}}},
+            "'norm' is not a field of optimizer_config.grad_clip",
+        ),
+        ({"fp16": {"loss_scal": 1.0}}, "Nearest: loss_scale"),
+        ({"mem_param": {"optimise_train": True}}, "Nearest: optimize_train"),
+    ],
+)
+def test_names_that_are_not_known_are_refused_with_the_nearest(given, words):
+    with pytest.raises(UsageError, match=words):
+        configure(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mini_steps": 4, "accumulative_counts": 2}, "mini_steps=4 and accumulative_counts=2 contradict"),
+        ({"precision": "bf16", "fp16": True}, "precision='bf16' and fp16=True contradict"),
+        ({"precision": "fp16", "fp16": False}, "fp16=False and precision='fp16' contradict"),
+        (
+            {"fp16": {"loss_scale": 512.0}, "loss_scale": "dynamic"},
+            "contradict each other: both are precision.loss",
+        ),
+        ({"fp16": {"loss_scale": 128.0}} | hook("Fp16OptimizerHook", loss_scale=512.0), "contradict"),
+        ({"with_cp": False, "activation_checkpointing": "layers.*"}, "with_cp=False and activation_check"),
+        ({"checkpointing": False, "with_cp": True}, "checkpointing=False and with_cp=True contradict"),
+        ({"max_grad_norm": 1.0, "optimizer_config": {"grad_clip": {"max_norm": 35}}}, "contradict"),
+        (
+            {"global_batch_size": 30, "micro_batch_size": 8},
+            "not micro_batch_size=8 times.* Given: global_batch",
+        ),
+        ({"step_in_backward": True, "mini_steps": 2}, "several micro-batches"),
+    ],
+)
+def test_two_names_that_contradict_each_other_are_refused(given, words):
+    with pytest.raises(UsageError, match=words):
+        configure(given)
+
+
+def test_the_same_said_twice_is_no_contradiction():
+    twice = {
+        "fp16": {"loss_scale": 512},
+        "loss_scale": {"mode": "static", "init_scale": 512.0},
+        "precision": "fp16",
+    }
+    assert configure(twice).plan == Plan(FP16)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mini_steps": 0}, "steps=0 must be a whole number of at least 1. Given: mini_steps=0"),
+        ({"mini_steps": True}, "must be a whole number"),
+        ({"accumulate_grad_batches": {"0": 4, "10": 8}}, "must be a whole number"),
+        ({"precision": "fp8"}, "'fp8' is none of bf16, fp16, fp32. Given: precision='fp8'"),
+        ({"precision": ["bf16"]}, "none of bf16"),
+        ({"optimizer_state": {"bits": 8.0}}, "Expected `int`, got `float`.*Given: optimizer_state.bits=8.0"),
+        ({"precision": {"autocast": "yes"}}, "Expected `bool`, got `str`"),
+        ({"fp16": {"loss_scale": {"init_scale": "x"}}}, "a loss scale is made of numbers"),
+        ({"fp16": {"loss_scale": -1.0}}, "init_scale=-1.0 must be more than 0"),
+        ({"fp16": "O1"}, "fp16='O1' must be true, false or a dict"),
+        ({"bf16": 1}, "bf16=1 must be true or false"),
+        ({"with_cp": "yes"}, "with_cp='yes' must be true or false"),
+        ({"model": {"with_cp": 1}}, "model.with_cp=1 must be true or false"),
+        ({"model": 3}, "must be a dict of a model"),
+        ({"loss_scale": 512.0}, "loss_scale is for fp16"),
+        ({"max_grad_norm": -1}, "a number of more than 0"),
+        ({"max_grad_norm": True}, "a number of more than 0"),
+        ({"max_grad_norm": float("nan")}, "a number of more than 0"),
+        ({"optimizer_config": [1]}, "optimizer_config=.1. must be a dict"),
+        ({"optimizer_config": {"grad_clip": {}}}, "needs max_norm"),
+        ({"optimizer_config": {"grad_clip": {"max_norm": 1, "norm_type": 1}}}, "by their 2-norm"),
+        (hook("Fp16OptimizerHook", coalesce=True), "coalesce=True is about several ranks"),
+        (hook("OptimizerHook", detect_anomalous_params=True), "about DistributedDataParallel"),
+        ({"mem_param": {"optimize_train": "yes"}}, "must be true or false"),
+        ({"mem_param": {"exclude_blob": [1]}}, "must be a name, or a list of names"),
+        ({"mem_param": 3}, "must be a dict, or the text of a network"),
+        ({1: 2}, "the name 1 is no string"),
+        ({"precision": object()}, "is of type object"),
+        ({"precision": torch.ones(2)}, "is of type Tensor"),
+        ({"mini_steps": 10**5000}, "is a number of 16610 bits"),
+        (3, "Cannot read settings from 3"),
+        ("no-such-file.toml", "No such file"),
+        ("\0", "null byte"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_the_name_that_was_given(given, words):
+    with pytest.raises(UsageError, match=words):
+        configure(given)
+
+
+def test_what_contains_itself_is_refused():
+    model = {}
+    model["neck"] = model
+    with pytest.raises(UsageError, match="more than 32 levels deep"):
+        configure({"model": model})
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["bf16", "dynamic", "x", *HOOKS]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "loss_scale", "grad_clip", "max_norm", "with_cp", "modules"]), inner
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.dictionaries(st.sampled_from([*ALIASES, *STRATEGIES, *READERS]), VALUES, max_size=3))
+def test_any_values_under_known_names_are_a_plan_or_an_error_of_memfit_s(given):
+    try:
+        found = configure(given)
+    except MemfitError:
+        return
+    assert isinstance(found.plan, Plan)
+    assert str(found).count("\n") + 1 >= len(found.echo)
+
+
+def test_every_name_leads_somewhere():
+    known = set(STRATEGIES) | {"max_grad_norm"}
+    known |= {f"{name}.{field.name}" for name, kind in STRATEGIES.items() for field in fields(kind)}
+    assert set(ALIASES.values()) <= known
+    assert not (ALIASES.keys() | STRATEGIES.keys()) & READERS.keys()
+
+
+# ---- Files ----------------------------------------------------------------------------------------------
+
+
+def test_a_toml_file(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text(
+        'precision = "bf16"\ngradient_accumulation_steps = 4\nmax_grad_norm = 1.0\n'
+        '[checkpointing]\nmodules = ["a"]\n'
+    )
+    wanted = Plan(Precision("bf16"), accumulation=Accumulation(4), checkpointing=Checkpointing("a"))
+    for given in (path, str(path)):
+        assert configure(given).plan == wanted
+        assert configure(given).max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    "content", [b"precision = ", b"\xff\xfe", b"mini_steps = 1" + b"0" * 5000, b"a=[" * 10**4]
+)
+def test_files_that_are_no_toml(content, tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"Cannot read settings from .*train\.toml"):
+        configure(path)
+
+
+NETWORK = """
+name: "example_net"
+mem_param {  # multiloading
+  optimize_train: true
+  optimize_test: false;
+  exclude_blob: "fc1"
+  exclude_blob: 'fc2'
+}
+layer { name: "data" type: "Input" }
+"""
+
+
+def test_caffe_s_text_is_read_and_said_to_be_what_pytorch_does(tmp_path):
+    fields = {"optimize_train": True, "optimize_test": False, "exclude_blob": ["fc1", "fc2"]}
+    assert len(configure({"mem_param": {"exclude_blob": "fc1"}}).echo) == 1
+    assert parse_mem_param(NETWORK) == fields
+    assert parse_mem_param('optimize_train: true exclude_blob: "fc1"')["exclude_blob"] == ["fc1"]
+    path = tmp_path / "net.prototxt"
+    path.write_text(NETWORK)
+    for given in (path, {"mem_param": NETWORK}, {"mem_param": fields}):
+        found = configure(given)
+        assert found.plan == Plan()
+        assert [became.split(":")[0] for _, became in found.echo] == ["nothing to set"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("layer { name: 'a' }", "there are 0"),
+        ("mem_param { } mem_param { }", "there are 2"),
+        ("mem_param { optimize_train true }", "Cannot read mem_param at 'optimize_train true'"),
+        ("mem_param { optimize_train: tru }", "optimize_train='tru' must be true or false"),
+    ],
+)
+def test_caffe_s_text_that_cannot_be_read(text, words):
+    with pytest.raises(UsageError, match=words):
+        configure({"mem_param": text})
+
+
+# ---- Where it goes --------------------------------------------------------------------------------------
+
+
+def engine(plan, **options):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=lambda model, x: model(x).sum(), **options)
+
+
+@pytest.mark.parametrize("wrap", [dict, configure])
+def test_the_engine_takes_it_as_a_plan(wrap):
+    run = engine(wrap({"mini_steps": 2, "max_grad_norm": 0.5}))
+    before = run.model.weight.detach().clone()
+    result = run.step(torch.ones(4, 4))
+    assert result.micro_step == 2
+    assert result.grad_norm > 0.5
+    assert (run.model.weight - before).norm() <= 0.5
+
+
+def test_a_default_that_gave_way_is_not_echoed():
+    assert [became for _, became in configure({"fp16": {"loss_scale": "dynamic"}}).echo] == [
+        "precision.dtype='fp16'",
+        "precision.loss_scale='dynamic'",
+    ]
+
+
+def test_clipping_said_twice_must_be_the_same():
+    assert engine({"max_grad_norm": 0.5}, max_grad_norm=0.5).step(torch.ones(4, 4)).grad_norm > 0.5
+    with pytest.raises(UsageError, match=r"max_grad_norm=1\.0.*0\.5"):
+        engine({"max_grad_norm": 0.5}, max_grad_norm=1.0)
+
+
+def test_apply_takes_it_and_refuses_what_is_the_loop_s():
+    model = nn.Linear(2, 2)
+    memfit.apply(model, {"precision": {"dtype": "bf16", "autocast": False}})
+    assert model.weight.dtype == torch.bfloat16
+    with pytest.raises(UsageError, match="max_grad_norm is a matter of the training loop"):
+        memfit.apply(nn.Linear(2, 2), {"max_grad_norm": 1.0})
+
+
+def test_other_forms_of_a_plan_pass_through():
+    plan = Plan(Precision("bf16"))
+    assert Configuration.of(plan).plan is plan
+    assert Configuration.of([Precision("bf16")]).plan == plan
+    assert Configuration.of(None).plan == Plan()
