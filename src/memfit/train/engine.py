@@ -10,7 +10,7 @@ runs out. ``windows(loader)`` serves a loop of one's own.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from memfit.strategies.precision import Precision
 from memfit.train import masters, resume, state
 from memfit.train.callbacks import Callback, Saving
 from memfit.train.gradients import gradient_sums
+from memfit.train.graphs import Graphs, graphs
 from memfit.train.job import Job, Loss
 from memfit.train.position import Position
 from memfit.train.result import StepResult
@@ -49,6 +50,8 @@ class Engine:
         callbacks: told of what happens.
         size: ``size(batch)`` returns its samples, where a batch is of a kind of its own.
         split: ``split(batch, sizes)`` returns its parts, there.
+        cuda_graphs: work by two CUDA graphs, one that accumulates and one that updates: for models whose
+            kernels take less time than asking for them.
         retry: begin a batch again in smaller parts when memory runs out; later ones are split alike.
         protect: when parameters and optimizer state are copied to the host before an update, so that memory
             that runs out inside it does no harm: ``"always"``, ``"never"``, or ``"auto"``, the first time and
@@ -81,6 +84,7 @@ class Engine:
         callbacks: Iterable[Callback] = (),
         size: Callable[[Any], int] = batch_size,
         split: Callable[[Any, list[int]], list[Any]] = split,
+        cuda_graphs: bool = False,
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
@@ -118,6 +122,7 @@ class Engine:
         self.scheduler = made(self.optimizer) if callable(made) else made
         self._scaler = Scaler(self.precision.loss_scale, self._device)
         self._sums = gradient_sums(model, self.accumulation, self._masters)
+        self._graphs = self._make_graphs() if cuda_graphs else None
         self._update = Update(
             self.optimizer,
             self._scaler,
@@ -125,6 +130,7 @@ class Engine:
             self._masters,
             max_grad_norm=configuration.clipped_to(job.max_grad_norm),
             protect=protect,
+            graphs=self._graphs,
             in_backward=plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
         )
         self._position = Position()
@@ -137,6 +143,17 @@ class Engine:
         self.batches: int | None = None
         """How many an epoch of ``fit`` has, if its loader knows."""
         self._warn_of_batch_norms()
+
+    def _make_graphs(self) -> Graphs:
+        state = self.plan.optimizer_state
+        for there, what in (
+            (self.precision.loss_scale, "fp16: the host reads whether a step is applied; choose bf16"),
+            (self._sums, "gradients that are summed in another dtype, as master weights need"),
+            (state and state.step_in_backward, "step_in_backward"),
+        ):
+            if there:
+                raise UsageError(f"cuda_graphs cannot be with {what}.")
+        return graphs(self.optimizer)
 
     def _warn_of_batch_norms(self) -> None:
         if not self.accumulation.several:
@@ -245,10 +262,14 @@ class Engine:
                 "engine.step needs to know the loss: Engine(model, plan, optimizer=..., loss=...)."
             )
         self._expect_closed()
+        with self._graphs.window() if self._graphs is not None else nullcontext():
+            return self._step(self._loss, batch)
+
+    def _step(self, loss: Loss, batch: Any) -> StepResult:
         samples, retried = self._size(batch), 0
         sizes = self._sizes(samples, self._finer)
         moment = Moment.of(self.model) if self._retry else None
-        while self._ran_out_of_memory(self._loss, batch, sizes, moment):
+        while self._ran_out_of_memory(loss, batch, sizes, moment):
             retried += 1
             sizes = self._sizes(samples, self._finer << retried)
             self._tell("on_retry", len(sizes))
@@ -286,6 +307,8 @@ class Engine:
     def _go_through(self, loss_of: Loss, batch: Any, sizes: list[int]) -> None:
         window = self._open(Window(len(sizes), whole=True))
         for part, size in zip(self._split(batch, sizes), sizes, strict=True):
+            if self._graphs is not None and self._by_graph(self._graphs, loss_of, part, sum(sizes), size):
+                continue
             with self.autocast():
                 loss = loss_of(self.model, part)
             if isinstance(loss, tuple):
@@ -294,6 +317,26 @@ class Engine:
             else:
                 window.total = float(sum(sizes))
                 self._backward(loss, float(size))
+
+    def _by_graph(self, graphs: Graphs, loss_of: Loss, part: Any, total: int, size: int) -> bool:
+        """Go forward and backward by a graph; False if it is to be done as usual."""
+        divisor = total / size
+
+        def backward(part: Any) -> torch.Tensor:
+            with self.autocast():
+                loss = loss_of(self.model, part)
+            if isinstance(loss, tuple):
+                raise UsageError("cuda_graphs need the loss as a mean: a weight would have to be read.")
+            (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        loss = graphs.accumulate(backward, part, divisor)
+        if loss is None or self._window is None:
+            return False
+        self._window.total = float(total)
+        self._window.add(loss, float(size))
+        self._count(loss)
+        return True
 
     # ---- A loop of one's own -------------------------------------------------------------------------
 
@@ -349,6 +392,9 @@ class Engine:
         except BaseException as error:
             self._update.interrupted(error)
             raise
+        self._count(loss)
+
+    def _count(self, loss: torch.Tensor) -> None:
         self.micro_step += 1
         if self.callbacks:
             self._tell("on_micro_step_end", loss.detach())

@@ -68,6 +68,8 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
         engine.scheduler.load_state_dict(saved["scheduler"])
     engine._scaler.load_state_dict(saved["scaler"])
     engine._drop_window()
+    if engine._graphs is not None:
+        engine._graphs.reset()
     engine._update.torn = False
     engine.micro_step, engine.optimizer_step = saved["micro_step"], saved["optimizer_step"]
     engine.epoch, engine._finer = saved["epoch"], saved["finer"]

@@ -56,7 +56,7 @@ class Scaler:
         self._scaler.unscale_(optimizer)
         return self._scaler.found_inf(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Any) -> None:
         """Step the optimizer, unless ``unscale`` found what is not finite; set the next window's scale."""
         if self._scaler is None or self._settings is None:
             optimizer.step()

@@ -18,6 +18,7 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.optimizer_state import StepInBackward
 from memfit.train import masters as master_weights
 from memfit.train.gradients import GradientSums
+from memfit.train.graphs import Graphs
 from memfit.train.retry import Backup, out_of_memory
 from memfit.train.scaler import Scaler
 from memfit.train.window import Window
@@ -37,13 +38,14 @@ class Update:
         protect: when a copy of parameters and states is made on the host before the step, so that they can be
             put back if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and
             after the allocator had to give back its cache.
+        graphs: what steps in the optimizer's place and zeroes gradients, where it was captured.
         in_backward: parameters are updated in backward, and the step at the end finds nothing to do.
 
     Raises:
         UsageError: the optimizer cannot be stepped in backward, or gradients are to be clipped as well.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
         scaler: Scaler,
@@ -52,6 +54,7 @@ class Update:
         *,
         max_grad_norm: float | None,
         protect: Protect,
+        graphs: Graphs | None = None,
         in_backward: bool = False,
     ) -> None:
         if in_backward and max_grad_norm is not None:
@@ -64,6 +67,7 @@ class Update:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
         self._given_back, self._most_gradients = self._cache_given_back(), 0
+        self._stepper = graphs or optimizer
         self.in_backward = StepInBackward(optimizer) if in_backward else None
         self._backup: Backup | None = None
         self.torn = False
@@ -114,7 +118,7 @@ class Update:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._stepper.zero_grad(set_to_none=True)
         if self.sums is not None:
             self.sums.clear()
 
@@ -122,7 +126,7 @@ class Update:
         if self.in_backward is None:
             self._backup = self._copy()
         try:
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self._stepper)
         except BaseException as error:
             self._put_back(error)
             raise
