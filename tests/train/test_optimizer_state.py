@@ -106,7 +106,7 @@ def test_without_a_copy_the_run_is_torn_and_says_so():
     fail_at_the_first_layer(run)
     with pytest.raises(TornUpdateError, match="protect='always'"):
         train(run)
-    with pytest.raises(UsageError, match="interrupted"):
+    with pytest.raises(TornUpdateError, match="interrupted"):
         run.state_dict()
 
 

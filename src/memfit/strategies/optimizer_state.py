@@ -284,7 +284,7 @@ class StepInBackward:
             raise UsageError("step_in_backward: hooks before the optimizer's step would find no gradients.")
         self.optimizer = optimizer
         self.stepped: set[torch.Tensor] = set()
-        """Parameters that were updated since the last ``optimizer.step``."""
+        """Parameters whose update was begun since the last ``optimizer.step``."""
         # Without the wrapper that calls step hooks, which are for whole steps.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         self._group = {
@@ -313,9 +313,9 @@ class StepInBackward:
                 "pieces, and the first is used already. One backward to a step; and a module that two "
                 "reentrant checkpoints share needs use_reentrant=False."
             )
+        self.stepped.add(parameter)  # before, for a step that fails may have changed its state
         with torch.no_grad():
             self._step(self._only(parameter))
-        self.stepped.add(parameter)
         parameter.grad = None
 
     def _only(self, parameter: torch.Tensor) -> Optimizer:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memfit.errors import UsageError
+from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply_to_model
 from memfit.strategies.configuration import Configuration
@@ -34,7 +34,7 @@ from memfit.train.result import StepResult
 from memfit.train.retry import Moment, out_of_memory
 from memfit.train.scaler import Scaler
 from memfit.train.split import batch_size, even_sizes, split
-from memfit.train.update import Protect, Update
+from memfit.train.update import INTERRUPTED, Protect, Update
 from memfit.train.window import Window
 
 
@@ -52,7 +52,8 @@ class Engine:
         split: ``split(batch, sizes)`` returns its parts, there.
         cuda_graphs: work by two CUDA graphs, one that accumulates and one that updates: for models whose
             kernels take less time than asking for them.
-        retry: begin a batch again in smaller parts when memory runs out; later ones are split alike.
+        retry: begin a batch again in smaller parts when memory runs out; later ones are split alike. Without
+            it buffers and random numbers are not noted, and stay as a step that fails leaves them.
         protect: when parameters and optimizer state are copied to the host before an update, so that memory
             that runs out inside it does no harm: ``"always"``, ``"never"``, or ``"auto"``, the first time and
             whenever the allocator had to give back its cache.
@@ -125,6 +126,7 @@ class Engine:
         self._graphs = self._make_graphs() if cuda_graphs else None
         self._update = Update(
             self.optimizer,
+            self.scheduler,
             self._scaler,
             self._sums,
             self._masters,
@@ -135,6 +137,7 @@ class Engine:
         )
         self._position = Position()
         self._window: Window | None = None
+        self._before = 0  # micro-steps, when it was opened
         self._resumed: Window | None = None
         self._finer = 1
         self._stopped = False
@@ -269,12 +272,12 @@ class Engine:
         samples, retried = self._size(batch), 0
         sizes = self._sizes(samples, self._finer)
         moment = Moment.of(self.model) if self._retry else None
-        while self._ran_out_of_memory(loss, batch, sizes, moment):
-            retried += 1
-            sizes = self._sizes(samples, self._finer << retried)
-            self._tell("on_retry", len(sizes))
-        self._finer <<= retried
         try:
+            while self._ran_out_of_memory(loss, batch, sizes, moment):
+                retried += 1
+                sizes = self._sizes(samples, self._finer << retried)
+                self._tell("on_retry", len(sizes))
+            self._finer <<= retried
             return self._close(retried)
         except BaseException:
             if self._window is not None:
@@ -296,12 +299,12 @@ class Engine:
         """
         try:
             self._go_through(loss, batch, sizes)
-        except BaseException as error:
-            self._give_up(moment)
+        except Exception as error:
             splits = max(sizes) > 1 and self._update.in_backward is None
-            if moment is not None and splits and out_of_memory(error):
-                return True
-            raise
+            if moment is None or not splits or not out_of_memory(error):
+                raise
+            self._give_up(moment)
+            return True
         return False
 
     def _go_through(self, loss_of: Loss, batch: Any, sizes: list[int]) -> None:
@@ -330,12 +333,12 @@ class Engine:
             (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        loss = graphs.accumulate(backward, part, divisor)
-        if loss is None or self._window is None:
+        loss, window = graphs.accumulate(backward, part, divisor), self._window
+        if loss is None or window is None:
             return False
-        self._window.total = float(total)
-        self._window.add(loss, float(size))
-        self._count(loss)
+        window.total = float(total)
+        window.add(loss, float(size))
+        self._count(window, loss)
         return True
 
     # ---- A loop of one's own -------------------------------------------------------------------------
@@ -378,23 +381,24 @@ class Engine:
     # ---- Windows -------------------------------------------------------------------------------------
 
     def _open(self, window: Window) -> Window:
-        self._window = window
+        if self._update.torn:
+            raise TornUpdateError(INTERRUPTED)
+        self._window, self._before = window, self.micro_step
         self._update.begin()
         self._tell("on_window_begin")
         return window
 
     def _backward(self, loss: torch.Tensor, weight: float | None) -> None:
-        if self._window is None:
+        window = self._window
+        if window is None:
             raise AssertionError("a backward belongs to a window")
-        scaled = self._scaler.scaled(self._window.add(loss, weight))
-        try:
-            scaled.backward()  # type: ignore[no-untyped-call]
-        except BaseException as error:
-            self._update.interrupted(error)
-            raise
-        self._count(loss)
+        self._expect_whole()
+        with self._update.or_undone():
+            self._scaler.scaled(window.add(loss, weight)).backward()  # type: ignore[no-untyped-call]
+        self._count(window, loss)
 
-    def _count(self, loss: torch.Tensor) -> None:
+    def _count(self, window: Window, loss: torch.Tensor) -> None:
+        window.interrupted = False
         self.micro_step += 1
         if self.callbacks:
             self._tell("on_micro_step_end", loss.detach())
@@ -403,14 +407,16 @@ class Engine:
         window, scale = self._window, self._scaler.scale
         if window is None:
             raise AssertionError("an update belongs to a window")
+        self._expect_whole()
         loss = window.mean_loss()
-        found_inf, norm = self._update.make(window, lambda: self._tell("on_optimizer_step_begin"))
+        window.interrupted = True
+        with self._update.or_undone():
+            found_inf, norm = self._update.make(window, lambda: self._tell("on_optimizer_step_begin"))
         self._drop_window()
         self._position.close()
+        self.optimizer_step += not found_inf
+        self._update.done()
         if not found_inf:
-            self.optimizer_step += 1
-            if self.scheduler is not None:
-                self.scheduler.step()
             self._tell("on_optimizer_step_end")
         result = StepResult(
             not found_inf, found_inf, scale, self.micro_step, self.optimizer_step, retried, loss, norm
@@ -424,7 +430,8 @@ class Engine:
 
     def _give_up(self, moment: Moment | None) -> None:
         """Be as before the batch."""
-        self.micro_step -= self._window.done if self._window else 0
+        if self._window is not None:
+            self.micro_step = self._before
         self._drop_window()
         if moment is not None:
             moment.restore()
@@ -434,6 +441,14 @@ class Engine:
             raise UsageError(
                 f"A window is open, with {self._window.done} of {self._window.planned} micro-batches: "
                 "give each a backward, or close it with engine.flush()."
+            )
+
+    def _expect_whole(self) -> None:
+        if self._window is not None and self._window.interrupted:
+            raise UsageError(
+                "A backward or the update of this window was interrupted, and its gradients are not whole. "
+                "Go on from a saved state; or hand whole batches to engine.step, which begins again by "
+                "itself."
             )
 
     def _tell(self, moment: str, *what: Any) -> None:
@@ -446,7 +461,8 @@ class Engine:
         """Return all that a run needs to go on bit for bit, inside a window too: tensors and plain values.
 
         Raises:
-            UsageError: the last update was interrupted; or micro-batches are carried over to the next epoch.
+            TornUpdateError: the last update was interrupted.
+            UsageError: a backward was interrupted; or micro-batches are carried over to the next epoch.
         """
         return resume.state_of(self)
 

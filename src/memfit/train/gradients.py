@@ -65,8 +65,10 @@ class GradientSums:
             home.grad = (total if factor == 1.0 else total.mul_(factor)).to(home.dtype)
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Forget the sums, and what an interrupted backward has left on parameters."""
         self._sums.clear()
+        for parameter in self._hooks:
+            parameter.grad = None
 
     def remove(self) -> None:
         """Leave the parameters as they were."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memfit.errors import UsageError
+from memfit.errors import TornUpdateError, UsageError
 from memfit.train import masters
 from memfit.train.state import random_state, set_random_state
+from memfit.train.update import INTERRUPTED
 from memfit.train.window import Window
 
 if TYPE_CHECKING:
@@ -28,11 +29,9 @@ _KEYS = {
 def state_of(engine: "Engine") -> dict[str, Any]:
     """Return an engine's state, as tensors and plain values."""
     if engine._update.torn:
-        raise UsageError(
-            "The last update was interrupted: some parameters may be updated and others not. Such a state is "
-            "not saved; load the one before."
-        )
+        raise TornUpdateError(INTERRUPTED)
     window = engine._window
+    engine._expect_whole()
     if window is not None and window.whole:
         raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
     model = _plain(engine.model)
@@ -70,7 +69,7 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     engine._drop_window()
     if engine._graphs is not None:
         engine._graphs.reset()
-    engine._update.torn = False
+    engine._update.done()
     engine.micro_step, engine.optimizer_step = saved["micro_step"], saved["optimizer_step"]
     engine.epoch, engine._finer = saved["epoch"], saved["finer"]
     engine._position.load_state_dict(saved["position"], saved["random"])

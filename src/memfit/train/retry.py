@@ -54,9 +54,11 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 
 class Backup:
-    """Parameters and all that an optimizer keeps, copied to the host."""
+    """Parameters and all that an optimizer and its scheduler keep, copied to the host."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
+        self._scheduler = scheduler
+        self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
         self._state = optimizer.state
         self._known = dict(optimizer.state)
         dicts = [*optimizer.param_groups, *optimizer.state.values()]
@@ -77,6 +79,8 @@ class Backup:
             for name in entries.keys() - kept.keys() - {"params"}:
                 del entries[name]
             entries.update({name: put_back() for name, put_back in kept.items()})
+        if self._scheduled is not None:
+            self._scheduler.load_state_dict(self._scheduled)
 
 
 def _keep(value: Any) -> Callable[[], Any]:

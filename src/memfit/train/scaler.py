@@ -13,6 +13,14 @@ class _GradScaler(torch.amp.GradScaler):
         found = self._found_inf_per_device(optimizer)
         return any(bool(flag.item()) for flag in found.values())
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make both tensors or none: with one alone, GradScaler would never make the other."""
+        try:
+            super()._lazy_init_scale_growth_tracker(dev)
+        except BaseException:
+            self._scale = self._growth_tracker = None
+            raise
+
     def forget(self) -> None:
         """Be as before ``unscale_``: a step that was begun will not be ended."""
         self._per_optimizer_states.clear()
@@ -56,13 +64,10 @@ class Scaler:
         self._scaler.unscale_(optimizer)
         return self._scaler.found_inf(optimizer)
 
-    def step(self, optimizer: Any) -> None:
-        """Step the optimizer, unless ``unscale`` found what is not finite; set the next window's scale."""
-        if self._scaler is None or self._settings is None:
-            optimizer.step()
-            return
-        self._scaler.step(optimizer)
-        self._scaler.update(None if self._settings.mode == "dynamic" else self._settings.init_scale)
+    def update(self) -> None:
+        """Set the next window's scale, by what ``unscale`` found."""
+        if self._scaler is not None and self._settings is not None:
+            self._scaler.update(None if self._settings.mode == "dynamic" else self._settings.init_scale)
 
     def forget(self) -> None:
         """Forget a window whose update failed."""

@@ -1,15 +1,16 @@
 """The end of a window: gradients become an update, or nothing changes.
 
-sums -> correct -> unscale -> clip -> step -> masters -> next scale
-|                 |
-not finite: no step      memory runs out: parameters and states are put back from a copy on the
-host, if there is one; if not, the run is torn, and says so
+    sums -> correct -> unscale -> clip -> step -> masters -> scheduler -> next scale
+                          |               |_____________________________________|
+        not finite: no step, no scheduler    interrupted, or memory runs out: all is put back from a copy on
+                                             the host, if there is one; if not, the run is torn, and says so
 
 Where the optimizer steps in backward, all this is before the window's end: the copy is made when it begins.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +24,11 @@ from memfit.train.retry import Backup, out_of_memory
 from memfit.train.scaler import Scaler
 from memfit.train.window import Window
 
+INTERRUPTED = (
+    "The last update was interrupted, and some parameters may be updated while others are not. Load the last "
+    "state that was saved; Engine(protect='always') copies parameters and optimizer state to the host before "
+    "each update, so that they can be put back."
+)
 Protect = Literal["auto", "always", "never"]
 
 
@@ -31,6 +37,7 @@ class Update:
 
     Args:
         optimizer: whose ``step`` is the update.
+        scheduler: moves with it, if there is one.
         scaler: of the loss.
         sums: where gradients are, if not on the parameters.
         masters: what the optimizer updates in place of parameters.
@@ -48,6 +55,7 @@ class Update:
     def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
+        scheduler: Any,
         scaler: Scaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
@@ -62,7 +70,8 @@ class Update:
                 "step_in_backward updates parameters before the norm of all gradients is known: leave out "
                 "max_grad_norm, or step_in_backward."
             )
-        self.optimizer, self.scaler, self.sums, self.masters = optimizer, scaler, sums, masters
+        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
+        self.sums, self.masters = sums, masters
         self._max_grad_norm, self._protect = max_grad_norm, protect
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
@@ -70,51 +79,71 @@ class Update:
         self._stepper = graphs or optimizer
         self.in_backward = StepInBackward(optimizer) if in_backward else None
         self._backup: Backup | None = None
-        self.torn = False
-        """Whether a step was interrupted, so that some parameters are updated and some are not."""
+        self._stepping = False
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update was begun, and was neither put back nor counted."""
+        return self._stepping or (self.in_backward is not None and bool(self.in_backward.stepped))
 
     def begin(self) -> None:
         """Be ready for a window's first backward."""
         if self.in_backward is not None:
             self._backup = self._copy()
 
-    def interrupted(self, error: BaseException) -> None:
-        """Undo what a backward updated that did not come to its end.
+    def done(self) -> None:
+        """Take what is there for whole: an update that was counted, or a state that was loaded."""
+        self._stepping, self._backup = False, None
+        if self.in_backward is not None:
+            self.in_backward.stepped.clear()
+
+    @contextmanager
+    def or_undone(self) -> Iterator[None]:
+        """Put back what an update changed that does not come to its end.
 
         Raises:
             TornUpdateError: memory ran out, and there was no copy to put back.
         """
-        if self.in_backward is not None and self.in_backward.stepped:
-            self.in_backward.stepped.clear()
-            self._put_back(error)
+        try:
+            yield
+        except BaseException as error:
+            self.scaler.forget()
+            self._most_gradients = 0  # what failed may fail again: the next update is a risk, too
+            if self.torn and self._backup is not None:
+                self._backup.restore()
+                master_weights.write(self.masters)
+                self.done()
+            elif self.torn and out_of_memory(error):
+                raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
+            raise
 
     def make(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
         """Update from a window's gradients; return whether one was not finite, and their norm if clipped.
 
-        ``before_step`` is called when the gradients are final, unless one is not finite.
-
-        Raises:
-            TornUpdateError: memory ran out inside ``optimizer.step``, and there was no copy to put back.
-            torch.OutOfMemoryError: it ran out before, or there was: parameters and states are as they were.
+        ``before_step`` is called when the gradients are final, unless one is not finite. An update is
+        ``torn`` from its first change on until it is ``done``: counted by the engine.
         """
-        try:
-            if self.sums is not None:
-                self.sums.put_back(window.correction)
-            elif window.correction != 1.0:
-                torch._foreach_mul_(self._gradients(), window.correction)
-            found_inf = self.scaler.unscale(self.optimizer)
-            norm = None
-            if self._max_grad_norm is not None and not found_inf:
-                norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)
-            if not found_inf:
-                before_step()
-            self._step()
-        except BaseException:
-            self.scaler.forget()
-            raise
-        if self.masters and not found_inf:
-            master_weights.write(self.masters)
-        return found_inf, norm
+        if self.sums is not None:
+            self.sums.put_back(window.correction)
+        elif window.correction != 1.0:
+            torch._foreach_mul_(self._gradients(), window.correction)
+        found_inf = self.scaler.unscale(self.optimizer)
+        if found_inf:
+            self.scaler.update()
+            return True, None
+        norm = None
+        if self._max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)
+        before_step()
+        if self.in_backward is None:
+            self._backup = self._copy()
+        self._stepping = True
+        self._stepper.step()
+        master_weights.write(self.masters)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.scaler.update()
+        return False, norm
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -122,31 +151,8 @@ class Update:
         if self.sums is not None:
             self.sums.clear()
 
-    def _step(self) -> None:
-        if self.in_backward is None:
-            self._backup = self._copy()
-        try:
-            self.scaler.step(self._stepper)
-        except BaseException as error:
-            self._put_back(error)
-            raise
-        self._backup = None
-
     def _copy(self) -> Backup | None:
-        return Backup(self.optimizer) if self._is_risky() else None
-
-    def _put_back(self, error: BaseException) -> None:
-        backup, self._backup = self._backup, None
-        if backup is not None:
-            backup.restore()
-            return
-        self.torn = True
-        if out_of_memory(error):
-            raise TornUpdateError(
-                "Memory ran out inside the optimizer's step, and some parameters may be updated while others "
-                "are not. Load the last state that was saved; Engine(protect='always') copies parameters "
-                "and optimizer state to the host before each step, so that they can be put back."
-            ) from error
+        return Backup(self.optimizer, self.scheduler) if self._is_risky() else None
 
     def _is_risky(self) -> bool:
         if self._protect != "auto":

@@ -34,11 +34,15 @@ class Window:
     """Whether nobody knows its micro-batches before: it is closed when it is full, or by ``flush``."""
     whole: bool = False
     """Whether it is a whole batch's: ``step`` holds the parts that are still to come."""
+    interrupted: bool = False
+    """Whether a backward, or the update, was begun and not ended: gradients are not what they are to be."""
     loss: torch.Tensor | None = None
     """Sum of the losses times their weights, detached."""
 
     def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor:
         """Count a micro-batch's mean loss; return what to go backward from.
+
+        The window is ``interrupted`` until that is done.
 
         Raises:
             UsageError: weights are given for some only, or are none; or there are more than planned.
@@ -53,6 +57,7 @@ class Window:
         share = 1.0 if weight is None else float(weight)
         if not 0 < share < float("inf"):
             raise UsageError(f"A micro-batch of weight {share}: weights are numbers of tokens or samples.")
+        self.interrupted = True
         if self.total is None:
             self.total = share * self.planned
         self.done += 1

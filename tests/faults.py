@@ -1,0 +1,301 @@
+"""Faults before one operation of a training step, and what has to hold after each.
+
+    engine.step:  forward ─ backward ─ unscale ─ clip ─ optimizer ─ scheduler
+    operation     0 1 2 ...      ^ a fault here                                  for every one of them
+
+After it the step was made in smaller parts, or it was not made and nothing of it is left, or the run is torn
+and says so. Nothing else.
+"""
+
+import copy
+import linecache
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memfit.train
+from memfit.errors import TornUpdateError
+from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.optimizer_state import OptimizerState
+from memfit.strategies.precision import LossScale, Precision
+from memfit.train.engine import Engine
+
+BATCHES = 3
+TRAIN = str(Path(memfit.train.__file__).parent)
+
+
+class Fault(TorchDispatchMode):
+    """Raises before one operation, once; counts them.
+
+    Args:
+        at: the operation, counted from where the mode is entered; None only counts.
+        error: what is raised.
+    """
+
+    def __init__(self, at: int | None, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.at, self.error, self.count = at, error, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "profiler":  # marks, which allocate nothing
+            return function(*args, **(kwargs or {}))
+        self.count += 1
+        if self.count - 1 == self.at:
+            raise self.error("a fault by hand")
+        return function(*args, **(kwargs or {}))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before one line of the engine's own code, once; counts them.
+
+    Args:
+        at: the line, counted from where this is entered; None only counts.
+    """
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.count = at, 0
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        return self._line if frame.f_code.co_filename.startswith(TRAIN) else None
+
+    def _line(self, frame, event, argument):
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        # An exception between a with block's end and its __exit__ skips that: Python's gap, not the engine's.
+        if event == "line" and not code.startswith("with "):
+            self.count += 1
+            if self.count - 1 == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _logits(model, x):
+    return model(x.to(next(model.parameters()).dtype)).float()
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(_logits(model, batch[0]), batch[1])
+
+
+def _sum(model, batch):
+    """Return a sum and its weight: labels of 2 are not counted, as padding is not."""
+    x, y = batch
+    loss = F.cross_entropy(_logits(model, x), y, reduction="sum", ignore_index=2)
+    return loss, max(1, int((y != 2).sum()))
+
+
+def _mlp():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _noisy():
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def _adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+
+
+def _momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _tensor_rate(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05), foreach=False)
+
+
+def _decay(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+FP16 = Precision("fp16", loss_scale=LossScale(init_scale=64.0, growth_interval=2))
+MASTERS = Precision("bf16", autocast=False, master_weights=True)
+CASES: dict[str, dict[str, Any]] = {
+    "AdamW, clipped": {"max_grad_norm": 0.1},
+    "SGD with momentum, scheduler": {"optimizer": _momentum, "scheduler": _decay},
+    "a learning rate that is a tensor": {"optimizer": _tensor_rate, "scheduler": _decay},
+    "fp16 with a loss scale, clipped": {"precision": FP16, "max_grad_norm": 0.1},
+    "bf16 with float32 masters": {"precision": MASTERS},
+    "accumulation, uneven": {"steps": 2, "size": 7},
+    "accumulation of sums of bf16": {"steps": 2, "precision": Precision("bf16", autocast=False)},
+    "losses weighted by labels": {"steps": 2, "loss": _sum},
+    "AdamW, stepped in backward": {"optimizer_state": OptimizerState(step_in_backward=True)},
+    "batch norm and dropout": {"model": _noisy},
+}
+
+
+def batches(size: int = 8) -> list[Any]:
+    """Return a few batches of one size."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 5, generator=generator), torch.randint(3, (size,), generator=generator))
+        for _ in range(BATCHES)
+    ]
+
+
+def build(case: str, *, protect: str = "always") -> tuple[Engine, list[Any]]:
+    """Return a case's engine, and its data."""
+    given = CASES[case]
+    torch.manual_seed(0)
+    model = given.get("model", _mlp)()
+    steps = given.get("steps", 1)
+    plan: list[Any] = [Accumulation(steps)] if steps > 1 else []
+    plan += [given[name] for name in ("precision", "optimizer_state") if name in given]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*batch norms")
+        engine = Engine(
+            model,
+            plan,
+            optimizer=given.get("optimizer", _adamw)(model),
+            loss=given.get("loss", mean_loss),
+            scheduler=given.get("scheduler"),
+            max_grad_norm=given.get("max_grad_norm"),
+            protect=protect,
+        )
+    return engine, batches(given.get("size", 8))
+
+
+def picture(engine: Engine) -> dict[str, Any]:
+    """Return all that an update changes: the state that is saved, gradients, and parameters as they are."""
+    state = copy.deepcopy(engine.state_dict())
+    del state["finer"]  # what was learnt from a fault is kept
+    parameters = list(engine.model.parameters())
+    return state | {
+        "parameters": [parameter.detach().clone() for parameter in parameters],
+        "left": [parameter.grad is not None for parameter in parameters],
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two pictures are equal, bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Return the entries in which two pictures differ."""
+    return [key for key in left if not same(left[key], right[key])]
+
+
+FAULTS: dict[str, tuple[Callable[[int | None], Any], type[BaseException]]] = {
+    "memory runs out at an operation": (Fault, torch.OutOfMemoryError),
+    "Ctrl-C at an operation": (lambda at: Fault(at, KeyboardInterrupt), KeyboardInterrupt),
+    "Ctrl-C at a line of the engine's": (Interrupt, KeyboardInterrupt),
+}
+
+
+def _when_it_steps(engine: Engine, tell: Callable[[], None]) -> None:
+    """Be told when the first parameter is about to be updated."""
+    in_backward = engine._update.in_backward
+    if in_backward is None:
+        engine.optimizer.register_step_pre_hook(lambda *_: tell())
+        return
+    step = in_backward._step
+
+    def told(one: torch.optim.Optimizer) -> None:
+        tell()
+        step(one)
+
+    in_backward._step = told
+
+
+class Sweep:
+    """Faults before the operations of one step of a case.
+
+    Args:
+        case: of ``CASES``.
+        step: which of its steps: the first makes the optimizer's states.
+        fault: of ``FAULTS``: what goes wrong.
+        protect: as in ``Engine``.
+    """
+
+    def __init__(self, case: str, step: int, fault: str, protect: str = "always") -> None:
+        self._case, self._step, self._protect = case, step, protect
+        self._fault, self._error = FAULTS[fault]
+        engine, data, batch = self._begin()
+        began: list[int] = []
+        with self._fault(None) as counter:
+            _when_it_steps(engine, lambda: began.append(counter.count))
+            engine.step(batch)
+        self.places, self.update = counter.count, began[0]
+        """How many there are, and the first at which parameters change."""
+        self._after = picture(engine)
+        data.close()
+        self._in_parts = None
+        if engine._update.in_backward is None:  # which cannot be done in parts
+            engine, data, batch = self._begin(finer=2)
+            engine.step(batch)
+            self._in_parts = picture(engine)
+            data.close()
+
+    def _begin(self, finer: int = 1) -> tuple[Engine, Any, Any]:
+        """Return an engine before the step, its data, and the step's batch."""
+        engine, data = build(self._case, protect=self._protect)
+        walk = engine.through(data)
+        for _ in range(self._step):
+            engine.step(next(walk))
+        if finer > 1:  # only this step is in more parts: the accounts of a plan of its own
+            engine._finer = finer
+        return engine, walk, next(walk)
+
+    def outcome(self, at: int) -> str:
+        """Make the step with a fault before one operation; return what became of it.
+
+        Raises:
+            AssertionError: harm was done, and nothing was said.
+        """
+        engine, data, batch = self._begin()
+        before = picture(engine)
+        try:
+            with self._fault(at):
+                result = engine.step(batch)
+        except TornUpdateError:
+            assert self._error is torch.OutOfMemoryError
+            return self._torn(engine, batch, at)
+        except self._error:
+            if engine._update.torn:
+                assert self._error is not torch.OutOfMemoryError
+                return self._torn(engine, batch, at)
+            if self._fault is Interrupt and not differing(picture(engine), self._after):
+                return "made, and interrupted afterwards"
+            assert not differing(picture(engine), before)
+            engine.step(batch)
+            assert not differing(picture(engine), self._after)
+            return "reported"
+        finally:
+            data.close()
+        assert self._error is torch.OutOfMemoryError
+        assert result.retried == 1
+        assert at < self.update
+        assert self._in_parts is not None
+        assert not differing(picture(engine), self._in_parts)
+        return "recovered"
+
+    def _torn(self, engine: Engine, batch: Any, at: int) -> str:
+        if self._fault is not Interrupt:  # which may also come just before, or while the update is counted
+            assert self._protect != "always"
+            assert at >= self.update
+        for refused in (engine.state_dict, lambda: engine.step(batch)):
+            with pytest.raises(TornUpdateError, match="was interrupted"):
+                refused()
+        return "torn, and says so"

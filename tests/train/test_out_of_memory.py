@@ -1,0 +1,75 @@
+"""Faults inside a step: it is made in smaller parts, or undone, or says that it is torn.
+
+A small sample; ``benchmarks/oom_everywhere.py`` goes through every place.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from faults import CASES, FAULTS, Fault, Sweep, build, differing, picture
+from faults import mean_loss as loss_of
+from memfit.errors import TornUpdateError, UsageError
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("step", "protect"), [(0, "always"), (1, "auto")])
+def test_a_fault_does_no_harm_that_goes_unsaid(case, step, protect, fault):
+    sweep = Sweep(case, step, fault, protect)
+    dice = random.Random(f"{case} {step} {protect} {fault}")  # noqa: S311 - the same sample each time
+    places = dice.sample(range(sweep.update), 2) + dice.sample(range(sweep.update, sweep.places), 2)
+    outcomes = [sweep.outcome(at) for at in places]
+    if fault in list(FAULTS)[:2]:
+        assert set(outcomes[2:]) == {"reported" if protect == "always" else "torn, and says so"}
+
+
+@pytest.mark.parametrize("case", ["AdamW, clipped", "bf16 with float32 masters", "accumulation, uneven"])
+def test_a_loop_of_ones_own_is_told_that_its_window_is_not_whole(case):
+    """Partial gradients are neither counted, nor saved, nor corrected and clipped twice."""
+
+    def window(engine, at=None):
+        for batch in build(case)[1][: CASES[case].get("steps", 1)]:
+            with engine.autocast():
+                loss = loss_of(engine.model, batch)
+            with Fault(at) as fault:
+                engine.backward(loss)
+            at = None if at is None else at - fault.count
+        return fault.count
+
+    reference = build(case)[0]
+    window(reference)
+    places = window(reference)
+    for at in range(0, places, 17):
+        engine = build(case)[0]
+        window(engine)
+        saved = copy.deepcopy(engine.state_dict())
+        with pytest.raises(torch.OutOfMemoryError):
+            window(engine, at)
+        for refused in (engine.flush, engine.state_dict, lambda: window(engine)):  # noqa: B023
+            with pytest.raises((UsageError, TornUpdateError), match="was interrupted"):
+                refused()
+        engine.load_state_dict(saved)
+        window(engine)
+        assert not differing(picture(engine), picture(reference))
+
+
+def test_a_loss_scale_is_made_whole_or_not_at_all():
+    """GradScaler makes two tensors when it is first used; with one alone it would never make the other."""
+    engine, data = build("fp16 with a loss scale, clipped")
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError), Fault(1):
+        engine._scaler.scaled(loss)
+    assert engine.step(data[0]).updated
+
+
+def test_an_update_that_failed_once_may_fail_again():
+    """The copy that undid the first failure is made for the second attempt, too."""
+    engine, data = build("AdamW, clipped", protect="auto")
+    before, places = picture(engine), Sweep("AdamW, clipped", 0, "Ctrl-C at an operation", "auto").places
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError), Fault(places - 1):
+            engine.step(data[0])
+        assert not differing(picture(engine), before)
