@@ -116,3 +116,44 @@ def test_the_first_step_is_protected_unasked():
     with pytest.raises(torch.OutOfMemoryError):
         train(run)
     assert same(run, before)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    pytest.importorskip("torchao.optim")
+    saved, run = engine(None).state_dict(), engine(OptimizerState(bits=8))
+    with pytest.raises(UsageError, match=r"state is of torch\.optim\.adamw\.AdamW, .* torchao\..*AdamW8bit"):
+        run.load_state_dict(saved)
+    with pytest.raises(UsageError, match=r"state is of torchao"):
+        engine(None).load_state_dict(run.state_dict())
+
+
+@pytest.mark.parametrize(("bits", "backend"), [(8, "torchao"), (4, "torchao"), (8, "bitsandbytes")])
+def test_fewer_bits_are_saved_resumed_and_put_back(bits, backend, tmp_path):
+    pytest.importorskip(f"{backend}.optim")
+
+    def begin(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+        return Engine(
+            model, OptimizerState(bits=bits, backend=backend), optimizer=optimizer, loss=loss, **options
+        )
+
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps
+        whole, first, second = begin(), begin(), begin(protect="always")
+        train(whole)
+        train(first, steps=2)
+        first.save(tmp_path / "state")
+        second.load(tmp_path / "state")
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("injected")
+
+        after = second.optimizer.register_step_post_hook(fail)  # when all is updated
+        with pytest.raises(torch.OutOfMemoryError):
+            train(second, first=2, steps=1)
+        after.remove()
+        train(second, first=2, steps=2)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name])

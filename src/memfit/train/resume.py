@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VERSION = 1
 _KEYS = {
     *("version", "steps", "micro_step", "optimizer_step", "epoch", "finer", "position", "random", "window"),
-    *("model", "optimizer", "scheduler", "scaler", "gradients", "callbacks"),
+    *("model", "optimizer", "optimizer_class", "scheduler", "scaler", "gradients", "callbacks"),
 }
 
 
@@ -44,6 +44,7 @@ def state_of(engine: "Engine") -> dict[str, Any]:
         "finer": engine._finer,
         "model": model.state_dict() | _full(engine),
         "optimizer": engine.optimizer.state_dict(),
+        "optimizer_class": _class_of(engine.optimizer),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "scaler": engine._scaler.state_dict(),
         "position": engine._position.state_dict(),
@@ -103,6 +104,11 @@ def _check(engine: "Engine", saved: dict[str, Any]) -> None:
             )
     if shapes:
         raise UsageError(f"Cannot resume: the saved model has {next(iter(shapes))!r}, and the model has not.")
+    if saved["optimizer_class"] != _class_of(engine.optimizer):
+        raise UsageError(
+            f"Cannot resume: the state is of {saved['optimizer_class']}, and the optimizer here is "
+            f"{_class_of(engine.optimizer)}, which keeps another. Go on with that, or load the model alone."
+        )
     if saved["window"] is None:
         return
     if saved["steps"] != engine._steps:
@@ -116,6 +122,10 @@ def _check(engine: "Engine", saved: dict[str, Any]) -> None:
             "Cannot resume: the state was saved inside a window whose loss was scaled otherwise. Go on with "
             "its precision, or from a state that was saved between windows."
         )
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _plain(model: nn.Module) -> nn.Module:

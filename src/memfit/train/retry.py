@@ -88,10 +88,24 @@ def _keep(value: Any) -> Callable[[], Any]:
     if not isinstance(value, torch.Tensor):
         copied = copy.deepcopy(value)
         return lambda: copied
-    content = value.detach().to("cpu", copy=True)
+    contents = [(part, part.detach().to("cpu", copy=True)) for part in _parts(value)]
 
     def put_back() -> torch.Tensor:
-        value.detach().copy_(content)
+        for part, content in contents:
+            part.detach().copy_(content)
         return value
 
     return put_back
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the plain tensors that a tensor is made of.
+
+    Quantised state is of several, and a copy of the whole may not be one: torchao's ``to`` shares them on the
+    same device.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
