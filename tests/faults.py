@@ -124,6 +124,7 @@ def _decay(optimizer):
 
 
 FP16 = Precision("fp16", loss_scale=LossScale(init_scale=64.0, growth_interval=2))
+FP16_MASTERS = Precision("fp16", autocast=False, master_weights=True, loss_scale=FP16.loss_scale)
 MASTERS = Precision("bf16", autocast=False, master_weights=True)
 CASES: dict[str, dict[str, Any]] = {
     "AdamW, clipped": {"max_grad_norm": 0.1},
@@ -131,6 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a learning rate that is a tensor": {"optimizer": _tensor_rate, "scheduler": _decay},
     "fp16 with a loss scale, clipped": {"precision": FP16, "max_grad_norm": 0.1},
     "bf16 with float32 masters": {"precision": MASTERS},
+    "fp16 with float32 masters, scheduler": {"precision": FP16_MASTERS, "scheduler": _decay},
     "accumulation, uneven": {"steps": 2, "size": 7},
     "accumulation of sums of bf16": {"steps": 2, "precision": Precision("bf16", autocast=False)},
     "losses weighted by labels": {"steps": 2, "loss": _sum},

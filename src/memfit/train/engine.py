@@ -408,9 +408,9 @@ class Engine:
         if window is None:
             raise AssertionError("an update belongs to a window")
         self._expect_whole()
-        loss = window.mean_loss()
-        window.interrupted = True
         with self._update.or_undone():
+            loss = window.mean_loss()
+            window.interrupted = True
             found_inf, norm = self._update.make(window, lambda: self._tell("on_optimizer_step_begin"))
         self._drop_window()
         self._position.close()

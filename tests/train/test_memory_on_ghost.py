@@ -1,0 +1,29 @@
+"""The engine's peaks against loops written by hand, on the ghost: the sample of a benchmark."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "engine_memory.py"
+SAMPLE = [
+    "accumulation of 4",
+    "fp16 autocast, accumulation, clipped",
+    "bf16, float32 masters",
+    "checkpointed, bf16 autocast, accumulation, clipped",
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location(BENCHMARK.stem, BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_peaks_are_those_of_the_best_loop_by_hand(benchmark):
+    for _, strategy, peaks in benchmark.measure(["gpt"], SAMPLE):
+        hand = peaks.pop("by hand")["allocated"]
+        more = {door: figures["allocated"] - hand for door, figures in peaks.items()}
+        assert set(more.values()) <= {0, benchmark.LOSS}, (strategy, more)
