@@ -380,6 +380,12 @@ def test_apply_takes_it_and_refuses_what_is_the_loop_s():
         memfit.apply(nn.Linear(2, 2), {"max_grad_norm": 1.0})
 
 
+@pytest.mark.parametrize("wrong", [3, [3], object(), [Precision("bf16"), "x"]])
+def test_what_is_no_plan_in_any_form_is_refused(wrong):
+    with pytest.raises(UsageError, match="is none"):
+        Configuration.of(wrong)
+
+
 def test_other_forms_of_a_plan_pass_through():
     plan = Plan(Precision("bf16"))
     assert Configuration.of(plan).plan is plan

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -173,6 +174,14 @@ def test_marks_are_in_copies_and_not_in_state_dicts():
     assert b"memfit.strategies" not in pickle.dumps(marked)
     memfit.revert(head)
     assert not any("memfit" in name for name in vars(head))
+
+
+@pytest.mark.parametrize("precision", [*MIXED, PURE])
+def test_a_model_is_freed_when_it_is_deleted(precision):
+    head = memfit.apply(Head(), precision)
+    alive = weakref.ref(head)
+    del head
+    assert alive() is None  # before the collector runs, which memory does not wait for
 
 
 def test_inner_modules_have_them_too():

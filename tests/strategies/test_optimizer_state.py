@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -339,6 +340,32 @@ def test_removed_it_leaves_gradients_alone():
     loss_of(model, 0).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert same(model, net())
+
+
+def test_a_turned_optimizer_is_freed_with_the_last_name_for_it():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = halving(optimizer)
+    OptimizerState(implementation="foreach").optimizer(optimizer, model)
+    train(model, optimizer, steps=1, scheduler=scheduler)
+    alive = weakref.ref(optimizer)
+    del optimizer, scheduler
+    assert alive() is None
+
+
+def test_memory_is_freed_with_the_last_name_for_it():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    StepInBackward(optimizer)
+    train(model, optimizer, steps=1)
+    alive = [weakref.ref(tensor) for state in optimizer.state.values() for tensor in state.values()]
+    alive += [weakref.ref(parameter) for parameter in model.parameters()]
+    del optimizer
+    loss_of(model, 0).backward()  # and nothing is updated any more
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    del model
+    assert len(alive) == 24
+    assert not any(tensor() is not None for tensor in alive)
 
 
 def test_step_hooks_see_one_step():

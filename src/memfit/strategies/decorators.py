@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ def mark(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[]
     The mark is an attribute of each module, a tuple of plain values: copies of the model have it, pickles
     need no memfit for it, and ``state_dict`` does not know it.
     """
-    modules = list(model.modules())
+    modules = WeakSet(model.modules())  # whoever holds the undo does not keep the model alive
     for module in modules:
         vars(module)[_MARK] = (str(dtype).removeprefix("torch."), autocast)
 

@@ -282,30 +282,30 @@ class StepInBackward:
             )
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError("step_in_backward: hooks before the optimizer's step would find no gradients.")
-        self.optimizer = optimizer
+        # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the last of the
+        # script's names for them goes, not when the collector runs.
+        self._optimizer = weakref.ref(optimizer)
         self.stepped: set[torch.Tensor] = set()
         """Parameters whose update was begun since the last ``optimizer.step``."""
         # Without the wrapper that calls step hooks, which are for whole steps.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        self._group = {
-            parameter: index
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if parameter.requires_grad
-        }
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._update) for parameter in self._group
         ]
-        stepped = self.stepped  # the hook holds no more: a cycle would keep the state until it is collected
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: stepped.clear()))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.stepped.clear()))
 
     def remove(self) -> None:
         """Leave the parameters and the optimizer as they were."""
         for hook in self._hooks:
             hook.remove()
 
-    def _update(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
+    def _update(self, index: int, parameter: torch.Tensor) -> None:
+        """Update a parameter of a group, if nobody else took its gradient and there still is an optimizer."""
+        optimizer = self._optimizer()
+        if parameter.grad is None or optimizer is None:
             return
         if parameter in self.stepped:
             raise UsageError(
@@ -315,18 +315,19 @@ class StepInBackward:
             )
         self.stepped.add(parameter)  # before, for a step that fails may have changed its state
         with torch.no_grad():
-            self._step(self._only(parameter))
+            self._step(_with_only(optimizer, index, parameter))
         parameter.grad = None
 
-    def _only(self, parameter: torch.Tensor) -> Optimizer:
-        """Return the optimizer as it is now, with one parameter: another object, the same state.
 
-        The object itself is not narrowed, for backward runs in one thread for each device.
-        """
-        group = self.optimizer.param_groups[self._group[parameter]]
-        one: Optimizer = object.__new__(type(self.optimizer))
-        vars(one).update(vars(self.optimizer), param_groups=[group | {"params": [parameter]}])
-        return one
+def _with_only(optimizer: Optimizer, index: int, parameter: torch.Tensor) -> Optimizer:
+    """Return an optimizer as it is now, with one parameter of a group: another object, the same state.
+
+    The object itself is not narrowed, for backward runs in one thread for each device.
+    """
+    group = optimizer.param_groups[index]
+    one: Optimizer = object.__new__(type(optimizer))
+    vars(one).update(vars(optimizer), param_groups=[group | {"params": [parameter]}])
+    return one
 
 
 def _name(optimizer: Optimizer) -> str:

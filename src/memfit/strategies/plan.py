@@ -58,7 +58,7 @@ class Plan:
             return given or cls()
         kinds = {get_args(kind)[0]: name for name, kind in get_type_hints(cls).items()}
         settings: dict[str, Any] = {}
-        for one in [given] if type(given) in kinds else given:
+        for one in given if isinstance(given, Iterable) else [given]:
             name = kinds.get(type(one))
             if name is None:
                 raise UsageError(f"A plan is made of strategies' settings; {one!r} is none.")
