@@ -282,8 +282,8 @@ class StepInBackward:
             )
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError("step_in_backward: hooks before the optimizer's step would find no gradients.")
-        # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the last of the
-        # script's names for them goes, not when the collector runs.
+        # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the script's
+        # last name for them goes, not when the collector runs.
         self._optimizer = weakref.ref(optimizer)
         self.stepped: set[torch.Tensor] = set()
         """Parameters whose update was begun since the last ``optimizer.step``."""
