@@ -19,6 +19,7 @@ PUBLIC = {
     "Job",
     "LossScale",
     "MemfitError",
+    "Offload",
     "OptimizerState",
     "Plan",
     "Precision",

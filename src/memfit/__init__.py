@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memfit.strategies.checkpointing import Checkpointing
     from memfit.strategies.configuration import Configuration, configure
     from memfit.strategies.decorators import auto_fp16, force_fp32
+    from memfit.strategies.offload import Offload
     from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
     from memfit.strategies.precision import LossScale, Precision
@@ -40,6 +41,7 @@ __all__ = [
     "Job",
     "LossScale",
     "MemfitError",
+    "Offload",
     "OptimizerState",
     "Plan",
     "Precision",
@@ -71,6 +73,7 @@ _HOMES = {
     "Job": "memfit.train.job",
     "LossScale": "memfit.strategies.precision",
     "MemfitError": "memfit.errors",
+    "Offload": "memfit.strategies.offload",
     "OptimizerState": "memfit.strategies.optimizer_state",
     "Plan": "memfit.strategies.plan",
     "Precision": "memfit.strategies.precision",

@@ -15,6 +15,7 @@ from torch import nn
 from memfit.errors import DivergenceError, UsageError
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.recompute import Region
+from memfit.strategies.replay import BufferHabits
 
 MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
@@ -171,7 +172,20 @@ class Ema(nn.Module):
         return (x - self.mean) / self.calls * self.never
 
 
+class OwnStatistics(nn.Module):
+    """Written to by a kernel that counts no version, in a layer that PyTorch does not know."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(width))
+        self.register_buffer("b", torch.ones(width))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.a, self.b, training=True) + self.a
+
+
 NORMS = {
+    "statistics of one's own": OwnStatistics,
     "BatchNorm": lambda: nn.BatchNorm1d(6),
     "BatchNorm, cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
     "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
@@ -195,6 +209,11 @@ def test_only_buffers_that_change_are_kept():
     model(torch.randn(4, 6)).sum().backward()
     noted = region.habits.note(model.layers[0]).noted
     assert {name for _, name in noted} == {"mean", "calls"}
+    habits = BufferHabits("the first")
+    first = habits.note(model.layers[0])
+    model(torch.randn(4, 6))
+    habits.learn(first)
+    assert first.noted.keys() == noted.keys()
 
 
 def test_what_changes_is_learnt_anew_in_each_mode():
@@ -302,6 +321,16 @@ def test_autocast_is_found_again(use_reentrant):
     compare(net(), call=call, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True))
 
 
+def test_a_cast_that_autocast_kept_is_no_difference():
+    """The second call finds the weight's cast; its recomputation casts again."""
+
+    def call(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    compare(Shared(), call=call, settings=Checkpointing("block", check=True))
+
+
 @MODES
 def test_where_no_gradient_is_wanted_nothing_is_computed_again(use_reentrant):
     model = net()
@@ -309,6 +338,7 @@ def test_where_no_gradient_is_wanted_nothing_is_computed_again(use_reentrant):
     Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
     with torch.no_grad():
         model(torch.randn(4, 6))
+    assert not model.layers[0].forward.habits._changed, "nor looked at"
     model.layers[0].requires_grad_(False)
     model(torch.randn(4, 6)).sum().backward()
     assert len(calls) == 2
@@ -440,6 +470,8 @@ def test_compiled(where, save_ops):
         for name, layer in model.layers.named_children():
             model.layers[int(name)] = torch.compile(layer, backend="aot_eager")
         settings.apply(model)
+        # In what the compiler sees, and so in copies of it, too.
+        assert isinstance(model.layers[0]._orig_mod.forward, Region)
     found = train(compiled)
     assert_same(
         plain,

@@ -39,6 +39,8 @@ PEAKS = """
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         return [allocated - before, reserved]
 
+    peaks()  # libraries take their work space once
+
     def by_hand(**options):
         return lambda n, block, x: checkpoint(block, x, **options)
 
@@ -87,6 +89,56 @@ def test_peaks_are_those_of_torch_checkpoint_by_hand(dry_run):
     assert found["all"][0] < found["kept"][0]
 
 
+def test_what_moves_to_the_host_is_gone_from_the_peak(dry_run):
+    script = (
+        PEAKS
+        + """
+    from memfit.strategies.apply import apply
+    from memfit.strategies.offload import Offload
+
+    class Both:
+        def __init__(self, **offload):
+            self.strategies = [Checkpointing("Block"), Offload(**offload)]
+
+        def apply(self, model):
+            apply(model, self.strategies)
+
+    def on_cpu(n, block, x):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return block(x)
+
+    found = {
+        "plain": peaks(),
+        "by hand": peaks(call=on_cpu),
+        "in turns": peaks(Offload(min_bytes=0, prefetch=0)),
+        "beside": peaks(Offload(min_bytes=0)),
+        "large": peaks(Offload("Block")),
+        "inputs stay": peaks(Checkpointing("Block")),
+        "inputs by hand": peaks(
+            call=lambda n, block, x: on_cpu(n, lambda x: checkpoint(block, x, use_reentrant=False), x)
+        ),
+        "inputs in turns": peaks(Both(what="inputs", prefetch=0)),
+        "inputs beside": peaks(Both(what="inputs")),
+        "kept": peaks(Checkpointing(save_ops="aten.addmm")),
+        "kept, moved": peaks(Both(prefetch=0)),
+    }
+    open("found.json", "w").write(json.dumps(found))
+    """
+    )
+    done = dry_run(script, options=("--steps", "100"))
+    assert done.code == 0, done.err
+    found = json.loads((done.folder / "found.json").read_text())
+    assert found["in turns"] == found["by hand"]
+    assert found["inputs in turns"] == found["inputs by hand"]
+    allocated = {name: figures[0] for name, figures in found.items()}
+    x, largest = 8 * 128 * 256 * 4, 8 * 128 * 4 * 256 * 4
+    # Five blocks' inputs; at the peak one of them is in use.
+    assert allocated["inputs stay"] - allocated["inputs in turns"] == 4 * x
+    for beside, in_turns, size in [("beside", "in turns", largest), ("inputs beside", "inputs in turns", x)]:
+        assert 0 < allocated[beside] - allocated[in_turns] <= size + 2**16, "one storage on its way"
+    assert allocated["large"] < allocated["plain"] / 2
+
+
 def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
     """Row 25: two devices in one region, and no argument on the GPU; PyTorch draws other numbers there.
 
@@ -127,11 +179,51 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
                     loss.backward()
                     after = torch.cuda.default_generators[0].get_offset()
                 found.append([preserve, ours, stood, [str(each.message) for each in said], after - before])
-    open("found.json", "w").write(json.dumps(found))
+
+    # Captured in a CUDA graph.
+    from memfit.strategies.offload import Offload
+    def state():
+        return [int(each) for each in torch.cuda.default_generators[0].get_state()]
+
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.drop = nn.Linear(4, 4), nn.Dropout()
+
+        def forward(self, x):
+            stood.append(state())
+            return self.drop(self.inner(x))
+
+    def capture(model):
+        x = torch.randn(3, 4, device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model(x).sum().backward()
+        stood.clear()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(x).sum().backward()
+            stood.append(state())
+
+    model, stood = nn.Sequential(Draws(), Draws()).cuda(), []
+    undo = Checkpointing("Draws").apply(model)
+    capture(model)
+    captured = list(stood)
+    undo()
+    Offload(min_bytes=0).apply(model)
+    try:
+        capture(model)
+    except ValueError as error:
+        refused = str(error)
+    open("found.json", "w").write(json.dumps([found, captured, refused]))
     """
     done = dry_run(script, options=("--steps", "100"))
     assert done.code == 0, done.err
-    for preserve, ours, (forward, again), said, moved in json.loads((done.folder / "found.json").read_text()):
+    found, (first, second, second_again, first_again, end), refused = json.loads(
+        (done.folder / "found.json").read_text()
+    )
+    assert (first, second) == (first_again, second_again)
+    assert len({tuple(each) for each in (first, second, end)}) == 3
+    assert refused.startswith("offload does not go into CUDA graphs")
+    for preserve, ours, (forward, again), said, moved in found:
         assert (forward[1] == again[1]) is preserve, "the CPU's"
         assert (forward[0] == again[0]) is (preserve and ours), "the GPU's"
         assert (moved == 0) is (preserve and ours), "what is drawn again moves nothing"

@@ -1,7 +1,7 @@
 """A plan: the settings of every strategy in use, at most one of each.
 
-    precision -> optimizer_state -> checkpointing     change the model or the optimizer, in this order
-    accumulation                                      divides batches; only ``Engine`` can
+    precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
+    accumulation                                                divides batches; only ``Engine`` can
 
 It is plain data: JSON and back is the same plan.
 """
@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
 
@@ -31,6 +32,7 @@ class Plan:
     precision: Precision | None = None
     optimizer_state: OptimizerState | None = None
     checkpointing: Checkpointing | None = None
+    offload: Offload | None = None
     accumulation: Accumulation | None = None
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
 Slot = tuple[int, str]
@@ -97,7 +98,13 @@ class Buffers:
         return now is not self.found[slot] or version(now) != self.versions[slot]
 
     def overwritten(self, slot: Slot) -> bool:
-        """Say whether a buffer's values are others: batch normalization writes without counting a version."""
+        """Say whether a buffer's values are others: kernels may write without counting a version.
+
+        Batch normalization's do; of its layers it is known, without waiting for the GPU to compare.
+        """
+        part = self.parts[slot[0]]
+        if isinstance(part, _NormBase) and part.training:
+            return True
         now = self.found[slot]
         return not now.is_meta and not torch.equal(now, self.noted[slot])
 
@@ -137,28 +144,27 @@ class Draws:
     A CUDA generator is a seed and an offset, both on the host: reading them costs no synchronisation.
     """
 
-    before: list[tuple[torch.Generator, int, int]]
-    """Generator, seed and offset before the forward; after it, of those that were drawn from."""
+    before: list[tuple[torch.Generator, torch.Tensor]]
+    """Generators and their states before the forward; after it, those that were drawn from."""
 
     @classmethod
     def note(cls) -> "Draws":
         """Note where the generators of all GPUs stand."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return cls([])
-        return cls([(one, one.initial_seed(), one.get_offset()) for one in torch.cuda.default_generators])
+        return cls([(one, one.get_state()) for one in torch.cuda.default_generators])
 
     def settle(self) -> None:
         """Forget the generators that were not drawn from."""
-        self.before = [(one, seed, offset) for one, seed, offset in self.before if one.get_offset() != offset]
+        self.before = [(one, state) for one, state in self.before if not torch.equal(state, one.get_state())]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let them give the same numbers once more, and go on afterwards as if they had not."""
-        now = [(one, one.get_state()) for one, _, _ in self.before]
+        now = [(one, one.get_state()) for one, _ in self.before]
         try:
-            for one, seed, offset in self.before:
-                one.manual_seed(seed)
-                one.set_offset(offset)
+            for one, state in self.before:
+                one.set_state(state)
             yield
         finally:
             for one, state in now:

@@ -1,0 +1,333 @@
+"""Offload changes no value: what comes back is what was saved, and nothing is read too early."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memfit.errors import UsageError
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.copies import InOrder
+from memfit.strategies.mover import Mover
+from memfit.strategies.offload import Offload
+from memfit.strategies.plan import Plan
+
+
+class LateStream:
+    """Copies as late as a stream of its own may make them: when somebody waits.
+
+    Until then their targets hold NaN, and memory they read that is given back too early is found out.
+    """
+
+    def __init__(self):
+        self.queue = deque()
+        self.log = []
+
+    def out(self, there):
+        here = torch.full_like(there, 255)
+        return here, self._put("out", here, there)
+
+    def back(self, here):
+        there = torch.full_like(here, 255)
+        return there, self._put("back", there, here)
+
+    def _put(self, what, to, source):
+        # Host memory stays: PyTorch's pinned allocator sees to that. Device memory does not.
+        kept = source if what == "back" else None
+        self.log.append(what)
+        self.queue.append(Job(weakref.ref(to), StorageWeakRef(source.untyped_storage()), kept))
+        return self.queue[-1]
+
+    def wait(self, job):
+        self.log.append("wait")
+        while job in self.queue:
+            one = self.queue.popleft()
+            if one.to() is not None:
+                assert not one.storage.expired(), "device memory was given back while it was copied"
+                whole = torch.UntypedStorage._new_with_weak_ptr(one.storage.cdata)
+                one.to().copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
+
+
+@dataclass(eq=False)
+class Job:
+    to: weakref.ref
+    storage: StorageWeakRef
+    kept: torch.Tensor | None
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(width), nn.Linear(width, 3 * width)
+        self.register_buffer("mask", torch.randn(4, width))
+
+    def forward(self, x):
+        a, b, c = self.inner(self.norm(x)).chunk(3, dim=1)
+        return x + (a.sigmoid() * b.tanh() * self.mask).exp_() * c.t().contiguous().t()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def train(model, steps=3):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return {**model.state_dict(), **{f"grad {name}": p.grad for name, p in model.named_parameters()}}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Have tensors on the CPU moved, by copies that are late."""
+    made = []
+
+    def copies(self, device):
+        made.append(LateStream() if self.prefetch else InOrder(device, pin_memory=False))
+        return made[-1]
+
+    monkeypatch.setattr(Offload, "copies", copies)
+    return made
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3, 100])
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        [Offload(min_bytes=0)],
+        [Offload("Block", min_bytes=0)],
+        [Checkpointing("Block"), Offload(what="inputs", min_bytes=0)],
+        [Checkpointing("Block", use_reentrant=True), Offload(what="inputs", min_bytes=0)],
+        [Checkpointing("Block", every=2, save_ops="aten.addmm"), Offload(min_bytes=0)],
+    ],
+    ids=["whole", "blocks", "inputs", "inputs, reentrant", "with checkpointing"],
+)
+def test_results_are_those_of_plain_training(late, strategies, prefetch):
+    model = net()
+    plain = train(copy.deepcopy(model))
+    *others, offload = strategies
+    undo = [each.apply(model) for each in others]
+    undo.append(Offload(offload.modules, offload.what, offload.min_bytes, prefetch=prefetch).apply(model))
+    mover = model.forward.around.mover
+    assert same(plain, train(model))
+    assert mover.count > 0
+    for each in reversed(undo):
+        each()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def moved(late, forward, *, min_bytes=0, owner=None):
+    """Return what a forward moved: how many storages, and the mover."""
+    mover = Mover(lambda _: late_stream, min_bytes, 1)
+    late_stream = LateStream()
+    mover.begin(owner or nn.Module())
+    with mover.hooks():
+        loss = forward()
+    return mover, late_stream, loss
+
+
+def test_memory_moves_once_and_what_is_the_models_stays(late):
+    layer = nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8)
+    base = torch.randn(4, 16, requires_grad=True) * 1
+
+    def forward():
+        a, b = base.chunk(2, dim=1)  # one storage, three tensors on it
+        return (layer(x[None]) * a * b * b).sum()
+
+    mover, stream, loss = moved(late, forward, owner=layer)
+    # x, the base, and three products; not the weight, nor its transpose.
+    assert mover.count == 5
+    loss.backward()
+    assert stream.log.count("out") == 5
+    assert mover.count == 5
+
+
+@pytest.mark.parametrize("min_bytes", [0, 2**20], ids=["moves", "stays"])
+@pytest.mark.parametrize("others", [0, 3])
+def test_what_is_written_to_after_it_was_saved_is_refused(late, min_bytes, others):
+    """As by plain autograd: with hooks it leaves that to them. What moves could be half of either."""
+    x = torch.rand(5, requires_grad=True)
+
+    def run():
+        y = x * 1
+        z = y * y  # saves y
+        y.add_(1)
+        for _ in range(others):
+            z = z.exp()
+        return z.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run().backward()
+    _, _, loss = moved(late, run, min_bytes=min_bytes)
+    with pytest.raises(RuntimeError, match=r"of shape \[5\], has been modified by an inplace operation"):
+        loss.backward()
+
+
+def test_memory_that_is_written_to_when_it_has_left_is_another(late):
+    """Then both are right: the copy is complete before the write, and what is saved then is moved, too."""
+    x = torch.rand(5, requires_grad=True)
+
+    def run():
+        y = x * 1
+        z = (y * y).exp()  # saves y; then something else, so that y has left
+        y.mul_(2)
+        return (z + y * y.detach()).sum()
+
+    mover, _, loss = moved(late, run)
+    loss.backward()
+    assert mover.count == 3
+    torch.testing.assert_close(x.grad, (2 * x * (x * x).exp() + 4 * x).detach())
+
+
+def test_a_second_backward_finds_the_same(late):
+    x = torch.rand(5, requires_grad=True)
+    _, stream, loss = moved(late, lambda: x.exp().exp().exp().sum())
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    loss.backward()
+    assert torch.equal(x.grad, first)
+    assert stream.log.count("back") == 4
+
+
+def test_the_device_holds_what_is_on_its_way_and_no_more(late):
+    """In the forward the last storage stays for backward; it and all others are gone when the graph is."""
+    made = []
+
+    def forward():
+        y = torch.rand(100, requires_grad=True)
+        for _ in range(6):
+            y = y.exp()  # saves its result
+            made.append(StorageWeakRef(y.untyped_storage()))
+        return y.sum()
+
+    def on_device():
+        return [not each.expired() for each in made]
+
+    _, stream, loss = moved(late, forward)
+    assert on_device() == [False] * 5 + [True]
+    loss.backward()
+    del loss
+    assert not any(on_device())
+    # One on its way while the next is made; in backward, the next while one is used.
+    assert stream.log == ["out", *["out", "wait"] * 5, *["back", "wait"] * 5]
+    gc.disable()
+    try:
+        _, _, loss = moved(late, forward)
+        del loss  # dropped without backward
+        assert not any(on_device())
+    finally:
+        gc.enable()
+
+
+def test_what_was_fetched_and_not_used_is_held_until_it_is_there(late):
+    def forward():
+        y = torch.rand(100, requires_grad=True)
+        z = y.exp().exp()
+        return z.exp(), z
+
+    mover, _, (last, z) = moved(late, forward)
+    assert last.grad_fn._saved_result is not None  # asked for, and so the one before is fetched
+    lane = mover._lanes[torch.device("cpu")]
+    assert len(lane._arriving) == 1
+    pending = weakref.ref(next(iter(lane._arriving)).there)
+    del last, z
+    assert pending() is not None
+    mover.begin(nn.Module())
+    assert pending() is None
+
+
+def test_on_the_cpu_it_says_once_that_it_does_nothing():
+    model = net()
+    plain = train(copy.deepcopy(model))
+    Offload().apply(model)
+    with pytest.warns(UserWarning, match="does nothing here") as said:
+        assert same(plain, train(model))
+    assert len(said) == 1
+
+
+def test_nothing_large_enough_is_said(late):
+    model = net()
+    Offload(min_bytes=2**20).apply(model)
+    with pytest.warns(UserWarning, match=r"moved nothing: no saved tensor has 1,048,576 B") as said:
+        train(model)
+    assert len(said) == 1
+
+
+def test_without_gradients_nothing_moves(late):
+    model = net()
+    Offload(min_bytes=0).apply(model)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert model.forward.around.mover.count == 0
+
+
+def test_copies_and_pickles_move_by_themselves(late):
+    model = net()
+    plain = train(copy.deepcopy(model))
+    Offload("Block", min_bytes=0).apply(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
+        movers = {id(block.forward.around.mover) for block in again}
+        assert movers == {id(again.forward.around.mover)} != {id(model.forward.around.mover)}
+        assert same(plain, train(again))
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled(late, where):
+    model = net()
+    plain = train(copy.deepcopy(model))
+    if where == "inside":
+        for name, block in model.named_children():
+            setattr(model, name, torch.compile(block, backend="aot_eager"))
+    Offload("Block", min_bytes=0).apply(model)
+    run = torch.compile(model, backend="aot_eager") if where == "around" else model
+    found = {name.replace("_orig_mod.", ""): value for name, value in train(run).items()}
+    assert same(plain, found)
+    assert model.forward.around.mover.count > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Offload(what="all"), "'all' is none of activations, inputs"),
+        (lambda: Offload(min_bytes=-1), "min_bytes=-1 must be"),
+        (lambda: Offload(prefetch=True), "prefetch=True must be"),
+        (lambda: Offload(pin_memory=False), "prefetch needs pin_memory"),
+        (
+            lambda: Offload("Blok").apply(net()),
+            "offload: no module of Sequential is called 'Blok'.* Near it: Block",
+        ),
+        (lambda: Offload(what="inputs").apply(net()), "none is checkpointed"),
+        (lambda: Plan(offload=Offload(what="inputs")), "the plan has no checkpointing"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_what_is_dropped_cannot_be_moved():
+    model = net()
+    Checkpointing("Block").apply(model)
+    with pytest.raises(UsageError, match=r"0\.inner is inside 0, which is checkpointed"):
+        Offload("**.inner").apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Offload("Block").apply(model)
