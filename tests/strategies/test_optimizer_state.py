@@ -172,6 +172,39 @@ def test_fewer_bits_are_the_package_s_optimizer_with_groups_hooks_and_scheduler(
     assert 1 <= size(kept) / ours[2].weight.numel() / state < 1.2
 
 
+class Sizes(nn.Module):
+    """Parameters on both sides of what decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList([torch.ones(size) for size in (4095, 4096, 4224, 4352, 4353)])
+        self.all.append(nn.Parameter(torch.ones(8192), requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("bits", "backend", "quantised"),
+    [
+        (8, "torchao", 4096 + 4352),
+        (4, "torchao", 4096 + 4224 + 4352),
+        (8, "bitsandbytes", 4096 + 4224 + 4352 + 4353),
+    ],
+)
+def test_the_note_says_which_tensors_are_quantised(bits, backend, quantised, eager):
+    fewer("AdamW", bits, backend)
+    model, settings = Sizes(), OptimizerState(bits=bits, backend=backend)
+    optimizer = settings.optimizer(torch.optim.AdamW(model.parameters()), model)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    found = sum(
+        parameter.numel()
+        for parameter, state in optimizer.state.items()
+        if size(state) < 4 * parameter.numel()  # 8 bytes a parameter in 32 bits
+    )
+    assert found == quantised
+    assert settings.notes(model)[0].startswith(f"optimizer_state: {quantised:,} of 21,120 parameters")
+    assert OptimizerState().notes(model) == []
+
+
 def size(state):
     """Return the bytes of a parameter's state, a quantised tensor's parts included."""
     parts = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 256]

@@ -44,6 +44,10 @@ IMPLEMENTATIONS = {
 BACKENDS: dict[str, tuple[int, ...]] = {"torchao": (8, 4), "bitsandbytes": (8,)}
 """Packages with optimizers of fewer bits, and the bits they have."""
 
+# Which tensors' state is quantised: optim/adam.py of torchao 0.18, optim/optimizer.py of bitsandbytes 0.50.
+_SMALLEST = 4096
+_BLOCKS = {("torchao", 8): 256, ("torchao", 4): 128}
+
 # Choices of torch.optim's that neither package has: dropped, if they only say how; the others are refused.
 _ONLY_HOW = {"foreach", "fused", "decoupled_weight_decay"}
 _REFUSED = ("maximize", "capturable", "differentiable")
@@ -121,6 +125,16 @@ class OptimizerState:
                 "optimizer has others: leave out one of the two."
             )
         return None
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """Say how much of a model's state is of fewer bits: small tensors stay as they are."""
+        if self.backend is None:
+            return []
+        sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        block = _BLOCKS.get((self.backend, self.bits), 1)
+        quantised = sum(size for size in sizes if size >= _SMALLEST and size % block == 0)
+        share = f"{quantised:,} of {sum(sizes):,} parameters have a state of {self.bits} bits"
+        return [f"optimizer_state: {share}; tensors under {_SMALLEST:,} are kept whole (exact)"]
 
     def optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
         """Turn an optimizer into the wanted one, in place: a scheduler that holds it holds the new one.
