@@ -165,7 +165,7 @@ def test_bf16_gradients_are_summed_in_float32():
     run = engine(model, lr=0.0, accumulation=Accumulation(k))
     seen = {}
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
-    sums = run._sums
+    sums = run._accounts.update.sums
     put_back = sums.put_back
     sums.put_back = lambda factor: (seen.update(sum=sums.of(model.weight) * factor), put_back(factor))
     for batch in batches:

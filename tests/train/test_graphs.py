@@ -81,7 +81,7 @@ def played(monkeypatch):
     captured.clear()
 
     monkeypatch.setattr(
-        "memfit.train.engine.graphs", lambda optimizer: Graphs(optimizer, play(optimizer), nullcontext)
+        "memfit.train.setup.graphs", lambda optimizer: Graphs(optimizer, play(optimizer), nullcontext)
     )
 
 

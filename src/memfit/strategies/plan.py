@@ -7,8 +7,11 @@ It is plain data: JSON and back is the same plan.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
+
+from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
@@ -48,6 +51,12 @@ class Plan:
             settings = getattr(self, field.name)
             if settings is not None:
                 yield settings
+
+    def autocast(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context for a forward of a model and its loss."""
+        if self.precision is None:
+            return nullcontext()
+        return self.precision.context(next(model.parameters()).device.type)
 
     @classmethod
     def of(cls, given: "Plan | Iterable[Any] | Any | None") -> "Plan":

@@ -8,33 +8,27 @@ Three doors lead in. ``fit`` trains for epochs. ``step(batch)`` splits a batch i
 runs out. ``windows(loader)`` serves a loop of one's own.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from memfit.errors import TornUpdateError, UsageError
+from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.apply import apply_to_model
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.precision import Precision
-from memfit.train import masters, resume, state
+from memfit.train import resume, state
+from memfit.train.accounts import Accounts
 from memfit.train.callbacks import Callback, Saving
-from memfit.train.gradients import gradient_sums
-from memfit.train.graphs import Graphs, graphs
 from memfit.train.job import Job, Loss
-from memfit.train.position import Position
 from memfit.train.result import StepResult
-from memfit.train.retry import Moment, out_of_memory
-from memfit.train.scaler import Scaler
-from memfit.train.split import batch_size, even_sizes, split
-from memfit.train.update import INTERRUPTED, Protect, Update
+from memfit.train.setup import job_of, set_up
+from memfit.train.split import batch_size, split
+from memfit.train.update import Protect
+from memfit.train.whole import WholeBatches
 from memfit.train.window import Window
 
 
@@ -89,90 +83,36 @@ class Engine:
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        if isinstance(job, nn.Module):
-            if optimizer is None:
-                raise UsageError("Engine(model, plan) needs an optimizer beside the model: optimizer=...")
-            job = Job(job, optimizer, loss, scheduler, max_grad_norm)
-        elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
-            raise UsageError(
-                "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
-            )
-        self.model = model = job.model
+        whole = job_of(job, optimizer, loss, scheduler, max_grad_norm)
         configuration = Configuration.of(plan)
-        self.plan = plan = configuration.plan
-        self.accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
-        self.precision = plan.precision or Precision("fp32")
-        self.micro_step = 0
-        """Micro-batches so far."""
-        self.optimizer_step = 0
-        """Updates so far."""
+        norm = configuration.clipped_to(whole.max_grad_norm)
+        update = set_up(whole, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
+        self.model, self.plan = whole.model, configuration.plan
+        self.optimizer, self.scheduler = update.optimizer, update.scheduler
+        self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
         self.epoch = 0
         """Passes of ``fit`` over the data so far."""
-        self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
-        self._loss, self._size, self._split, self._retry = job.loss, size, split, retry
-        self._steps = self.accumulation.gradient_accumulation_steps or 1
-        self._device = next(model.parameters()).device.type
-        self._masters = masters.copies(model.parameters()) if self.precision.master_weights else {}
-        apply_to_model(model, plan)
-        made = job.optimizer
-        self.optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
-        if plan.optimizer_state is not None:
-            plan.optimizer_state.optimizer(self.optimizer, model)
-        masters.hand_over(self.optimizer, self._masters)
-        made = job.scheduler
-        self.scheduler = made(self.optimizer) if callable(made) else made
-        self._scaler = Scaler(self.precision.loss_scale, self._device)
-        self._sums = gradient_sums(model, self.accumulation, self._masters)
-        self._graphs = self._make_graphs() if cuda_graphs else None
-        self._update = Update(
-            self.optimizer,
-            self.scheduler,
-            self._scaler,
-            self._sums,
-            self._masters,
-            max_grad_norm=configuration.clipped_to(job.max_grad_norm),
-            protect=protect,
-            graphs=self._graphs,
-            in_backward=plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
-        )
-        self._position = Position()
-        self._window: Window | None = None
-        self._before = 0  # micro-steps, when it was opened
-        self._resumed: Window | None = None
-        self._finer = 1
-        self._stopped = False
         self.epochs = 0
         """How many ``fit`` is to make in all."""
         self.batches: int | None = None
         """How many an epoch of ``fit`` has, if its loader knows."""
-        self._warn_of_batch_norms()
+        self._stopped = False
+        self._accounts = Accounts(update, self._tell)
+        self._whole = WholeBatches(
+            self._accounts, self.model, self.plan, whole.loss or _no_loss, size, split, retry=retry
+        )
+        self._accumulation = self.plan.accumulation or Accumulation(gradient_accumulation_steps=1)
+        self._resumed: Window | None = None
 
-    def _make_graphs(self) -> Graphs:
-        state = self.plan.optimizer_state
-        for there, what in (
-            (self.precision.loss_scale, "fp16: the host reads whether a step is applied; choose bf16"),
-            (self._sums, "gradients that are summed in another dtype, as master weights need"),
-            (state and state.step_in_backward, "step_in_backward"),
-        ):
-            if there:
-                raise UsageError(f"cuda_graphs cannot be with {what}.")
-        return graphs(self.optimizer)
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches so far."""
+        return self._accounts.micro_step
 
-    def _warn_of_batch_norms(self) -> None:
-        if not self.accumulation.several:
-            return
-        names = [
-            name
-            for name, module in self.model.named_modules()
-            if isinstance(module, _BatchNorm) and module.training
-        ]
-        if names:
-            warnings.warn(
-                f"{len(names)} batch norms ({names[0]}, ...) will see micro-batches, so that accumulation "
-                "does not equal the whole batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
-                "(module.eval()), or SyncBatchNorm on several GPUs.",
-                stacklevel=3,
-            )
+    @property
+    def optimizer_step(self) -> int:
+        """Updates so far."""
+        return self._accounts.optimizer_step
 
     @property
     def notes(self) -> list[str]:
@@ -186,7 +126,7 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and its loss: ``step`` enters it itself."""
-        return self.precision.context(self._device)
+        return self.plan.autocast(self.model)
 
     def __enter__(self) -> Self:
         """Have the end of the block check that no window was left open."""
@@ -197,7 +137,7 @@ class Engine:
     ) -> None:
         """Complain about an open window, unless something else went wrong."""
         if kind is None:
-            self._expect_closed()
+            self._accounts.expect_closed()
 
     # ---- Epochs --------------------------------------------------------------------------------------
 
@@ -238,13 +178,13 @@ class Engine:
 
         After ``load_state_dict`` the first call begins where the state was saved: give it the same data.
         """
-        for (batch,) in self._position.groups(loader, 1, "flush"):
+        for (batch,) in self._accounts.position.groups(loader, 1, "flush"):
             yield batch
 
     @property
     def batch(self) -> int:
         """Batches, or micro-batches, of this pass over the data that are done."""
-        return self._position.consumed
+        return self._accounts.position.consumed
 
     # ---- Whole batches -------------------------------------------------------------------------------
 
@@ -260,86 +200,8 @@ class Engine:
                 optimizer state and random numbers are as they were.
             TornUpdateError: memory ran out inside the optimizer's step, and nothing was copied before.
         """
-        if self._loss is None:
-            raise UsageError(
-                "engine.step needs to know the loss: Engine(model, plan, optimizer=..., loss=...)."
-            )
-        self._expect_closed()
-        with self._graphs.window() if self._graphs is not None else nullcontext():
-            return self._step(self._loss, batch)
-
-    def _step(self, loss: Loss, batch: Any) -> StepResult:
-        samples, retried = self._size(batch), 0
-        sizes = self._sizes(samples, self._finer)
-        moment = Moment.of(self.model) if self._retry else None
-        try:
-            while self._ran_out_of_memory(loss, batch, sizes, moment):
-                retried += 1
-                sizes = self._sizes(samples, self._finer << retried)
-                self._tell("on_retry", len(sizes))
-            self._finer <<= retried
-            return self._close(retried)
-        except BaseException:
-            if self._window is not None:
-                self._give_up(moment)
-            raise
-
-    def _sizes(self, samples: int, finer: int) -> list[int]:
-        micro = self.accumulation.micro_batch_size
-        if micro is None:
-            return even_sizes(samples, self._steps * finer)
-        micro = max(1, micro // finer)
-        rest = samples % micro
-        return [micro] * (samples // micro) + [rest] * (rest > 0)
-
-    def _ran_out_of_memory(self, loss: Loss, batch: Any, sizes: list[int], moment: Moment | None) -> bool:
-        """Go forward and backward through the parts of a batch; say whether it is to be done in smaller ones.
-
-        When this returns, the exception is gone, and all that its frames held.
-        """
-        try:
-            self._go_through(loss, batch, sizes)
-        except Exception as error:
-            splits = max(sizes) > 1 and self._update.in_backward is None
-            if moment is None or not splits or not out_of_memory(error):
-                raise
-            self._give_up(moment)
-            return True
-        return False
-
-    def _go_through(self, loss_of: Loss, batch: Any, sizes: list[int]) -> None:
-        window = self._open(Window(len(sizes), whole=True))
-        for part, size in zip(self._split(batch, sizes), sizes, strict=True):
-            if self._graphs is not None and self._by_graph(self._graphs, loss_of, part, sum(sizes), size):
-                continue
-            with self.autocast():
-                loss = loss_of(self.model, part)
-            if isinstance(loss, tuple):
-                weight = float(loss[1])
-                self._backward(loss[0] / weight, weight)
-            else:
-                window.total = float(sum(sizes))
-                self._backward(loss, float(size))
-
-    def _by_graph(self, graphs: Graphs, loss_of: Loss, part: Any, total: int, size: int) -> bool:
-        """Go forward and backward by a graph; False if it is to be done as usual."""
-        divisor = total / size
-
-        def backward(part: Any) -> torch.Tensor:
-            with self.autocast():
-                loss = loss_of(self.model, part)
-            if isinstance(loss, tuple):
-                raise UsageError("cuda_graphs need the loss as a mean: a weight would have to be read.")
-            (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-
-        loss, window = graphs.accumulate(backward, part, divisor), self._window
-        if loss is None or window is None:
-            return False
-        window.total = float(total)
-        window.add(loss, float(size))
-        self._count(window, loss)
-        return True
+        self._accounts.expect_closed()
+        return self._whole.step(batch)
 
     # ---- A loop of one's own -------------------------------------------------------------------------
 
@@ -350,11 +212,13 @@ class Engine:
         be shorter, is divided by what it has. After ``load_state_dict`` the first call goes on where the
         state was saved: give it the same data.
         """
-        for group in self._position.groups(loader, self._steps, self.accumulation.partial_window):
-            self._expect_closed()
+        accounts, settings = self._accounts, self._accumulation
+        steps = settings.gradient_accumulation_steps or 1
+        for group in accounts.position.groups(loader, steps, settings.partial_window):
+            accounts.expect_closed()
             resumed, self._resumed = self._resumed, None
-            yield Micros(self, self._open(resumed or Window(len(group))), group)
-            self._expect_closed()
+            yield Micros(self, accounts.open(resumed or Window(len(group))), group)
+            accounts.expect_closed()
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> StepResult | None:
         """Go backward from a micro-batch's loss.
@@ -366,90 +230,21 @@ class Engine:
         Returns:
             What became of the window, if it is one that ``windows`` did not open and this filled it.
         """
-        window = self._window or self._open(Window(self._steps, by_hand=True))
-        self._backward(loss, weight)
-        full = window.by_hand and window.done == window.planned
-        return self._close() if full else None
+        accounts = self._accounts
+        window = accounts.window
+        if window is None:
+            planned = self._accumulation.gradient_accumulation_steps or 1
+            window = accounts.open(Window(planned, by_hand=True))
+        accounts.backward(window, loss, weight)
+        return accounts.close(window) if window.by_hand and window.done == window.planned else None
 
     def flush(self) -> StepResult | None:
         """Close an open window with the micro-batches that it has; None if there are none."""
-        if self._window is None or not self._window.done:
-            self._window = None
+        window = self._accounts.window
+        if window is None or not window.done:
+            self._accounts.window = None
             return None
-        return self._close()
-
-    # ---- Windows -------------------------------------------------------------------------------------
-
-    def _open(self, window: Window) -> Window:
-        if self._update.torn:
-            raise TornUpdateError(INTERRUPTED)
-        self._window, self._before = window, self.micro_step
-        self._update.begin()
-        self._tell("on_window_begin")
-        return window
-
-    def _backward(self, loss: torch.Tensor, weight: float | None) -> None:
-        window = self._window
-        if window is None:
-            raise AssertionError("a backward belongs to a window")
-        self._expect_whole()
-        with self._update.or_undone():
-            self._scaler.scaled(window.add(loss, weight)).backward()  # type: ignore[no-untyped-call]
-        self._count(window, loss)
-
-    def _count(self, window: Window, loss: torch.Tensor) -> None:
-        window.interrupted = False
-        self.micro_step += 1
-        if self.callbacks:
-            self._tell("on_micro_step_end", loss.detach())
-
-    def _close(self, retried: int = 0) -> StepResult:
-        window, scale = self._window, self._scaler.scale
-        if window is None:
-            raise AssertionError("an update belongs to a window")
-        self._expect_whole()
-        with self._update.or_undone():
-            loss = window.mean_loss()
-            window.interrupted = True
-            found_inf, norm = self._update.make(window, lambda: self._tell("on_optimizer_step_begin"))
-        self._drop_window()
-        self._position.close()
-        self.optimizer_step += not found_inf
-        self._update.done()
-        if not found_inf:
-            self._tell("on_optimizer_step_end")
-        result = StepResult(
-            not found_inf, found_inf, scale, self.micro_step, self.optimizer_step, retried, loss, norm
-        )
-        self._tell("on_window_end", result)
-        return result
-
-    def _drop_window(self) -> None:
-        self._window = None
-        self._update.clear()
-
-    def _give_up(self, moment: Moment | None) -> None:
-        """Be as before the batch."""
-        if self._window is not None:
-            self.micro_step = self._before
-        self._drop_window()
-        if moment is not None:
-            moment.restore()
-
-    def _expect_closed(self) -> None:
-        if self._window is not None:
-            raise UsageError(
-                f"A window is open, with {self._window.done} of {self._window.planned} micro-batches: "
-                "give each a backward, or close it with engine.flush()."
-            )
-
-    def _expect_whole(self) -> None:
-        if self._window is not None and self._window.interrupted:
-            raise UsageError(
-                "A backward or the update of this window was interrupted, and its gradients are not whole. "
-                "Go on from a saved state; or hand whole batches to engine.step, which begins again by "
-                "itself."
-            )
+        return self._accounts.close(window)
 
     def _tell(self, moment: str, *what: Any) -> None:
         for callback in self.callbacks:
@@ -485,6 +280,10 @@ class Engine:
             FileFormatError: it is something else, or damaged.
         """
         self.load_state_dict(state.load(Path(path)))
+
+
+def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
+    raise UsageError("engine.step needs to know the loss: Engine(model, plan, optimizer=..., loss=...).")
 
 
 class Micros:

@@ -28,26 +28,27 @@ _KEYS = {
 
 def state_of(engine: "Engine") -> dict[str, Any]:
     """Return an engine's state, as tensors and plain values."""
-    if engine._update.torn:
+    accounts = engine._accounts
+    if accounts.update.torn:
         raise TornUpdateError(INTERRUPTED)
-    window = engine._window
-    engine._expect_whole()
+    window = accounts.window
+    accounts.expect_whole()
     if window is not None and window.whole:
         raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
     model = _plain(engine.model)
     return {
         "version": VERSION,
-        "steps": engine._steps,
+        "steps": _steps(engine),
         "micro_step": engine.micro_step,
         "optimizer_step": engine.optimizer_step,
         "epoch": engine.epoch,
-        "finer": engine._finer,
+        "finer": engine._whole.finer,
         "model": model.state_dict() | _full(engine),
         "optimizer": engine.optimizer.state_dict(),
         "optimizer_class": _class_of(engine.optimizer),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
-        "scaler": engine._scaler.state_dict(),
-        "position": engine._position.state_dict(),
+        "scaler": accounts.update.scaler.state_dict(),
+        "position": accounts.position.state_dict(),
         "random": random_state(),
         "window": None if window is None else window.state_dict(),
         "gradients": {} if window is None else _gradients(engine),
@@ -58,25 +59,26 @@ def state_of(engine: "Engine") -> dict[str, Any]:
 def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     """Put an engine where the state was saved."""
     _check(engine, saved)
+    accounts = engine._accounts
     model = _plain(engine.model)
     model.load_state_dict(saved["model"])
     parameters = dict(model.named_parameters())
     values = {parameter: saved["model"][name] for name, parameter in parameters.items()}
-    masters.load(engine._masters, values)
+    masters.load(accounts.update.masters, values)
     engine.optimizer.load_state_dict(saved["optimizer"])
     if engine.scheduler is not None and saved["scheduler"] is not None:
         engine.scheduler.load_state_dict(saved["scheduler"])
-    engine._scaler.load_state_dict(saved["scaler"])
-    engine._drop_window()
-    if engine._graphs is not None:
-        engine._graphs.reset()
-    engine._update.done()
-    engine.micro_step, engine.optimizer_step = saved["micro_step"], saved["optimizer_step"]
-    engine.epoch, engine._finer = saved["epoch"], saved["finer"]
-    engine._position.load_state_dict(saved["position"], saved["random"])
+    accounts.update.scaler.load_state_dict(saved["scaler"])
+    accounts.drop()
+    if accounts.update.graphs is not None:
+        accounts.update.graphs.reset()
+    accounts.update.done()
+    accounts.micro_step, accounts.optimizer_step = saved["micro_step"], saved["optimizer_step"]
+    engine.epoch, engine._whole.finer = saved["epoch"], saved["finer"]
+    accounts.position.load_state_dict(saved["position"], saved["random"])
     window = None if saved["window"] is None else Window(**saved["window"])
     inside = bool(saved["position"])
-    engine._resumed, engine._window = (window, None) if inside else (None, window)
+    engine._resumed, accounts.window = (window, None) if inside else (None, window)
     for name, gradient in saved["gradients"].items():
         _set_gradient(engine, parameters[name], gradient.to(parameters[name].device))
     waiting = list(saved["callbacks"])
@@ -111,13 +113,13 @@ def _check(engine: "Engine", saved: dict[str, Any]) -> None:
         )
     if saved["window"] is None:
         return
-    if saved["steps"] != engine._steps:
+    if saved["steps"] != _steps(engine):
         raise UsageError(
             f"Cannot resume: the state was saved inside a window of {saved['steps']} micro-batches, and here "
-            f"they are {engine._steps}. Go on with {saved['steps']}, or from a state that was saved between "
+            f"they are {_steps(engine)}. Go on with {saved['steps']}, or from a state that was saved between "
             "windows."
         )
-    if bool(saved["scaler"]) != bool(engine._scaler.state_dict()):
+    if bool(saved["scaler"]) != bool(engine._accounts.update.scaler.state_dict()):
         raise UsageError(
             "Cannot resume: the state was saved inside a window whose loss was scaled otherwise. Go on with "
             "its precision, or from a state that was saved between windows."
@@ -128,6 +130,10 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
+def _steps(engine: "Engine") -> int:
+    return engine._accumulation.gradient_accumulation_steps or 1
+
+
 def _plain(model: nn.Module) -> nn.Module:
     """Return the model that ``torch.compile`` wraps: names are the same with and without."""
     inner = getattr(model, "_orig_mod", model)
@@ -136,17 +142,18 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _full(engine: "Engine") -> dict[str, torch.Tensor]:
     """Return the float32 copies by the names of their parameters."""
+    full = engine._accounts.update.masters
     return {
-        name: engine._masters[parameter].detach()
+        name: full[parameter].detach()
         for name, parameter in _plain(engine.model).named_parameters(remove_duplicate=False)
-        if parameter in engine._masters
+        if parameter in full
     }
 
 
 def _gradients(engine: "Engine") -> dict[str, torch.Tensor]:
-    found = {}
+    found, sums = {}, engine._accounts.update.sums
     for name, parameter in _plain(engine.model).named_parameters():
-        summed = engine._sums.of(parameter) if engine._sums is not None else None
+        summed = sums.of(parameter) if sums is not None else None
         gradient = parameter.grad if summed is None else summed
         if gradient is not None:
             found[name] = gradient
@@ -154,7 +161,8 @@ def _gradients(engine: "Engine") -> dict[str, torch.Tensor]:
 
 
 def _set_gradient(engine: "Engine", parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    if engine._sums is not None and engine._sums.has(parameter):
-        engine._sums.set(parameter, gradient)
+    sums = engine._accounts.update.sums
+    if sums is not None and sums.has(parameter):
+        sums.set(parameter, gradient)
     else:
         parameter.grad = gradient.to(parameter.dtype)

@@ -76,6 +76,7 @@ class Update:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
         self._given_back, self._most_gradients = self._cache_given_back(), 0
+        self.graphs = graphs
         self._stepper = graphs or optimizer
         self.in_backward = StepInBackward(optimizer) if in_backward else None
         self._backup: Backup | None = None

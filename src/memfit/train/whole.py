@@ -1,0 +1,144 @@
+"""Whole batches: split into micro-batches, and split finer, with the same result, when memory runs out.
+
+batch ─┬─ part ── forward ── backward          out of memory: buffers and random numbers are put back,
+       ├─ part ── forward ── backward    or    gradients dropped, and the same batch goes through again
+       └─ part ── forward ── backward          in twice as many parts
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
+from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.plan import Plan
+from memfit.train.accounts import Accounts
+from memfit.train.graphs import Graphs
+from memfit.train.job import Loss
+from memfit.train.result import StepResult
+from memfit.train.retry import Moment, out_of_memory
+from memfit.train.split import even_sizes
+from memfit.train.window import Window
+
+
+class WholeBatches:
+    """How an engine goes through whole batches.
+
+    Args:
+        accounts: of its windows.
+        model: what ``loss`` is given.
+        plan: how batches are divided, and in what precision forwards run.
+        loss: of a batch or a part of it.
+        size: ``size(batch)`` returns its samples.
+        split: ``split(batch, sizes)`` returns its parts.
+        retry: whether a batch is begun again when memory runs out.
+    """
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        model: nn.Module,
+        plan: Plan,
+        loss: Loss,
+        size: Callable[[Any], int],
+        split: Callable[[Any, list[int]], list[Any]],
+        *,
+        retry: bool,
+    ) -> None:
+        self._accounts, self._model, self._plan = accounts, model, plan
+        self._loss_of, self._size, self._split, self._retry = loss, size, split, retry
+        self.finer = 1
+        """Times as many parts as the plan says: memory ran out before."""
+
+    def step(self, batch: Any) -> StepResult:
+        """Make one update from a batch."""
+        accounts, samples, retried = self._accounts, self._size(batch), 0
+        moment = Moment.of(self._model) if self._retry else None
+        graphs = accounts.update.graphs
+        with nullcontext() if graphs is None else graphs.window():
+            try:
+                window = self._go_through(batch, samples, self.finer, moment)
+                while window is None:
+                    retried += 1
+                    accounts.tell(
+                        "on_retry", len(parts(self._plan.accumulation, samples, self.finer << retried))
+                    )
+                    window = self._go_through(batch, samples, self.finer << retried, moment)
+                self.finer <<= retried
+                return accounts.close(window, retried)
+            except BaseException:
+                accounts.give_up(moment)
+                raise
+
+    def _go_through(self, batch: Any, samples: int, finer: int, moment: Moment | None) -> Window | None:
+        """Go forward and backward through the parts of a batch.
+
+        Returns:
+            None if memory ran out, and it is to be done in smaller parts: then all is as before, the
+            exception is gone, and all that its frames held.
+        """
+        sizes = parts(self._plan.accumulation, samples, finer)
+        try:
+            window = self._accounts.open(Window(len(sizes), whole=True))
+            for part, size in zip(self._split(batch, sizes), sizes, strict=True):
+                self._micro_step(window, part, samples, size)
+        except Exception as error:
+            splits = max(sizes) > 1 and self._accounts.update.in_backward is None
+            if moment is None or not splits or not out_of_memory(error):
+                raise
+            self._accounts.give_up(moment)
+            return None
+        return window
+
+    def _micro_step(self, window: Window, part: Any, total: int, size: int) -> None:
+        graphs = self._accounts.update.graphs
+        if graphs is not None and self._by_graph(graphs, window, part, total, size):
+            return
+        loss = self._loss(part)
+        if isinstance(loss, tuple):
+            weight = float(loss[1])
+            self._accounts.backward(window, loss[0] / weight, weight)
+        else:
+            window.total = float(total)
+            self._accounts.backward(window, loss, float(size))
+
+    def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
+        with self._plan.autocast(self._model):
+            return self._loss_of(self._model, part)
+
+    def _by_graph(self, graphs: Graphs, window: Window, part: Any, total: int, size: int) -> bool:
+        """Go forward and backward by a graph; False if it is to be done as usual."""
+        divisor = total / size
+
+        def backward(part: Any) -> torch.Tensor:
+            loss = self._loss(part)
+            if isinstance(loss, tuple):
+                raise UsageError("cuda_graphs need the loss as a mean: a weight would have to be read.")
+            (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        loss = graphs.accumulate(backward, part, divisor)
+        if loss is None:
+            return False
+        window.total = float(total)
+        window.add(loss, float(size))
+        self._accounts.count(window, loss)
+        return True
+
+
+def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[int]:
+    """Return the sizes of a batch's micro-batches, a number of times finer than settings say.
+
+    >>> parts(Accumulation(micro_batch_size=4), 10, 1), parts(Accumulation(2), 10, 2)
+    ([4, 4, 2], [3, 3, 2, 2])
+    """
+    accumulation = accumulation or Accumulation(1)
+    micro = accumulation.micro_batch_size
+    if micro is None:
+        return even_sizes(samples, (accumulation.gradient_accumulation_steps or 1) * finer)
+    micro = max(1, micro // finer)
+    rest = samples % micro
+    return [micro] * (samples // micro) + [rest] * (rest > 0)
