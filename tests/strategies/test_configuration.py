@@ -13,6 +13,7 @@ from memfit.errors import FileFormatError, MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.configuration import ALIASES, STRATEGIES, Configuration, configure
+from memfit.strategies.offload import Offload
 from memfit.strategies.older_names import HOOKS, READERS, parse_mem_param
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
@@ -95,6 +96,11 @@ def hook(kind, **settings):
         ({"checkpointing": {}}, Plan(checkpointing=Checkpointing())),
         ({"gradient_checkpointing": "layers.*"}, Plan(checkpointing=Checkpointing("layers.*"))),
         ({"checkpointing": ["a", "b"], "with_cp": True}, Plan(checkpointing=Checkpointing(("a", "b")))),
+        ({"offload": True}, Plan(offload=Offload())),
+        (
+            {"offload": {"modules": ["a"], "what": "inputs"}, "with_cp": True},
+            Plan(offload=Offload("a", "inputs"), checkpointing=Checkpointing()),
+        ),
         ({"optimizer_state": "fused"}, Plan(optimizer_state=OptimizerState("fused"))),
         ({"optimizer_state": {"bits": 8}}, Plan(optimizer_state=OptimizerState(bits=8))),
         ({"step_in_backward": True}, Plan(optimizer_state=OptimizerState(step_in_backward=True))),
