@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import hypothesis
+import msgspec
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -110,6 +111,7 @@ def test_every_name_becomes_what_it_says(given, plan):
     found = configure(given)
     assert found.plan == plan
     assert {told.split("=")[0].split(".")[0] for told, _ in found.echo} == set(given)
+    assert msgspec.json.decode(msgspec.json.encode(found.plan), type=Plan) == plan
 
 
 @pytest.mark.parametrize(

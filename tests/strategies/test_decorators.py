@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import memfit
 from memfit.errors import UsageError
@@ -146,6 +147,15 @@ def test_in_a_model_of_low_precision_arguments_are_cast_and_nothing_is_under_aut
     assert head.full(X.to(BF16), X).dtype == FP32
     with pytest.raises(RuntimeError, match="dtype"):
         head.full_linear(X)
+
+
+@pytest.mark.parametrize("precision", [None, Precision("bf16")])
+def test_compiled_they_do_the_same_in_one_graph(precision):
+    head = memfit.apply(Head(), precision)
+    wanted = head(X)
+    counter = CompileCounter()
+    assert torch.equal(torch.compile(head, backend=counter)(X), wanted)
+    assert counter.frame_count == 1
 
 
 def test_the_engine_switches_them_on_and_gradients_arrive():
