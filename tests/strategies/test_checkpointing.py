@@ -8,14 +8,18 @@ import warnings
 import weakref
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from memfit.errors import DivergenceError, UsageError
+from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.plan import Plan
 from memfit.strategies.recompute import Region
 from memfit.strategies.replay import BufferHabits
+from memfit.train.engine import Engine
 
 MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
@@ -363,6 +367,52 @@ def test_an_argument_changed_in_place_is_refused(use_reentrant):
         model(torch.randn(4, 6))
 
 
+@MODES
+def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
+    """As the caches of keys and values that transformers hands to its layers."""
+
+    class Layer:
+        keys = None
+
+    class Cache:
+        def __init__(self):
+            self.layers = [Layer()]
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x, cache, *, change=True):
+            y = self.inner(x)
+            if change:
+                cache.layers[0].keys = y
+            return y
+
+    model = nn.Sequential(Attends())
+    Checkpointing("0", use_reentrant=use_reentrant).apply(model)
+    model[0](torch.randn(4, 6), Cache(), change=False).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"0 cannot be checkpointed: .* changes the Cache .*use_cache = False"
+    ):
+        model[0](torch.randn(4, 6), Cache())
+
+
+def test_the_check_takes_tensors_of_all_kinds():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            empty, whole = torch.tensor([]), torch.arange(6) > 2
+            y = self.inner(x)
+            z = torch.complex(y, y).conj().imag * whole + y.double().half().to(torch.float8_e4m3fn).float()
+            return z.sum() + empty.sum() + torch.tensor(2.0)
+
+    compare(nn.Sequential(Odd()), settings=Checkpointing("0", check=True))
+
+
 def test_kept_operations_are_not_computed_again():
     ran = []
 
@@ -480,6 +530,46 @@ def test_compiled(where, save_ops):
             **{k: {n.replace("_orig_mod.", ""): v for n, v in found[k].items()} for k in ("state", "grads")},
         },
     )
+
+
+@pytest.mark.filterwarnings("ignore:.* batch norms")
+def test_in_a_plan_and_when_memory_runs_out_in_backward():
+    """The engine begins the batch again in smaller parts: what was being computed again has left no trace."""
+
+    class Short(Block):
+        left = 0
+
+        def forward(self, x):
+            if self.left:
+                self.left -= 1
+                if not self.left:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x)
+
+    def stepped(plan, *, left=0):
+        torch.manual_seed(3)
+        model = Net([Short(norm=nn.BatchNorm1d(6)) for _ in range(2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, plan, optimizer=optimizer, loss=lambda m, x: m(x).square().mean())
+        torch.manual_seed(4)
+        x = torch.randn(8, 6)
+        model.layers[0].left = left
+        results = [engine.step(x) for _ in range(2)]
+        assert results[0].retried == (left > 0)
+        return {**model.state_dict(), "loss": torch.tensor([float(each.loss) for each in results])}
+
+    settings = Checkpointing("Short")
+    plan = Plan(accumulation=Accumulation(2), checkpointing=settings)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    assert_equal(stepped(plan), stepped(Plan(accumulation=Accumulation(2))))
+    # Plain, memory runs out in the first forward; checkpointed, when that is computed again.
+    assert_equal(stepped(Plan(checkpointing=settings), left=2), stepped(Plan(), left=1))
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
 
 
 def test_copies_and_pickles_are_checkpointed_too():

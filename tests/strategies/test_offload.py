@@ -144,7 +144,7 @@ def moved(late, forward, *, min_bytes=0, owner=None):
 
 def test_memory_moves_once_and_what_is_the_models_stays(late):
     layer = nn.Linear(8, 8, bias=False)
-    x = torch.randn(4, 8)
+    x = torch.randn(4, 8, requires_grad=True)
     base = torch.randn(4, 16, requires_grad=True) * 1
 
     def forward():

@@ -124,4 +124,4 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         bits = real.resolve_neg().reshape(-1).view(_BITS[real.element_size()]).to(torch.int64)
-        return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
+        return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()

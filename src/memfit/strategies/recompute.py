@@ -4,6 +4,7 @@ module.forward = Region ── checkpoint(Call, *tensors) ─┬─ first time: 
                                                        └─ later:      the same again, with what it found
 """
 
+import operator
 import warnings
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit.errors import UsageError
 from memfit.strategies.fingerprints import Comparing, Recording
 from memfit.strategies.forward import Forward, Wrapped
-from memfit.strategies.replay import BufferHabits, Draws, unseen, version
+from memfit.strategies.replay import BufferHabits, Draws, tensors_in, unseen, version
 from memfit.strategies.saving import keeping
 
 if TYPE_CHECKING:
@@ -132,11 +133,19 @@ class Call:
 
     def _first(self, tensors: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         versions = [version(each) for each in tensors]
+        holders = [(each, tensors_in(each)) for each in tensors if not isinstance(each, torch.Tensor)]
         unkept = (
             (torch.get_rng_state(), Draws.note()) if self._buffers.first and self._draws is None else None
         )
         with self._saving, self._recorded or nullcontext():
             result = self._forward(*args, **kwargs)
+        for each, held in holders:
+            if not _same(held, tensors_in(each)):
+                raise UsageError(
+                    f"{self._region.name} cannot be checkpointed: its forward changes the "
+                    f"{type(each).__name__} that it is handed, and would find it changed when it is computed "
+                    "again. Hand it none; in transformers: model.config.use_cache = False."
+                )
         changed = [place for place, each in enumerate(tensors) if version(each) != versions[place]]
         if changed:
             raise UsageError(
@@ -173,3 +182,7 @@ class Call:
         if self._recorded is not None:
             contexts.append(Comparing(self._region.name, self._recorded.fingerprints))
         return contexts
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

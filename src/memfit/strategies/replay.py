@@ -10,7 +10,7 @@ buffers, so that BatchNorm counts twice (PyTorch issue 96136), and not to device
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,6 +178,21 @@ def unseen() -> AbstractContextManager[Any]:
     same in a forward and in its recomputation.
     """
     return _disable_current_modes()
+
+
+def tensors_in(thing: object, depth: int = 4) -> list[torch.Tensor]:
+    """Return the tensors that an object holds, so many levels deep; a module's are its own business."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if depth == 0 or isinstance(thing, nn.Module | type):
+        return []
+    if isinstance(thing, Mapping):
+        held: Iterable[object] = thing.values()
+    elif isinstance(thing, list | tuple):
+        held = thing
+    else:
+        held = getattr(thing, "__dict__", {}).values()
+    return [tensor for each in held for tensor in tensors_in(each, depth - 1)]
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:
