@@ -3,7 +3,6 @@
 Each test fails on the behaviour that was reported. Rows of checkpointing are in tests/strategies.
 """
 
-import gc
 import weakref
 
 import pytest
@@ -86,20 +85,36 @@ def test_row_02_the_divisor_has_one_owner(size, steps):
     assert result.loss == pytest.approx(reference.loss, rel=1e-6)
 
 
-def test_row_03_no_graph_outlives_its_micro_batch():
-    alive = []
+class Saved:
+    """A tensor that was saved for backward."""
 
-    def loss(model, data):
-        out = model(data[0])
-        gc.collect()
-        alive.append(sum(one() is not None for one in kept))
-        kept.append(weakref.ref(out))
-        return F.cross_entropy(out, data[1], reduction="sum"), len(data[1])
+    def __init__(self, tensor):
+        self.tensor = tensor
 
-    kept = []
-    engine(net(), memfit.Accumulation(8), loss=loss).step(batch(8))
-    assert len(alive) == 8
-    assert max(alive) <= 1
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_row_03_what_is_saved_for_backward_does_not_grow_with_the_window(weighted):
+    def most_alive(steps):
+        alive, most = weakref.WeakSet(), 0
+
+        def pack(tensor):
+            nonlocal most
+            saved = Saved(tensor)
+            alive.add(saved)
+            most = max(most, len(alive))
+            return saved
+
+        def loss(model, data):
+            out = model(data[0])
+            if weighted:
+                return F.cross_entropy(out, data[1], reduction="sum"), len(data[1])
+            return F.cross_entropy(out, data[1])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            engine(net(), memfit.Accumulation(steps), loss=loss).step(batch(8))
+        return most
+
+    assert most_alive(8) == most_alive(2) > 0
 
 
 def test_row_04_a_partial_window_is_divided_by_what_it_has():
