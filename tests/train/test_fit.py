@@ -9,6 +9,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
+from memfit.train import progress
 
 MOMENTS = [
     name
@@ -148,6 +149,17 @@ def test_row_30_the_bar_says_what_it_counts():
     assert "batches (an optimizer step each)" in shown
     assert "left in this epoch" in shown
     assert "loss " in shown
+
+
+def test_a_long_way_back_to_where_a_run_was_is_shown(monkeypatch):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120)
+    assert list(progress.reading_again(range(5), 5, console)) == list(range(5))
+    assert text.getvalue() == ""
+    monkeypatch.setattr(progress, "_SECONDS_UNSEEN", -1.0)
+    assert list(progress.reading_again(range(5), 5, console)) == list(range(5))
+    assert "reading the epoch again" in text.getvalue()
+    assert "5/5 batches" in text.getvalue()
 
 
 def test_a_window_that_is_left_open_is_told_at_the_end_of_a_block():

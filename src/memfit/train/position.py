@@ -14,6 +14,7 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import PartialWindow
+from memfit.train.progress import reading_again
 from memfit.train.state import random_state, set_random_state
 
 
@@ -71,7 +72,8 @@ class Position:
         self._open, self.before = 0, None
 
     def _skip(self, items: Iterator[Any], resumed: dict[str, Any]) -> None:
-        skipped = sum(1 for _ in islice(items, resumed["consumed"]))
+        read = reading_again(islice(items, resumed["consumed"]), resumed["consumed"])
+        skipped = sum(1 for _ in read)
         if skipped < resumed["consumed"]:
             raise UsageError(
                 f"Cannot resume: the state was saved after {resumed['consumed']} batches of an epoch, "

@@ -4,7 +4,9 @@ epoch 2/5  ━━━━━━━╸━━━━━━━━━  12/26 optimizer 
 """
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.train.engine import Engine
     from memfit.train.result import StepResult
 
+_SECONDS_UNSEEN = 2.0
 _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
 
 
@@ -65,3 +68,26 @@ class ProgressBar(Callback):
         """Leave the terminal as it was."""
         self._progress.stop()
         self._task = None
+
+
+def reading_again(items: Iterable[Any], total: int, console: Console | None = None) -> Iterator[Any]:
+    """Hand items on, and show how far they are if that takes more than two seconds."""
+    began = time.monotonic()
+    with ExitStack() as shown:
+        bar: Progress | None = None
+        for done, item in enumerate(items, 1):
+            if bar is None and time.monotonic() - began > _SECONDS_UNSEEN:
+                columns = TextColumn("reading the epoch again"), BarColumn(), MofNCompleteColumn()
+                bar = Progress(
+                    *columns,
+                    TextColumn("batches"),
+                    TimeRemainingColumn(),
+                    TextColumn("left"),
+                    console=console or Console(stderr=True),
+                    transient=True,
+                )
+                shown.enter_context(bar)
+                task = bar.add_task("", total=total)
+            if bar is not None:
+                bar.update(task, completed=done)
+            yield item
