@@ -53,7 +53,7 @@ class Accounts:
         """Count a backward that is done."""
         window.interrupted = False
         self.micro_step += 1
-        self.tell("on_micro_step_end", loss.detach())
+        self.tell("on_micro_step_end", loss)
 
     def close(self, window: Window, retried: int = 0) -> StepResult:
         """Update from a window's gradients."""

@@ -248,7 +248,7 @@ class Engine:
 
     def _tell(self, moment: str, *what: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, moment)(self, *what)
+            getattr(callback, moment)(self, *[one.detach() if torch.is_tensor(one) else one for one in what])
 
     # ---- Saving and resuming -------------------------------------------------------------------------
 
