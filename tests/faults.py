@@ -141,20 +141,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def batches(size: int = 8) -> list[Any]:
+def batches(size: int = 8, device: str = "cpu") -> list[Any]:
     """Return a few batches of one size."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(size, 5, generator=generator), torch.randint(3, (size,), generator=generator))
+        (
+            torch.randn(size, 5, generator=generator).to(device),
+            torch.randint(3, (size,), generator=generator).to(device),
+        )
         for _ in range(BATCHES)
     ]
 
 
-def build(case: str, *, protect: str = "always") -> tuple[Engine, list[Any]]:
+def build(case: str, *, protect: str = "always", device: str = "cpu") -> tuple[Engine, list[Any]]:
     """Return a case's engine, and its data."""
     given = CASES[case]
     torch.manual_seed(0)
-    model = given.get("model", _mlp)()
+    model = given.get("model", _mlp)().to(device)
     steps = given.get("steps", 1)
     plan: list[Any] = [Accumulation(steps)] if steps > 1 else []
     plan += [given[name] for name in ("precision", "optimizer_state") if name in given]
@@ -169,7 +172,7 @@ def build(case: str, *, protect: str = "always") -> tuple[Engine, list[Any]]:
             max_grad_norm=given.get("max_grad_norm"),
             protect=protect,
         )
-    return engine, batches(given.get("size", 8))
+    return engine, batches(given.get("size", 8), device)
 
 
 def picture(engine: Engine) -> dict[str, Any]:

@@ -5,13 +5,26 @@ A small sample; ``benchmarks/oom_everywhere.py`` goes through every place.
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from faults import CASES, FAULTS, Fault, Sweep, build, differing, picture
 from faults import mean_loss as loss_of
+from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
+from memfit.ghost.build import build as build_ghost
+from memfit.ghost.load import GhostDevice
+from memfit.ghost.pool import Candidate, Pool
+
+SWEEP = Path(__file__).parents[1] / "faults_on_ghost.py"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(build_ghost(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -95,3 +108,13 @@ def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
         engine.step(data[0])
     engine.step(data[0])
     assert not differing(picture(engine), picture(reference))
+
+
+@pytest.mark.parametrize(
+    "case", ["AdamW, clipped", "bf16 with float32 masters", "AdamW, stepped in backward"]
+)
+def test_memory_that_really_runs_out_does_no_harm(pool, case):
+    """On the ghost the real allocator refuses; all that was allocated meanwhile is given back."""
+    found = pool.run(Candidate(f"{SWEEP}:sweep", {"case": case, "step": 0, "every": 5}))
+    assert found.keys() <= {"recovered", "reported"}
+    assert found["reported"] > 1

@@ -1,0 +1,93 @@
+"""Memory runs out, or somebody presses Ctrl-C, at every place of a step: what the engine makes of it.
+
+    python benchmarks/oom_everywhere.py [--every N]
+
+On the CPU a fault is raised before every operation, and Ctrl-C also before every line of the engine's own; on
+the ghost every operation that allocates finds no memory, and PyTorch's own allocator refuses. Each time
+parameters, buffers, optimizer state, masters, loss scale, scheduler, random numbers, counters and the place
+in the data are compared with what they were, bit for bit (on the ghost, which computes no values: memory,
+counters, random numbers, and what there is of state), and the step is made again. Exits with 1 if harm was
+done unsaid.
+
+    recovered    made in smaller parts; equal to a run that was planned so, bit for bit
+    reported     raised, and nothing changed; the same step afterwards gives what it would have given
+    torn         raised inside an update that was not protected: saving and going on are refused
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from memfit.devices import find_device
+from memfit.errors import TargetError
+from memfit.ghost.build import build
+from memfit.ghost.load import GhostDevice
+from memfit.ghost.pool import Candidate, Pool
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from faults import CASES, FAULTS, Sweep  # noqa: E402
+
+SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
+"""Step, and protection: the first step makes the optimizer's states."""
+
+
+def on_the_cpu(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    """Go through all places of each case; return what became of them, by kind of fault."""
+    for case in CASES:
+        for fault in FAULTS:
+            found: Counter[str] = Counter()
+            for step, protect in SITUATIONS:
+                sweep = Sweep(case, step, fault, protect)
+                for at in range(0, sweep.places, every):
+                    try:
+                        found[sweep.outcome(at)] += 1
+                    except AssertionError:
+                        found["HARMED"] += 1
+                        print(f"{case}, step {step}, protect={protect}, {fault} {at}", file=sys.stderr)
+            yield case, fault, found
+
+
+def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
+    """Have each operation that allocates find no memory."""
+    with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+        for case in CASES:
+            found: Counter[str] = Counter()
+            for step, protect in SITUATIONS:
+                options = {"case": case, "step": step, "protect": protect, "every": every}
+                try:
+                    found.update(pool.run(Candidate(f"{TESTS / 'faults_on_ghost.py'}:sweep", options)))
+                except TargetError as error:
+                    found["HARMED"] += 1
+                    print(error, file=sys.stderr)
+            yield case, "allocator refuses, ghost", found
+
+
+def main() -> int:
+    """Print a line for each case and kind of fault, and the sums."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, help="take every so many places only")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    total: Counter[str] = Counter()
+    for source in (on_the_ghost, on_the_cpu):
+        for case, fault, found in source(arguments.every):
+            total += found
+            print(f"{case:38}{fault:34}{_told(found)}", flush=True)
+    print(f"{sum(total.values()):,} faults: {_told(total)}; harmed {total['HARMED']}")
+    return int(total["HARMED"] > 0)
+
+
+def _told(found: Counter[str]) -> str:
+    return ", ".join(f"{what} {count:,}" for what, count in sorted(found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
