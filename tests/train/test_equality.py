@@ -1,0 +1,39 @@
+"""Every combination of strategies that promises equality, on random networks: the sample of a benchmark."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+from combinations import CLOSE, EXACT, LIMITS, Combination, differing, error, promises_closeness
+from memfit.strategies.accumulation import Accumulation
+from networks import Network, networks
+
+SAMPLE = settings(
+    max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing")
+@SAMPLE
+@given(networks())
+def test_the_same_arithmetic_gives_the_same_bits(network):
+    assert {name: found for name in EXACT if (found := differing(name, network))} == {}
+
+
+@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing")
+@SAMPLE
+@given(networks())
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_sums_in_another_order_are_equal_to_rounding(dtype, network):
+    assume(promises_closeness(network))
+    assert {name: off for name in CLOSE if (off := error(name, network, dtype)) > LIMITS[dtype]} == {}
+
+
+def test_a_wrong_run_is_found():
+    """Three micro-batches by hand are not two; and batch norms, which nothing is claimed of, see parts."""
+    network = Network("images", ("convolution", "batch norm"), (False, False), False, False, False, 8, 1)
+    wrong = Combination((Accumulation(2),), 3)
+    ours, plain = wrong.ours(network, torch.float32), wrong.plain(network, torch.float32)
+    assert not all(map(torch.equal, ours.gradients, plain.gradients))
+    assert not promises_closeness(network)
+    assert error("accumulation of 2 = whole batch", network, torch.float64) > 1e-3
