@@ -92,7 +92,7 @@ def allocated(engine: Engine) -> int:
     """
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     gc.collect()
-    scaler = engine._scaler._scaler
+    scaler = engine._accounts.update.scaler._scaler
     lasting = 0 if scaler is None else sum(one is not None for one in (scaler._scale, scaler._growth_tracker))
     return torch.cuda.memory_allocated() - 512 * lasting
 
