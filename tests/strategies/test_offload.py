@@ -196,6 +196,25 @@ def test_memory_that_is_written_to_when_it_has_left_is_another(late):
     torch.testing.assert_close(x.grad, (2 * x * (x * x).exp() + 4 * x).detach())
 
 
+def test_parts_that_are_no_views_count_for_themselves(late):
+    """As recurrent layers split their gates: each part is written to, under a version of its own."""
+    x = torch.rand(4, 6, requires_grad=True)
+
+    def run():
+        first, second = (x * 1).unsafe_chunk(2, dim=1)
+        first = first.mul_(2).sigmoid_()
+        y = first * first
+        second = second.mul_(3).sigmoid_()
+        return (y + second * second).sum()
+
+    run().backward()
+    plain, x.grad = x.grad, None
+    mover, _, loss = moved(late, run)
+    loss.backward()
+    assert torch.equal(x.grad, plain)
+    assert mover.count == 2, "what a part is saved for twice"
+
+
 def test_a_second_backward_finds_the_same(late):
     x = torch.rand(5, requires_grad=True)
     _, stream, loss = moved(late, lambda: x.exp().exp().exp().sum())

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.strategies.copies import Copies
-from memfit.strategies.replay import version
+from memfit.strategies.replay import unseen, version
 
 
 class Kept:
@@ -49,6 +49,8 @@ class Moved:
 
     __slots__ = (
         "__weakref__",
+        "_region",
+        "_root",
         "before",
         "here",
         "leaving",
@@ -62,6 +64,7 @@ class Moved:
 
     def __init__(self, tensor: torch.Tensor, before: "Moved | None") -> None:
         self.version, self.shape = tensor._version, tensor.shape
+        self._root, self._region = weakref.ref(_root(tensor)), _region(tensor)
         self.spoiled = False
         self.before = weakref.ref(before) if before else None
         """What was moved before it, which backward needs after it."""
@@ -74,6 +77,19 @@ class Moved:
         self.leaving: Any = None
         self.users = 0
         """Tensors saved on it that were not asked for yet."""
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor on the same storage is in what was moved, as it is now.
+
+        Versions say so of tensors that share a count: views of one tensor, or the same again (results are
+        saved as another object). Parts that were split off without being views, as recurrent layers do
+        (``unsafe_chunk``), count for themselves.
+        """
+        again = self._region == _region(tensor)
+        if tensor._version != self.version or not (again or self._root() is _root(tensor)):
+            return False
+        self._root = weakref.ref(_root(tensor))
+        return True
 
     def on_device(self) -> torch.Tensor | None:
         """Return its bytes on the device, if they are there."""
@@ -192,7 +208,15 @@ class Mover:
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return the context in which saved tensors are moved."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack_unseen, self._unpack_unseen)
+
+    def _pack_unseen(self, tensor: torch.Tensor) -> Any:
+        with unseen():
+            return self._pack(tensor)
+
+    def _unpack_unseen(self, packed: Any) -> torch.Tensor:
+        with unseen():
+            return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         lane = self._lane(tensor.device)
@@ -204,7 +228,7 @@ class Mover:
         # The reference, while it is held, keeps another storage from getting the same address.
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         moved = self._moved.get(reference)
-        if moved is None or moved.version != tensor._version:
+        if moved is None or not moved.covers(tensor):
             self._moved[reference] = moved = lane.send(tensor)
             self.count += 1
         moved.users += 1
@@ -230,6 +254,14 @@ def _modified(shape: torch.Size) -> RuntimeError:
         f"one of the variables needed for gradient computation, of shape {list(shape)}, has been modified by "
         "an inplace operation after it was saved (seen by memfit's offload, as by autograd without it)"
     )
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
