@@ -97,8 +97,8 @@ def test_what_moves_to_the_host_is_gone_from_the_peak(dry_run):
     from memfit.strategies.offload import Offload
 
     class Both:
-        def __init__(self, **offload):
-            self.strategies = [Checkpointing("Block"), Offload(**offload)]
+        def __init__(self, save_ops=(), **offload):
+            self.strategies = [Checkpointing("Block", save_ops=save_ops), Offload(**offload)]
 
         def apply(self, model):
             apply(model, self.strategies)
@@ -120,7 +120,7 @@ def test_what_moves_to_the_host_is_gone_from_the_peak(dry_run):
         "inputs in turns": peaks(Both(what="inputs", prefetch=0)),
         "inputs beside": peaks(Both(what="inputs")),
         "kept": peaks(Checkpointing(save_ops="aten.addmm")),
-        "kept, moved": peaks(Both(prefetch=0)),
+        "kept, moved": peaks(Both(save_ops="aten.addmm", prefetch=0)),
     }
     open("found.json", "w").write(json.dumps(found))
     """
@@ -137,6 +137,8 @@ def test_what_moves_to_the_host_is_gone_from_the_peak(dry_run):
     for beside, in_turns, size in [("beside", "in turns", largest), ("inputs beside", "inputs in turns", x)]:
         assert 0 < allocated[beside] - allocated[in_turns] <= size + 2**16, "one storage on its way"
     assert allocated["large"] < allocated["plain"] / 2
+    # Four blocks' inputs and the results of their two layers.
+    assert allocated["kept"] - allocated["kept, moved"] >= 4 * (x + largest)
 
 
 def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
