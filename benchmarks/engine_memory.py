@@ -26,7 +26,9 @@ from memfit.ghost.build import build
 from memfit.ghost.load import GhostDevice
 from memfit.ghost.pool import Candidate, Pool
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
@@ -47,6 +49,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "bf16, float32 masters, accumulation of 4": {"cast": "bf16", "masters": True, "parts": PARTS},
     "stepped in backward": {"in_backward": True},
     "checkpointed": {"blocks": True},
+    "offloaded": {"offload": True},
     "checkpointed, bf16 autocast, accumulation, clipped": {
         "blocks": True,
         "autocast": "bf16",
@@ -143,6 +146,7 @@ def engine_of(  # noqa: PLR0913 - each is a setting
     masters: bool = False,
     in_backward: bool = False,
     blocks: bool = False,
+    offload: bool = False,
 ) -> Engine:
     """Return the engine of a strategy."""
     plan: list[Any] = [Accumulation(parts)] if parts > 1 else []
@@ -151,6 +155,8 @@ def engine_of(  # noqa: PLR0913 - each is a setting
         plan.append(Precision(autocast or cast, not cast, scale, master_weights=masters))
     if blocks:
         plan.append(Checkpointing("blocks.*" if hasattr(model, "blocks") else ("0", "1", "2")))
+    if offload:
+        plan.append(Offload())
     if in_backward:
         plan.append(OptimizerState(step_in_backward=True))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -169,6 +175,7 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
     masters: bool = False,
     in_backward: bool = False,
     blocks: bool = False,
+    offload: bool = False,
 ) -> Any:
     """Train as an expert would."""
     parameters = list(model.parameters())
@@ -181,6 +188,8 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
     if blocks:
         for block in model.blocks if hasattr(model, "blocks") else list(model)[:3]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if offload:  # which is held to loops by hand in tests/strategies; here in a loop of one's own
+        apply(model, Offload())
     if in_backward:
         optimizer = stepped_in_backward(parameters)
     scaler = torch.amp.GradScaler("cuda", enabled=autocast == "fp16", **SCALE)

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from combinations import CLOSE, EXACT, LIMITS, differing, error, promises_closeness
+from combinations import CLOSE, EXACT, LIMITS, differing, error
 from networks import Network, networks
 
 
@@ -35,48 +35,52 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # that checkpointing does not pay, that a CPU has nothing to offload to
-    seen: set[Network] = set()
     unequal: Counter[str] = Counter()
     worst: dict[tuple[str, torch.dtype], float] = {}
-    close = 0
-
-    @seed(arguments.seed)
-    @settings(
-        # Some are drawn twice; those are passed over.
-        max_examples=arguments.networks * 2,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(networks())
-    def compare(network: Network) -> None:
-        nonlocal close
-        if network in seen or len(seen) == arguments.networks:
-            return
-        seen.add(network)
+    wrong = 0
+    for network in drawn(arguments.networks, arguments.seed, divisible=False):
         for name in EXACT:
             found = differing(name, network)
             if found:
                 unequal[name] += 1
                 print(f"{name}: {', '.join(found)} differ: {network}", file=sys.stderr)
-        if promises_closeness(network):
-            close += 1
-            for name in CLOSE:
-                for dtype in LIMITS:
-                    key = name, dtype
-                    worst[key] = max(worst.get(key, 0.0), error(name, network, dtype))
-
-    compare()
-    wrong = sum(unequal.values())
-    print(f"{len(seen)} networks, seed {arguments.seed}")
+    print(f"{arguments.networks} networks of each kind, seed {arguments.seed}")
     for name in EXACT:
-        print(f"{name:58}{len(seen) - unequal[name]:6} equal bit for bit, {unequal[name]} not")
+        wrong += unequal[name]
+        print(f"{name:58}{arguments.networks - unequal[name]:6} equal bit for bit, {unequal[name]} not")
+    for network in drawn(arguments.networks, arguments.seed, divisible=True):
+        for name in CLOSE:
+            for dtype in LIMITS:
+                worst[name, dtype] = max(worst.get((name, dtype), 0.0), error(name, network, dtype))
     for name in CLOSE:
-        errors = [worst.get((name, dtype), 0.0) for dtype in LIMITS]
+        errors = [worst[name, dtype] for dtype in LIMITS]
         wrong += sum(off > limit for off, limit in zip(errors, LIMITS.values(), strict=True))
-        print(f"{name:58}{close:6} equal to {errors[0]:.1e} in float32, {errors[1]:.1e} in float64")
-    return int(wrong > 0 or len(seen) < arguments.networks)
+        print(
+            f"{name:58}{arguments.networks:6} equal to {errors[0]:.1e} in float32, {errors[1]:.1e} in float64"
+        )
+    return int(wrong > 0)
+
+
+def drawn(count: int, number: int, *, divisible: bool) -> list[Network]:
+    """Return so many different networks, the same ones for the same seed."""
+    seen: dict[Network, None] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=count * 3,  # some are drawn twice
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(networks(divisible=divisible))
+    def draw(network: Network) -> None:
+        seen[network] = None
+
+    draw()
+    if len(seen) < count:
+        raise SystemExit(f"Only {len(seen)} different networks were drawn; wanted were {count}.")
+    return list(seen)[:count]
 
 
 if __name__ == "__main__":

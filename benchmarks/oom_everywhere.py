@@ -68,6 +68,17 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
             yield case, "allocator refuses, ghost", found
 
 
+def with_less_and_less() -> None:
+    """Print how often a step is begun again in so much memory."""
+    with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+        found = pool.run(Candidate(f"{TESTS / 'faults_on_ghost.py'}:capacities", {}))
+    for allowed, retried in found:
+        outcome = (
+            "reported: not even single samples fit" if retried is None else f"begun again {retried} times"
+        )
+        print(f"{allowed / 2**20:8.1f} MiB  {outcome}")
+
+
 def main() -> int:
     """Print a line for each case and kind of fault, and the sums."""
     parser = argparse.ArgumentParser(
@@ -77,6 +88,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
+    with_less_and_less()
     for source in (on_the_ghost, on_the_cpu):
         for case, fault, found in source(arguments.every):
             total += found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a warm process looks for it
 
@@ -147,3 +148,48 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
         walk.close()
         del engine, walk, batch
     return dict(found)
+
+
+def capacities(points: int = 16) -> list[tuple[int, int | None]]:
+    """Make a step with less and less memory; return bytes allowed, and how often it was begun again.
+
+    None: it was reported, and nothing changed. The last point is what the step reserves unhindered.
+
+    Raises:
+        AssertionError: harm was done.
+    """
+
+    def begin() -> tuple[Engine, torch.Tensor]:
+        model = nn.Sequential(nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, optimizer=optimizer, loss=lambda model, x: model(x).square().mean())
+        batch = torch.randn(4096, 512, device="cuda")
+        engine.step(batch[:1])  # states are there, and what libraries keep
+        torch.cuda.empty_cache()
+        return engine, batch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    engine, batch = begin()
+    least = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    engine.step(batch)
+    most = torch.cuda.max_memory_reserved()
+    found: list[tuple[int, int | None]] = []
+    for point in range(points + 1):
+        del engine, batch
+        gc.collect()
+        engine, batch = begin()
+        before, bytes_before = picture(engine), allocated(engine)
+        allowed = least + (most - least) * point // points
+        retried = None
+        try:
+            torch.cuda.set_per_process_memory_fraction((allowed + 0.5) / total)
+            retried = engine.step(batch).retried
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert allocated(engine) == bytes_before, allowed
+        assert (picture(engine) == before) == (retried is None), allowed
+        found.append((allowed, retried))
+    return found

@@ -82,6 +82,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+INDIVISIBLE = {"dropout", "batch norm"}
+"""Of a part they make something else than of the whole: other random numbers, other means."""
+
+
 class Net(nn.Module):
     """What a description says.
 
@@ -128,16 +132,6 @@ class Network:
     """In a batch."""
     seed: int
 
-    @property
-    def random(self) -> bool:
-        """Whether it draws random numbers."""
-        return "dropout" in self.blocks
-
-    @property
-    def mixes_samples(self) -> bool:
-        """Whether one sample's result hangs on the others."""
-        return "batch norm" in self.blocks
-
     def build(self, dtype: torch.dtype = torch.float32) -> Net:
         """Return the network, always with the same parameters."""
         torch.manual_seed(self.seed)
@@ -167,10 +161,11 @@ def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> Network:
-    """Draw a description."""
+def networks(draw: st.DrawFn, *, divisible: bool = False) -> Network:
+    """Draw a description; ``divisible``: of one that gives a batch's parts what it gives the whole."""
     kind = draw(st.sampled_from(sorted(BLOCKS)))
-    blocks = tuple(draw(st.lists(st.sampled_from(sorted(BLOCKS[kind])), min_size=1, max_size=5)))
+    names = sorted(BLOCKS[kind].keys() - (INDIVISIBLE if divisible else set()))
+    blocks = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=5)))
     tied = kind == "tokens" and draw(st.booleans())
     return Network(
         kind,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
-from combinations import CLOSE, EXACT, LIMITS, Combination, differing, error, promises_closeness
+from combinations import CLOSE, EXACT, LIMITS, Combination, differing, error
 from memfit.strategies.accumulation import Accumulation
 from networks import Network, networks
 
@@ -22,10 +22,9 @@ def test_the_same_arithmetic_gives_the_same_bits(network):
 
 @pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing")
 @SAMPLE
-@given(networks())
+@given(networks(divisible=True))
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_sums_in_another_order_are_equal_to_rounding(dtype, network):
-    assume(promises_closeness(network))
     assert {name: off for name in CLOSE if (off := error(name, network, dtype)) > LIMITS[dtype]} == {}
 
 
@@ -35,5 +34,4 @@ def test_a_wrong_run_is_found():
     wrong = Combination((Accumulation(2),), 3)
     ours, plain = wrong.ours(network, torch.float32), wrong.plain(network, torch.float32)
     assert not all(map(torch.equal, ours.gradients, plain.gradients))
-    assert not promises_closeness(network)
     assert error("accumulation of 2 = whole batch", network, torch.float64) > 1e-3

@@ -118,3 +118,12 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
     found = pool.run(Candidate(f"{SWEEP}:sweep", {"case": case, "step": 0, "every": 5}))
     assert found.keys() <= {"recovered", "reported"}
     assert found["reported"] > 1
+
+
+def test_the_less_memory_the_smaller_the_parts(pool):
+    """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ... "
+    "0."""
+    begun_again = [retried for _, retried in pool.run(Candidate(f"{SWEEP}:capacities", {"points": 8}))]
+    assert begun_again[0] is None
+    assert begun_again[1:] == sorted(begun_again[1:], reverse=True)
+    assert {0, 1, 2, 3} <= set(begun_again)
