@@ -2,14 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from combinations import CLOSE, EXACT, LIMITS, Combination, differing, error
 from memfit.strategies.accumulation import Accumulation
 from networks import Network, networks
 
 SAMPLE = settings(
-    max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=8,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],  # networks are small as they are drawn; shrinking one takes minutes
+    suppress_health_check=list(HealthCheck),
 )
 
 
