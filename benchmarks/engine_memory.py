@@ -5,7 +5,7 @@
 A small GPT and a small CNN, AdamW, three steps on the ghost: each strategy by hand, by ``engine.step`` and by
 ``engine.windows``. By hand means as an expert would: micro-batches are views, losses are freed before the
 next forward, gradients are set to None, what is reported (mean loss, norm) is kept on the GPU. Exits with 1
-if a peak of the engine's differs from the loop's by anything but the loss's copy (``LOSS``).
+if a peak of the engine's differs from the loop's by anything but one loss (``LOSS``).
 """
 
 import argparse
@@ -58,8 +58,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 LOSS = 512
-"""The engine's sum of losses is a tensor of its own, so that the user's are not changed: the allocator's
-smallest block. By hand the first loss is the sum."""
+"""The allocator's smallest block, for one number: the engine's sum of losses is a tensor of its own, so that
+the user's are not changed, where by hand the first loss is the sum; in accumulation it is the undivided loss,
+which whoever calls backward holds meanwhile, and which a loop by hand can delete."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -289,7 +290,9 @@ def main() -> int:
         more = [peaks[door]["allocated"] - hand for door in ("step", "windows")]
         wrong += any(one not in (0, LOSS) for one in more)
         print(f"{name + ', ' + strategy:56}{hand:14,}{more[0]:+12,}{more[1]:+12,}", flush=True)
-    print(f"{LOSS} B: the engine's own copy of the loss, which it sums into.")
+    print(
+        f"{LOSS} B: one number: the engine's own sum of losses, or the undivided loss while it goes backward."
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
     return int(wrong > 0)
