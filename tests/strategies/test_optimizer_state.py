@@ -330,7 +330,8 @@ def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened():
     first = torch.optim.AdamW(ours.parameters())
     stepping = StepInBackward(first)
     train(ours, first, steps=3)
-    stepping.remove()
+    for hook in stepping.hooks():
+        hook.remove()
     second = torch.optim.AdamW(ours.parameters())
     StepInBackward(second)
     second.load_state_dict(first.state_dict())
@@ -369,7 +370,8 @@ def test_what_joins_or_thaws_later_is_updated_by_the_step_itself():
 def test_removed_it_leaves_gradients_alone():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    StepInBackward(optimizer).remove()
+    for hook in StepInBackward(optimizer).hooks():
+        hook.remove()
     loss_of(model, 0).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert same(model, net())

@@ -294,7 +294,10 @@ def test_rows_14_15_17_one_infinite_micro_batch_skips_its_window_and_no_other(at
 
 
 def test_row_24_batch_norm_is_warned_of_with_what_to_do_instead():
-    with pytest.warns(UserWarning, match=r"1 batch norms \(1, ...\).*GroupNorm.*eval\(\).*SyncBatchNorm"):
+    with pytest.warns(
+        UserWarning,
+        match=r"1 batch norms \(1, ...\) see micro-batches of a window.*GroupNorm.*eval\(\).*SyncBatchNorm",
+    ):
         engine(net(norm=nn.BatchNorm1d(8)), memfit.Accumulation(2))
     engine(net(norm=nn.GroupNorm(2, 8)), memfit.Accumulation(2))
     engine(net(norm=nn.BatchNorm1d(8)).eval(), memfit.Accumulation(2))

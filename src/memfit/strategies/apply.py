@@ -1,5 +1,6 @@
 """Applying a plan to a model in place, and taking it back."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,8 +20,7 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     Args:
         model: keeps its modules, their names and its ``state_dict``.
         plan: a ``Plan``, a strategy's settings, or a list of them. Accumulation and optimizers are matters of
-            the
-            loop: ``Engine`` does those.
+            the loop: ``Engine`` does those.
 
     Returns:
         The model.
@@ -54,8 +54,14 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
         for strategy in plan.strategies():
             if hasattr(strategy, "apply"):
                 undo.callback(strategy.apply(model))
-        _APPLIED[model] = undo.pop_all()
+        if any(hasattr(strategy, "apply") for strategy in plan.strategies()):
+            _APPLIED[model] = undo.pop_all()
     return model
+
+
+def on_revert(model: nn.Module, step: Callable[[], None]) -> None:
+    """Have ``revert`` do something more, before all else: what an engine has put on a model's parameters."""
+    _APPLIED.setdefault(model, ExitStack()).callback(step)
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
+from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
 
@@ -299,11 +300,13 @@ class StepInBackward:
         # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the script's
         # last name for them goes, not when the collector runs.
         self._optimizer = weakref.ref(optimizer)
+        self.active = True
+        """Whether gradients are used: an engine says no between its windows, when backwards are others'."""
         self.stepped: set[torch.Tensor] = set()
         """Parameters whose update was begun since the last ``optimizer.step``."""
         # Without the wrapper that calls step hooks, which are for whole steps.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        self._hooks: list[Any] = [
+        self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
@@ -311,15 +314,14 @@ class StepInBackward:
         ]
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.stepped.clear()))
 
-    def remove(self) -> None:
-        """Leave the parameters and the optimizer as they were."""
-        for hook in self._hooks:
-            hook.remove()
+    def hooks(self) -> list[RemovableHandle]:
+        """Return the hooks of the parameters and of the optimizer, to be removed."""
+        return self._hooks
 
     def _update(self, index: int, parameter: torch.Tensor) -> None:
         """Update a parameter of a group, if nobody else took its gradient and there still is an optimizer."""
         optimizer = self._optimizer()
-        if parameter.grad is None or optimizer is None:
+        if parameter.grad is None or optimizer is None or not self.active:
             return
         if parameter in self.stepped:
             raise UsageError(

@@ -38,7 +38,10 @@ class Accounts:
         if self.update.torn:
             raise TornUpdateError(INTERRUPTED)
         self.window, self._before = window, self.micro_step
-        self.update.begin()
+        if window.done:  # of a run that goes on inside it
+            self.update.go_on()
+        else:
+            self.update.begin()
         self.tell("on_window_begin")
         return window
 
@@ -46,7 +49,10 @@ class Accounts:
         """Go backward from a micro-batch's mean loss."""
         self.expect_whole()
         with self.update.or_undone():
-            self.update.scaler.scaled(window.add(loss, weight)).backward()  # type: ignore[no-untyped-call]
+            root = window.add(loss, weight)
+            if root is not None:
+                root = self.update.scaler.scaled(root)
+                root.backward()  # type: ignore[no-untyped-call]
         self.count(window, loss)
 
     def count(self, window: Window, loss: torch.Tensor) -> None:
@@ -102,6 +108,6 @@ class Accounts:
         if self.window is not None and self.window.interrupted:
             raise UsageError(
                 "A backward or the update of this window was interrupted, and its gradients are not whole. "
-                "Go on from a saved state; or hand whole batches to engine.step, which begins again by "
-                "itself."
+                "engine.drop() leaves it out, and training goes on with the next; or go on from a saved "
+                "state."
             )

@@ -89,6 +89,8 @@ class Engine:
         update = set_up(whole, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
         self.model, self.plan = whole.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
+        if isinstance(callbacks, Callback):
+            raise UsageError("Engine(callbacks=[...]) takes a list of callbacks.")
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
         self.epoch = 0
         """Passes of ``fit`` over the data so far."""
@@ -238,11 +240,18 @@ class Engine:
         accounts.backward(window, loss, weight)
         return accounts.close(window) if window.by_hand and window.done == window.planned else None
 
+    def drop(self) -> None:
+        """Leave out an open window, with its gradients: in a loop of one's own, after a failed backward."""
+        self._accounts.drop()
+        self._accounts.position.close()
+
     def flush(self) -> StepResult | None:
         """Close an open window with the micro-batches that it has; None if there are none."""
         window = self._accounts.window
-        if window is None or not window.done:
-            self._accounts.window = None
+        if window is None:
+            return None
+        if not window.done:
+            self.drop()
             return None
         return self._accounts.close(window)
 

@@ -5,9 +5,12 @@ end of the window:  sum ──> master.grad, or, rounded once, parameter.grad
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memfit.strategies.accumulation import Accumulation
 
@@ -29,12 +32,16 @@ class GradientSums:
     ) -> None:
         self._dtype, self._masters = dtype, masters
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.active = False
+        """Whether gradients are taken: while a window is open; those of others' backwards are not ours."""
+        take = partial(_take, ref(self))  # parameters hold no sums: these go with their engine
         self._hooks = {
-            one: one.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            one: one.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
             for one in parameters
         }
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def take(self, parameter: torch.Tensor) -> None:
+        """Add a parameter's gradient to its sum, and free it."""
         gradient = parameter.grad
         if gradient is None or not isinstance(parameter, nn.Parameter):
             return
@@ -48,6 +55,11 @@ class GradientSums:
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's gradients are summed here."""
         return parameter in self._hooks
+
+    @property
+    def left(self) -> bool:
+        """Whether parameters have gradients that were not taken."""
+        return any(parameter.grad is not None for parameter in self._hooks)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return a parameter's sum, in its own dtype; None if it had no gradient."""
@@ -65,15 +77,21 @@ class GradientSums:
             home.grad = (total if factor == 1.0 else total.mul_(factor)).to(home.dtype)
 
     def clear(self) -> None:
-        """Forget the sums, and what an interrupted backward has left on parameters."""
+        """Forget the sums, and what an interrupted backward has left on parameters; take no more."""
+        self.active = False
         self._sums.clear()
         for parameter in self._hooks:
             parameter.grad = None
 
-    def remove(self) -> None:
-        """Leave the parameters as they were."""
-        for hook in self._hooks.values():
-            hook.remove()
+    def hooks(self) -> list[RemovableHandle]:
+        """Return the parameters' hooks, to be removed."""
+        return list(self._hooks.values())
+
+
+def _take(sums: "ref[GradientSums]", parameter: torch.Tensor) -> None:
+    there = sums()
+    if there is not None and there.active:
+        there.take(parameter)
 
 
 def gradient_sums(

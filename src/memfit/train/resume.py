@@ -79,6 +79,8 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     window = None if saved["window"] is None else Window(**saved["window"])
     inside = bool(saved["position"])
     engine._resumed, accounts.window = (window, None) if inside else (None, window)
+    if accounts.window is not None:
+        accounts.update.go_on()
     for name, gradient in saved["gradients"].items():
         _set_gradient(engine, parameters[name], gradient.to(parameters[name].device))
     waiting = list(saved["callbacks"])

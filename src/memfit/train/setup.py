@@ -4,19 +4,19 @@ float32 copies -> model cast, checkpointed, ... -> optimizer -> copies handed to
 graphs
 """
 
-import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.apply import apply_to_model
+from memfit.strategies.apply import apply_to_model, on_revert, revert
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
 from memfit.train import masters
+from memfit.train.batch_norms import warn_of_batch_norms
 from memfit.train.gradients import gradient_sums
 from memfit.train.graphs import graphs
 from memfit.train.job import Job, Loss
@@ -32,10 +32,18 @@ def job_of(
     Raises:
         UsageError: parts are missing, or given twice.
     """
+    if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
+        raise UsageError(
+            f"max_grad_norm={max_grad_norm!r} must be a number above 0, or None for no clipping."
+        )
     if isinstance(job, nn.Module):
+        if next(job.parameters(), None) is None:
+            raise UsageError(f"{type(job).__name__} has no parameters: there is nothing to train.")
         if optimizer is None:
             raise UsageError("Engine(model, plan) needs an optimizer beside the model: optimizer=...")
         return Job(job, optimizer, loss, scheduler, max_grad_norm)
+    if not isinstance(job, Job):
+        raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, and was given {job!r}.")
     if any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
         raise UsageError(
             "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
@@ -51,12 +59,27 @@ def set_up(
     Raises:
         UsageError: it does not suit them.
     """
+    with ExitStack() as undo:
+        undo.callback(revert, job.model)
+        update = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        undo.pop_all()
+    return update
+
+
+def _set_up(
+    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
+) -> Update:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
     full = masters.copies(model.parameters()) if precision.master_weights else {}
     apply_to_model(model, plan)
     made = job.optimizer
     optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS asks for the loss itself, several times a step, and an engine goes through a batch once. "
+            "Train it in a loop of your own; memfit.apply(model, plan) still serves there."
+        )
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
     masters.hand_over(optimizer, full)
@@ -71,8 +94,8 @@ def set_up(
             if there:
                 raise UsageError(f"cuda_graphs cannot be with {what}.")
     if accumulation.several:
-        _warn_of_batch_norms(model)
-    return Update(
+        warn_of_batch_norms(model, "of a window", stacklevel=6)
+    update = Update(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,
         Scaler(precision.loss_scale, next(model.parameters()).device.type),
@@ -83,15 +106,6 @@ def set_up(
         graphs=graphs(optimizer) if cuda_graphs else None,
         in_backward=in_backward,
     )
-
-
-def _warn_of_batch_norms(model: nn.Module) -> None:
-    modules = model.named_modules()
-    names = [name for name, module in modules if isinstance(module, _BatchNorm) and module.training]
-    if names:
-        warnings.warn(
-            f"{len(names)} batch norms ({names[0]}, ...) will see micro-batches, so that accumulation does "
-            "not equal the whole batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
-            "(module.eval()), or SyncBatchNorm on several GPUs.",
-            stacklevel=4,
-        )
+    for hook in update.hooks():
+        on_revert(model, hook.remove)
+    return update

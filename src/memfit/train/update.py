@@ -10,10 +10,11 @@ Where the optimizer steps in backward, all this is before the window's end: the 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.optimizer_state import StepInBackward
@@ -65,6 +66,8 @@ class Update:
         graphs: Graphs | None = None,
         in_backward: bool = False,
     ) -> None:
+        if protect not in get_args(Protect):
+            raise UsageError(f"protect={protect!r} is none of {', '.join(get_args(Protect))}.")
         if in_backward and max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward updates parameters before the norm of all gradients is known: leave out "
@@ -79,6 +82,8 @@ class Update:
         self.graphs = graphs
         self._stepper = graphs or optimizer
         self.in_backward = StepInBackward(optimizer) if in_backward else None
+        if self.in_backward is not None:
+            self.in_backward.active = False
         self._backup: Backup | None = None
         self._stepping = False
 
@@ -88,9 +93,22 @@ class Update:
         return self._stepping or (self.in_backward is not None and bool(self.in_backward.stepped))
 
     def begin(self) -> None:
-        """Be ready for a window's first backward."""
+        """Be ready for a window's first backward: gradients that someone else left are not the window's."""
+        if self._with_gradients() or (self.sums is not None and self.sums.left):
+            self.clear()
+        self.go_on()
         if self.in_backward is not None:
             self._backup = self._copy()
+
+    def go_on(self) -> None:
+        """Take gradients from here on, with those that there are."""
+        for taking in (self.sums, self.in_backward):
+            if taking is not None:
+                taking.active = True
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Return what was put on parameters: handles, that keep nothing alive."""
+        return [hook for taking in (self.sums, self.in_backward) if taking for hook in taking.hooks()]
 
     def done(self) -> None:
         """Take what is there for whole: an update that was counted, or a state that was loaded."""
@@ -125,6 +143,7 @@ class Update:
         ``torn`` from its first change on until it is ``done``: counted by the engine.
         """
         if self.sums is not None:
+            self._expect_no_others(self.sums)
             self.sums.put_back(window.correction)
         elif window.correction != 1.0:
             torch._foreach_mul_(self._gradients(), window.correction)
@@ -141,7 +160,9 @@ class Update:
         self._stepping = True
         self._stepper.step()
         master_weights.write(self.masters)
-        if self.scheduler is not None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(window.mean_loss())
+        elif self.scheduler is not None:
             self.scheduler.step()
         self.scaler.update()
         return False, norm
@@ -151,6 +172,18 @@ class Update:
         self._stepper.zero_grad(set_to_none=True)
         if self.sums is not None:
             self.sums.clear()
+        if self.in_backward is not None:
+            self.in_backward.active = False
+
+    def _expect_no_others(self, sums: GradientSums) -> None:
+        """Complain about gradients that are not summed in float32 as the others are."""
+        for parameter in self._with_gradients():
+            if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
+                raise UsageError(
+                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, and had "
+                    "requires_grad=False when the engine was made: it has no float32 sum or copy. Make the "
+                    "engine after thawing."
+                )
 
     def _copy(self) -> Backup | None:
         return Backup(self.optimizer, self.scheduler) if self._is_risky() else None

@@ -16,6 +16,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.plan import Plan
 from memfit.train.accounts import Accounts
+from memfit.train.batch_norms import warn_of_batch_norms
 from memfit.train.graphs import Graphs
 from memfit.train.job import Loss
 from memfit.train.result import StepResult
@@ -86,10 +87,13 @@ class WholeBatches:
             for part, size in zip(self._split(batch, sizes), sizes, strict=True):
                 self._micro_step(window, part, samples, size)
         except Exception as error:
+            if finer > self.finer:
+                error.add_note(f"The batch was in {len(sizes)} parts here, since memory had run out before.")
             splits = max(sizes) > 1 and self._accounts.update.in_backward is None
             if moment is None or not splits or not out_of_memory(error):
                 raise
             self._accounts.give_up(moment)
+            warn_of_batch_norms(self._model, "from here on, since memory ran out", stacklevel=5)
             return None
         return window
 
@@ -100,7 +104,7 @@ class WholeBatches:
         loss = self._loss(part)
         if isinstance(loss, tuple):
             weight = float(loss[1])
-            self._accounts.backward(window, loss[0] / weight, weight)
+            self._accounts.backward(window, loss[0] / weight if weight else loss[0], weight)
         else:
             window.total = float(total)
             self._accounts.backward(window, loss, float(size))

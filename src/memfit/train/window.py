@@ -39,8 +39,8 @@ class Window:
     loss: torch.Tensor | None = None
     """Sum of the losses times their weights, detached."""
 
-    def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor:
-        """Count a micro-batch's mean loss; return what to go backward from.
+    def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor | None:
+        """Count a micro-batch's mean loss; return what to go backward from, None if it weighs nothing.
 
         The window is ``interrupted`` until that is done.
 
@@ -55,15 +55,17 @@ class Window:
             )
         self.weighted = weight is not None
         share = 1.0 if weight is None else float(weight)
-        if not 0 < share < float("inf"):
+        if not 0 <= share < float("inf"):
             raise UsageError(f"A micro-batch of weight {share}: weights are numbers of tokens or samples.")
         self.interrupted = True
-        if self.total is None:
+        if self.total is None and share:
             self.total = share * self.planned
         self.done += 1
         self.weight += share
-        if self.loss is None:
-            self.loss = loss.detach() * share
+        if not share or self.total is None:
+            return None
+        if self.loss is None:  # in full precision: a sum of bf16 losses stands still
+            self.loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
         else:
             self.loss.add_(loss.detach(), alpha=share)
         divisor = self.total / share
@@ -81,7 +83,9 @@ class Window:
             UsageError: there are none.
         """
         if self.loss is None:
-            raise UsageError("The window is empty: no backward was run in it.")
+            raise UsageError(
+                "The window weighs nothing: it has no micro-batch, or none with tokens or samples."
+            )
         return self.loss / self.weight
 
     def state_dict(self) -> dict[str, Any]:

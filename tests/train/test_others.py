@@ -1,0 +1,168 @@
+"""What else is done with a model and its gradients, beside an engine: nothing is mixed up."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memfit
+from memfit.errors import UsageError
+
+SUMS = (memfit.Precision("bf16", autocast=False), memfit.Accumulation(2))
+MASTERS = (memfit.Precision("bf16", autocast=False, master_weights=True),)
+IN_BACKWARD = (memfit.OptimizerState(step_in_backward=True),)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(size=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(4, (size,), generator=generator)
+
+
+def loss(model, data):
+    dtype = next(model.parameters()).dtype
+    return F.cross_entropy(model(data[0].to(dtype)).float(), data[1])
+
+
+def engine(model, *plan, lr=0.1, **options):
+    return memfit.Engine(
+        model, plan, **{"optimizer": torch.optim.SGD(model.parameters(), lr=lr), "loss": loss} | options
+    )
+
+
+def same(left, right):
+    pairs = zip(left.parameters(), right.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "plan", [(), SUMS, MASTERS, IN_BACKWARD], ids=["plain", "sums", "masters", "in backward"]
+)
+def test_gradients_that_others_left_are_not_the_window_s(plan):
+    """As of the generator's backward through a discriminator."""
+    ours, plain = net(), net()
+    run, reference = engine(ours, *plan), engine(plain, *plan)
+    for seed in range(3):
+        loss(ours, batch(seed=10 + seed)).backward()
+        assert seed or plan == IN_BACKWARD or same(ours, net().to(ours[0].weight.dtype))
+        run.step(batch(seed=seed))
+        reference.step(batch(seed=seed))
+        assert same(ours, plain)
+
+
+@pytest.mark.parametrize("plan", [SUMS, MASTERS, IN_BACKWARD], ids=["sums", "masters", "in backward"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_reverted_model_is_trained_as_any_other(plan, gone):
+    model = net()
+    run = engine(model, *plan)
+    run.step(batch())
+    freed = weakref.ref(run._accounts.update)
+    if gone:
+        del run
+        gc.collect()
+        assert freed() is None, "the model's hooks keep an engine's gradients and copies alive"
+    memfit.revert(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss(model, batch()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was():
+    model = net()
+    for plan, options, words in (
+        ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8 bits"),
+        ((memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]), {"max_grad_norm": 1.0}, "leave out"),
+        ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs need parameters on a GPU"),
+        ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+        ((), {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
+        ((), {"protect": "sometimes"}, "protect='sometimes' is none of auto"),
+        ((), {"callbacks": memfit.ProgressBar()}, "a list of callbacks"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            engine(model, *plan, **options)
+        assert model[0].weight.dtype == torch.float32
+        assert "forward" not in vars(model)
+    engine(model).step(batch())
+    engine(model).step(batch())  # as a cell of a notebook that is run again
+    with pytest.raises(UsageError, match="no parameters"):
+        memfit.Engine(nn.Tanh(), optimizer=torch.optim.SGD)
+    with pytest.raises(UsageError, match="takes a model or a"):
+        memfit.Engine("model")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_losses_of_low_precision_are_summed_in_float32(dtype):
+    model = net()
+    run = engine(
+        model,
+        memfit.Precision(dtype, autocast=False, master_weights=True),
+        memfit.Accumulation(1024),
+        lr=0.0,
+        loss=lambda model, data: loss(model, data).to(model[0].weight.dtype),
+    )
+    whole = loss(model, batch(2048)).item()
+    assert run.step(batch(2048)).loss == pytest.approx(whole, rel=5e-3)
+
+
+@pytest.mark.parametrize("plan", [SUMS, MASTERS], ids=["sums", "masters"])
+def test_a_parameter_that_is_thawed_later_is_not_trained_in_low_precision_unsaid(plan):
+    model = net()
+    model[0].weight.requires_grad_(False)
+    run = engine(model, *plan)
+    run.step(batch())
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, and had requires_grad=False"):
+        run.step(batch())
+
+
+def test_a_micro_batch_that_weighs_nothing_adds_nothing():
+    x, y = batch()
+    y[:4] = -100
+
+    def tokens(model, data):
+        return F.cross_entropy(model(data[0]), data[1], reduction="sum"), (data[1] != -100).sum()
+
+    ours, plain = net(), net()
+    result = engine(ours, memfit.Accumulation(2), loss=tokens).step((x, y))
+    reference = engine(plain, loss=tokens).step((x[4:], y[4:]))
+    assert same(ours, plain)
+    assert result.loss == reference.loss
+    y[:] = -100
+    with pytest.raises(UsageError, match="The window weighs nothing"):
+        engine(ours, loss=tokens).step((x, y))
+
+
+def test_a_loop_of_one_s_own_goes_on_after_a_backward_that_failed():
+    ours, plain = net(), net()
+    run, reference = engine(ours, memfit.Accumulation(2)), engine(plain, memfit.Accumulation(2))
+    run.backward(loss(ours, batch()))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run.backward(torch.ones(()))
+    with pytest.raises(UsageError, match=r"engine\.drop\(\) leaves it out"):
+        run.backward(loss(ours, batch()))
+    run.drop()
+    for seed in (2, 3):
+        run.backward(loss(ours, batch(seed=seed)))
+        reference.backward(loss(plain, batch(seed=seed)))
+    assert (run.optimizer_step, reference.optimizer_step) == (1, 1)
+    assert same(ours, plain)
+
+
+def test_a_scheduler_that_looks_at_the_loss_is_given_the_window_s():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+    run = memfit.Engine(model, optimizer=optimizer, loss=loss, scheduler=scheduler)
+    for _ in range(3):
+        run.step(batch())
+    assert scheduler.num_bad_epochs == 2
+    assert scheduler.best == pytest.approx(loss(model, batch()).item())
