@@ -4,9 +4,11 @@
     random    began        before       (resumed: both are put back, what was read is read again)
 
 Data are read again from the beginning of the epoch, and thrown away: a shuffle and whatever else draws random
-numbers then draws the same.
+numbers then draws the same. Between windows the numbers stand where the state was saved, and the next fetch
+draws from there; inside one it had been done before, so that they are put there after it.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -14,6 +16,7 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import PartialWindow
+from memfit.train.generators import own_generators, set_states, states_of
 from memfit.train.progress import reading_again
 from memfit.train.state import random_state, set_random_state
 
@@ -33,29 +36,43 @@ class Position:
     began: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
     carried: list[Any] = field(default_factory=list)
+    _from_last: int = 0  # micro-batches of this epoch that were carried over to it: they come first
     _open: int = 0
-    _resumed: dict[str, Any] | None = None
+    _own: list[Any] = field(default_factory=list)  # generators of the loader's
+    _resumed: tuple[dict[str, Any], dict[str, Any]] | None = None  # position and random numbers
 
     def groups(self, loader: Iterable[Any], size: int, partial: PartialWindow) -> Iterator[list[Any]]:
         """Return the micro-batches of one window after the other; a partial one last, if it is wanted.
 
         A group is fetched whole before it is handed out. The first one after ``load_state_dict`` is the one
         that was open, or would have come next.
+
+        Raises:
+            UsageError: the data are not those that the state was saved with.
         """
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            set_random_state(resumed["began"])
-        self.began, self.consumed = random_state(), 0
+        self._own = own_generators(loader)
+        place, now = self._resumed or ({}, {})
+        self._resumed = None
+        inside = place.get("began") is not None
+        if inside:
+            self._put_back(place["began"])
+            self.carried = [None] * place["carried"]  # they went backward before the state was saved
+        elif now and now["own"]:
+            set_states(self._own, now["own"])
+        self.began, self.consumed, self._from_last = self._random(), 0, len(self.carried)
         items = iter(chain(self.carried, loader))
         self.carried = []
-        if resumed is not None:
-            self._skip(items, resumed)
+        if place.get("consumed"):
+            _warn_of_lasting_workers(loader)
+        if inside:
+            self._skip(items, place["consumed"])
+            self._put_back(place["before"] or now)
         while True:
-            self.before = random_state()
+            self.before = self._random()
             group = list(islice(items, size))
-            if resumed is not None:
-                set_random_state(resumed["random"])
-                resumed = None
+            if place.get("before") is not None:
+                self._put_back(now)
+                place = {}
             if len(group) < size and partial != "flush":
                 self.carried = group if partial == "carry" else []
                 break
@@ -71,32 +88,65 @@ class Position:
         self.consumed += self._open
         self._open, self.before = 0, None
 
-    def _skip(self, items: Iterator[Any], resumed: dict[str, Any]) -> None:
-        read = reading_again(islice(items, resumed["consumed"]), resumed["consumed"])
-        skipped = sum(1 for _ in read)
-        if skipped < resumed["consumed"]:
+    def _skip(self, items: Iterator[Any], consumed: int) -> None:
+        self.consumed = sum(1 for _ in reading_again(islice(items, consumed), consumed))
+        if self.consumed < consumed:
             raise UsageError(
-                f"Cannot resume: the state was saved after {resumed['consumed']} batches of an epoch, "
-                f"and the loader has only {skipped}. Give it the data that it had."
+                f"Cannot resume: the state was saved after {consumed} batches of an epoch, "
+                f"and the loader has only {self.consumed}. Give it the data that it had."
             )
-        self.consumed = skipped
-        set_random_state(resumed["before"] or resumed["random"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return it; empty between epochs.
+    def random(self) -> dict[str, Any]:
+        """Return where all generators stand that data and model draw from: the loader's own, too."""
+        if self._resumed is not None:  # the loader is not known yet
+            return random_state() | {"own": self._resumed[1]["own"]}
+        return self._random()
+
+    def _random(self) -> dict[str, Any]:
+        return random_state() | {"own": states_of(self._own)}
+
+    def _put_back(self, random: dict[str, Any]) -> None:
+        set_random_state(random)
+        set_states(self._own, random["own"])
+
+    def state_dict(self, done: int) -> dict[str, Any]:
+        """Return it.
+
+        Args:
+            done: micro-batches of the open window that went backward.
 
         Raises:
-            UsageError: micro-batches are carried over to the next epoch: they are not saved.
+            UsageError: micro-batches are carried over from one epoch to the next, and wait for their
+                backward: they are not saved.
         """
-        if self.carried:
+        if self._resumed is not None:
+            return self._resumed[0]
+        waiting = len(self.carried)
+        if self.began is not None:
+            waiting += max(0, self._from_last - self.consumed - done)
+        if waiting:
             raise UsageError(
-                f"{len(self.carried)} micro-batches are carried over to the next epoch, and cannot be saved. "
-                'Save before the end of an epoch, or choose partial_window="flush".'
+                f"{waiting} micro-batches are carried over from one epoch to the next, and cannot be saved. "
+                'Save when they went backward, or before an epoch ends; or choose partial_window="flush".'
             )
-        if self.began is None:
-            return {}
-        return {"consumed": self.consumed, "began": self.began, "before": self.before}
+        return {
+            "consumed": self.consumed,
+            "carried": self._from_last,
+            "began": self.began,
+            "before": self.before,
+        }
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Have the next ``groups`` go on from a state, with random numbers as they were when it was saved."""
-        self._resumed = state | {"random": random} if state else None
+        self.began = self.before = None
+        self.carried, self.consumed, self._open = [], state["consumed"], 0
+        self._resumed = state, random
+
+
+def _warn_of_lasting_workers(loader: Any) -> None:
+    if getattr(loader, "persistent_workers", False):
+        warnings.warn(
+            "The loader's persistent_workers begin anew in a resumed run: what they draw at random is not "
+            "what it would have been after their first epoch. Without persistent_workers it is.",
+            stacklevel=5,
+        )

@@ -11,7 +11,7 @@ from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.train import masters
-from memfit.train.state import random_state, set_random_state
+from memfit.train.state import set_random_state
 from memfit.train.update import INTERRUPTED
 from memfit.train.window import Window
 
@@ -31,7 +31,7 @@ def state_of(engine: "Engine") -> dict[str, Any]:
     accounts = engine._accounts
     if accounts.update.torn:
         raise TornUpdateError(INTERRUPTED)
-    window = accounts.window
+    window = accounts.window or engine._resumed  # the latter waits for its data
     accounts.expect_whole()
     if window is not None and window.whole:
         raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
@@ -48,8 +48,8 @@ def state_of(engine: "Engine") -> dict[str, Any]:
         "optimizer_class": _class_of(engine.optimizer),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
         "scaler": accounts.update.scaler.state_dict(),
-        "position": accounts.position.state_dict(),
-        "random": random_state(),
+        "position": accounts.position.state_dict(0 if window is None else window.done),
+        "random": accounts.position.random(),
         "window": None if window is None else window.state_dict(),
         "gradients": {} if window is None else _gradients(engine),
         "callbacks": [(type(one).__name__, one.state_dict()) for one in engine.callbacks],
@@ -77,7 +77,7 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     engine.epoch, engine._whole.finer = saved["epoch"], saved["finer"]
     accounts.position.load_state_dict(saved["position"], saved["random"])
     window = None if saved["window"] is None else Window(**saved["window"])
-    inside = bool(saved["position"])
+    inside = saved["position"]["began"] is not None
     engine._resumed, accounts.window = (window, None) if inside else (None, window)
     if accounts.window is not None:
         accounts.update.go_on()

@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 
 from memfit.errors import FileFormatError, UsageError
+from memfit.train.generators import with_arrays, without_arrays
 
 
 def random_state() -> dict[str, Any]:
@@ -47,10 +48,7 @@ def _numpy_state() -> dict[str, Any]:
             told: dict[str, Any] = _told[1]
             return told
     state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
-    state["state"] = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in state["state"].items()
-    }
+    state = without_arrays(state)
     _told[:] = (b"", {}) if state["has_gauss"] else (words, state)
     return state
 
@@ -62,11 +60,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy as np
 
-        words = {
-            name: value.numpy() if isinstance(value, torch.Tensor) else value
-            for name, value in state["numpy"]["state"].items()
-        }
-        np.random.set_state(state["numpy"] | {"state": words})  # noqa: NPY002 - the global one
+        np.random.set_state(with_arrays(state["numpy"]))  # noqa: NPY002 - the global one
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])
 

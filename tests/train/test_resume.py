@@ -1,0 +1,203 @@
+"""Going on from a state: the same data, the same random numbers, or a refusal that leaves all as it was."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import memfit
+from memfit.errors import UsageError
+
+
+def samples(count=24):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randint(4, (count,), generator=generator)
+
+
+def net(seed=0, dropout=0.5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 4))
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def engine(model, *plan, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return memfit.Engine(model, plan, optimizer=optimizer, **{"loss": mean_loss} | options)
+
+
+def same(left, right):
+    return all(torch.equal(*pair) for pair in zip(left.parameters(), right.parameters(), strict=True))
+
+
+class SavesAndStops(memfit.Callback):
+    def __init__(self, path, after):
+        self.path, self.after = path, after
+
+    def on_window_end(self, engine, result):
+        if engine.optimizer_step == self.after:
+            engine.save(self.path)
+            engine.stop()
+
+
+def draw_from(seed):
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - what datasets draw from
+    torch.manual_seed(seed)
+
+
+def fit(loader, *callbacks, epochs=3):
+    run = engine(net(), callbacks=callbacks)
+    draw_from(3)
+    run.fit(loader(), epochs=epochs)
+    return run
+
+
+def goes_on_the_same(loader, path, stops, epochs=3):
+    """Whether runs that were saved between windows and stopped there end as the run that was not."""
+    whole = fit(loader, epochs=epochs)
+    for stop in stops:
+        fit(loader, SavesAndStops(path, stop), epochs=epochs)
+        again = engine(net(seed=9))
+        draw_from(99)
+        again.load(path)
+        assert again.optimizer_step == stop
+        again.fit(loader(), epochs=epochs)
+        assert same(again.model, whole.model), stop
+
+
+class Noisy(Dataset):
+    """Draws random numbers for each sample, as augmentation does: of all three libraries."""
+
+    def __init__(self):
+        self.x, self.y = samples()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        noise = random.random() + np.random.rand()  # noqa: NPY002, S311 - what datasets do
+        return self.x[index] + torch.randn(6) / 3 + noise, self.y[index]
+
+
+def test_between_windows_augmentation_and_dropout_draw_what_they_would_have(tmp_path):
+    goes_on_the_same(
+        lambda: DataLoader(Noisy(), batch_size=4, shuffle=True), tmp_path / "run", (1, 3, 6, 7, 12)
+    )
+
+
+def of_its_own():
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True, generator=generator)
+
+
+class Shuffled:
+    """A sampler as people write them."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __iter__(self):
+        order = list(range(24))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 24
+
+
+def sampled(kind, *seed):
+    return lambda: DataLoader(TensorDataset(*samples()), batch_size=4, sampler=Shuffled(kind(*seed)))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        of_its_own,
+        sampled(random.Random, 0),
+        sampled(np.random.default_rng, 0),
+        sampled(np.random.RandomState, 0),
+    ],
+    ids=["torch", "python", "numpy", "numpy, old"],
+)
+def test_a_loader_with_a_generator_of_its_own_goes_on_in_its_order(loader, tmp_path):
+    goes_on_the_same(loader, tmp_path / "run", (3, 6, 9), epochs=2)
+
+
+def test_a_loader_without_the_generator_is_refused(tmp_path):
+    fit(of_its_own, SavesAndStops(tmp_path / "run", 3))
+    run = engine(net())
+    run.load(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"1 random number generators .* this loader has 0"):
+        run.fit(DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True), epochs=3)
+
+
+def test_lasting_workers_are_warned_of(tmp_path):
+    class Lasting(list):
+        persistent_workers = True
+
+    batches = Lasting(zip(*(one.split(4) for one in samples()), strict=True))
+    fit(lambda: batches, SavesAndStops(tmp_path / "run", 3))
+    run = engine(net())
+    run.load(tmp_path / "run")
+    with pytest.warns(UserWarning, match="persistent_workers begin anew"):
+        run.fit(batches, epochs=1)
+
+
+def carrying(model):
+    return engine(model, memfit.Accumulation(4, partial_window="carry"))
+
+
+def carry(run, until=None):
+    """Train for 20 micro-batches, 10 to an epoch, and stop before if it is wanted; return what was seen."""
+    x, y = samples(20)
+    batches = list(enumerate(zip(x.split(2), y.split(2), strict=True)))
+    seen = []
+    while run.micro_step < 20 and run.micro_step != until:
+        for window in run.windows(batches):
+            for number, batch in window:
+                seen.append(number)
+                run.backward(mean_loss(run.model, batch))
+                if run.micro_step == until:
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize("stopped", [10, 11, 12, 13, 18])
+def test_what_was_carried_over_is_not_trained_on_again(stopped, tmp_path):
+    whole = carrying(net())
+    seen = carry(whole)
+    first = carrying(net())
+    carry(first, stopped)
+    first.save(tmp_path / "run")
+    again = carrying(net(seed=9))
+    again.load(tmp_path / "run")
+    assert carry(again) == seen[stopped:]
+    assert same(again.model, whole.model)
+
+
+def test_what_is_carried_over_and_waits_for_its_backward_is_not_saved():
+    run = carrying(net())
+    carry(run, 9)
+    with pytest.raises(UsageError, match="1 micro-batches are carried over"):
+        run.state_dict()
+
+
+def test_a_state_that_was_loaded_can_be_saved_before_it_is_used(tmp_path):
+    whole, run = (engine(net(), memfit.Accumulation(4)) for _ in range(2))
+    torch.manual_seed(3)
+    carry(whole)
+    torch.manual_seed(3)
+    carry(run, 6)
+    for _ in range(2):
+        run.save(tmp_path / "run")
+        run = engine(net(seed=9), memfit.Accumulation(4))
+        run.load(tmp_path / "run")
+    carry(run)
+    assert same(run.model, whole.model)
