@@ -4,11 +4,13 @@ import copy
 import gc
 import inspect
 import pickle
+import random
 import warnings
 import weakref
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -669,3 +671,67 @@ def test_what_does_not_pay_is_told():
         warnings.simplefilter("error")
         Checkpointing("layers.*").apply(net())
         Checkpointing("lstm").apply(nn.ModuleDict({"lstm": nn.LSTM(2, 2)}))
+
+
+class Scaled(Block):
+    """A block that draws from a generator other than PyTorch's, as layers that are dropped at random do."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return super().forward(x * self.draw())
+
+
+def uniform():
+    return np.random.rand()  # noqa: NPY002 - the global one
+
+
+def normal():
+    return np.random.randn()  # noqa: NPY002 - keeps back a second number, as random.gauss does
+
+
+@MODES
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), uniform, normal],
+    ids=["random", "gauss", "rand", "randn"],
+)
+def test_what_python_and_numpy_draw_is_drawn_again(use_reentrant, draw):
+    def seeded(model, x):
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002 - the global one
+        draw()  # the second of two Gaussian numbers is kept back
+        return model(x), draw()
+
+    model = Net([Scaled(draw) for _ in range(2)])
+    after = []
+
+    def call(model, x):
+        result, drawn = seeded(model, x)
+        after.append(drawn)
+        return result
+
+    compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True), call=call)
+    assert len(set(after)) == 1, "those who draw later do not notice"
+
+
+@MODES
+def test_backward_leaves_pythons_generator_where_it_was(use_reentrant):
+    model = Net([Scaled(random.random)])
+    Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
+    loss = model(torch.ones(2, 6)).sum()
+    stands = random.getstate()
+    loss.backward()
+    assert random.getstate() == stands
+
+
+@MODES
+def test_without_state_what_python_draws_is_told(use_reentrant):
+    model = Net([Scaled(random.random)])
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    Checkpointing("layers.*", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
+    with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers"):
+        model(torch.randn(4, 6))

@@ -5,8 +5,8 @@
     recomputation must find b0, r0;                     the model keeps b1, the generators their r9
 
 ``torch.utils.checkpoint`` sees to the CPU's generator and to those of its arguments' devices; not to
-buffers, so that BatchNorm counts twice (PyTorch issue 96136), and not to devices that no argument is on
-(issue 14518).
+buffers, so that BatchNorm counts twice (PyTorch issue 96136), not to devices that no argument is on
+(issue 14518), and not to Python's and NumPy's generators, with which blocks are skipped at random.
 """
 
 import warnings
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.strategies.global_generators import of_the_host, same_state
 
 Slot = tuple[int, str]
 """Where a buffer is: the module's place among ``region.modules()``, and the buffer's name in it."""
@@ -139,24 +141,25 @@ class Buffers:
 
 @dataclass(slots=True)
 class Draws:
-    """Random numbers that a forward drew on GPUs, whichever they are.
+    """Random numbers that a forward drew on GPUs, whichever they are, and from Python and NumPy.
 
     A CUDA generator is a seed and an offset, both on the host: reading them costs no synchronisation.
     """
 
-    before: list[tuple[torch.Generator, torch.Tensor]]
+    before: list[tuple[Any, Any]]
     """Generators and their states before the forward; after it, those that were drawn from."""
 
     @classmethod
     def note(cls) -> "Draws":
-        """Note where the generators of all GPUs stand."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return cls([])
-        return cls([(one, one.get_state()) for one in torch.cuda.default_generators])
+        """Note where the generators stand."""
+        generators: list[Any] = [*of_the_host()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            generators += torch.cuda.default_generators
+        return cls([(one, one.get_state()) for one in generators])
 
     def settle(self) -> None:
         """Forget the generators that were not drawn from."""
-        self.before = [(one, state) for one, state in self.before if not torch.equal(state, one.get_state())]
+        self.before = [(one, state) for one, state in self.before if not same_state(state, one.get_state())]
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.strategies.global_generators import with_arrays, without_arrays
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
 
@@ -83,19 +84,3 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = with_arrays(state)
     else:
         generator.set_state(with_arrays(state))
-
-
-def without_arrays(value: Any) -> Any:
-    """Return NumPy's account of a generator with tensors in place of arrays: those are read from files."""
-    import numpy as np
-
-    if isinstance(value, dict):
-        return {name: without_arrays(inner) for name, inner in value.items()}
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def with_arrays(value: Any) -> Any:
-    """Take ``without_arrays`` back."""
-    if isinstance(value, dict):
-        return {name: with_arrays(inner) for name, inner in value.items()}
-    return value.numpy() if isinstance(value, torch.Tensor) else value

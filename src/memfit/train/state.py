@@ -1,10 +1,8 @@
 """Saving and resuming: where random numbers stand, and files that are whole or not there."""
 
-import ctypes
 import fcntl
 import os
 import pickle
-import random
 import sys
 import warnings
 from pathlib import Path
@@ -13,54 +11,25 @@ from typing import IO, Any
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.train.generators import with_arrays, without_arrays
+from memfit.strategies.global_generators import NUMPY, PYTHON
 
 
 def random_state() -> dict[str, Any]:
     """Return where every generator stands that training draws from: Python's, NumPy's, PyTorch's."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": PYTHON.get_state(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
-        state["numpy"] = _numpy_state()
+        state["numpy"] = NUMPY.get_state()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-_TWISTER = 624 * 4 + 4
-"""Bytes of ``mt19937_state``: 624 words and a position (numpy/random/src/mt19937/mt19937.h)."""
-_told: list[Any] = [b"", {}]
-
-
-def _numpy_state() -> dict[str, Any]:
-    """Return where NumPy's global generator stands.
-
-    NumPy takes 40 microseconds to tell, each step of a small model as long as ten operations of it. As long
-    as its words have not moved, what it told last still holds; unless it kept back a second Gaussian number,
-    which can be drawn without moving them.
-    """
-    import numpy as np
-
-    generator = np.random.mtrand.get_bit_generator()
-    words = b""
-    if isinstance(generator, np.random.MT19937):
-        words = ctypes.string_at(generator.ctypes.state_address, _TWISTER)
-        if words == _told[0]:
-            told: dict[str, Any] = _told[1]
-            return told
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one
-    state = without_arrays(state)
-    _told[:] = (b"", {}) if state["has_gauss"] else (words, state)
-    return state
-
-
 def set_random_state(state: dict[str, Any]) -> None:
     """Put every generator where ``random_state`` found it."""
-    random.setstate(state["python"])
+    PYTHON.set_state(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy as np
-
-        np.random.set_state(with_arrays(state["numpy"]))  # noqa: NPY002 - the global one
+        NUMPY.set_state(state["numpy"])
     if "cuda" in state:
         torch.cuda.set_rng_state_all(state["cuda"])
 
