@@ -5,8 +5,7 @@
 Both split a batch into micro-batches, clip the gradients and step AdamW, on the CPU: a step of one and a step
 of the other, in turn, on copies of one model. The medium model says what share of a step the engine is; the
 small one, whose step is nearly all overhead, what it is in microseconds. Each is the median over rounds of
-the difference of two
-neighbours: these machines' pace changes from second to second.
+the difference of two neighbours: these machines' pace changes from second to second.
 """
 
 import argparse

@@ -195,17 +195,18 @@ def test_row_08_samples_after_a_resume_are_those_that_come_next():
         seen.append(data[0, 0].item())
         return model(data).square().mean()
 
-    loader = torch.arange(12.0).repeat_interleave(6).reshape(12, 1, 6)
-    first = engine(net(), loss=loss, lr=0.01)
+    loader = torch.arange(12.0).repeat_interleave(12).reshape(12, 2, 6)
+    first = engine(net(), memfit.Accumulation(2), loss=loss, lr=0.01)
     for data in first.through(loader):
         first.step(data)
         if first.batch == 5:
             break
-    second = engine(net(), loss=loss, lr=0.01)
+    second = engine(net(), memfit.Accumulation(2), loss=loss, lr=0.01)
     second.load_state_dict(first.state_dict())
-    assert (second.micro_step, second.optimizer_step) == (5, 5)
+    assert (second.micro_step, second.optimizer_step) == (10, 5)
     second.fit(loader)
-    assert seen == list(range(12))
+    assert (second.micro_step, second.optimizer_step) == (24, 12)
+    assert seen == [number for number in range(12) for _ in range(2)]
 
 
 def test_rows_09_and_10_the_scheduler_moves_once_an_update():

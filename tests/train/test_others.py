@@ -166,3 +166,74 @@ def test_a_scheduler_that_looks_at_the_loss_is_given_the_window_s():
         run.step(batch())
     assert scheduler.num_bad_epochs == 2
     assert scheduler.best == pytest.approx(loss(model, batch()).item())
+
+
+def test_an_optimizer_of_another_model_is_told():
+    with pytest.raises(UsageError, match="None of the optimizer's parameters has a gradient"):
+        engine(net(), optimizer=torch.optim.SGD(net().parameters())).step(batch())
+
+
+def test_a_batch_that_was_changed_is_not_begun_again():
+    def short(model, data):
+        data[0].mul_(2)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UsageError, match="changed it in place"):
+        engine(net(), loss=short).step(batch())
+
+
+@pytest.mark.parametrize("returned", [{"loss": 1}, 1.0, (1, 2, 3)])
+def test_a_loss_that_is_none_is_told(returned):
+    with pytest.raises(UsageError, match=f"returned a {type(returned).__name__}: it is to return a mean"):
+        engine(net(), loss=lambda model, data: returned).step(batch())
+
+
+def test_an_engine_goes_when_its_last_name_goes():
+    gc.collect()
+    gc.disable()
+    try:
+        model = net()
+        run = engine(model, memfit.Accumulation(2), memfit.Precision("bf16"))
+        run.step(batch())
+        gone = weakref.ref(run), weakref.ref(model)
+        del run, model
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_runs_out_in_many_words(error):
+    left = [error]
+
+    def short(model, data):
+        if left:
+            raise left.pop()
+        return loss(model, data)
+
+    assert engine(net(), loss=short).step(batch()).retried == 1
+
+
+def test_fit_goes_on_where_it_was_stopped():
+    class Stops(memfit.Callback):
+        def on_window_end(self, engine, result):
+            if engine.optimizer_step == 2:
+                engine.stop()
+
+    data = torch.utils.data.TensorDataset(*batch(24))
+    ours, plain = net(), net()
+    run, reference = engine(ours, callbacks=[Stops()]), engine(plain)
+    for one, times in ((run, 2), (reference, 1)):
+        torch.manual_seed(5)
+        for _ in range(times):
+            one.fit(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True), epochs=2)
+    assert run.optimizer_step == reference.optimizer_step == 12
+    assert same(ours, plain)

@@ -2,18 +2,17 @@
 
     on_fit_begin
       on_epoch_begin
-        on_window_begin                                 a batch for ``step``, or the next of ``windows``
-          on_micro_step_end(loss)                       after each backward
-          on_retry(parts)                               memory ran out: the window begins again, in so many
-          parts on_optimizer_step_begin                       gradients are final: summed, unscaled, clipped
-          on_optimizer_step_end                         parameters are new; neither if a gradient was not
-          finite
+        on_window_begin             a batch for ``step``, or the next of ``windows``
+          on_micro_step_end(loss)   after each backward
+          on_retry(parts)           memory ran out: the window begins again, in so many parts
+          on_optimizer_step_begin   gradients are final: summed, unscaled, clipped
+          on_optimizer_step_end     parameters are new; neither where fp16 gradients were not finite
         on_window_end(result)
       on_epoch_end
-    on_fit_end                                          also when training ends by an exception
+    on_fit_end                      also when training ends by an exception
 
 Epochs are those of ``fit``; all else is called wherever training is steered from. Callbacks are called in the
-order in which they were given.
+order in which they were given, ``Saving`` last, so that it saves what the others became.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -88,19 +87,29 @@ class EarlyStopping(Callback):
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self.best = float("inf")
         self.waited = 0
-        self._losses: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        self._updates = 0
+
+    def on_fit_begin(self, engine: "Engine") -> None:
+        """End at once, if a run that goes on had ended."""
+        if self.waited >= self._patience:
+            engine.stop()
 
     def on_window_end(self, engine: "Engine", result: "StepResult") -> None:  # noqa: ARG002
-        """Keep the loss, on its device."""
-        if self._metric is None:
-            self._losses.append(result.loss_tensor)
+        """Add the loss, on its device, if there was an update."""
+        if self._metric is None and result.updated:
+            self._sum = result.loss_tensor if self._sum is None else self._sum + result.loss_tensor
+            self._updates += 1
 
     def on_epoch_end(self, engine: "Engine") -> None:
         """Compare, and stop when patience is at its end."""
-        if self._metric is None and not self._losses:
+        if self._metric is not None:
+            value = self._metric(engine)
+        elif self._sum is not None:
+            value = float(self._sum) / self._updates
+        else:
             return
-        value = self._metric(engine) if self._metric else float(torch.stack(self._losses).mean())
-        self._losses = []
+        self._sum, self._updates = None, 0
         if value < self.best - self._min_delta:
             self.best, self.waited = value, 0
             return
@@ -110,11 +119,12 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, epochs since, and the epoch's losses so far."""
-        return {"best": self.best, "waited": self.waited, "losses": list(self._losses)}
+        return {"best": self.best, "waited": self.waited, "sum": self._sum, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.best, self.waited, self._losses = state["best"], state["waited"], list(state["losses"])
+        self.best, self.waited = state["best"], state["waited"]
+        self._sum, self._updates = state["sum"], state["updates"]
 
 
 class Saving(Callback):

@@ -10,9 +10,11 @@ runs out. ``windows(loader)`` serves a loop of one's own.
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import nn
@@ -99,7 +101,7 @@ class Engine:
         self.batches: int | None = None
         """How many an epoch of ``fit`` has, if its loader knows."""
         self._stopped = False
-        self._accounts = Accounts(update, self._tell)
+        self._accounts = Accounts(update, partial(_tell, ref(self)))
         self._whole = WholeBatches(
             self._accounts, self.model, self.plan, whole.loss or _no_loss, size, split, retry=retry
         )
@@ -153,23 +155,30 @@ class Engine:
         Returns:
             What the last batch became; None if there was none.
         """
-        result = None
+        result, tell = None, self._accounts.tell
         self.epochs = epochs
         self.batches = len(loader) if isinstance(loader, Sized) else None
         self._stopped = False
-        self._tell("on_fit_begin")
+        self._go_on_inside_epoch()
+        tell("on_fit_begin")
         try:
             while self.epoch < epochs and not self._stopped:
-                self._tell("on_epoch_begin")
+                tell("on_epoch_begin")
                 for batch in self.through(loader):
                     result = self.step(batch)
                     if self._stopped:
                         return result
                 self.epoch += 1
-                self._tell("on_epoch_end")
+                tell("on_epoch_end")
         finally:
-            self._tell("on_fit_end")
+            tell("on_fit_end")
         return result
+
+    def _go_on_inside_epoch(self) -> None:
+        """Have ``fit`` begin where it was stopped in an epoch, as it would from a saved state."""
+        position = self._accounts.position
+        if position.began is not None:
+            position.load_state_dict(position.state_dict(0), position.random())
 
     def stop(self) -> None:
         """Have ``fit`` end after the batch that it is at."""
@@ -255,10 +264,6 @@ class Engine:
             return None
         return self._accounts.close(window)
 
-    def _tell(self, moment: str, *what: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, moment)(self, *[one.detach() if torch.is_tensor(one) else one for one in what])
-
     # ---- Saving and resuming -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,6 +294,14 @@ class Engine:
             FileFormatError: it is something else, or damaged.
         """
         self.load_state_dict(state.load(Path(path)))
+
+
+def _tell(engine: "ref[Engine]", moment: str, *what: Any) -> None:
+    """Call the callbacks; what accounts hold is no engine, so that one goes when its last name goes."""
+    there = engine()
+    if there is not None:
+        for callback in there.callbacks:
+            getattr(callback, moment)(there, *[one.detach() if torch.is_tensor(one) else one for one in what])
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss

@@ -23,8 +23,7 @@ from memfit.errors import UsageError
 
 WARM_UP = 3
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Notes a function's work without doing it; returns what does it, and what it leaves where the function's "
-"result was."""
+"""Notes a function's work without doing it; returns what does it, and where its result will be."""
 
 
 class CudaCapture:

@@ -1,6 +1,6 @@
 """A progress bar for ``fit``, that says what it counts.
 
-epoch 2/5  ━━━━━━━╸━━━━━━━━━  12/26 optimizer steps  3.1 per second  0:00:04 left  loss 0.1234
+epoch 2/5 ━━━━╸━━━━━ 12/26 batches (an optimizer step each) 3.1 per second 0:00:04 left in this epoch
 """
 
 import time

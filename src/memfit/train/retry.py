@@ -14,14 +14,19 @@ from torch import nn
 
 from memfit.train.state import random_state, set_random_state
 
-_ON_THE_CPU = ("DefaultCPUAllocator", "not enough memory")
+_WORDS = (
+    *("DefaultCPUAllocator", "not enough memory"),  # of the CPU's allocator
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the GPU or on the CPU."""
+    """Whether an exception, or what caused it, says that memory ran out, on the GPU or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ON_THE_CPU)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
+        return True
+    return error.__cause__ is not None and out_of_memory(error.__cause__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """From a job and a plan to what an engine works with: strategies are applied, in the order that they need.
 
-float32 copies -> model cast, checkpointed, ... -> optimizer -> copies handed to it -> scheduler -> sums ->
-graphs
+float32 copies -> model cast, checkpointed, ... -> optimizer -> copies handed to it -> sums -> scheduler
 """
 
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
@@ -37,6 +37,8 @@ def job_of(
             f"max_grad_norm={max_grad_norm!r} must be a number above 0, or None for no clipping."
         )
     if isinstance(job, nn.Module):
+        if isinstance(job, DistributedDataParallel) or world_size() > 1:
+            raise UsageError("memfit.Engine trains on one GPU: several ranks are not supported yet.")
         if next(job.parameters(), None) is None:
             raise UsageError(f"{type(job).__name__} has no parameters: there is nothing to train.")
         if optimizer is None:
@@ -109,3 +111,9 @@ def _set_up(
     for hook in update.hooks():
         on_revert(model, hook.remove)
     return update
+
+
+def world_size() -> int:
+    """Return how many ranks there are: 1 where nobody made a group of them."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -151,6 +151,11 @@ class Update:
         if found_inf:
             self.scaler.update()
             return True, None
+        if not (self._with_gradients() or (self.in_backward is not None and self.in_backward.stepped)):
+            raise UsageError(
+                "None of the optimizer's parameters has a gradient: are they those of the model that the "
+                "loss comes from?"
+            )
         norm = None
         if self._max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)

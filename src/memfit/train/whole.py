@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
@@ -57,12 +58,15 @@ class WholeBatches:
     def step(self, batch: Any) -> StepResult:
         """Make one update from a batch."""
         accounts, samples, retried = self._accounts, self._size(batch), 0
+        tensors = [one for one in tree_leaves(batch) if torch.is_tensor(one)] if self._retry else []
+        versions = [one._version for one in tensors]
         moment = Moment.of(self._model) if self._retry else None
         graphs = accounts.update.graphs
         with nullcontext() if graphs is None else graphs.window():
             try:
                 window = self._go_through(batch, samples, self.finer, moment)
                 while window is None:
+                    _expect_unchanged(tensors, versions)
                     retried += 1
                     accounts.tell(
                         "on_retry", len(parts(self._plan.accumulation, samples, self.finer << retried))
@@ -102,6 +106,11 @@ class WholeBatches:
         if graphs is not None and self._by_graph(graphs, window, part, total, size):
             return
         loss = self._loss(part)
+        if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
+            raise UsageError(
+                f"loss(model, batch) returned a {type(loss).__name__}: it is to return a mean, as a tensor, "
+                "or a pair of a sum and what that is to be divided by."
+            )
         if isinstance(loss, tuple):
             weight = float(loss[1])
             self._accounts.backward(window, loss[0] / weight if weight else loss[0], weight)
@@ -131,6 +140,14 @@ class WholeBatches:
         window.add(loss, float(size))
         self._accounts.count(window, loss)
         return True
+
+
+def _expect_unchanged(tensors: list[torch.Tensor], versions: list[int]) -> None:
+    if versions != [one._version for one in tensors]:
+        raise UsageError(
+            "Memory ran out, and the batch cannot be begun again: the loss, or the model, has changed it in "
+            "place. Make that operation out of place."
+        )
 
 
 def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[int]:
