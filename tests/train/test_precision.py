@@ -131,7 +131,7 @@ def test_inside_a_window_neither_precision_nor_accumulation_may_change():
     saved = run.state_dict()
     for plan, words in (
         ([memfit.Precision("fp16"), memfit.Accumulation(2)], "inside a window of 4 micro-batches"),
-        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "whose loss was scaled otherwise"),
+        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "a loss that was scaled otherwise"),
     ):
         other = engine(model(), *plan)
         with pytest.raises(UsageError, match=words):

@@ -1,5 +1,6 @@
 """Going on from a state: the same data, the same random numbers, or a refusal that leaves all as it was."""
 
+import copy
 import random
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import memfit
-from memfit.errors import UsageError
+from memfit.errors import FileFormatError, UsageError
 
 
 def samples(count=24):
@@ -201,3 +202,211 @@ def test_a_state_that_was_loaded_can_be_saved_before_it_is_used(tmp_path):
         run.load(tmp_path / "run")
     carry(run)
     assert same(run.model, whole.model)
+
+
+def with_temperature(**options):
+    """Return an engine whose loss has a parameter of its own, as contrastive losses have, and that "
+    "parameter."""
+    model, scale = net(dropout=0.0), nn.Parameter(torch.ones(()))
+    groups = [{"params": [scale], "lr": 0.5}, {"params": model.parameters()}]
+    return memfit.Engine(
+        model,
+        memfit.Accumulation(2),
+        optimizer=torch.optim.Adam(groups, lr=0.05),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]) * scale, batch[1]),
+    ), scale
+
+
+@pytest.mark.parametrize("micro_steps", [6, 7])
+def test_parameters_beside_the_models_are_saved(micro_steps, tmp_path):
+    def train(run, scale, steps):
+        for _ in range(steps):
+            run.backward(F.cross_entropy(run.model(samples()[0]) * scale, samples()[1]))
+
+    (whole, first), (run, second), (again, third) = (with_temperature() for _ in range(3))
+    train(whole, first, 10)
+    train(run, second, micro_steps)
+    run.save(tmp_path / "run")
+    again.load(tmp_path / "run")
+    assert torch.equal(third, second)
+    assert not torch.equal(third, torch.ones(()))
+    train(again, third, 10 - micro_steps)
+    assert torch.equal(third, first)
+    assert same(again.model, whole.model)
+
+
+def test_a_state_in_memory_may_be_loaded_twice():
+    """Nothing of it is trained in: gradients, moments, the loss so far."""
+    batches = [tuple(one[:8] for one in samples(8 + seed)) for seed in range(12)]
+
+    def train(run, some):
+        return [run.backward(mean_loss(run.model, batch)) for batch in some]
+
+    saving = engine(net(dropout=0.0), memfit.Accumulation(4))
+    train(saving, batches[:6])
+    state = saving.state_dict()
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        run = engine(net(seed=9, dropout=0.0), memfit.Accumulation(4))
+        run.load_state_dict(state)
+        results = train(run, batches[6:])
+        for name in ("model", "gradients"):
+            assert all(torch.equal(value, state[name][key]) for key, value in kept[name].items())
+        assert torch.equal(state["window"]["loss"], kept["window"]["loss"])
+        for key, moments in kept["optimizer"]["state"].items():
+            assert all(
+                torch.equal(value, state["optimizer"]["state"][key][n]) for n, value in moments.items()
+            )
+    train(saving, batches[6:])
+    assert same(run.model, saving.model)
+    assert results[1].loss > 0
+
+
+def half(dtype="bf16", **options):
+    return memfit.Precision(dtype, autocast=False, master_weights=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ([], [half()], r"with parameters \['torch.float32'\], master_weights False"),
+        ([], [memfit.Precision("bf16")], "with autocast None"),
+        ([memfit.Precision("bf16")], [], "with autocast 'bf16'"),
+        ([half()], [memfit.Precision("bf16", autocast=False)], "with master_weights True"),
+        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "scaled otherwise"),
+    ],
+)
+def test_inside_a_window_no_precision_may_change(there, here, words):
+    def made(plan):
+        return engine(net(dropout=0.0), *plan, memfit.Accumulation(4))
+
+    run, other = made(there), made(here)
+    x, y = samples(8)
+    run.backward(mean_loss(run.model, (x.to(run.model[0].weight.dtype), y)))
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(UsageError, match=words):
+        other.load_state_dict(run.state_dict())
+    assert all(torch.equal(value, other.model.state_dict()[name]) for name, value in before.items())
+    made(there).load_state_dict(run.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        (512.0, [512.0, 512.0, 512.0]),
+        ({"init_scale": 4.0, "growth_interval": 1}, [8.0, 16.0, 32.0]),
+        ({"init_scale": 4.0, "growth_interval": 2, "growth_factor": 4.0}, [8.0, 32.0, 32.0]),
+        ("dynamic", [8.0, 8.0, 8.0]),
+    ],
+)
+def test_the_loss_scale_goes_on_by_the_settings_of_this_run(settings, scales):
+    def scaled(loss_scale):
+        return engine(net(dropout=0.0), memfit.Precision("fp16", loss_scale=loss_scale))
+
+    run = scaled({"init_scale": 8.0})
+    for _ in range(3):
+        run.step(samples(8))
+    again = scaled(settings)
+    again.load_state_dict(run.state_dict())
+    assert [again.step(samples(8)).loss_scale for _ in range(3)] == scales
+
+
+def spoilt(state, path, value):
+    """Return a copy of a state with another value at a place, and with other parameters."""
+    state = copy.deepcopy(state)
+    state["model"] = {name: one + 1 for name, one in state["model"].items()}
+    *way, last = path.split("/")
+    inner = state
+    for name in way:
+        inner = inner[name]
+    inner[last] = value
+    return state
+
+
+DAMAGE = {
+    "window": {"bogus": 1},
+    "window/done": 7,
+    "window/loss": "x",
+    "position": {},
+    "position/consumed": -3,
+    "position/began": {"own": []},
+    "random": {},
+    "random/torch": torch.zeros(3),
+    "random/python": (1, 2),
+    "scaler": 3,
+    "optimizer": {"state": {}, "param_groups": []},
+    "optimizer/state": 3,
+    "optimizer_class": "torch.optim.sgd.SGD",
+    "groups": [["0.weight"]],
+    "callbacks": [1],
+    "gradients": {"nope": torch.zeros(1)},
+    "gradients/0.weight": torch.zeros(2, 2),
+    "others": {"param_groups[0][0]": torch.zeros(1)},
+    "micro_step": "x",
+    "epoch": None,
+    "finer": 0,
+    "steps": True,
+    "version": 2,
+    "scheduler": 5,
+    "scheduler_class": "torch.optim.lr_scheduler.StepLR",
+    "model": [1],
+    "model/0.weight": 3,
+    "precision": {"parameters": ["torch.bfloat16"]},
+}
+
+
+@pytest.mark.parametrize("place", DAMAGE)
+def test_a_state_that_is_damaged_is_refused_and_nothing_is_loaded(place):
+    good = engine(net(), memfit.Accumulation(4))
+    good.backward(mean_loss(good.model, samples(8)))
+    run = engine(net(seed=5), memfit.Accumulation(4))
+    run.backward(mean_loss(run.model, samples(8)))
+    run.flush()
+    before = copy.deepcopy(run.state_dict())
+    with pytest.raises((UsageError, FileFormatError), match="Cannot resume"):
+        run.load_state_dict(spoilt(good.state_dict(), place, DAMAGE[place]))
+    after = run.state_dict()
+    assert torch.equal(after["random"]["torch"], before["random"]["torch"])
+    assert (after["micro_step"], after["window"], after["gradients"]) == (1, None, {})
+    assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
+    for key, moments in before["optimizer"]["state"].items():
+        assert all(torch.equal(value, after["optimizer"]["state"][key][n]) for n, value in moments.items())
+    run.load_state_dict(good.state_dict())
+
+
+def grouped(*order, scheduler=None):
+    model = net()
+    optimizer = torch.optim.AdamW([{"params": model[at].parameters()} for at in order], lr=0.1)
+    return memfit.Engine(
+        model, optimizer=optimizer, loss=mean_loss, scheduler=scheduler and scheduler(optimizer)
+    )
+
+
+def test_other_parameter_groups_are_refused():
+    state = grouped(0, 2).state_dict()
+    with pytest.raises(UsageError, match=r"groups of \[4\] parameters, and the saved one of \[2, 2\]"):
+        engine(net()).load_state_dict(state)
+    with pytest.raises(UsageError, match=r"group 0 has '2.weight' where the saved one has '0.weight'"):
+        grouped(2, 0).load_state_dict(state)
+    grouped(0, 2).load_state_dict(state)
+
+
+def test_another_scheduler_is_refused():
+    def step(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def cosine(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    made = [grouped(0, 2, scheduler=kind) for kind in (step, cosine, None)]
+    for saved in made:
+        for other in made:
+            if saved is not other:
+                with pytest.raises(UsageError, match=r"the scheduler here is (none|torch\.)"):
+                    other.load_state_dict(saved.state_dict())
+
+
+def test_a_callback_that_is_gone_is_warned_of():
+    state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
+    with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine has not"):
+        engine(net()).load_state_dict(state)

@@ -269,6 +269,9 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a run needs to go on bit for bit, inside a window too: tensors and plain values.
 
+        As with PyTorch's own, tensors are those of the run: training goes on in them. For a snapshot that
+        stays in memory copy them (``copy.deepcopy``).
+
         Raises:
             TornUpdateError: the last update was interrupted.
             UsageError: a backward was interrupted; or micro-batches are carried over to the next epoch.
@@ -276,10 +279,11 @@ class Engine:
         return resume.state_of(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state; the next pass over the data begins where it was.
+        """Go on from a state; the next pass over the data begins where it was. The state stays as it is.
 
         Raises:
             UsageError: it does not suit this engine; nothing was loaded.
+            FileFormatError: it is damaged; nothing was loaded.
         """
         resume.go_on(self, saved)
 
@@ -292,6 +296,7 @@ class Engine:
 
         Raises:
             FileFormatError: it is something else, or damaged.
+            UsageError: it does not suit this engine. Either way nothing was loaded.
         """
         self.load_state_dict(state.load(Path(path)))
 

@@ -4,6 +4,8 @@ Parameters are saved in float32 where the optimizer updates float32 copies of th
 another precision. What belongs to the loss scale is new where there was none.
 """
 
+import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,23 +13,20 @@ from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.train import masters
+from memfit.train.retry import copy_of, parts_of
+from memfit.train.saved import VERSION, checked
 from memfit.train.state import set_random_state
+from memfit.train.suits import check_suits
+from memfit.train.tracked import class_of, groups, named, plain, precision_of, steps_of
 from memfit.train.update import INTERRUPTED
-from memfit.train.window import Window
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine
-
-
-VERSION = 1
-_KEYS = {
-    *("version", "steps", "micro_step", "optimizer_step", "epoch", "finer", "position", "random", "window"),
-    *("model", "optimizer", "optimizer_class", "scheduler", "scaler", "gradients", "callbacks"),
-}
+    from memfit.train.saved import Saved
 
 
 def state_of(engine: "Engine") -> dict[str, Any]:
-    """Return an engine's state, as tensors and plain values."""
+    """Return an engine's state, as tensors and plain values; tensors are the engine's own."""
     accounts = engine._accounts
     if accounts.update.torn:
         raise TornUpdateError(INTERRUPTED)
@@ -35,18 +34,23 @@ def state_of(engine: "Engine") -> dict[str, Any]:
     accounts.expect_whole()
     if window is not None and window.whole:
         raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
-    model = _plain(engine.model)
+    parameters, scheduler = named(engine), engine.scheduler
+    model = plain(engine.model).state_dict()
     return {
         "version": VERSION,
-        "steps": _steps(engine),
+        "steps": steps_of(engine),
         "micro_step": engine.micro_step,
         "optimizer_step": engine.optimizer_step,
         "epoch": engine.epoch,
         "finer": engine._whole.finer,
-        "model": model.state_dict() | _full(engine),
+        "model": model | _full(engine),
+        "others": {name: one.detach() for name, one in parameters.items() if name not in model},
+        "groups": groups(engine),
         "optimizer": engine.optimizer.state_dict(),
-        "optimizer_class": _class_of(engine.optimizer),
-        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+        "optimizer_class": class_of(engine.optimizer),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler_class": None if scheduler is None else class_of(scheduler),
+        "precision": precision_of(engine),
         "scaler": accounts.update.scaler.state_dict(),
         "position": accounts.position.state_dict(0 if window is None else window.done),
         "random": accounts.position.random(),
@@ -57,89 +61,75 @@ def state_of(engine: "Engine") -> dict[str, Any]:
 
 
 def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
-    """Put an engine where the state was saved."""
-    _check(engine, saved)
+    """Put an engine where the state was saved; what it holds is copied.
+
+    Callbacks and the optimizer are asked first: they may refuse, and an optimizer does before it changes
+    (``Optimizer.load_state_dict`` in torch/optim/optimizer.py).
+    """
+    state = checked(saved)
+    check_suits(engine, state)
     accounts = engine._accounts
-    model = _plain(engine.model)
-    model.load_state_dict(saved["model"])
-    parameters = dict(model.named_parameters())
-    values = {parameter: saved["model"][name] for name, parameter in parameters.items()}
+    _load_callbacks(engine, state["callbacks"])
+    _load_optimizer(engine.optimizer, state["optimizer"])
+    model, parameters = plain(engine.model), named(engine)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        for name, value in state["others"].items():
+            parameters[name].copy_(value)
+    values = {one: state["model"][name] for name, one in parameters.items() if name in state["model"]}
     masters.load(accounts.update.masters, values)
-    engine.optimizer.load_state_dict(saved["optimizer"])
-    if engine.scheduler is not None and saved["scheduler"] is not None:
-        engine.scheduler.load_state_dict(saved["scheduler"])
-    accounts.update.scaler.load_state_dict(saved["scaler"])
+    if engine.scheduler is not None:
+        engine.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+    accounts.update.scaler.load_state_dict(state["scaler"])
     accounts.drop()
     if accounts.update.graphs is not None:
         accounts.update.graphs.reset()
     accounts.update.done()
-    accounts.micro_step, accounts.optimizer_step = saved["micro_step"], saved["optimizer_step"]
-    engine.epoch, engine._whole.finer = saved["epoch"], saved["finer"]
+    accounts.micro_step, accounts.optimizer_step = state["micro_step"], state["optimizer_step"]
+    engine.epoch, engine._whole.finer = state["epoch"], state["finer"]
     accounts.position.load_state_dict(saved["position"], saved["random"])
-    window = None if saved["window"] is None else Window(**saved["window"])
-    inside = saved["position"]["began"] is not None
+    _load_window(engine, state)
+    set_random_state(saved["random"])
+
+
+def _load_window(engine: "Engine", state: "Saved") -> None:
+    accounts, window, parameters = engine._accounts, state["window"], named(engine)
+    if window is not None and window.loss is not None:
+        window.loss = window.loss.to(next(engine.model.parameters()).device, copy=True)
+    inside = state["position"]["began"] is not None
     engine._resumed, accounts.window = (window, None) if inside else (None, window)
     if accounts.window is not None:
         accounts.update.go_on()
-    for name, gradient in saved["gradients"].items():
-        _set_gradient(engine, parameters[name], gradient.to(parameters[name].device))
-    waiting = list(saved["callbacks"])
+    for name, gradient in state["gradients"].items():
+        _set_gradient(engine, parameters[name], gradient.to(parameters[name].device, copy=True))
+
+
+def _load_callbacks(engine: "Engine", states: list[tuple[str, Any]]) -> None:
+    waiting = list(states)
     for callback in engine.callbacks:
         state = next((pair for pair in waiting if pair[0] == type(callback).__name__), None)
         if state is not None:
             waiting.remove(state)
             callback.load_state_dict(state[1])
-    set_random_state(saved["random"])
 
 
-def _check(engine: "Engine", saved: dict[str, Any]) -> None:
-    """Refuse what cannot go on, before anything is changed."""
-    if saved.get("version") != VERSION or saved.keys() != _KEYS:
-        raise UsageError(
-            f"Cannot resume: the state is of version {saved.get('version')}, and this memfit reads {VERSION}."
-        )
-    shapes = {name: getattr(value, "shape", None) for name, value in saved["model"].items()}
-    for name, value in _plain(engine.model).state_dict().items():
-        if name not in shapes:
-            raise UsageError(f"Cannot resume: the model has {name!r}, and the saved one has not.")
-        if shapes.pop(name) != getattr(value, "shape", None):
-            raise UsageError(
-                f"Cannot resume: {name!r} is of another shape in the model than in the saved one."
-            )
-    if shapes:
-        raise UsageError(f"Cannot resume: the saved model has {next(iter(shapes))!r}, and the model has not.")
-    if saved["optimizer_class"] != _class_of(engine.optimizer):
-        raise UsageError(
-            f"Cannot resume: the state is of {saved['optimizer_class']}, and the optimizer here is "
-            f"{_class_of(engine.optimizer)}, which keeps another. Go on with that, or load the model alone."
-        )
-    if saved["window"] is None:
-        return
-    if saved["steps"] != _steps(engine):
-        raise UsageError(
-            f"Cannot resume: the state was saved inside a window of {saved['steps']} micro-batches, and here "
-            f"they are {_steps(engine)}. Go on with {saved['steps']}, or from a state that was saved between "
-            "windows."
-        )
-    if bool(saved["scaler"]) != bool(engine._accounts.update.scaler.state_dict()):
-        raise UsageError(
-            "Cannot resume: the state was saved inside a window whose loss was scaled otherwise. Go on with "
-            "its precision, or from a state that was saved between windows."
-        )
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state, and share none of its tensors: ``Optimizer.load_state_dict`` takes those that fit."""
+    try:
+        theirs = {id(part) for state in saved["state"].values() for part in _tensors(state)}
+        optimizer.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UsageError(f"Cannot resume: the optimizer refuses the state ({error!r}).") from error
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and any(id(part) in theirs for part in parts_of(value)):
+                state[name] = copy_of(value)
 
 
-def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _steps(engine: "Engine") -> int:
-    return engine._accumulation.gradient_accumulation_steps or 1
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    """Return the model that ``torch.compile`` wraps: names are the same with and without."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            yield from parts_of(value)
 
 
 def _full(engine: "Engine") -> dict[str, torch.Tensor]:
@@ -147,14 +137,14 @@ def _full(engine: "Engine") -> dict[str, torch.Tensor]:
     full = engine._accounts.update.masters
     return {
         name: full[parameter].detach()
-        for name, parameter in _plain(engine.model).named_parameters(remove_duplicate=False)
+        for name, parameter in plain(engine.model).named_parameters(remove_duplicate=False)
         if parameter in full
     }
 
 
 def _gradients(engine: "Engine") -> dict[str, torch.Tensor]:
     found, sums = {}, engine._accounts.update.sums
-    for name, parameter in _plain(engine.model).named_parameters():
+    for name, parameter in named(engine).items():
         summed = sums.of(parameter) if sums is not None else None
         gradient = parameter.grad if summed is None else summed
         if gradient is not None:

@@ -99,7 +99,7 @@ def _keep(value: Any) -> Callable[[], Any]:
     if not isinstance(value, torch.Tensor):
         copied = copy.deepcopy(value)
         return lambda: copied
-    contents = [(part, part.detach().to("cpu", copy=True)) for part in _parts(value)]
+    contents = [(part, part.detach().to("cpu", copy=True)) for part in parts_of(value)]
 
     def put_back() -> torch.Tensor:
         for part, content in contents:
@@ -109,7 +109,7 @@ def _keep(value: Any) -> Callable[[], Any]:
     return put_back
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Return the plain tensors that a tensor is made of.
 
     Quantised state is of several, and a copy of the whole may not be one: torchao's ``to`` shares them on the
@@ -119,4 +119,14 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+        yield from parts_of(getattr(tensor, name))
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares nothing, of one that is made of several, too."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach().clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: copy_of(getattr(tensor, name)) for name in names}
+    whole: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    return whole

@@ -1,10 +1,9 @@
 """Loss scaling: PyTorch's own, which says whether a step was applied."""
 
-from typing import Any
-
 import torch
 
 from memfit.strategies.precision import LossScale
+from memfit.train.saved import Scale
 
 
 class _GradScaler(torch.amp.GradScaler):
@@ -36,6 +35,7 @@ class Scaler:
 
     def __init__(self, settings: LossScale | None, device: str) -> None:
         self._settings = settings
+        self._static = settings is not None and settings.mode == "static"
         self._scaler = (
             None
             if settings is None
@@ -67,18 +67,32 @@ class Scaler:
     def update(self) -> None:
         """Set the next window's scale, by what ``unscale`` found."""
         if self._scaler is not None and self._settings is not None:
-            self._scaler.update(None if self._settings.mode == "dynamic" else self._settings.init_scale)
+            self._scaler.update(self._settings.init_scale if self._static else None)
 
     def forget(self) -> None:
         """Forget a window whose update failed."""
         if self._scaler is not None:
             self._scaler.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; empty without scaling."""
-        return {} if self._scaler is None else self._scaler.state_dict()
+    def state_dict(self) -> Scale | None:
+        """Return what a resumed run needs; None without scaling."""
+        if self._scaler is None:
+            return None
+        state = self._scaler.state_dict()
+        return {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; an empty one, of a run without scaling, begins anew."""
-        if self._scaler is not None and state:
-            self._scaler.load_state_dict(state)
+    def load_state_dict(self, state: Scale | None) -> None:
+        """Go on from the scale of a state, by the settings of this run: a static one stays what it is.
+
+        Without one, of a run without scaling, it begins anew.
+        """
+        if self._scaler is not None and state is not None and not self._static:
+            own = self._scaler.state_dict()
+            steps = min(state["growth_tracker"], own["growth_interval"] - 1)  # it grows when they are equal
+            self._scaler.load_state_dict(own | {"scale": state["scale"], "_growth_tracker": steps})
+
+    def would_go_on(self, state: Scale | None) -> bool:
+        """Whether gradients of a loss that was scaled so are unscaled rightly after ``load_state_dict``."""
+        if self._scaler is None or state is None:
+            return self._scaler is None and state is None
+        return not self._static or self._scaler.get_scale() == state["scale"]
