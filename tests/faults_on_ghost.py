@@ -71,7 +71,9 @@ def picture(engine: Engine) -> Any:
     """Return what can be compared of an engine's state: values on the CPU, shapes of those on the GPU."""
     state = engine.state_dict()
     del state["finer"]
-    state["scaler"] = list(state["scaler"])  # its values are read from the GPU, which does not compute them
+    state["scaler"] = list(
+        state["scaler"] or ()
+    )  # its values are read from the GPU, which does not compute them
     return _plain([state, [parameter.grad is not None for parameter in engine.model.parameters()]])
 
 
