@@ -1,5 +1,6 @@
 """What else is done with a model and its gradients, beside an engine: nothing is mixed up."""
 
+import copy
 import gc
 import weakref
 
@@ -237,3 +238,68 @@ def test_fit_goes_on_where_it_was_stopped():
             one.fit(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True), epochs=2)
     assert run.optimizer_step == reference.optimizer_step == 12
     assert same(ours, plain)
+
+
+@pytest.mark.parametrize("done", [1, 2, 3, 4])
+def test_a_scaled_window_goes_on_wherever_it_was_saved(done):
+    plan = memfit.Precision("fp16"), memfit.Accumulation(4)
+    saved = {}
+
+    def train(run, at=None):
+        for window in run.windows([batch(seed=seed) for seed in range(8)]):
+            for data in window:
+                with run.autocast():
+                    mean = loss(run.model, data)
+                run.backward(mean)
+                if run.micro_step == at:
+                    saved.update(copy.deepcopy(run.state_dict()))
+        return run
+
+    whole = train(engine(net(), *plan), at=done)
+    again = engine(net(1), *plan)
+    again.load_state_dict(saved)
+    assert train(again).optimizer_step == 2
+    assert same(again.model, whole.model)
+
+
+def test_a_loader_of_other_sizes_than_the_settings_is_told():
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=8)
+    settings = memfit.Accumulation(micro_batch_size=8, global_batch_size=32)
+    with pytest.raises(UsageError, match="The loader's batch_size is 8, and global_batch_size=32"):
+        engine(net(), settings).fit(data)
+    run = engine(net(), settings)
+    for window in run.windows(data):
+        for part in window:
+            run.backward(loss(run.model, part))
+    assert run.optimizer_step == 2
+    whole = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=32)
+    with pytest.raises(UsageError, match="The loader's batch_size is 32, and micro_batch_size=8"):
+        next(engine(net(), settings).windows(whole))
+    assert engine(net(), settings).fit(whole).micro_step == 8
+
+
+def test_data_without_a_length_are_gone_through():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(zip(*batch(12), strict=True))
+
+    assert engine(net()).fit(torch.utils.data.DataLoader(Stream(), batch_size=4)).optimizer_step == 3
+
+
+class Odd:
+    """A batch of a kind that nobody knows."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+def test_a_batch_of_any_kind_is_gone_through_whole():
+    def of_odd(model, data):
+        return loss(model, (data.x, data.y))
+
+    ours, plain = net(), net()
+    engine(ours, loss=of_odd).step(Odd(*batch()))
+    engine(plain).step(batch())
+    assert same(ours, plain)
+    with pytest.raises(UsageError, match="Cannot tell the size of a batch"):
+        engine(net(), memfit.Accumulation(2), loss=of_odd).step(Odd(*batch()))

@@ -157,7 +157,7 @@ class Engine:
         """
         result, tell = None, self._accounts.tell
         self.epochs = epochs
-        self.batches = len(loader) if isinstance(loader, Sized) else None
+        self.batches = _length(loader)
         self._stopped = False
         self._go_on_inside_epoch()
         tell("on_fit_begin")
@@ -189,6 +189,7 @@ class Engine:
 
         After ``load_state_dict`` the first call begins where the state was saved: give it the same data.
         """
+        _expect_batches_of(self._accumulation.global_batch_size, loader, "global_batch_size", "an update")
         for (batch,) in self._accounts.position.groups(loader, 1, "flush"):
             yield batch
 
@@ -224,6 +225,7 @@ class Engine:
         state was saved: give it the same data.
         """
         accounts, settings = self._accounts, self._accumulation
+        _expect_batches_of(settings.micro_batch_size, loader, "micro_batch_size", "a micro-batch")
         steps = settings.gradient_accumulation_steps or 1
         for group in accounts.position.groups(loader, steps, settings.partial_window):
             accounts.expect_closed()
@@ -299,6 +301,22 @@ class Engine:
             UsageError: it does not suit this engine. Either way nothing was loaded.
         """
         self.load_state_dict(state.load(Path(path)))
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader of an IterableDataset has a length that raises
+        return None
+
+
+def _expect_batches_of(size: int | None, loader: Iterable[Any], name: str, what: str) -> None:
+    given = getattr(loader, "batch_size", None)
+    if size is not None and isinstance(given, int) and given != size:
+        raise UsageError(
+            f"The loader's batch_size is {given}, and {name}={size}: here each of its batches makes {what}. "
+            "fit and step take whole batches and divide them; windows takes micro-batches."
+        )
 
 
 def _tell(engine: "ref[Engine]", moment: str, *what: Any) -> None:

@@ -20,6 +20,11 @@ class _GradScaler(torch.amp.GradScaler):
             self._scale = self._growth_tracker = None
             raise
 
+    def make_ready(self, device: torch.device) -> None:
+        """Have the scale on a device, as the first loss would: a run may go on just before an update."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+
     def forget(self) -> None:
         """Be as before ``unscale_``: a step that was begun will not be ended."""
         self._per_optimizer_states.clear()
@@ -61,6 +66,7 @@ class Scaler:
         """Divide an optimizer's gradients by the scale; return whether one of them is not finite."""
         if self._scaler is None:
             return False
+        self._scaler.make_ready(optimizer.param_groups[0]["params"][0].device)
         self._scaler.unscale_(optimizer)
         return self._scaler.found_inf(optimizer)
 

@@ -57,7 +57,11 @@ class WholeBatches:
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from a batch."""
-        accounts, samples, retried = self._accounts, self._size(batch), 0
+        accounts, retried = self._accounts, 0
+        # Of a batch that goes through whole nobody needs to know the size.
+        accumulation = self._plan.accumulation
+        divided = self.finer > 1 or (accumulation is not None and accumulation.several)
+        samples = self._size(batch) if divided else None
         tensors = [one for one in tree_leaves(batch) if torch.is_tensor(one)] if self._retry else []
         versions = [one._version for one in tensors]
         moment = Moment.of(self._model) if self._retry else None
@@ -67,6 +71,7 @@ class WholeBatches:
                 window = self._go_through(batch, samples, self.finer, moment)
                 while window is None:
                     _expect_unchanged(tensors, versions)
+                    samples = self._size(batch)
                     retried += 1
                     accounts.tell(
                         "on_retry", len(parts(self._plan.accumulation, samples, self.finer << retried))
@@ -78,23 +83,27 @@ class WholeBatches:
                 accounts.give_up(moment)
                 raise
 
-    def _go_through(self, batch: Any, samples: int, finer: int, moment: Moment | None) -> Window | None:
-        """Go forward and backward through the parts of a batch.
+    def _go_through(
+        self, batch: Any, samples: int | None, finer: int, moment: Moment | None
+    ) -> Window | None:
+        """Go forward and backward through the parts of a batch; it is one part, if nobody knows its samples.
 
         Returns:
             None if memory ran out, and it is to be done in smaller parts: then all is as before, the
             exception is gone, and all that its frames held.
         """
-        sizes = parts(self._plan.accumulation, samples, finer)
+        sizes = [1] if samples is None else parts(self._plan.accumulation, samples, finer)
         try:
             window = self._accounts.open(Window(len(sizes), whole=True))
-            for part, size in zip(self._split(batch, sizes), sizes, strict=True):
-                self._micro_step(window, part, samples, size)
+            batches = [batch] if len(sizes) == 1 else self._split(batch, sizes)
+            for part, size in zip(batches, sizes, strict=True):
+                self._micro_step(window, part, sum(sizes), size)
         except Exception as error:
             if finer > self.finer:
                 error.add_note(f"The batch was in {len(sizes)} parts here, since memory had run out before.")
-            splits = max(sizes) > 1 and self._accounts.update.in_backward is None
-            if moment is None or not splits or not out_of_memory(error):
+            if moment is None or self._accounts.update.in_backward or not out_of_memory(error):
+                raise
+            if (self._size(batch) if samples is None else max(sizes)) == 1:
                 raise
             self._accounts.give_up(moment)
             warn_of_batch_norms(self._model, "from here on, since memory ran out", stacklevel=5)
