@@ -13,8 +13,9 @@ class StepResult:
     """
 
     updated: bool
-    """Whether the optimizer stepped; not where a gradient was not finite."""
+    """Whether the optimizer stepped; with loss scaling (fp16), not where a gradient was not finite."""
     found_inf: bool
+    """Whether one was not; looked for with loss scaling only."""
     loss_scale: float | None
     """That the window was scaled with; None without scaling."""
     micro_step: int
