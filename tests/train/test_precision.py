@@ -176,3 +176,19 @@ def test_applying_and_taking_back():
     assert memfit.revert(net)[0].weight.dtype == torch.float32
     with pytest.raises(UsageError, match="Accumulation is a matter of the training loop"):
         memfit.apply(net, memfit.Accumulation(2))
+
+
+def test_reverted_a_model_is_what_its_float32_copies_were():
+    """And may be trained on, with the optimizer that trained them."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    run = memfit.Engine(net, pure(), optimizer=optimizer, loss=loss)
+    for data in batches():
+        run.step(data)
+    full = {name: value.clone() for name, value in run.state_dict()["model"].items()}
+    memfit.revert(net)
+    assert all(torch.equal(full[name], value) for name, value in net.state_dict().items())
+    net(batches()[0]).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(full["0.weight"], net[0].weight)
+    assert optimizer.state[net[0].weight]["step"] == len(batches()) + 1

@@ -59,15 +59,19 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def on_revert(model: nn.Module, step: Callable[[], None]) -> None:
-    """Have ``revert`` do something more, before all else: what an engine has put on a model's parameters."""
-    _APPLIED.setdefault(model, ExitStack()).callback(step)
+def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False) -> None:
+    """Have ``revert`` do something more, before or after all else: what an engine has put on parameters."""
+    steps = [_APPLIED.pop(model, ExitStack()).close, step]
+    undo = _APPLIED[model] = ExitStack()
+    for one in reversed(steps) if last else steps:
+        undo.callback(one)
 
 
 def revert(model: nn.Module) -> nn.Module:
     """Take back what ``apply`` did to a model; nothing if it did nothing.
 
-    Parameters that were cast to lower precision are cast back: what rounding took stays lost.
+    What was cast to lower precision is cast back: what rounding took stays lost, but for parameters of which
+    an engine holds float32 copies (``master_weights``).
     """
     undo = _APPLIED.pop(model, None)
     if undo is not None:

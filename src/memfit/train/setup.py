@@ -4,7 +4,9 @@ float32 copies -> model cast, checkpointed, ... -> optimizer -> copies handed to
 """
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -110,7 +112,17 @@ def _set_up(
     )
     for hook in update.hooks():
         on_revert(model, hook.remove)
+    if full:
+        on_revert(model, partial(_give_back, ref(update)), last=True)
     return update
+
+
+def _give_back(update: "ref[Update]") -> None:
+    """Have a model's parameters be what their float32 copies are, and its optimizer update them again."""
+    there = update()
+    if there is not None:
+        masters.write(there.masters)
+        masters.hand_over(there.optimizer, {copy: one for one, copy in there.masters.items()})
 
 
 def world_size() -> int:
