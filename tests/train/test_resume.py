@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import memfit
 from memfit.errors import FileFormatError, UsageError
@@ -410,3 +410,37 @@ def test_a_callback_that_is_gone_is_warned_of():
     state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
     with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine has not"):
         engine(net()).load_state_dict(state)
+
+
+def test_saved_between_epochs_it_goes_on_in_the_next_ones_order(tmp_path):
+    whole = fit(of_its_own)
+    fit(of_its_own, memfit.Saving(tmp_path / "run"), epochs=2)
+    again = engine(net(seed=9))
+    again.load(tmp_path / "run")
+    assert (again.epoch, again.optimizer_step) == (2, 12)
+    again.fit(of_its_own(), epochs=3)
+    assert same(again.model, whole.model)
+
+
+class SetsEpoch(memfit.Callback):
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def on_epoch_begin(self, engine):
+        self.sampler.set_epoch(engine.epoch)
+
+
+def test_a_sampler_is_told_its_epoch_by_a_callback(tmp_path):
+    def run(*callbacks, load=None):
+        data = TensorDataset(*samples())
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        torch.manual_seed(3)
+        engine_ = engine(net(), callbacks=[SetsEpoch(sampler), *callbacks])
+        if load:
+            engine_.load(load)
+        engine_.fit(DataLoader(data, batch_size=4, sampler=sampler), epochs=3)
+        return engine_.model
+
+    whole = run()
+    run(SavesAndStops(tmp_path / "run", 9))
+    assert same(run(load=tmp_path / "run"), whole)
