@@ -444,3 +444,38 @@ def test_a_sampler_is_told_its_epoch_by_a_callback(tmp_path):
     whole = run()
     run(SavesAndStops(tmp_path / "run", 9))
     assert same(run(load=tmp_path / "run"), whole)
+
+
+def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
+    """Inside a window too: gradients, their sums, moments and the loss so far."""
+    script = """
+    import memfit, torch
+    from torch import nn
+
+    def run(*plan):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return memfit.Engine(model, [*plan, memfit.Accumulation(4)], optimizer=optimizer)
+
+    def train(engine, micro_steps):
+        for _ in range(micro_steps):
+            with engine.autocast():
+                data = torch.randn(8, 6, device="cuda", dtype=engine.model[0].weight.dtype)
+                loss = engine.model(data).square().mean()
+            engine.backward(loss)
+
+    half = memfit.Precision("bf16", autocast=False, master_weights=True)
+    for plan in ([], [half], [memfit.Precision("fp16")]):
+        first, second = run(*plan), run(*plan)
+        train(first, 6)
+        first.save("run")
+        second.load("run")
+        assert second._accounts.window.loss.is_cuda
+        train(second, 2)
+        assert second.micro_step == 8
+        for state in second.optimizer.state.values():
+            assert state["exp_avg"].is_cuda
+    print("went on")
+    """
+    done = dry_run(script)
+    assert "went on" in done.stdout, done.stderr
