@@ -478,4 +478,4 @@ def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
     print("went on")
     """
     done = dry_run(script)
-    assert "went on" in done.stdout, done.stderr
+    assert "went on" in done.out, done.err
