@@ -65,7 +65,7 @@ def halving(optimizer):
         ({"backend": "torchao"}, "needs bits=8"),
         ({"bits": 4, "backend": "bitsandbytes"}, "bitsandbytes has no optimizer of 4 bits"),
         ({"bits": 8, "implementation": "fused"}, "has only its own"),
-        ({"step_in_backward": 1}, "step_in_backward=1 is no truth value"),
+        ({"step_in_backward": 1}, "step_in_backward=1 must be True or False"),
     ],
 )
 def test_what_cannot_be_is_refused(given, words):

@@ -1,9 +1,14 @@
 """Settings of strategies: what follows from what, and what cannot be."""
 
 import pytest
+import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.offload import Offload
+from memfit.strategies.optimizer_state import OptimizerState
+from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
 
 
@@ -38,6 +43,35 @@ def test_two_sizes_determine_the_third(given, steps, micro, whole):
         (lambda: LossScale.of({"init_scal": 2.0}), r"no \['init_scal'\]; it has .*init_scale"),
         (lambda: LossScale.of(-1.0), "init_scale=-1.0 must be more than 0"),
         (lambda: LossScale(backoff_factor=1.0), "between 0 and 1"),
+        (lambda: LossScale.of({"init_scale": "a"}), "loss_scale: init_scale='a' must be a number"),
+        (lambda: LossScale(growth_interval=2.5), "growth_interval=2.5 must be a whole number"),
+        (lambda: LossScale("fixed"), "mode='fixed' is none of dynamic, static"),
+        (lambda: LossScale.of(float("inf")), "init_scale=inf must be more than 0, and finite"),
+        (lambda: Precision("bf16", autocast="no"), "precision: autocast='no' must be True or False"),
+        (lambda: Precision("bf16", autocast=False, master_weights=1), "master_weights=1 must be True or"),
+        (lambda: Precision(torch.bfloat16), "dtype=torch.bfloat16 is none of bf16, fp16, fp32"),
+        (lambda: Precision([]), r"dtype=\[\] is none of"),
+        (lambda: Checkpointing(use_reentrant="no"), "use_reentrant='no' must be True or False"),
+        (lambda: Checkpointing(5), "modules=5 must be a string or a tuple of strings"),
+        (lambda: Checkpointing(("a", 5)), "must be a string or a tuple of strings"),
+        (lambda: Checkpointing(every="2"), "every='2' must be a whole number"),
+        (lambda: Checkpointing(check=1), "check=1 must be True or False"),
+        (lambda: Offload(pin_memory="yes"), "offload: pin_memory='yes' must be True or False"),
+        (lambda: Offload(min_bytes=1.5), "min_bytes=1.5 must be a whole number"),
+        (lambda: Offload(what="all"), "what='all' is none of activations, inputs"),
+        (lambda: OptimizerState(bits=8.0), "bits=8.0 is none of 32, 8, 4"),
+        (lambda: OptimizerState(bits=True), "bits=True is none of 32, 8, 4"),
+        (lambda: OptimizerState("best"), "implementation='best' is none of foreach, fused, for-loop"),
+        (
+            lambda: Accumulation(2, gradient_dtype=torch.float32),
+            "gradient_dtype=torch.float32 must be a string",
+        ),
+        (lambda: Accumulation("4"), "gradient_accumulation_steps='4' must be a whole number"),
+        (lambda: LossScale.of(10**400), "init_scale=1000.* must be"),
+        (lambda: LossScale.of({1: 2, "a": 3}), r"no \['1', 'a'\]"),
+        (lambda: Plan(precision="bf16"), r"plan: precision='bf16' must be Precision\(...\) or None"),
+        (lambda: Plan(checkpointing=True), r"checkpointing=True must be Checkpointing\(...\) or None"),
+        (lambda: Plan(accumulation=Precision()), r"must be Accumulation\(...\) or None"),
         (lambda: Precision("fp8"), "'fp8' is none of bf16, fp16, fp32"),
         (lambda: Precision("bf16", loss_scale=LossScale()), "loss_scale is for fp16"),
         (lambda: Precision("fp16", autocast=False), "fp16 parameters cannot be trained by themselves"),
@@ -55,3 +89,9 @@ def test_loss_scales_as_people_write_them():
     assert Precision("fp16").loss_scale == LossScale()
     assert Precision("fp16", loss_scale=512.0).loss_scale.mode == "static"
     assert Precision("bf16").loss_scale is None
+
+
+def test_settings_are_as_json_would_give_them():
+    assert type(LossScale(init_scale=512).init_scale) is float
+    assert Checkpointing(["a", "b"]).modules == ("a", "b")
+    assert Offload("a").modules == ("a",)

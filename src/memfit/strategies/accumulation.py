@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.strategies.typed import check_types
 from memfit.units import format_bytes
 
 PartialWindow = Literal["flush", "carry", "drop"]
-PARTIAL = ("flush", "carry", "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,11 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         """Fill in what follows from the rest."""
+        check_types(self, "accumulation")
         for name in ("gradient_accumulation_steps", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
-        if self.partial_window not in PARTIAL:
-            raise UsageError(f"partial_window={self.partial_window!r} is none of {', '.join(PARTIAL)}.")
         _check_dtype(self.gradient_dtype)
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:

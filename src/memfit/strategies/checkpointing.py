@@ -35,6 +35,7 @@ from memfit.strategies.forward import wrap_forward, wrappers
 from memfit.strategies.patterns import class_name, modules_named, repeated_blocks, unwrapped
 from memfit.strategies.recompute import Recomputing, Region
 from memfit.strategies.saving import overloads
+from memfit.strategies.typed import check_types
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)
 
@@ -68,7 +69,8 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         """Check."""
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        check_types(self, "checkpointing")
+        if self.every < 1:
             raise UsageError(f"checkpointing: every={self.every!r} must be a whole number of at least 1.")
         for name in ("modules", "save_ops"):
             value = getattr(self, name)

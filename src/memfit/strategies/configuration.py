@@ -17,8 +17,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import msgspec
-
 from memfit.errors import FileFormatError, UsageError
 from memfit.strategies.nearest import unknown
 from memfit.strategies.older_names import NOTHING, READERS, Setting
@@ -241,22 +239,15 @@ def _compared(setting: Setting) -> Any:
 
 
 def _made(strategy: type, values: dict[str, Any], given: str) -> Any:
-    """Make a strategy's settings, each field of the type that it says.
+    """Make a strategy's settings.
 
     Raises:
-        UsageError: a value is of another, or the strategy refuses it.
+        UsageError: the strategy refuses a value.
     """
     try:
-        return msgspec.convert(values, strategy)
-    except msgspec.ValidationError as error:
-        why: Exception = error
-    try:  # its own words are better
-        strategy(**values)
+        return strategy(**values)
     except UsageError as error:
-        why = error
-    except (TypeError, ValueError, AttributeError):
-        pass
-    raise UsageError(f"{str(why).rstrip('.')}. Given: {given}.") from None
+        raise UsageError(f"{str(error).rstrip('.')}. Given: {given}.") from None
 
 
 def _given(chosen: Mapping[str, Setting], strategy: str) -> str:
@@ -266,12 +257,7 @@ def _given(chosen: Mapping[str, Setting], strategy: str) -> str:
 
 
 def _loss_scale(setting: Setting) -> LossScale | None:
-    if setting.value is None:
-        return None
-    try:
-        return LossScale.of(setting.value)
-    except (TypeError, OverflowError):
-        raise UsageError(f"{setting.given}: a loss scale is made of numbers.") from None
+    return None if setting.value is None else LossScale.of(setting.value)
 
 
 def _norm(setting: Setting) -> float:

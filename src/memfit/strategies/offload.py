@@ -23,11 +23,10 @@ from memfit.strategies.forward import Wrapped, wrap_forward, wrappers
 from memfit.strategies.mover import Mover
 from memfit.strategies.patterns import modules_named
 from memfit.strategies.recompute import Region
+from memfit.strategies.typed import check_types
 
 if TYPE_CHECKING:
     from memfit.strategies.plan import Plan
-
-WHAT = ("activations", "inputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,13 @@ class Offload:
 
     def __post_init__(self) -> None:
         """Check."""
+        check_types(self, "offload")
         object.__setattr__(
             self, "modules", (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
         )
-        if self.what not in WHAT:
-            raise UsageError(f"offload: what={self.what!r} is none of {', '.join(WHAT)}.")
         for name in ("min_bytes", "prefetch"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if value < 0:
                 raise UsageError(f"offload: {name}={value!r} must be a whole number of at least 0.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(

@@ -29,6 +29,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
+from memfit.strategies.typed import check_types
 
 if TYPE_CHECKING:
     from memfit.strategies.plan import Plan
@@ -76,19 +77,7 @@ class OptimizerState:
 
     def __post_init__(self) -> None:
         """Check, and fill in the package."""
-        if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
-            raise UsageError(
-                f"optimizer_state: implementation={self.implementation!r} is none of "
-                f"{', '.join(IMPLEMENTATIONS)}."
-            )
-        if isinstance(self.bits, bool) or self.bits not in (32, 8, 4):
-            raise UsageError(f"optimizer_state: bits={self.bits!r} is none of 32, 8, 4.")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(f"optimizer_state: backend={self.backend!r} is none of {', '.join(BACKENDS)}.")
-        if not isinstance(self.step_in_backward, bool):
-            raise UsageError(
-                f"optimizer_state: step_in_backward={self.step_in_backward!r} is no truth value."
-            )
+        check_types(self, "optimizer_state")
         if self.bits == 32:  # noqa: PLR2004 - bits of PyTorch's own
             if self.backend is not None:
                 raise UsageError(

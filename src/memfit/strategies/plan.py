@@ -19,6 +19,7 @@ from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
+from memfit.strategies.typed import check_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Plan:
     accumulation: Accumulation | None = None
 
     def __post_init__(self) -> None:
-        """Have each strategy look at the others."""
+        """Check types, and have each strategy look at the others."""
+        check_types(self, "plan")
         for strategy in self.strategies():
             why = strategy.conflicts(self) if hasattr(strategy, "conflicts") else None
             if why is not None:

@@ -4,6 +4,7 @@ autocast    parameters stay float32; each operation runs in the precision that s
 pure        the model itself is cast; with ``master_weights`` the optimizer updates float32 copies
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.decorators import mark
 from memfit.strategies.forward import wrap_forward
+from memfit.strategies.typed import check_types
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -37,10 +39,9 @@ class LossScale:
 
     def __post_init__(self) -> None:
         """Check each."""
-        if self.mode not in ("dynamic", "static"):
-            raise UsageError(f"loss_scale: mode={self.mode!r} is neither 'dynamic' nor 'static'.")
+        check_types(self, "loss_scale")
         for name, holds, what in (
-            ("init_scale", self.init_scale > 0, "more than 0"),
+            ("init_scale", 0 < self.init_scale < math.inf, "more than 0, and finite"),
             ("growth_factor", self.growth_factor >= 1, "at least 1"),
             ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
             ("growth_interval", self.growth_interval >= 1, "at least 1"),
@@ -63,14 +64,13 @@ class LossScale:
         if value == "dynamic":
             return cls()
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return cls("static", float(value))
+            return cls("static", value)
         if isinstance(value, Mapping):
             known = {field.name for field in fields(cls)}
             if value.keys() <= known:
                 return cls(**value)
-            raise UsageError(
-                f"loss_scale has no {sorted(value.keys() - known)}; it has {', '.join(sorted(known))}."
-            )
+            extra = sorted(map(str, value.keys() - known))
+            raise UsageError(f"loss_scale has no {extra}; it has {', '.join(sorted(known))}.")
         raise UsageError(f"loss_scale={value!r} is neither a number, 'dynamic' nor a dict.")
 
 
@@ -93,9 +93,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Check, and fill in the loss scale."""
-        if self.dtype not in DTYPES:
-            raise UsageError(f"precision: dtype={self.dtype!r} is none of {', '.join(DTYPES)}.")
         scale = None if self.loss_scale is None else LossScale.of(self.loss_scale)
+        object.__setattr__(self, "loss_scale", scale)
+        check_types(self, "precision")
         if self.dtype == "fp16":
             scale = scale or LossScale()
         elif scale is not None:

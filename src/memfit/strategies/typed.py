@@ -1,0 +1,50 @@
+"""Settings are of the types that their fields say."""
+
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from memfit.errors import UsageError
+
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    tuple: "a tuple of strings",
+    type(None): "None",
+}
+
+
+def check_types(settings: Any, strategy: str) -> None:
+    """Check every field of a strategy's settings: numbers are no truth values, and texts are no numbers.
+
+    As JSON would be read, whole numbers become numbers where a field says so, and lists tuples.
+
+    Raises:
+        UsageError: one is of another type, or none of the values that it can be.
+
+    >>> from memfit.strategies.precision import LossScale
+    >>> check_types(LossScale(), "loss_scale")
+    """
+    kinds = get_type_hints(type(settings))
+    for name, kind in ((field.name, kinds[field.name]) for field in fields(settings)):
+        value = getattr(settings, name)
+        try:
+            object.__setattr__(settings, name, msgspec.convert(value, kind))
+        except (msgspec.ValidationError, OverflowError):
+            raise UsageError(f"{strategy}: {name}={value!r} {_should(kind)}.") from None
+
+
+def _should(kind: Any) -> str:
+    """Say what a value of a type is."""
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) is Literal:
+        return f"is none of {', '.join(map(str, parts))}"
+    if len(parts) == 1 and get_origin(parts[0]) is Literal:
+        return _should(parts[0])
+    kinds = get_args(kind) if parts and get_origin(kind) is not tuple else [kind]
+    return "must be " + " or ".join(
+        _WORDS.get(get_origin(each) or each, f"{each.__name__}(...)") for each in kinds
+    )
