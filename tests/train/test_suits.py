@@ -1,0 +1,180 @@
+"""A state that does not suit an engine, or is damaged: refused before anything is changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memfit
+from memfit.errors import FileFormatError, UsageError
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randint(4, (count,), generator=generator)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def engine(model, *plan, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=mean_loss, **options)
+
+
+def half(dtype="bf16", **options):
+    return memfit.Precision(dtype, autocast=False, master_weights=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ([], [half()], r"with parameters \['torch.float32'\], master_weights False"),
+        ([], [memfit.Precision("bf16")], "with autocast None"),
+        ([memfit.Precision("bf16")], [], "with autocast 'bf16'"),
+        ([half()], [memfit.Precision("bf16", autocast=False)], "with master_weights True"),
+        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "scaled otherwise"),
+    ],
+)
+def test_inside_a_window_no_precision_may_change(there, here, words):
+    def made(plan):
+        return engine(net(), *plan, memfit.Accumulation(4))
+
+    run, other = made(there), made(here)
+    x, y = samples(8)
+    run.backward(mean_loss(run.model, (x.to(run.model[0].weight.dtype), y)))
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(UsageError, match=words):
+        other.load_state_dict(run.state_dict())
+    assert all(torch.equal(value, other.model.state_dict()[name]) for name, value in before.items())
+    made(there).load_state_dict(run.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        (512.0, [512.0, 512.0, 512.0]),
+        ({"init_scale": 4.0, "growth_interval": 1}, [8.0, 16.0, 32.0]),
+        ({"init_scale": 4.0, "growth_interval": 2, "growth_factor": 4.0}, [8.0, 32.0, 32.0]),
+        ("dynamic", [8.0, 8.0, 8.0]),
+    ],
+)
+def test_the_loss_scale_goes_on_by_the_settings_of_this_run(settings, scales):
+    def scaled(loss_scale):
+        return engine(net(), memfit.Precision("fp16", loss_scale=loss_scale))
+
+    run = scaled({"init_scale": 8.0})
+    for _ in range(3):
+        run.step(samples(8))
+    again = scaled(settings)
+    again.load_state_dict(run.state_dict())
+    assert [again.step(samples(8)).loss_scale for _ in range(3)] == scales
+
+
+def spoilt(state, path, value):
+    """Return a copy of a state with another value at a place, and with other parameters."""
+    state = copy.deepcopy(state)
+    state["model"] = {name: one + 1 for name, one in state["model"].items()}
+    *way, last = path.split("/")
+    inner = state
+    for name in way:
+        inner = inner[name]
+    inner[last] = value
+    return state
+
+
+DAMAGE = {
+    "window": {"bogus": 1},
+    "window/done": 7,
+    "window/loss": "x",
+    "position": {},
+    "position/consumed": -3,
+    "position/began": {"own": []},
+    "random": {},
+    "random/torch": torch.zeros(3),
+    "random/python": (1, 2),
+    "scaler": 3,
+    "optimizer": {"state": {}, "param_groups": []},
+    "optimizer/state": 3,
+    "optimizer_class": "torch.optim.sgd.SGD",
+    "groups": [["0.weight"]],
+    "callbacks": [1],
+    "gradients": {"nope": torch.zeros(1)},
+    "gradients/0.weight": torch.zeros(2, 2),
+    "others": {"param_groups[0][0]": torch.zeros(1)},
+    "micro_step": "x",
+    "epoch": None,
+    "finer": 0,
+    "steps": True,
+    "version": 2,
+    "scheduler": 5,
+    "scheduler_class": "torch.optim.lr_scheduler.StepLR",
+    "model": [1],
+    "model/0.weight": 3,
+    "precision": {"parameters": ["torch.bfloat16"]},
+}
+
+
+@pytest.mark.parametrize("place", DAMAGE)
+def test_a_state_that_is_damaged_is_refused_and_nothing_is_loaded(place):
+    good = engine(net(), memfit.Accumulation(4))
+    good.backward(mean_loss(good.model, samples(8)))
+    run = engine(net(seed=5), memfit.Accumulation(4))
+    run.backward(mean_loss(run.model, samples(8)))
+    run.flush()
+    before = copy.deepcopy(run.state_dict())
+    with pytest.raises((UsageError, FileFormatError), match="Cannot resume"):
+        run.load_state_dict(spoilt(good.state_dict(), place, DAMAGE[place]))
+    after = run.state_dict()
+    assert torch.equal(after["random"]["torch"], before["random"]["torch"])
+    assert (after["micro_step"], after["window"], after["gradients"]) == (1, None, {})
+    assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
+    for key, moments in before["optimizer"]["state"].items():
+        assert all(torch.equal(value, after["optimizer"]["state"][key][n]) for n, value in moments.items())
+    run.load_state_dict(good.state_dict())
+
+
+def grouped(*order, scheduler=None):
+    model = net()
+    optimizer = torch.optim.AdamW([{"params": model[at].parameters()} for at in order], lr=0.1)
+    return memfit.Engine(
+        model, optimizer=optimizer, loss=mean_loss, scheduler=scheduler and scheduler(optimizer)
+    )
+
+
+def test_other_parameter_groups_are_refused():
+    state = grouped(0, 2).state_dict()
+    with pytest.raises(UsageError, match=r"groups of \[4\] parameters, and the saved one of \[2, 2\]"):
+        engine(net()).load_state_dict(state)
+    with pytest.raises(UsageError, match=r"group 0 has '2.weight' where the saved one has '0.weight'"):
+        grouped(2, 0).load_state_dict(state)
+    grouped(0, 2).load_state_dict(state)
+
+
+def test_another_scheduler_is_refused():
+    def step(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def cosine(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    made = [grouped(0, 2, scheduler=kind) for kind in (step, cosine, None)]
+    for saved in made:
+        for other in made:
+            if saved is not other:
+                with pytest.raises(UsageError, match=r"the scheduler here is (none|torch\.)"):
+                    other.load_state_dict(saved.state_dict())
+
+
+def test_a_callback_that_is_gone_is_warned_of():
+    state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
+    with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine has not"):
+        engine(net()).load_state_dict(state)
