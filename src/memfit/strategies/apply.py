@@ -9,6 +9,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
+from memfit.strategies.forward import wrappers
 from memfit.strategies.plan import Plan
 
 _APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
@@ -50,6 +51,7 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply those strategies of a plan that change the model: all of them, or none if one does not suit."""
     if model in _APPLIED:
         raise UsageError("The model has a plan already: memfit.revert(model) takes it back.")
+    _expect_unwrapped(model, "have a plan")
     with ExitStack() as undo:
         for strategy in plan.strategies():
             if hasattr(strategy, "apply"):
@@ -72,8 +74,23 @@ def revert(model: nn.Module) -> nn.Module:
 
     What was cast to lower precision is cast back: what rounding took stays lost, but for parameters of which
     an engine holds float32 copies (``master_weights``).
+
+    Raises:
+        UsageError: it is a copy of a model with a plan, or a part of one.
     """
     undo = _APPLIED.pop(model, None)
     if undo is not None:
         undo.close()
+    else:
+        _expect_unwrapped(model, "be reverted")
     return model
+
+
+def _expect_unwrapped(model: nn.Module, what: str) -> None:
+    wrapped = [name for name, part in model.named_modules() if any(wrappers(part))]
+    if wrapped:
+        raise UsageError(
+            f"The model cannot {what}: {wrapped[0] or 'it'} runs as the plan of another model says, of which "
+            "it is a copy, or which it is a part of. Copy the model before memfit.apply and memfit.Engine, "
+            "or revert the other one first."
+        )

@@ -131,7 +131,7 @@ def does_not_pay(regions: dict[str, nn.Module]) -> list[str]:
         if type(module).__module__ in {each.__name__ for each in _OPERATIONS} and not any(module.children()):
             alone.setdefault(type(module).__name__, []).append(name)
     return [
-        f"Checkpointing {', '.join(names)} does not pay: a {kind} alone keeps its input anyway, so that it "
-        "is computed twice and saves nothing. Checkpoint what holds several operations."
+        f"Checkpointing {', '.join(names)} does not pay: a {kind} alone keeps its input or its result "
+        "anyway, so that it is computed twice and saves nothing. Checkpoint what holds several operations."
         for kind, names in alone.items()
     ]

@@ -18,7 +18,7 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
-from memfit.strategies.precision import Precision
+from memfit.strategies.precision import Precision, device_type
 from memfit.strategies.typed import check_types
 
 
@@ -58,7 +58,7 @@ class Plan:
         """Return the context for a forward of a model and its loss."""
         if self.precision is None:
             return nullcontext()
-        return self.precision.context(next(model.parameters()).device.type)
+        return self.precision.context(device_type(model))
 
     @classmethod
     def of(cls, given: "Plan | Iterable[Any] | Any | None") -> "Plan":

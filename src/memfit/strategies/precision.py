@@ -134,11 +134,15 @@ class Precision:
             if self.dtype != "fp32":
                 undo.callback(mark(model, self.torch_dtype, autocast=self.autocast))
             if self.autocast:
-                device = next((tensor.device.type for tensor in model.parameters()), "cpu")
-                undo.callback(wrap_forward(model, _InContext(self, device)))
+                undo.callback(wrap_forward(model, _InContext(self, device_type(model))))
             else:
                 undo.callback(_cast(model, self.torch_dtype))
             return undo.pop_all().close
+
+
+def device_type(model: nn.Module) -> str:
+    """Return the kind of device that a model is on; the CPU, if it has no parameters."""
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
 @dataclass(frozen=True, slots=True)

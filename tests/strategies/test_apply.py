@@ -1,0 +1,45 @@
+"""Plans on models, on copies of them, and on models that have nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
+from memfit.strategies.apply import apply, revert
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.plan import Plan
+from memfit.strategies.precision import Precision
+
+
+def net():
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+@pytest.mark.parametrize("settings", [Precision("bf16"), Checkpointing("*")])
+def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(settings):
+    model = net()
+    copied = copy.deepcopy(apply(model, settings))
+    with pytest.raises(UsageError, match=r"cannot be reverted: .* a copy"):
+        revert(copied)
+    with pytest.raises(UsageError, match=r"cannot have a plan: .* a copy"):
+        apply(copied, Precision("fp16"))
+    assert copied(torch.ones(2, 4)).dtype is model(torch.ones(2, 4)).dtype
+    assert apply(copy.deepcopy(revert(model)), settings)
+
+
+def test_a_part_of_a_model_with_a_plan():
+    model = apply(net(), Checkpointing("*"))
+    with pytest.raises(UsageError, match="cannot have a plan: it runs as the plan of another"):
+        apply(model[0], Precision("bf16"))
+
+
+def test_reverting_what_has_no_plan_does_nothing():
+    model = net()
+    assert revert(revert(model)) is model
+
+
+def test_a_model_without_parameters_runs_on_the_cpu():
+    with Plan(precision=Precision("bf16")).autocast(nn.Identity()):
+        assert torch.is_autocast_enabled("cpu")
