@@ -303,3 +303,27 @@ def test_a_batch_of_any_kind_is_gone_through_whole():
     assert same(ours, plain)
     with pytest.raises(UsageError, match="Cannot tell the size of a batch"):
         engine(net(), memfit.Accumulation(2), loss=of_odd).step(Odd(*batch()))
+
+
+class Counted(nn.Linear):
+    """Keeps a moving average that is no part of its state_dict."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        out = super().forward(x) - self.mean
+        self.mean.lerp_(out.detach().mean(0), 0.1)
+        return out
+
+
+def test_buffers_that_are_not_persistent_go_on_too():
+    first, again = engine(Counted()), engine(Counted())
+    for seed in range(3):
+        first.step(batch(seed=seed))
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    for run in (first, again):
+        run.step(batch(seed=9))
+    assert same(first.model, again.model)
+    assert torch.equal(first.model.mean, again.model.mean)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
+from memfit.strategies.patterns import unwrapped
 from memfit.train import masters
 from memfit.train.retry import copy_of, parts_of
 from memfit.train.saved import VERSION, checked
 from memfit.train.state import set_random_state
 from memfit.train.suits import check_suits
-from memfit.train.tracked import class_of, groups, named, plain, precision_of, steps_of
+from memfit.train.tracked import class_of, groups, named, others, precision_of, steps_of
 from memfit.train.update import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def state_of(engine: "Engine") -> dict[str, Any]:
     accounts.expect_whole()
     if window is not None and window.whole:
         raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
-    parameters, scheduler = named(engine), engine.scheduler
-    model = plain(engine.model).state_dict()
+    scheduler = engine.scheduler
+    model = unwrapped(engine.model).state_dict()
     return {
         "version": VERSION,
         "steps": steps_of(engine),
@@ -44,7 +45,7 @@ def state_of(engine: "Engine") -> dict[str, Any]:
         "epoch": engine.epoch,
         "finer": engine._whole.finer,
         "model": model | _full(engine),
-        "others": {name: one.detach() for name, one in parameters.items() if name not in model},
+        "others": {name: one.detach() for name, one in others(engine).items()},
         "groups": groups(engine),
         "optimizer": engine.optimizer.state_dict(),
         "optimizer_class": class_of(engine.optimizer),
@@ -71,11 +72,11 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     accounts = engine._accounts
     _load_callbacks(engine, state["callbacks"])
     _load_optimizer(engine.optimizer, state["optimizer"])
-    model, parameters = plain(engine.model), named(engine)
+    model, parameters = unwrapped(engine.model), named(engine)
     model.load_state_dict(state["model"])
     with torch.no_grad():
-        for name, value in state["others"].items():
-            parameters[name].copy_(value)
+        for name, one in others(engine).items():
+            one.copy_(state["others"][name])
     values = {one: state["model"][name] for name, one in parameters.items() if name in state["model"]}
     masters.load(accounts.update.masters, values)
     if engine.scheduler is not None:
@@ -137,7 +138,7 @@ def _full(engine: "Engine") -> dict[str, torch.Tensor]:
     full = engine._accounts.update.masters
     return {
         name: full[parameter].detach()
-        for name, parameter in plain(engine.model).named_parameters(remove_duplicate=False)
+        for name, parameter in unwrapped(engine.model).named_parameters(remove_duplicate=False)
         if parameter in full
     }
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.train.tracked import class_of, groups, named, plain, precision_of, steps_of
+from memfit.strategies.patterns import unwrapped
+from memfit.train.tracked import class_of, groups, named, others, precision_of, steps_of
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine
@@ -20,9 +21,8 @@ def check_suits(engine: "Engine", state: "Saved") -> None:
         UsageError: model, optimizer, scheduler are not those that were saved; or the state is of the inside
             of a window, which another precision or accumulation cannot end.
     """
-    model = plain(engine.model).state_dict()
+    model = unwrapped(engine.model).state_dict()
     _check_shapes(model, state["model"])
-    others = {name: one for name, one in named(engine).items() if name not in model}
     for what, here, there in (
         ("optimizer", class_of(engine.optimizer), state["optimizer_class"]),
         ("scheduler", engine.scheduler and class_of(engine.scheduler), state["scheduler_class"]),
@@ -33,7 +33,7 @@ def check_suits(engine: "Engine", state: "Saved") -> None:
                 f"{here or 'none'}, which keeps another. Go on with that, or load the model alone."
             )
     _check_groups(groups(engine), state["groups"])
-    _check_shapes(others, state["others"])
+    _check_shapes(others(engine), state["others"])
     _check_callbacks(engine, state)
     if state["window"] is not None:
         _check_inside(engine, state)

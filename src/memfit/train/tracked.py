@@ -2,27 +2,31 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+
+from memfit.strategies.patterns import unwrapped
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """Return the model that ``torch.compile`` wraps: names are the same with and without."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
 def named(engine: "Engine") -> dict[str, nn.Parameter]:
     """Return the model's parameters, and what else the optimizer updates, as a loss's, by its place."""
-    found = dict(plain(engine.model).named_parameters())
+    found = dict(unwrapped(engine.model).named_parameters())
     known = {id(one) for one in (*found.values(), *engine._accounts.update.masters.values())}
     for number, group in enumerate(engine.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 found[f"param_groups[{number}][{place}]"] = parameter
     return found
+
+
+def others(engine: "Engine") -> dict[str, torch.Tensor]:
+    """Return what the model's ``state_dict`` leaves out: a loss's parameters, buffers that do not persist."""
+    model = unwrapped(engine.model)
+    known = model.state_dict().keys()
+    return {name: one for name, one in (*named(engine).items(), *model.named_buffers()) if name not in known}
 
 
 def groups(engine: "Engine") -> list[list[str]]:
