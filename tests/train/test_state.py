@@ -63,6 +63,18 @@ def test_what_is_no_state_is_refused(tmp_path, content, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_bit_that_changed_is_found(tmp_path):
+    """PyTorch would load it: the parameter is another."""
+    path = tmp_path / "state"
+    state.save({"version": 1, "parameter": torch.full((64,), 1.5)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((64,), 1.5).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path)["parameter"][0] != 1.5
+    with pytest.raises(FileFormatError, match="or damaged"):
+        state.load(path)
+
+
 def test_something_else_is_refused(tmp_path):
     torch.save({"model": {}}, tmp_path / "state")
     with pytest.raises(FileFormatError, match="something else"):

@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -72,6 +73,12 @@ def _lock(file: IO[bytes], path: Path) -> bool:
         return False
 
 
+_UNREADABLE = (
+    *(zipfile.BadZipFile, pickle.UnpicklingError),
+    *(RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError, AttributeError, IndexError),
+)
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read what ``save`` wrote: tensors and plain values only.
 
@@ -79,14 +86,18 @@ def load(path: Path) -> dict[str, Any]:
         FileFormatError: it is something else, or damaged.
     """
     try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.save writes checksums, and torch.load does not look at them
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is another")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of strange pickles, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+    except _UNREADABLE as error:
         raise FileFormatError(
-            f"Cannot resume from {path}: it is no state of a training run ({error})."
+            f"Cannot resume from {path}: it is no state of a training run, or damaged ({error})."
         ) from None
     if not isinstance(state, dict) or "version" not in state:
         raise FileFormatError(
