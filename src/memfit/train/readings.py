@@ -18,6 +18,9 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+_ARRAYS = (torch.Tensor, np.ndarray)
+_TENSORS: frozenset[Any] = frozenset(("rows",))
+_PLAIN: frozenset[Any] = frozenset(("plain",))
 _CHANNELS, _IMAGE = 3, 3
 """Channels of an image in colour, and its dimensions."""
 
@@ -37,17 +40,17 @@ class Readings:
             value: a tuple or a list.
             outer: whether it is the batch itself. A tuple then is what a function returned: columns.
         """
-        kinds = _kinds(value)
-        if kinds == {"plain"}:
+        kinds: frozenset[Any] = _TENSORS if all(map(has_rows, value)) and value else _kinds(value)
+        if kinds == _PLAIN:
             return cls(False, isinstance(value, list) or _is_text(value))
         if len(kinds) != 1 or (outer and isinstance(value, tuple)) or hasattr(value, "_fields"):
             return cls(bool(kinds), False)
-        return cls(not any(_is_bare(entry) for entry in value), True)
+        return cls(kinds == _TENSORS or not any(_is_bare(entry) for entry in value), True)
 
 
 def has_rows(value: object) -> TypeGuard[Any]:
     """Whether a value is a tensor or an array with a first dimension."""
-    return isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
 def sizes_of(value: object, *, outer: bool = False) -> set[int] | None:

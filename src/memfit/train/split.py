@@ -76,6 +76,8 @@ class _Splitter:
 
     def __init__(self, batch: object, whole: int) -> None:
         self._whole = whole
+        self._samples: dict[int, bool] = {}
+        """What each sequence was found to be, for the parts after the first."""
         self._doubtful = len(sizes_of(batch, outer=True) or ()) > 1
         """The batch as a whole may be of another size."""
         # A DataLoader's own collating leaves no samples that hold tensors: where there are some, a collate_fn
@@ -90,7 +92,9 @@ class _Splitter:
             return _like(value, {name: self.part(entry, part) for name, entry in value.items()})
         if not isinstance(value, tuple | list):
             return value
-        if self._is_samples(value, outer=outer):
+        if id(value) not in self._samples:
+            self._samples[id(value)] = self._is_samples(value, outer=outer)
+        if self._samples[id(value)]:
             return value[part]
         parts = [self.part(entry, part) for entry in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
