@@ -130,3 +130,10 @@ def test_the_less_memory_the_smaller_the_parts(pool):
     assert begun_again[0] is None
     assert begun_again[1:] == sorted(begun_again[1:], reverse=True)
     assert {0, 1, 2, 3} <= set(begun_again)
+
+
+@pytest.mark.parametrize("protect", ["always", "auto"])
+def test_an_update_that_is_interrupted_at_any_line_takes_its_loss_scale_along(protect):
+    sweep = Sweep("fp16 with a loss scale, clipped", 0, "Ctrl-C at a line of the engine's", protect)
+    outcomes = {sweep.outcome(at) for at in range(sweep.update, sweep.places)}
+    assert outcomes == {"reported", "torn, and says so", "made, and interrupted afterwards"}

@@ -5,7 +5,7 @@ optimizer.step       parameters, optimizer state     Backup, on the host: made o
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,18 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
 
 
 class Backup:
-    """Parameters and all that an optimizer and its scheduler keep, copied to the host."""
+    """Parameters and all that an optimizer and its scheduler keep, copied to the host; and other tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, others: Iterable[torch.Tensor] = ()
+    ) -> None:
         self._scheduler = scheduler
         self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
         self._state = optimizer.state
         self._known = dict(optimizer.state)
         dicts = [*optimizer.param_groups, *optimizer.state.values()]
-        self._parameters = [_keep(one) for group in optimizer.param_groups for one in group["params"]]
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        self._tensors = [_keep(one) for one in (*parameters, *others)]
         self._dicts = [
             (entries, {name: _keep(value) for name, value in entries.items() if name != "params"})
             for entries in dicts
@@ -82,7 +85,7 @@ class Backup:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in place; what is new is gone."""
-        for put_back in self._parameters:
+        for put_back in self._tensors:
             put_back()
         for key in self._state.keys() - self._known.keys():
             del self._state[key]

@@ -80,6 +80,12 @@ class Scaler:
         if self._scaler is not None:
             self._scaler.forget()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what an update changes in place: the scale, and windows since it grew."""
+        if self._scaler is None:
+            return []
+        return [one for one in (self._scaler._scale, self._scaler._growth_tracker) if one is not None]
+
     def state_dict(self) -> Scale | None:
         """Return what a resumed run needs; None without scaling."""
         if self._scaler is None:

@@ -191,7 +191,8 @@ class Update:
                 )
 
     def _copy(self) -> Backup | None:
-        return Backup(self.optimizer, self.scheduler) if self._is_risky() else None
+        risky = self._is_risky()
+        return Backup(self.optimizer, self.scheduler, self.scaler.tensors()) if risky else None
 
     def _is_risky(self) -> bool:
         if self._protect != "auto":
