@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.train.state import load
+from memfit.train.states.state import load
 
 EPOCHS, SAMPLES = 8, 160
 

@@ -25,8 +25,8 @@ from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
+from memfit.train.data.split import even_sizes
 from memfit.train.engine import Engine
-from memfit.train.split import even_sizes
 from networks import Network, mean_loss
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}

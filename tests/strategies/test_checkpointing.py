@@ -18,9 +18,9 @@ from torch import nn
 from memfit.errors import DivergenceError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.mechanisms.recompute import Region
+from memfit.strategies.mechanisms.replay import BufferHabits
 from memfit.strategies.plan import Plan
-from memfit.strategies.recompute import Region
-from memfit.strategies.replay import BufferHabits
 from memfit.train.engine import Engine
 
 MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])

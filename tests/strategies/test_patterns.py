@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.patterns import modules_named, repeated_blocks
+from memfit.strategies.mechanisms.patterns import modules_named, repeated_blocks
 
 
 class Part(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from memfit.errors import UsageError
-from memfit.train.split import batch_size, even_sizes, split
+from memfit.train.data.split import batch_size, even_sizes, split
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.train import state
+from memfit.train.states import state
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):

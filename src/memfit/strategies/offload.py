@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.copies import Copies, InOrder, SideStream
-from memfit.strategies.forward import Wrapped, wrap_forward, wrappers
-from memfit.strategies.mover import Mover
-from memfit.strategies.patterns import modules_named
-from memfit.strategies.recompute import Region
+from memfit.strategies.mechanisms.copies import Copies, InOrder, SideStream
+from memfit.strategies.mechanisms.forward import Wrapped, wrap_forward, wrappers
+from memfit.strategies.mechanisms.mover import Mover
+from memfit.strategies.mechanisms.patterns import modules_named
+from memfit.strategies.mechanisms.recompute import Region
 from memfit.strategies.typed import check_types
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Offload:
     """
 
     modules: str | tuple[str, ...] = ()
-    """Names, patterns or classes (``strategies/patterns.py``); by default all of the model."""
+    """Names, patterns or classes (``strategies/mechanisms/patterns.py``); by default all of the model."""
     what: Literal["activations", "inputs"] = "activations"
     """All that is saved in them, or what checkpointed ones begin again from."""
     min_bytes: int = 2**20

@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.decorators import mark
-from memfit.strategies.forward import wrap_forward
+from memfit.strategies.mechanisms.forward import wrap_forward
 from memfit.strategies.typed import check_types
 
 Dtype = Literal["bf16", "fp16", "fp32"]

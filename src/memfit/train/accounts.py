@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from memfit.errors import TornUpdateError, UsageError
-from memfit.train.position import Position
+from memfit.train.data.position import Position
 from memfit.train.result import StepResult
 from memfit.train.retry import Moment
 from memfit.train.update import INTERRUPTED, Update

@@ -22,13 +22,13 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
-from memfit.train import resume, state
 from memfit.train.accounts import Accounts
 from memfit.train.callbacks import Callback, Saving
+from memfit.train.data.split import batch_size, split
 from memfit.train.job import Job, Loss
 from memfit.train.result import StepResult
 from memfit.train.setup import job_of, set_up
-from memfit.train.split import batch_size, split
+from memfit.train.states import resume, state
 from memfit.train.update import Protect
 from memfit.train.whole import WholeBatches
 from memfit.train.window import Window

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.train.state import random_state, set_random_state
+from memfit.train.states.state import random_state, set_random_state
 
 _WORDS = (
     *("DefaultCPUAllocator", "not enough memory"),  # of the CPU's allocator

@@ -3,7 +3,7 @@
 import torch
 
 from memfit.strategies.precision import LossScale
-from memfit.train.saved import Scale
+from memfit.train.states.saved import Scale
 
 
 class _GradScaler(torch.amp.GradScaler):

@@ -18,11 +18,11 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.plan import Plan
 from memfit.train.accounts import Accounts
 from memfit.train.batch_norms import warn_of_batch_norms
+from memfit.train.data.split import even_sizes
 from memfit.train.graphs import Graphs
 from memfit.train.job import Loss
 from memfit.train.result import StepResult
 from memfit.train.retry import Moment, out_of_memory
-from memfit.train.split import even_sizes
 from memfit.train.window import Window
 
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.patterns import unwrapped
-from memfit.train.tracked import class_of, groups, named, others, precision_of, steps_of
+from memfit.strategies.mechanisms.patterns import unwrapped
+from memfit.train.states.tracked import class_of, groups, named, others, precision_of, steps_of
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine
-    from memfit.train.saved import Saved
+    from memfit.train.states.saved import Saved
 
 
 def check_suits(engine: "Engine", state: "Saved") -> None:

@@ -18,10 +18,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import UsageError
-from memfit.strategies.fingerprints import Comparing, Recording
-from memfit.strategies.forward import Forward, Wrapped
-from memfit.strategies.replay import BufferHabits, Draws, tensors_in, unseen, version
-from memfit.strategies.saving import keeping
+from memfit.strategies.mechanisms.fingerprints import Comparing, Recording
+from memfit.strategies.mechanisms.forward import Forward, Wrapped
+from memfit.strategies.mechanisms.replay import BufferHabits, Draws, tensors_in, unseen, version
+from memfit.strategies.mechanisms.saving import keeping
 
 if TYPE_CHECKING:
     from memfit.strategies.checkpointing import Checkpointing

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.strategies.global_generators import NUMPY, PYTHON
+from memfit.strategies.mechanisms.global_generators import NUMPY, PYTHON
 
 
 def random_state() -> dict[str, Any]:

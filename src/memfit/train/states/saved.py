@@ -10,7 +10,7 @@ import torch
 from msgspec import Meta
 
 from memfit.errors import FileFormatError
-from memfit.train.state import random_state, set_random_state
+from memfit.train.states.state import random_state, set_random_state
 from memfit.train.window import Window
 
 VERSION = 1

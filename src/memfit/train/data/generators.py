@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
-from memfit.strategies.global_generators import with_arrays, without_arrays
+from memfit.strategies.mechanisms.global_generators import with_arrays, without_arrays
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memfit.strategies.patterns import unwrapped
+from memfit.strategies.mechanisms.patterns import unwrapped
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine

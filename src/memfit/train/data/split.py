@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.train.readings import Readings, common_sizes, has_rows, lengths, looks_like_samples, sizes_of
+from memfit.train.data.readings import Readings, common_sizes, has_rows, lengths, looks_like_samples, sizes_of
 
 _DO = (
     "Give the engine both size=lambda batch: ..., which returns how many samples it has, and "

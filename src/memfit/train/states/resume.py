@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
-from memfit.strategies.patterns import unwrapped
+from memfit.strategies.mechanisms.patterns import unwrapped
 from memfit.train import masters
 from memfit.train.retry import copy_of, parts_of
-from memfit.train.saved import VERSION, checked
-from memfit.train.state import set_random_state
-from memfit.train.suits import check_suits
-from memfit.train.tracked import class_of, groups, named, others, precision_of, steps_of
+from memfit.train.states.saved import VERSION, checked
+from memfit.train.states.state import set_random_state
+from memfit.train.states.suits import check_suits
+from memfit.train.states.tracked import class_of, groups, named, others, precision_of, steps_of
 from memfit.train.update import INTERRUPTED
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine
-    from memfit.train.saved import Saved
+    from memfit.train.states.saved import Saved
 
 
 def state_of(engine: "Engine") -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import DivergenceError
-from memfit.strategies.replay import unseen
+from memfit.strategies.mechanisms.replay import unseen
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Not compared: checkpointing detaches more often in one of the two runs, and autograd clones what is about to

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.strategies.copies import Copies
-from memfit.strategies.replay import unseen, version
+from memfit.strategies.mechanisms.copies import Copies
+from memfit.strategies.mechanisms.replay import unseen, version
 
 
 class Kept:

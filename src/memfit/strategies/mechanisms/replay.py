@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.strategies.global_generators import of_the_host, same_state
+from memfit.strategies.mechanisms.global_generators import of_the_host, same_state
 
 Slot = tuple[int, str]
 """Where a buffer is: the module's place among ``region.modules()``, and the buffer's name in it."""

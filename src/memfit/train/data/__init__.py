@@ -1,0 +1,1 @@
+"""Batches: where a run stands in its data, and how they are divided."""
