@@ -20,8 +20,8 @@ def play(optimizer):
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
 
     def capture(function):
-        """Note a function's work without doing it, as a capture does; replaying leaves its result in "
-        "place."""
+        """Note a function's work without doing it, as a capture does; replaying leaves its result in
+        place."""
         before = Backup(optimizer)
         gradients = [(one.grad, one.grad.clone()) for one in parameters]
         result = function()

@@ -124,8 +124,8 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
 
 
 def test_the_less_memory_the_smaller_the_parts(pool):
-    """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ... "
-    "0."""
+    """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ...
+    0."""
     begun_again = [retried for _, retried in pool.run(Candidate(f"{SWEEP}:capacities", {"points": 8}))]
     assert begun_again[0] is None
     assert begun_again[1:] == sorted(begun_again[1:], reverse=True)

@@ -205,8 +205,8 @@ def test_a_state_that_was_loaded_can_be_saved_before_it_is_used(tmp_path):
 
 
 def with_temperature(**options):
-    """Return an engine whose loss has a parameter of its own, as contrastive losses have, and that "
-    "parameter."""
+    """Return an engine whose loss has a parameter of its own, as contrastive losses have, and that
+    parameter."""
     model, scale = net(dropout=0.0), nn.Parameter(torch.ones(()))
     groups = [{"params": [scale], "lr": 0.5}, {"params": model.parameters()}]
     return memfit.Engine(

@@ -54,8 +54,8 @@ class Checkpointing:
     """
 
     modules: str | tuple[str, ...] = ()
-    """Names, patterns or classes (``strategies/mechanisms/patterns.py``); by default the blocks that a "
-    "model repeats."""
+    """Names, patterns or classes (``strategies/mechanisms/patterns.py``); by default the blocks that a
+    model repeats."""
     every: int = 1
     """Of the modules named take the first, and every so many after it. The last, which would be computed
     again just after it was computed, is then seldom among them."""
