@@ -98,7 +98,8 @@ class Update:
             self.clear()
         self.go_on()
         if self.in_backward is not None:
-            self._backup = self._copy()
+            groups = self.optimizer.param_groups
+            self._backup = self._copy(sum(one.requires_grad for group in groups for one in group["params"]))
 
     def go_on(self) -> None:
         """Take gradients from here on, with those that there are."""
@@ -151,17 +152,18 @@ class Update:
         if found_inf:
             self.scaler.update()
             return True, None
-        if not (self._with_gradients() or (self.in_backward is not None and self.in_backward.stepped)):
+        updated = self._with_gradients()
+        if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
             raise UsageError(
                 "None of the optimizer's parameters has a gradient: are they those of the model that the "
                 "loss comes from?"
             )
         norm = None
         if self._max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._with_gradients(), self._max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(updated, self._max_grad_norm)
         before_step()
         if self.in_backward is None:
-            self._backup = self._copy()
+            self._backup = self._copy(len(updated))
         self._stepping = True
         self._stepper.step()
         master_weights.write(self.masters)
@@ -190,14 +192,15 @@ class Update:
                     "engine after thawing."
                 )
 
-    def _copy(self) -> Backup | None:
-        risky = self._is_risky()
+    def _copy(self, count: int) -> Backup | None:
+        """Copy what an update of so many parameters may change, if it is a risk."""
+        risky = self._is_risky(count)
         return Backup(self.optimizer, self.scheduler, self.scaler.tensors()) if risky else None
 
-    def _is_risky(self) -> bool:
+    def _is_risky(self, count: int) -> bool:
         if self._protect != "auto":
             return self._protect == "always"
-        given_back, count = self._cache_given_back(), len(self._to_be_updated())
+        given_back = self._cache_given_back()
         risky = given_back != self._given_back or count > self._most_gradients
         self._given_back, self._most_gradients = given_back, max(count, self._most_gradients)
         return risky
@@ -205,12 +208,6 @@ class Update:
     def _cache_given_back(self) -> int:
         """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight."""
         return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
-
-    def _to_be_updated(self) -> list[nn.Parameter]:
-        if self.in_backward is None:
-            return self._with_gradients()
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        return [parameter for group in groups for parameter in group if parameter.requires_grad]
 
     def _with_gradients(self) -> list[nn.Parameter]:
         groups = (group["params"] for group in self.optimizer.param_groups)

@@ -1,6 +1,7 @@
 """Where the global generators of Python and NumPy stand.
 
-    words     the generator's memory: a microsecond to read, and enough to see that it has not moved
+    words     its position and a few of its 624 words: no other state has them, for all words are new whenever
+              the position begins anew. Reading all would be as slow as a step's smaller kernels
     state     what ``random.setstate`` and ``numpy.random.set_state`` take: 30 and 120 microseconds
 
 A state is asked for only where the words have moved since the last one. Generators of one's own
@@ -17,11 +18,13 @@ import torch
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 """What the functions of ``random`` are methods of."""
 _HEAD = object.__basicsize__
-_PYTHON_WORDS = (id(_PYTHON) + _HEAD, random.Random.__base__.__basicsize__ - _HEAD)  # type: ignore[union-attr]
-"""Address and bytes of what RandomObject has besides an object's head: a position and 624 words
+_SEEN = 8 * 4
+"""Bytes of the words that are looked at: the first is the same after most seeds."""
+_PYTHON_WORDS = (id(_PYTHON) + _HEAD, 4 + _SEEN)
+"""Address and bytes: what RandomObject has besides an object's head begins with a position, and words follow
 (CPython 3.11 to 3.14, Modules/_randommodule.c)."""
-_NUMPY_WORDS = 624 * 4 + 4
-"""Bytes of ``mt19937_state``: 624 words and a position (numpy/random/src/mt19937/mt19937.h)."""
+_NUMPY_POSITION = 624 * 4
+"""Where in ``mt19937_state`` the position stands: after the words (numpy/random/src/mt19937/mt19937.h)."""
 
 
 class Python:
@@ -58,7 +61,8 @@ class Numpy:
         generator = np.random.mtrand.get_bit_generator()
         words = b""
         if isinstance(generator, np.random.MT19937):
-            words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_WORDS)
+            place = generator.ctypes.state_address
+            words = ctypes.string_at(place + _NUMPY_POSITION, 4) + ctypes.string_at(place, _SEEN)
             if words == self._words:
                 return self._state
         state: dict[str, Any] = without_arrays(np.random.get_state(legacy=False))  # noqa: NPY002 - the global one

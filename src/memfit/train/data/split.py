@@ -10,6 +10,8 @@ import copy
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
+
 from memfit.errors import UsageError
 from memfit.train.data.readings import Readings, common_sizes, has_rows, lengths, looks_like_samples, sizes_of
 
@@ -53,6 +55,8 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
     """
     if len(sizes) == 1:
         return [batch]
+    if isinstance(batch, torch.Tensor):
+        return list(torch.split(batch, sizes))
     splitter, begin, parts = _Splitter(batch, sum(sizes)), 0, []
     for size in sizes:
         parts.append(splitter.part(batch, slice(begin, begin + size), outer=True))
