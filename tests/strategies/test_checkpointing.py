@@ -1,97 +1,25 @@
-"""Checkpointing changes no result: gradients, buffers and random numbers are those of plain training."""
+"""Checkpointing changes no result: gradients and what comes back are those of plain training."""
 
 import copy
 import gc
 import inspect
 import pickle
-import random
 import warnings
 import weakref
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from memfit.errors import DivergenceError, UsageError
+from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.recompute import Region
-from memfit.strategies.mechanisms.replay import BufferHabits
 from memfit.strategies.plan import Plan
 from memfit.train.engine import Engine
-
-MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-
-
-class Block(nn.Module):
-    """What blocks have: norm, dropout, an in-place operation, arguments of all kinds."""
-
-    def __init__(self, width=6, norm=None):
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.norm = norm or nn.LayerNorm(width)
-        self.dropout = nn.Dropout(0.4)
-
-    def forward(self, x, scale=None, *, extra=None):
-        y = self.dropout(self.norm(self.inner(x)).relu_())
-        if scale is not None:
-            y = y * scale
-        return y + (0 if extra is None else extra["shift"])
-
-
-class Net(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.layers = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def net(norm=None, layers=3):
-    torch.manual_seed(1)
-    return Net([Block(norm=norm and norm()) for _ in range(layers)]).train()
-
-
-def train(model, *inputs, steps=2, call=None, backwards=1):
-    """Take steps, and return all that they leave: state, gradients, loss, random numbers."""
-    torch.manual_seed(2)
-    inputs = inputs or (torch.randn(8, 6),)
-    for _ in range(steps):
-        model.zero_grad()
-        loss = (call or (lambda m, *x: m(*x)))(model, *inputs).square().mean()
-        for each in range(backwards):
-            loss.backward(retain_graph=each < backwards - 1)
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {
-        "state": dict(model.state_dict()),
-        "grads": grads,
-        "loss": loss.detach(),
-        "rng": torch.get_rng_state(),
-    }
-
-
-def assert_same(one, other):
-    for kind in ("loss", "rng"):
-        assert torch.equal(one[kind], other[kind]), kind
-    for kind in ("state", "grads"):
-        assert one[kind].keys() == other[kind].keys()
-        for name, value in one[kind].items():
-            same = value is other[kind][name] is None or torch.equal(value, other[kind][name])
-            assert same, f"{kind} {name}"
-
-
-def compare(model, *inputs, settings=None, **options):
-    """Train a copy plain and the model checkpointed; they must come to the same."""
-    plain = train(copy.deepcopy(model), *inputs, **options)
-    revert = (settings or Checkpointing("layers.*")).apply(model)
-    assert_same(plain, train(model, *inputs, **options))
-    revert()
+from regions import MODES, NORMS, Block, Net, Shared, assert_same, compare, net, train
 
 
 def counted(model, name):
@@ -163,126 +91,6 @@ def test_what_comes_back_is_what_the_forward_returned(use_reentrant):
     assert_same(plain, train(model[0], call=call, steps=1))
 
 
-class Ema(nn.Module):
-    """Buffers that are replaced, not written to, and whose values count."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("never", torch.ones(width))
-
-    def forward(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        self.calls += 1
-        return (x - self.mean) / self.calls * self.never
-
-
-class OwnStatistics(nn.Module):
-    """Written to by a kernel that counts no version, in a layer that PyTorch does not know."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.register_buffer("a", torch.zeros(width))
-        self.register_buffer("b", torch.ones(width))
-
-    def forward(self, x):
-        return nn.functional.batch_norm(x, self.a, self.b, training=True) + self.a
-
-
-NORMS = {
-    "statistics of one's own": OwnStatistics,
-    "BatchNorm": lambda: nn.BatchNorm1d(6),
-    "BatchNorm, cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
-    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
-    "replaced buffers": Ema,
-}
-
-
-@MODES
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_buffers_change_once(norm, use_reentrant, backwards):
-    """Row 23. Cumulative statistics and power iterations are also read: they must be found as they were."""
-    settings = Checkpointing("layers.*", use_reentrant=use_reentrant)
-    compare(net(norm), settings=settings, steps=3, backwards=backwards)
-
-
-def test_only_buffers_that_change_are_kept():
-    model = net(Ema)
-    Checkpointing("layers.*").apply(model)
-    region = model.layers[0].forward
-    model(torch.randn(4, 6)).sum().backward()
-    noted = region.habits.note(model.layers[0]).noted
-    assert {name for _, name in noted} == {"mean", "calls"}
-    habits = BufferHabits("the first")
-    first = habits.note(model.layers[0])
-    model(torch.randn(4, 6))
-    habits.learn(first)
-    assert first.noted.keys() == noted.keys()
-
-
-def test_what_changes_is_learnt_anew_in_each_mode():
-    """Statistics stand still in eval mode, and when a part is thawed they do not; here between a forward and
-    its backward, so that the recomputation finds another mode."""
-    model = net(NORMS["BatchNorm"])
-    model.layers[0].eval()
-
-    def call(model, x):
-        y = model(x)
-        model.train()
-        return y
-
-    compare(model, call=call, steps=3)
-
-
-def test_a_buffer_that_is_replaced_late_is_found():
-    class Late(Ema):
-        def forward(self, x):
-            self.never = self.never * 2 if self.calls > 1 else self.never
-            return super().forward(x)
-
-    compare(net(Late), steps=4)
-
-
-def test_a_buffer_that_is_written_late_is_told():
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.register_buffer("count", torch.zeros(()))
-            self.write = False
-
-        def forward(self, x):
-            if self.write:
-                self.count += 1
-            return self.inner(x) + self.count
-
-    model = nn.Sequential(Late())
-    Checkpointing("0").apply(model)
-    model(torch.ones(2, 6)).sum().backward()
-    model[0].write = True
-    with pytest.warns(UserWarning, match=r"0: a forward wrote to count, as those before had not"):
-        model(torch.ones(2, 6)).sum().backward()
-    assert model[0].count == 2, "the step that is warned of"
-    model(torch.ones(2, 6)).sum().backward()
-    assert model[0].count == 3
-
-
-@MODES
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_without_the_generators_state_draws_are_told(use_reentrant, p):
-    """Row 25."""
-    model = net()
-    for layer in model.layers:
-        layer.dropout.p = p
-    Checkpointing("layers.0", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
-    if p:
-        with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers \(layers\.0\.dropout\)"):
-            model(torch.randn(4, 6))
-    model(torch.randn(4, 6)).sum().backward()  # once is enough
-
-
 @MODES
 @pytest.mark.filterwarnings("ignore:Checkpointing .* does not pay")
 @pytest.mark.parametrize("norm", [None, *NORMS.values()], ids=["LayerNorm", *NORMS])
@@ -296,19 +104,6 @@ def test_nested_regions(use_reentrant, norm):
         model = net(norm)
         inner.apply(model)
         compare(model, settings=replace(settings, save_ops=outer_save_ops))
-
-
-class Shared(nn.Module):
-    """One block called twice, and a weight in two places."""
-
-    def __init__(self, norm=None):
-        super().__init__()
-        self.block = Block(norm=norm)
-        self.head = nn.Linear(6, 6, bias=False)
-        self.head.weight = self.block.inner.weight
-
-    def forward(self, x):
-        return self.head(self.block(self.block(x)))
 
 
 @MODES
@@ -325,16 +120,6 @@ def test_autocast_is_found_again(use_reentrant):
             return model(x)
 
     compare(net(), call=call, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True))
-
-
-def test_a_cast_that_autocast_kept_is_no_difference():
-    """The second call finds the weight's cast; its recomputation casts again."""
-
-    def call(model, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(x)
-
-    compare(Shared(), call=call, settings=Checkpointing("block", check=True))
 
 
 @MODES
@@ -400,23 +185,6 @@ def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
         model[0](torch.randn(4, 6), Cache())
 
 
-@MODES
-def test_the_check_takes_tensors_of_all_kinds(use_reentrant):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, x):
-            empty, whole = torch.tensor([]), torch.arange(6) > 2
-            y = self.inner(x)
-            z = torch.complex(y, y).conj().imag * whole + y.double().half().to(torch.float8_e4m3fn).float()
-            z = (2 * z).mul_(y)  # which autograd clones first, in one of the two runs if reentrant
-            return z.sum() + empty.sum() + torch.tensor(2.0)
-
-    compare(nn.Sequential(Odd()), settings=Checkpointing("0", check=True, use_reentrant=use_reentrant))
-
-
 def test_kept_operations_are_not_computed_again():
     ran = []
 
@@ -435,69 +203,6 @@ def test_kept_operations_are_not_computed_again():
     assert addmms(Checkpointing("layers.*")) == 3 + 6
     assert addmms(Checkpointing("layers.*", save_ops=("aten.addmm",))) == 3 + 3
     assert addmms(Checkpointing("layers.*", save_ops="aten.addmm.default", check=True)) == 3 + 3
-
-
-@MODES
-def test_the_check_finds_what_differs_and_names_it(use_reentrant):
-    """Row 33: shapes are the same, values are not."""
-
-    class Forgetful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return self.inner(x * self.calls).tanh()
-
-    for check in (False, True):
-        model = nn.Sequential(nn.Linear(6, 6), Forgetful())
-        Checkpointing("1", check=check, use_reentrant=use_reentrant).apply(model)
-        loss = model(torch.randn(4, 6)).sum()
-        if not check:
-            loss.backward()  # plain checkpointing says nothing
-            continue
-        with pytest.raises(
-            DivergenceError, match=r"region 1: .*aten\.mul\.Tensor -> \[4, 6\] float32 has other values"
-        ):
-            loss.backward()
-
-
-def test_the_check_finds_one_bit():
-    class Flips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.noise = torch.zeros(4, 6)
-
-        def forward(self, x):
-            return self.inner(x + self.noise).tanh()
-
-    model = nn.Sequential(Flips())
-    Checkpointing("0", check=True).apply(model)
-    x = torch.ones(4, 6)
-    loss = model(x).sum()
-    model[0].noise[3, 5] = 2**-23
-    with pytest.raises(DivergenceError, match=r"aten\.add\.Tensor -> \[4, 6\]"):
-        loss.backward()
-
-
-def test_the_check_finds_another_course():
-    class Turns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.turn = False
-
-        def forward(self, x):
-            self.turn = not self.turn
-            return self.inner(x.sin() if self.turn else x.cos())
-
-    model = nn.Sequential(Turns())
-    Checkpointing("0", check=True).apply(model)
-    with pytest.raises(DivergenceError, match=r"the forward did aten\.sin.* recomputation aten\.cos"):
-        model(torch.ones(4, 6)).sum().backward()
 
 
 # Dynamo reads .grad of inputs that are no leaves, whatever wraps the module, and PyTorch warns of it.
@@ -671,67 +376,3 @@ def test_what_does_not_pay_is_told():
         warnings.simplefilter("error")
         Checkpointing("layers.*").apply(net())
         Checkpointing("lstm").apply(nn.ModuleDict({"lstm": nn.LSTM(2, 2)}))
-
-
-class Scaled(Block):
-    """A block that draws from a generator other than PyTorch's, as layers that are dropped at random do."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x):
-        return super().forward(x * self.draw())
-
-
-def uniform():
-    return np.random.rand()  # noqa: NPY002 - the global one
-
-
-def normal():
-    return np.random.randn()  # noqa: NPY002 - keeps back a second number, as random.gauss does
-
-
-@MODES
-@pytest.mark.parametrize(
-    "draw",
-    [random.random, lambda: random.gauss(0, 1), uniform, normal],
-    ids=["random", "gauss", "rand", "randn"],
-)
-def test_what_python_and_numpy_draw_is_drawn_again(use_reentrant, draw):
-    def seeded(model, x):
-        random.seed(3)
-        np.random.seed(3)  # noqa: NPY002 - the global one
-        draw()  # the second of two Gaussian numbers is kept back
-        return model(x), draw()
-
-    model = Net([Scaled(draw) for _ in range(2)])
-    after = []
-
-    def call(model, x):
-        result, drawn = seeded(model, x)
-        after.append(drawn)
-        return result
-
-    compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True), call=call)
-    assert len(set(after)) == 1, "those who draw later do not notice"
-
-
-@MODES
-def test_backward_leaves_pythons_generator_where_it_was(use_reentrant):
-    model = Net([Scaled(random.random)])
-    Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
-    loss = model(torch.ones(2, 6)).sum()
-    stands = random.getstate()
-    loss.backward()
-    assert random.getstate() == stands
-
-
-@MODES
-def test_without_state_what_python_draws_is_told(use_reentrant):
-    model = Net([Scaled(random.random)])
-    for layer in model.layers:
-        layer.dropout.p = 0.0
-    Checkpointing("layers.*", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
-    with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers"):
-        model(torch.randn(4, 6))

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
-from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.in_backward import name_of
 from memfit.strategies.typed import check_types
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class OptimizerState:
             return optimizer
         if optimizer.state:
             raise UsageError(
-                f"{_name(optimizer)} has stepped, and its state would be lost: choose optimizer_state "
+                f"{name_of(optimizer)} has stepped, and its state would be lost: choose optimizer_state "
                 "before, and load a saved state afterwards."
             )
         if self.implementation is not None:
@@ -169,7 +169,7 @@ def _choose(optimizer: Optimizer, implementation: Implementation) -> None:
     chosen, taken = IMPLEMENTATIONS[implementation], inspect.signature(type(optimizer)).parameters
     lacking = [name for name, wanted in chosen.items() if wanted and name not in taken]
     if lacking:
-        raise UsageError(f"{_name(optimizer)} has no {implementation} implementation.")
+        raise UsageError(f"{name_of(optimizer)} has no {implementation} implementation.")
     chosen = {name: wanted for name, wanted in chosen.items() if name in taken}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken} | chosen
     try:
@@ -179,7 +179,7 @@ def _choose(optimizer: Optimizer, implementation: Implementation) -> None:
                 for parameter in group["params"]:
                     _device_dtype_check_for_fused(parameter)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"{_name(optimizer)} cannot be {implementation}: {error}") from None
+        raise UsageError(f"{name_of(optimizer)} cannot be {implementation}: {error}") from None
     _become(optimizer, made)
     # A saved state says how it was made; the choice is of this run.
     optimizer.register_load_state_dict_pre_hook(
@@ -195,7 +195,7 @@ def _of_fewer_bits(optimizer: Optimizer, bits: int, backend: str) -> Optimizer:
     groups = optimizer.param_groups
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise UsageError(
-            f"There is no {_name(optimizer)} of {bits} bits: torch.optim.Adam and torch.optim.AdamW have one."
+            f"There is no {name_of(optimizer)} of {bits} bits: torch.optim.Adam and AdamW have one."
         )
     for option in _REFUSED:
         if any(group.get(option) for group in groups):
@@ -234,7 +234,9 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     """
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise UsageError(f"The step of {_name(optimizer)} was replaced: choose optimizer_state before that.")
+        raise UsageError(
+            f"The step of {name_of(optimizer)} was replaced: choose optimizer_state before that."
+        )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)
     vars(optimizer).update(vars(other) | hooks)
@@ -257,83 +259,3 @@ def _watched(optimizer: Optimizer) -> Callable[..., Any]:
 
     watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return watched
-
-
-# ---- When it steps --------------------------------------------------------------------------------------
-
-
-class StepInBackward:
-    """Updates each parameter in backward, and frees its gradient.
-
-    The optimizer stays the one that counts: its groups, state, ``state_dict`` and scheduler. Its ``step``,
-    at the end, finds no gradient left and only closes the window.
-
-    Args:
-        optimizer: one that treats each parameter by itself.
-
-    Raises:
-        UsageError: it does not, or it is not known to; or it has hooks that want to see gradients.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        module = type(optimizer).step.__module__
-        if not module.startswith(("torch.optim.", "torchao.", "bitsandbytes.")) or isinstance(
-            optimizer, torch.optim.LBFGS
-        ):
-            raise UsageError(
-                f"step_in_backward: {_name(optimizer)} is not known to update each parameter by itself; "
-                "PyTorch's (but LBFGS), torchao's and bitsandbytes' are."
-            )
-        if optimizer._optimizer_step_pre_hooks:
-            raise UsageError("step_in_backward: hooks before the optimizer's step would find no gradients.")
-        # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the script's
-        # last name for them goes, not when the collector runs.
-        self._optimizer = weakref.ref(optimizer)
-        self.active = True
-        """Whether gradients are used: an engine says no between its windows, when backwards are others'."""
-        self.stepped: set[torch.Tensor] = set()
-        """Parameters whose update was begun since the last ``optimizer.step``."""
-        # Without the wrapper that calls step hooks, which are for whole steps.
-        self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.stepped.clear()))
-
-    def hooks(self) -> list[RemovableHandle]:
-        """Return the hooks of the parameters and of the optimizer, to be removed."""
-        return self._hooks
-
-    def _update(self, index: int, parameter: torch.Tensor) -> None:
-        """Update a parameter of a group, if nobody else took its gradient and there still is an optimizer."""
-        optimizer = self._optimizer()
-        if parameter.grad is None or optimizer is None or not self.active:
-            return
-        if parameter in self.stepped:
-            raise UsageError(
-                f"step_in_backward: a parameter of shape {tuple(parameter.shape)} got its gradient in two "
-                "pieces, and the first is used already. One backward to a step; and a module that two "
-                "reentrant checkpoints share needs use_reentrant=False."
-            )
-        self.stepped.add(parameter)  # before, for a step that fails may have changed its state
-        with torch.no_grad():
-            self._step(_with_only(optimizer, index, parameter))
-        parameter.grad = None
-
-
-def _with_only(optimizer: Optimizer, index: int, parameter: torch.Tensor) -> Optimizer:
-    """Return an optimizer as it is now, with one parameter of a group: another object, the same state.
-
-    The object itself is not narrowed, for backward runs in one thread for each device.
-    """
-    group = optimizer.param_groups[index]
-    one: Optimizer = object.__new__(type(optimizer))
-    vars(one).update(vars(optimizer), param_groups=[group | {"params": [parameter]}])
-    return one
-
-
-def _name(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"

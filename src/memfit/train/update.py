@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
-from memfit.strategies.optimizer_state import StepInBackward
+from memfit.strategies.mechanisms.in_backward import StepInBackward
 from memfit.train import masters as master_weights
 from memfit.train.gradients import GradientSums
 from memfit.train.graphs import Graphs

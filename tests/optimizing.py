@@ -1,0 +1,39 @@
+"""A small model, and loops that train it, for tests of optimizers."""
+
+import torch
+from torch import nn
+
+
+def net(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+    )
+
+
+def groups(model):
+    """Return two groups with settings of their own."""
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01, "weight_decay": 0.0}]
+
+
+def loss_of(model, seed):
+    return model(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+
+def train(model, optimizer, steps=5, scheduler=None, first=0):
+    for seed in range(first, first + steps):
+        loss_of(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def same(one, other):
+    return all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

@@ -1,0 +1,160 @@
+"""What a block finds besides its arguments is found again: buffers, and random numbers of all kinds."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.mechanisms.replay import BufferHabits
+from regions import MODES, NORMS, Block, Ema, Net, compare, net
+
+
+@MODES
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_buffers_change_once(norm, use_reentrant, backwards):
+    """Row 23. Cumulative statistics and power iterations are also read: they must be found as they were."""
+    settings = Checkpointing("layers.*", use_reentrant=use_reentrant)
+    compare(net(norm), settings=settings, steps=3, backwards=backwards)
+
+
+def test_only_buffers_that_change_are_kept():
+    model = net(Ema)
+    Checkpointing("layers.*").apply(model)
+    region = model.layers[0].forward
+    model(torch.randn(4, 6)).sum().backward()
+    noted = region.habits.note(model.layers[0]).noted
+    assert {name for _, name in noted} == {"mean", "calls"}
+    habits = BufferHabits("the first")
+    first = habits.note(model.layers[0])
+    model(torch.randn(4, 6))
+    habits.learn(first)
+    assert first.noted.keys() == noted.keys()
+
+
+def test_what_changes_is_learnt_anew_in_each_mode():
+    """Statistics stand still in eval mode, and when a part is thawed they do not; here between a forward and
+    its backward, so that the recomputation finds another mode."""
+    model = net(NORMS["BatchNorm"])
+    model.layers[0].eval()
+
+    def call(model, x):
+        y = model(x)
+        model.train()
+        return y
+
+    compare(model, call=call, steps=3)
+
+
+def test_a_buffer_that_is_replaced_late_is_found():
+    class Late(Ema):
+        def forward(self, x):
+            self.never = self.never * 2 if self.calls > 1 else self.never
+            return super().forward(x)
+
+    compare(net(Late), steps=4)
+
+
+def test_a_buffer_that_is_written_late_is_told():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(()))
+            self.write = False
+
+        def forward(self, x):
+            if self.write:
+                self.count += 1
+            return self.inner(x) + self.count
+
+    model = nn.Sequential(Late())
+    Checkpointing("0").apply(model)
+    model(torch.ones(2, 6)).sum().backward()
+    model[0].write = True
+    with pytest.warns(UserWarning, match=r"0: a forward wrote to count, as those before had not"):
+        model(torch.ones(2, 6)).sum().backward()
+    assert model[0].count == 2, "the step that is warned of"
+    model(torch.ones(2, 6)).sum().backward()
+    assert model[0].count == 3
+
+
+@MODES
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_without_the_generators_state_draws_are_told(use_reentrant, p):
+    """Row 25."""
+    model = net()
+    for layer in model.layers:
+        layer.dropout.p = p
+    Checkpointing("layers.0", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
+    if p:
+        with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers \(layers\.0\.dropout\)"):
+            model(torch.randn(4, 6))
+    model(torch.randn(4, 6)).sum().backward()  # once is enough
+
+
+class Scaled(Block):
+    """A block that draws from a generator other than PyTorch's, as layers that are dropped at random do."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return super().forward(x * self.draw())
+
+
+def uniform():
+    return np.random.rand()  # noqa: NPY002 - the global one
+
+
+def normal():
+    return np.random.randn()  # noqa: NPY002 - keeps back a second number, as random.gauss does
+
+
+@MODES
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), uniform, normal],
+    ids=["random", "gauss", "rand", "randn"],
+)
+def test_what_python_and_numpy_draw_is_drawn_again(use_reentrant, draw):
+    def seeded(model, x):
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002 - the global one
+        draw()  # the second of two Gaussian numbers is kept back
+        return model(x), draw()
+
+    model = Net([Scaled(draw) for _ in range(2)])
+    after = []
+
+    def call(model, x):
+        result, drawn = seeded(model, x)
+        after.append(drawn)
+        return result
+
+    compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True), call=call)
+    assert len(set(after)) == 1, "those who draw later do not notice"
+
+
+@MODES
+def test_backward_leaves_pythons_generator_where_it_was(use_reentrant):
+    model = Net([Scaled(random.random)])
+    Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
+    loss = model(torch.ones(2, 6)).sum()
+    stands = random.getstate()
+    loss.backward()
+    assert random.getstate() == stands
+
+
+@MODES
+def test_without_state_what_python_draws_is_told(use_reentrant):
+    model = Net([Scaled(random.random)])
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    Checkpointing("layers.*", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
+    with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers"):
+        model(torch.randn(4, 6))
