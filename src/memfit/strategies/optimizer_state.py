@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.in_backward import name_of
+from memfit.strategies.mechanisms.optimizers import name_of
 from memfit.strategies.typed import check_types
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.optimizers import parameters_of
 
 WARM_UP = 3
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
@@ -133,7 +134,7 @@ class Graphs:
     def step(self) -> None:
         """Step the optimizer, by the graph if it is as it was captured."""
         if not self.warm:
-            self._updated = [one for one in _parameters(self._optimizer) if one.grad is not None]
+            self._updated = [one for one in parameters_of(self._optimizer) if one.grad is not None]
             self._optimizer.step()
             return
         settings = _settings(self._optimizer)
@@ -170,7 +171,7 @@ def graphs(optimizer: torch.optim.Optimizer) -> Graphs:
     Raises:
         UsageError: parameters are not on a GPU, or the optimizer has no capturable implementation.
     """
-    device = next(_parameters(optimizer)).device
+    device = next(parameters_of(optimizer)).device
     if device.type != "cuda":
         raise UsageError(f"cuda_graphs need parameters on a GPU, and here they are on the {device.type}.")
     for group in optimizer.param_groups:
@@ -195,12 +196,8 @@ def _kind(leaf: Any) -> Any:
     return leaf
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+    return [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.strategies.mechanisms.optimizers import parameters_of
 from memfit.train.states.state import random_state, set_random_state
 
 _WORDS = (
@@ -75,8 +76,7 @@ class Backup:
         self._state = optimizer.state
         self._known = dict(optimizer.state)
         dicts = [*optimizer.param_groups, *optimizer.state.values()]
-        parameters = (one for group in optimizer.param_groups for one in group["params"])
-        self._tensors = [_keep(one) for one in (*parameters, *others)]
+        self._tensors = [_keep(one) for one in (*parameters_of(optimizer), *others)]
         self._dicts = [
             (entries, {name: _keep(value) for name, value in entries.items() if name != "params"})
             for entries in dicts

@@ -16,7 +16,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply_to_model, on_revert, revert
 from memfit.strategies.plan import Plan
-from memfit.strategies.precision import Precision
+from memfit.strategies.precision import Precision, device_type
 from memfit.train import masters
 from memfit.train.batch_norms import warn_of_batch_norms
 from memfit.train.gradients import gradient_sums
@@ -102,7 +102,7 @@ def _set_up(
     update = Update(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,
-        Scaler(precision.loss_scale, next(model.parameters()).device.type),
+        Scaler(precision.loss_scale, device_type(model)),
         sums,
         full,
         max_grad_norm=max_grad_norm,

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.mechanisms.in_backward import StepInBackward
+from memfit.strategies.mechanisms.optimizers import parameters_of
 from memfit.train import masters as master_weights
 from memfit.train.gradients import GradientSums
 from memfit.train.graphs import Graphs
@@ -76,8 +77,7 @@ class Update:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters
         self._max_grad_norm, self._protect = max_grad_norm, protect
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+        self._devices = {one.device for one in parameters_of(optimizer) if one.is_cuda}
         self._given_back, self._most_gradients = self._cache_given_back(), 0
         self.graphs = graphs
         self._stepper = graphs or optimizer
@@ -98,8 +98,7 @@ class Update:
             self.clear()
         self.go_on()
         if self.in_backward is not None:
-            groups = self.optimizer.param_groups
-            self._backup = self._copy(sum(one.requires_grad for group in groups for one in group["params"]))
+            self._backup = self._copy(sum(one.requires_grad for one in parameters_of(self.optimizer)))
 
     def go_on(self) -> None:
         """Take gradients from here on, with those that there are."""
@@ -210,8 +209,7 @@ class Update:
         return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
 
     def _with_gradients(self) -> list[nn.Parameter]:
-        groups = (group["params"] for group in self.optimizer.param_groups)
-        return [parameter for group in groups for parameter in group if parameter.grad is not None]
+        return [one for one in parameters_of(self.optimizer) if one.grad is not None]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]

@@ -12,15 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
-
-
-def name_of(optimizer: Optimizer) -> str:
-    """Return what an optimizer is called in messages.
-
-    >>> name_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
-    "torch's SGD"
-    """
-    return f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
+from memfit.strategies.mechanisms.optimizers import name_of
 
 
 class StepInBackward:
