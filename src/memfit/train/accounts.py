@@ -48,11 +48,14 @@ class Accounts:
     def backward(self, window: Window, loss: torch.Tensor, weight: float | None) -> None:
         """Go backward from a micro-batch's mean loss."""
         self.expect_whole()
-        with self.update.or_undone():
+        try:
             root = window.add(loss, weight)
             if root is not None:
                 root = self.update.scaler.scaled(root)
                 root.backward()  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            self.update.undo(error)
+            raise
         self.count(window, loss)
 
     def count(self, window: Window, loss: torch.Tensor) -> None:
@@ -65,10 +68,13 @@ class Accounts:
         """Update from a window's gradients."""
         self.expect_whole()
         update, scale = self.update, self.update.scaler.scale
-        with update.or_undone():
+        try:
             loss = window.mean_loss()
             window.interrupted = True
             found_inf, norm = update.make(window, lambda: self.tell("on_optimizer_step_begin"))
+        except BaseException as error:
+            update.undo(error)
+            raise
         self.drop()
         self.position.close()
         self.optimizer_step += not found_inf

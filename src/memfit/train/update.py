@@ -8,8 +8,7 @@
 Where the optimizer steps in backward, all this is before the window's end: the copy is made when it begins.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -116,25 +115,20 @@ class Update:
         if self.in_backward is not None:
             self.in_backward.stepped.clear()
 
-    @contextmanager
-    def or_undone(self) -> Iterator[None]:
-        """Put back what an update changed that does not come to its end.
+    def undo(self, error: BaseException) -> None:
+        """Put back what an update changed that an exception ended.
 
         Raises:
             TornUpdateError: memory ran out, and there was no copy to put back.
         """
-        try:
-            yield
-        except BaseException as error:
-            self.scaler.forget()
-            self._most_gradients = 0  # what failed may fail again: the next update is a risk, too
-            if self.torn and self._backup is not None:
-                self._backup.restore()
-                master_weights.write(self.masters)
-                self.done()
-            elif self.torn and out_of_memory(error):
-                raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
-            raise
+        self.scaler.forget()
+        self._most_gradients = 0  # what failed may fail again: the next update is a risk, too
+        if self.torn and self._backup is not None:
+            self._backup.restore()
+            master_weights.write(self.masters)
+            self.done()
+        elif self.torn and out_of_memory(error):
+            raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
 
     def make(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
         """Update from a window's gradients; return whether one was not finite, and their norm if clipped.

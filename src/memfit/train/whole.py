@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.replay import tensors_in, version
 from memfit.strategies.plan import Plan
 from memfit.train.accounts import Accounts
 from memfit.train.batch_norms import warn_of_batch_norms
@@ -62,8 +62,8 @@ class WholeBatches:
         accumulation = self._plan.accumulation
         divided = self.finer > 1 or (accumulation is not None and accumulation.several)
         samples = self._size(batch) if divided else None
-        tensors = [one for one in tree_leaves(batch) if torch.is_tensor(one)] if self._retry else []
-        versions = [one._version for one in tensors]
+        tensors = tensors_in(batch) if self._retry else []
+        versions = [version(one) for one in tensors]
         moment = Moment.of(self._model) if self._retry else None
         graphs = accounts.update.graphs
         with nullcontext() if graphs is None else graphs.window():
@@ -152,7 +152,7 @@ class WholeBatches:
 
 
 def _expect_unchanged(tensors: list[torch.Tensor], versions: list[int]) -> None:
-    if versions != [one._version for one in tensors]:
+    if versions != [version(one) for one in tensors]:
         raise UsageError(
             "Memory ran out, and the batch cannot be begun again: the loss, or the model, has changed it in "
             "place. Make that operation out of place."

@@ -37,7 +37,7 @@ class Window:
     interrupted: bool = False
     """Whether a backward, or the update, was begun and not ended: gradients are not what they are to be."""
     loss: torch.Tensor | None = None
-    """Sum of the losses times their weights, detached."""
+    """Sum of the losses by their divisors, detached."""
 
     def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor | None:
         """Count a micro-batch's mean loss; return what to go backward from, None if it weighs nothing.
@@ -64,12 +64,10 @@ class Window:
         self.weight += share
         if not share or self.total is None:
             return None
-        if self.loss is None:  # in full precision: a sum of bf16 losses stands still
-            self.loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
-        else:
-            self.loss.add_(loss.detach(), alpha=share)
         divisor = self.total / share
-        return loss if divisor == 1.0 else loss / divisor
+        root = loss if divisor == 1.0 else loss / divisor
+        self.loss = _plus(self.loss, root.detach() if _is_full(loss) else loss.detach().float() / divisor)
+        return root
 
     @property
     def correction(self) -> float:
@@ -86,8 +84,18 @@ class Window:
             raise UsageError(
                 "The window weighs nothing: it has no micro-batch, or none with tokens or samples."
             )
-        return self.loss / self.weight
+        return self.loss if self.correction == 1.0 else self.loss * self.correction
 
     def state_dict(self) -> dict[str, Any]:
         """Return the accounts as plain values and a tensor."""
         return asdict(self)
+
+
+def _is_full(loss: torch.Tensor) -> bool:
+    """Whether losses add up as they are: a sum of bf16 losses stands still."""
+    return loss.dtype.itemsize >= torch.float32.itemsize
+
+
+def _plus(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    # The first is copied: it may be where a graph puts the next loss, too.
+    return part.clone() if total is None else total.add_(part)

@@ -20,9 +20,9 @@ _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _HEAD = object.__basicsize__
 _SEEN = 8 * 4
 """Bytes of the words that are looked at: the first is the same after most seeds."""
-_PYTHON_WORDS = (id(_PYTHON) + _HEAD, 4 + _SEEN)
-"""Address and bytes: what RandomObject has besides an object's head begins with a position, and words follow
-(CPython 3.11 to 3.14, Modules/_randommodule.c)."""
+_PYTHON_WORDS = (ctypes.c_char * (4 + _SEEN)).from_address(id(_PYTHON) + _HEAD)
+"""What RandomObject has besides an object's head begins with a position, and words follow (CPython 3.11 to
+3.14, Modules/_randommodule.c)."""
 _NUMPY_POSITION = 624 * 4
 """Where in ``mt19937_state`` the position stands: after the words (numpy/random/src/mt19937/mt19937.h)."""
 
@@ -37,7 +37,7 @@ class Python:
     def get_state(self) -> Any:
         """Return where it stands; the same object as before, if it has not moved."""
         # gauss() makes two numbers and keeps one, which is given out without moving the words.
-        words = (ctypes.string_at(*_PYTHON_WORDS), _PYTHON.gauss_next)  # type: ignore[attr-defined]
+        words = (_PYTHON_WORDS.raw, _PYTHON.gauss_next)  # type: ignore[attr-defined]
         if words != self._words:
             self._words, self._state = words, random.getstate()
         return self._state
@@ -51,7 +51,9 @@ class Numpy:
     """The generator behind ``numpy.random.rand`` and its like."""
 
     def __init__(self) -> None:
-        self._words = b""
+        self._generator: Any = None
+        self._position, self._head = ctypes.c_int(), (ctypes.c_char * _SEEN)()
+        self._words: Any = None
         self._state: dict[str, Any] = {}
 
     def get_state(self) -> dict[str, Any]:
@@ -59,15 +61,20 @@ class Numpy:
         import numpy as np
 
         generator = np.random.mtrand.get_bit_generator()
-        words = b""
-        if isinstance(generator, np.random.MT19937):
-            place = generator.ctypes.state_address
-            words = ctypes.string_at(place + _NUMPY_POSITION, 4) + ctypes.string_at(place, _SEEN)
-            if words == self._words:
-                return self._state
+        if generator is not self._generator:
+            self._generator, self._words = generator, None
+            if isinstance(generator, np.random.MT19937):
+                place = generator.ctypes.state_address
+                self._position = ctypes.c_int.from_address(place + _NUMPY_POSITION)
+                self._head = (ctypes.c_char * _SEEN).from_address(place)
+        words = self._position.value, self._head.raw
+        if words == self._words:
+            return self._state
         state: dict[str, Any] = without_arrays(np.random.get_state(legacy=False))  # noqa: NPY002 - the global one
-        # Where it kept back a second Gaussian number, that can be drawn without moving the words.
-        self._words, self._state = (b"", {}) if state["has_gauss"] else (words, state)
+        # Where it kept back a second Gaussian number, that can be drawn without moving the words; of other
+        # kinds of generators they are not known.
+        fixed = isinstance(generator, np.random.MT19937) and not state["has_gauss"]
+        self._words, self._state = (words, state) if fixed else (None, {})
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
