@@ -139,6 +139,14 @@ def test_a_loader_without_the_generator_is_refused(tmp_path):
         run.fit(DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True), epochs=3)
 
 
+def test_a_loader_of_other_batches_is_refused(tmp_path):
+    fit(of_its_own, SavesAndStops(tmp_path / "run", 3))
+    run = engine(net())
+    run.load(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"had batches of 4 .* has batches of 8"):
+        run.fit(DataLoader(TensorDataset(*samples()), batch_size=8, shuffle=True), epochs=3)
+
+
 def test_lasting_workers_are_warned_of(tmp_path):
     class Lasting(list):
         persistent_workers = True

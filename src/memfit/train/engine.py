@@ -24,6 +24,7 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
 from memfit.train.accounts import Accounts
 from memfit.train.callbacks import Callback, Saving
+from memfit.train.data.position import batch_size_of
 from memfit.train.data.split import batch_size, split
 from memfit.train.job import Job, Loss
 from memfit.train.result import StepResult
@@ -311,8 +312,8 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 
 def _expect_batches_of(size: int | None, loader: Iterable[Any], name: str, what: str) -> None:
-    given = getattr(loader, "batch_size", None)
-    if size is not None and isinstance(given, int) and given != size:
+    given = batch_size_of(loader)
+    if size is not None and given is not None and given != size:
         raise UsageError(
             f"The loader's batch_size is {given}, and {name}={size}: here each of its batches makes {what}. "
             "fit and step take whole batches and divide them; windows takes micro-batches."

@@ -29,12 +29,14 @@ class Position:
         consumed: micro-batches of the epoch whose windows are closed.
         began: random numbers at the beginning of the epoch; None between epochs.
         before: random numbers before the open window was fetched; None if there is none.
+        batch_size: of the loader's batches, if it says.
         carried: micro-batches of the last epoch that wait for this one.
     """
 
     consumed: int = 0
     began: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
+    batch_size: int | None = None
     carried: list[Any] = field(default_factory=list)
     _from_last: int = 0  # micro-batches of this epoch that were carried over to it: they come first
     _open: int = 0
@@ -52,6 +54,13 @@ class Position:
         """
         self._own = own_generators(loader)
         place, now = self._resumed or ({}, {})
+        self.batch_size = batch_size_of(loader)
+        sizes = {place["batch_size"], self.batch_size} - {None} if place.get("consumed") else set()
+        if len(sizes) > 1:
+            raise UsageError(
+                f"Cannot resume inside an epoch: the loader had batches of {place['batch_size']} when the "
+                f"state was saved, and has batches of {self.batch_size}. Give it the data that it had."
+            )
         self._resumed = None
         inside = place.get("began") is not None
         if inside:
@@ -134,6 +143,7 @@ class Position:
             "carried": self._from_last,
             "began": self.began,
             "before": self.before,
+            "batch_size": self.batch_size,
         }
 
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
@@ -141,6 +151,12 @@ class Position:
         self.began = self.before = None
         self.carried, self.consumed, self._open = [], state["consumed"], 0
         self._resumed = state, random
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return how many samples a loader's batches have; None if it does not say."""
+    given = getattr(loader, "batch_size", None)
+    return given if isinstance(given, int) else None
 
 
 def _warn_of_lasting_workers(loader: Any) -> None:

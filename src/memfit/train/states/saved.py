@@ -36,6 +36,7 @@ class Place(TypedDict):
     carried: Count
     began: Random | None
     before: Random | None
+    batch_size: Some | None
 
 
 class Scale(TypedDict):
