@@ -9,6 +9,7 @@ and what there is of state are compared.
 
 import gc
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
             engine.step(next(walk))
         return engine, walk, next(walk)
 
+    warnings.filterwarnings("ignore", message=".*batch norms")
     gc.collect()
     gc.freeze()  # what is there stays, and need not be looked at each time
     engine, walk, batch = begin()
