@@ -234,10 +234,25 @@ def test_fit_goes_on_where_it_was_stopped():
     run, reference = engine(ours, callbacks=[Stops()]), engine(plain)
     for one, times in ((run, 2), (reference, 1)):
         torch.manual_seed(5)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
         for _ in range(times):
-            one.fit(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True), epochs=2)
+            one.fit(loader, epochs=2)
     assert run.optimizer_step == reference.optimizer_step == 12
     assert same(ours, plain)
+
+
+def test_fit_with_other_data_than_it_was_stopped_in_begins_with_their_first():
+    class Stops(memfit.Callback):
+        def on_window_end(self, engine, result):
+            if engine.optimizer_step == 2:
+                engine.stop()
+
+    run = engine(net(), callbacks=[Stops()])
+    run.fit([batch(4)] * 3)
+    seen = []
+    run.fit((seen.append(number) or batch(4) for number in range(2)), epochs=1)
+    assert seen == [0, 1]
+    assert run.optimizer_step == 4
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 4])

@@ -44,6 +44,11 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
                 f"{type(strategy).__name__} is a matter of the training loop: give the plan to "
                 "memfit.Engine, or leave it out here."
             )
+    if plan.precision is not None and plan.precision.loop:
+        raise UsageError(
+            f"Precision: {plan.precision.loop} is a matter of the training loop: give the plan to "
+            "memfit.Engine, or leave it out here."
+        )
     return apply_to_model(model, plan)
 
 

@@ -149,7 +149,7 @@ class OptimizerState:
                     )
         if self.implementation is None and self.bits == 32:  # noqa: PLR2004
             return optimizer
-        if optimizer.state:
+        if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad begins with one, at 0
             raise UsageError(
                 f"{name_of(optimizer)} has stepped, and its state would be lost: choose optimizer_state "
                 "before, and load a saved state afterwards."

@@ -113,6 +113,14 @@ class Precision:
             )
 
     @property
+    def loop(self) -> str:
+        """The setting, if there is one, that a training loop carries out and no model can."""
+        if self.master_weights:
+            return "master_weights"
+        # The default is whatever GradScaler a loop has.
+        return "loss_scale" if self.loss_scale not in (None, LossScale()) else ""
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The same in PyTorch's terms."""
         dtype: torch.dtype = getattr(torch, DTYPES[self.dtype])

@@ -49,6 +49,8 @@ class Accounts:
         """Go backward from a micro-batch's mean loss."""
         self.expect_whole()
         try:
+            if (factor := window.make_room(weight)) != 1.0:
+                self.update.multiply(factor)
             root = window.add(loss, weight)
             if root is not None:
                 root = self.update.scaler.scaled(root)
@@ -72,13 +74,17 @@ class Accounts:
             loss = window.mean_loss()
             window.interrupted = True
             found_inf, norm = update.make(window, lambda: self.tell("on_optimizer_step_begin"))
+            self.drop()
         except BaseException as error:
             update.undo(error)
             raise
-        self.drop()
         self.position.close()
         self.optimizer_step += not found_inf
         update.done()
+        failure, update.failure = update.failure, None
+        if failure is not None:
+            failure.add_note("The optimizer had stepped: the update is made, and counted.")
+            raise failure
         if not found_inf:
             self.tell("on_optimizer_step_end")
         result = StepResult(
@@ -88,9 +94,9 @@ class Accounts:
         return result
 
     def drop(self) -> None:
-        """Have no window, and no gradients."""
-        self.window = None
+        """Have no gradients, and no window."""
         self.update.clear()
+        self.window = None
 
     def give_up(self, moment: Moment | None) -> None:
         """Be as before the open window; if it is closed already, that stays."""

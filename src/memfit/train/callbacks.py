@@ -104,7 +104,7 @@ class EarlyStopping(Callback):
     def on_epoch_end(self, engine: "Engine") -> None:
         """Compare, and stop when patience is at its end."""
         if self._metric is not None:
-            value = self._metric(engine)
+            value = float(self._metric(engine))
         elif self._sum is not None:
             value = float(self._sum) / self._updates
         else:
@@ -128,7 +128,9 @@ class EarlyStopping(Callback):
 
 
 class Saving(Callback):
-    """Saves the run to a file, whole or not at all, after every so many windows and at the end.
+    """Saves the run to a file, whole or not at all: every so many windows, after epochs and at ``fit``'s end.
+
+    At an end by an exception, too, if the run is whole then: no window is open, no update torn.
 
     Args:
         path: the file; each save takes the place of the one before.
@@ -139,13 +141,22 @@ class Saving(Callback):
         if every < 1:
             raise UsageError(f"Saving: every={every} must be at least 1.")
         self._path, self._every, self._windows = path, every, 0
+        self._saved = True
 
     def on_window_end(self, engine: "Engine", result: "StepResult") -> None:  # noqa: ARG002
         """Save, if it is time."""
         self._windows += 1
-        if self._windows % self._every == 0:
+        self._saved = self._windows % self._every == 0
+        if self._saved:
             engine.save(self._path)
 
     def on_epoch_end(self, engine: "Engine") -> None:
         """Save at the end of an epoch, too."""
         engine.save(self._path)
+        self._saved = True
+
+    def on_fit_end(self, engine: "Engine") -> None:
+        """Save what was trained since."""
+        if not self._saved and engine.is_whole:
+            engine.save(self._path)
+            self._saved = True

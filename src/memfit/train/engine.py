@@ -92,8 +92,10 @@ class Engine:
         update = set_up(whole, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
         self.model, self.plan = whole.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
-        if isinstance(callbacks, Callback):
-            raise UsageError("Engine(callbacks=[...]) takes a list of callbacks.")
+        if isinstance(callbacks, Callback) or not all(isinstance(one, Callback) for one in callbacks):
+            raise UsageError(
+                "Engine(callbacks=[...]) takes a list of callbacks, such as memfit.Saving(path)."
+            )
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
         self.epoch = 0
         """Passes of ``fit`` over the data so far."""
@@ -118,6 +120,11 @@ class Engine:
     def optimizer_step(self) -> int:
         """Updates so far."""
         return self._accounts.optimizer_step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run stands between windows, and its last update is made or undone."""
+        return self._accounts.window is None and not self._accounts.update.torn
 
     @property
     def notes(self) -> list[str]:
@@ -160,7 +167,7 @@ class Engine:
         self.epochs = epochs
         self.batches = _length(loader)
         self._stopped = False
-        self._go_on_inside_epoch()
+        self._go_on_inside_epoch(loader)
         tell("on_fit_begin")
         try:
             while self.epoch < epochs and not self._stopped:
@@ -169,16 +176,21 @@ class Engine:
                     result = self.step(batch)
                     if self._stopped:
                         return result
+                if self.epoch and not self.batch:
+                    raise UsageError(
+                        f"The loader gave no batch in epoch {self.epoch + 1}: a generator can be gone "
+                        "through once. Give fit what can be gone through once an epoch."
+                    )
                 self.epoch += 1
                 tell("on_epoch_end")
         finally:
             tell("on_fit_end")
         return result
 
-    def _go_on_inside_epoch(self) -> None:
+    def _go_on_inside_epoch(self, loader: Iterable[Any]) -> None:
         """Have ``fit`` begin where it was stopped in an epoch, as it would from a saved state."""
         position = self._accounts.position
-        if position.began is not None:
+        if position.began is not None and position.loader is loader:
             position.load_state_dict(position.state_dict(0), position.random())
 
     def stop(self) -> None:
@@ -226,6 +238,7 @@ class Engine:
         state was saved: give it the same data.
         """
         accounts, settings = self._accounts, self._accumulation
+        self._expect_no_graphs()
         _expect_batches_of(settings.micro_batch_size, loader, "micro_batch_size", "a micro-batch")
         steps = settings.gradient_accumulation_steps or 1
         for group in accounts.position.groups(loader, steps, settings.partial_window):
@@ -246,11 +259,20 @@ class Engine:
         """
         accounts = self._accounts
         window = accounts.window
+        self._expect_no_graphs()
         if window is None:
             planned = self._accumulation.gradient_accumulation_steps or 1
             window = accounts.open(Window(planned, by_hand=True))
         accounts.backward(window, loss, weight)
+        accounts.position.taken()
         return accounts.close(window) if window.by_hand and window.done == window.planned else None
+
+    def _expect_no_graphs(self) -> None:
+        if self._accounts.update.graphs is not None:
+            raise UsageError(
+                "cuda_graphs=True captures a forward and its backward, which in a loop of one's own are the "
+                "loop's: use engine.fit or engine.step, or leave cuda_graphs out."
+            )
 
     def drop(self) -> None:
         """Leave out an open window, with its gradients: in a loop of one's own, after a failed backward."""
@@ -348,6 +370,7 @@ class Micros:
         """Hand out the micro-batches; after the last one, update."""
         for item in self._items[self._window.done :]:
             done = self._window.done
+            self._engine._accounts.position.hand_out()
             yield item
             if self._window.done != done + 1:
                 raise UsageError(

@@ -69,6 +69,11 @@ class GradientSums:
         """Go on from a sum."""
         self._sums[parameter] = total.to(self._dtype)
 
+    def multiply(self, factor: float) -> None:
+        """Multiply the sums so far."""
+        for total in self._sums.values():
+            total.mul_(factor)
+
     def put_back(self, factor: float) -> None:
         """Give what the optimizer updates the sums times a factor, rounded to its dtype once."""
         while self._sums:

@@ -8,10 +8,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from memfit.strategies.mechanisms.global_generators import PYTHON
 
-from memfit.train.callbacks import Callback
+_BEFORE = PYTHON.get_state()
+from rich.console import Console  # noqa: E402 - draws random numbers when it is imported, which are the script's
+from rich.progress import (  # noqa: E402
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+PYTHON.set_state(_BEFORE)
+
+from memfit.train.callbacks import Callback  # noqa: E402
 
 if TYPE_CHECKING:
     from memfit.train.engine import Engine

@@ -1,18 +1,22 @@
 """Beginning again when memory runs out: what was changed is put back.
 
-forward, backward    random numbers and buffers      Moment, kept where they are: small
+forward, backward    random numbers and buffers      Moment, where they are: those alone that steps write to
 optimizer.step       parameters, optimizer state     Backup, on the host: made only where it may be needed
 """
 
 import copy
+import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.strategies.mechanisms.optimizers import parameters_of
+from memfit.strategies.mechanisms.replay import version
 from memfit.train.states.state import random_state, set_random_state
 
 _WORDS = (
@@ -30,29 +34,126 @@ def out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and out_of_memory(error.__cause__)
 
 
+Place = tuple[nn.Module, str, torch.Tensor | None]
+"""A module, the name of a buffer of its own, and the buffer itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where random numbers and a model's buffers stood: running means, counters, and whatever else."""
+    """Where random numbers and a model's buffers stood: running means, counters, and whatever else.
+
+    Columns: a buffer's place, its version, and a copy of what was in it; None of one that steps leave alone.
+    """
 
     random: dict[str, Any]
-    buffers: tuple[tuple[nn.Module, str, torch.Tensor, torch.Tensor], ...]
-    """Module, name, the buffer itself, and what was in it."""
+    places: list[Place]
+    versions: list[int]
+    contents: list[torch.Tensor | None]
 
-    @classmethod
-    def of(cls, model: nn.Module) -> "Moment":
-        """Note how things stand."""
-        return cls(random_state(), tuple((*place, place[2].clone()) for place in _buffers(model)))
+    @property
+    def lost(self) -> str:
+        """Name the buffers that were written to, and of which there is no copy; empty if there are none."""
+        columns = zip(self.places, self.versions, self.contents, strict=True)
+        return ", ".join(
+            name
+            for (_, name, tensor), before, content in columns
+            if content is None and version(tensor) != before
+        )
 
     def restore(self) -> None:
         """Put all back, in place."""
         set_random_state(self.random)
+        if self.lost:
+            warnings.warn(
+                f"{self.lost}: written to in the step that is undone, and in none before: it stays as it is.",
+                stacklevel=2,
+            )
         with torch.no_grad():
-            for module, name, buffer, content in self.buffers:
-                buffer.copy_(content)
-                module._buffers[name] = buffer  # a forward may have put another there
+            for (module, name, tensor), content in zip(self.places, self.contents, strict=True):
+                if tensor is not None and content is not None:
+                    tensor.copy_(content)
+                module._buffers[name] = tensor  # a forward may have put another there
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+class Moments:
+    """Notes where things stand before each step of a model, and learns which buffers its steps write to.
+
+    The first time all are copied, to the host; from then on those alone, where they are: masks, tables and
+    frozen weights cost nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._written: set[tuple[nn.Module, str]] | None = None
+        self._copies = Copies()
+
+    def note(self) -> Moment:
+        """Note how things stand."""
+        places = list(_buffers(self._model))
+        contents: list[torch.Tensor | None] = [None] * len(places)
+        if self._written is None:
+            contents = [None if one is None else one.detach().to("cpu", copy=True) for _, _, one in places]
+        elif places:
+            chosen = {at: place[2] for at, place in enumerate(places) if self._is_written(place)}
+            for at, copied in zip(chosen, self._copies.of(list(chosen.values())), strict=True):
+                contents[at] = copied
+        return Moment(random_state(), places, [version(one) for _, _, one in places], contents)
+
+    def learn(self, moment: Moment) -> None:
+        """See what a step that was noted has written to."""
+        first = self._written is None
+        written = self._written = self._written or set()
+        for (module, name, one), before, content in zip(
+            moment.places, moment.versions, moment.contents, strict=True
+        ):
+            # Kernels may write without counting a version: looked for once, for it waits for the device.
+            if version(one) != before or (first and not _is_same(one, content)):
+                written.add((module, name))
+
+    def _is_written(self, place: Place) -> bool:
+        # Batch normalization's kernels write without counting, and begin to when evaluation ends.
+        module, name, one = place
+        known = (module, name) in (self._written or ())
+        return one is not None and (known or (isinstance(module, _NormBase) and module.training))
+
+
+class Copies:
+    """Copies of tensors that are copied again and again: by few operations, into the same memory."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor | None] = []
+        self._copies: list[torch.Tensor | None] = []
+        self._shapes: list[Any] = []
+        self._kinds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def of(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return copies of tensors; those of the last time are overwritten."""
+        shapes = [None if one is None else one.shape for one in tensors]
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if same and shapes == self._shapes:
+            for to, of in self._kinds:
+                torch._foreach_copy_(to, of)
+            return self._copies
+        self._tensors, self._shapes = tensors, shapes
+        self._copies = [None if one is None else one.clone() for one in tensors]
+        kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for one, copied in zip(tensors, self._copies, strict=True):
+            if one is not None and copied is not None:
+                to, of = kinds.setdefault((one.dtype, one.device), ([], []))
+                to.append(copied)
+                of.append(one)
+        self._kinds = list(kinds.values())
+        return self._copies
+
+
+def _is_same(tensor: torch.Tensor | None, content: torch.Tensor | None) -> bool:
+    if tensor is None or content is None:
+        return True
+    return tensor.layout is torch.strided and torch.equal(tensor.detach().cpu(), content)
+
+
+def _buffers(model: nn.Module) -> Iterator[Place]:
     # As model.modules() does, which takes a microsecond a module more: this is done before each step.
     modules, seen = [model], {model}
     for module in modules:
@@ -61,8 +162,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
                 seen.add(child)
                 modules.append(child)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
+            yield module, name, buffer
 
 
 class Backup:

@@ -1,9 +1,15 @@
 """Loss scaling: PyTorch's own, which says whether a step was applied."""
 
+import warnings
+
 import torch
 
+from memfit.strategies.mechanisms.optimizers import parameters_of
 from memfit.strategies.precision import LossScale
 from memfit.train.states.saved import Scale
+
+_LOW = 2.0**-10
+"""A loss scale that no training needs: float16 gradients of that size would have overflowed unscaled."""
 
 
 class _GradScaler(torch.amp.GradScaler):
@@ -40,6 +46,7 @@ class Scaler:
 
     def __init__(self, settings: LossScale | None, device: str) -> None:
         self._settings = settings
+        self._warned = False
         self._static = settings is not None and settings.mode == "static"
         self._scaler = (
             None
@@ -66,7 +73,7 @@ class Scaler:
         """Divide an optimizer's gradients by the scale; return whether one of them is not finite."""
         if self._scaler is None:
             return False
-        self._scaler.make_ready(optimizer.param_groups[0]["params"][0].device)
+        self._scaler.make_ready(next(parameters_of(optimizer)).device)
         self._scaler.unscale_(optimizer)
         return self._scaler.found_inf(optimizer)
 
@@ -74,6 +81,17 @@ class Scaler:
         """Set the next window's scale, by what ``unscale`` found."""
         if self._scaler is not None and self._settings is not None:
             self._scaler.update(self._settings.init_scale if self._static else None)
+
+    def warn_if_low(self) -> None:
+        """Say so, if skipped windows have brought the scale to where it cannot be float16's range."""
+        if self._scaler is None or self._static or self._warned or self._scaler.get_scale() >= _LOW:
+            return
+        self._warned = True
+        warnings.warn(
+            "Windows are skipped, one after the other: gradients are not finite at a loss scale of "
+            f"{self._scaler.get_scale():g}, too. It is not float16's range: look at the loss itself.",
+            stacklevel=2,
+        )
 
     def forget(self) -> None:
         """Forget a window whose update failed."""

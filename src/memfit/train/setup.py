@@ -34,25 +34,29 @@ def job_of(
     Raises:
         UsageError: parts are missing, or given twice.
     """
-    if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
-        raise UsageError(
-            f"max_grad_norm={max_grad_norm!r} must be a number above 0, or None for no clipping."
-        )
     if isinstance(job, nn.Module):
-        if isinstance(job, DistributedDataParallel) or world_size() > 1:
-            raise UsageError("memfit.Engine trains on one GPU: several ranks are not supported yet.")
-        if next(job.parameters(), None) is None:
-            raise UsageError(f"{type(job).__name__} has no parameters: there is nothing to train.")
-        if optimizer is None:
-            raise UsageError("Engine(model, plan) needs an optimizer beside the model: optimizer=...")
-        return Job(job, optimizer, loss, scheduler, max_grad_norm)
-    if not isinstance(job, Job):
+        whole = Job(job, optimizer, loss, scheduler, max_grad_norm)
+    elif not isinstance(job, Job):
         raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, and was given {job!r}.")
-    if any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
+    elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
         raise UsageError(
             "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
         )
-    return job
+    else:
+        whole = job
+    norm = whole.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise UsageError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping.")
+    if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
+        raise UsageError("memfit.Engine trains on one GPU: several ranks are not supported yet.")
+    if next(whole.model.parameters(), None) is None:
+        raise UsageError(f"{type(whole.model).__name__} has no parameters: there is nothing to train.")
+    if not (isinstance(whole.optimizer, torch.optim.Optimizer) or callable(whole.optimizer)):
+        raise UsageError(
+            "Engine(model, plan) needs an optimizer beside the model: optimizer=..., one of PyTorch's or "
+            "alike, or what makes one from parameters."
+        )
+    return whole
 
 
 def set_up(

@@ -85,6 +85,8 @@ class Update:
             self.in_backward.active = False
         self._backup: Backup | None = None
         self._stepping = False
+        self.failure: Exception | None = None
+        """What the scheduler raised after parameters were updated: such an update is made, and counted."""
 
     @property
     def torn(self) -> bool:
@@ -144,6 +146,7 @@ class Update:
         found_inf = self.scaler.unscale(self.optimizer)
         if found_inf:
             self.scaler.update()
+            self.scaler.warn_if_low()
             return True, None
         updated = self._with_gradients()
         if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
@@ -160,12 +163,27 @@ class Update:
         self._stepping = True
         self._stepper.step()
         master_weights.write(self.masters)
+        try:
+            self._schedule(window)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            self.failure = error
+        self.scaler.update()
+        return False, norm
+
+    def _schedule(self, window: Window) -> None:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(window.mean_loss())
         elif self.scheduler is not None:
             self.scheduler.step()
-        self.scaler.update()
-        return False, norm
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients so far."""
+        if self.sums is not None:
+            self.sums.multiply(factor)
+        if gradients := self._gradients():
+            torch._foreach_mul_(gradients, factor)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -5,7 +5,8 @@ batch ─┬─ part ── forward ── backward          out of memory: buff
        └─ part ── forward ── backward          in twice as many parts
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +23,7 @@ from memfit.train.data.split import even_sizes
 from memfit.train.graphs import Graphs
 from memfit.train.job import Loss
 from memfit.train.result import StepResult
-from memfit.train.retry import Moment, out_of_memory
+from memfit.train.retry import Moment, Moments, out_of_memory
 from memfit.train.window import Window
 
 
@@ -52,6 +53,7 @@ class WholeBatches:
     ) -> None:
         self._accounts, self._model, self._plan = accounts, model, plan
         self._loss_of, self._size, self._split, self._retry = loss, size, split, retry
+        self._moments = Moments(model)
         self.finer = 1
         """Times as many parts as the plan says: memory ran out before."""
 
@@ -62,15 +64,14 @@ class WholeBatches:
         accumulation = self._plan.accumulation
         divided = self.finer > 1 or (accumulation is not None and accumulation.several)
         samples = self._size(batch) if divided else None
-        tensors = tensors_in(batch) if self._retry else []
-        versions = [version(one) for one in tensors]
-        moment = Moment.of(self._model) if self._retry else None
+        seen = [(one, version(one)) for one in tensors_in(batch)] if self._retry else []
+        moment = self._moments.note() if self._retry else None
         graphs = accounts.update.graphs
         with nullcontext() if graphs is None else graphs.window():
             try:
                 window = self._go_through(batch, samples, self.finer, moment)
                 while window is None:
-                    _expect_unchanged(tensors, versions)
+                    _expect_unchanged(batch, seen)
                     samples = self._size(batch)
                     retried += 1
                     accounts.tell(
@@ -78,6 +79,8 @@ class WholeBatches:
                     )
                     window = self._go_through(batch, samples, self.finer << retried, moment)
                 self.finer <<= retried
+                if moment is not None and not retried:  # putting back is writing, too
+                    self._moments.learn(moment)
                 return accounts.close(window, retried)
             except BaseException:
                 accounts.give_up(moment)
@@ -95,7 +98,7 @@ class WholeBatches:
         sizes = [1] if samples is None else parts(self._plan.accumulation, samples, finer)
         try:
             window = self._accounts.open(Window(len(sizes), whole=True))
-            batches = [batch] if len(sizes) == 1 else self._split(batch, sizes)
+            batches = [_own(batch)] if len(sizes) == 1 else self._split(batch, sizes)
             for part, size in zip(batches, sizes, strict=True):
                 self._micro_step(window, part, sum(sizes), size)
         except Exception as error:
@@ -103,12 +106,25 @@ class WholeBatches:
                 error.add_note(f"The batch was in {len(sizes)} parts here, since memory had run out before.")
             if moment is None or self._accounts.update.in_backward or not out_of_memory(error):
                 raise
+            if samples is None and not self._can_tell_size(batch, error):
+                raise
             if (self._size(batch) if samples is None else max(sizes)) == 1:
+                raise
+            if moment.lost:
+                error.add_note(f"It cannot be begun again: {', '.join(moment.lost)} was written to.")
                 raise
             self._accounts.give_up(moment)
             warn_of_batch_norms(self._model, "from here on, since memory ran out", stacklevel=5)
             return None
         return window
+
+    def _can_tell_size(self, batch: Any, error: Exception) -> bool:
+        try:
+            self._size(batch)
+        except UsageError as why:
+            error.add_note(f"It cannot be begun again in smaller parts. {why}")
+            return False
+        return True
 
     def _micro_step(self, window: Window, part: Any, total: int, size: int) -> None:
         graphs = self._accounts.update.graphs
@@ -151,8 +167,16 @@ class WholeBatches:
         return True
 
 
-def _expect_unchanged(tensors: list[torch.Tensor], versions: list[int]) -> None:
-    if versions != [version(one) for one in tensors]:
+def _own(batch: Any) -> Any:
+    """Return a batch that a loss may take entries from, ``batch.pop("labels")``: it may be begun again."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
+
+
+def _expect_unchanged(batch: Any, seen: list[tuple[torch.Tensor, int]]) -> None:
+    now = [(one, version(one)) for one in tensors_in(batch)]
+    if len(now) != len(seen) or any(
+        one is not other or count != before for (one, count), (other, before) in zip(now, seen, strict=True)
+    ):
         raise UsageError(
             "Memory ran out, and the batch cannot be begun again: the loss, or the model, has changed it in "
             "place. Make that operation out of place."

@@ -69,6 +69,22 @@ class Window:
         self.loss = _plus(self.loss, root.detach() if _is_full(loss) else loss.detach().float() / divisor)
         return root
 
+    def make_room(self, weight: float | None) -> float:
+        """Count in larger units, if a micro-batch weighs more than was planned for all.
+
+        So no loss is multiplied by more than 1, for which float16 may have no room.
+
+        Returns:
+            What gradients are to be multiplied by; until that is done the window is ``interrupted``.
+        """
+        if weight is None or self.total is None or not self.total < weight < float("inf"):
+            return 1.0
+        self.interrupted = True
+        factor, self.total = self.total / weight, weight
+        if self.loss is not None:
+            self.loss = self.loss * factor
+        return factor
+
     @property
     def correction(self) -> float:
         """What the gradients are to be multiplied by at the end."""

@@ -6,6 +6,7 @@ module.forward = Region ── checkpoint(Call, *tensors) ─┬─ first time: 
 
 import operator
 import warnings
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +124,7 @@ class Call:
         if not self._region.settings.use_reentrant:
             return result
         leaves, self._result = tree_flatten(result)
+        self._expect_seen("returns", leaves, lambda _: True)
         return tuple(leaves)
 
     def result(self, leaves: Any) -> Any:
@@ -131,14 +133,53 @@ class Call:
             raise AssertionError("the forward has not run")
         return tree_unflatten(leaves, self._result)
 
+    def _expect_seen(self, what: str, leaves: Iterable[Any], matters: Callable[[torch.Tensor], bool]) -> None:
+        """Complain about tensors inside objects: reentrant checkpointing loses their gradients."""
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) and any(map(matters, tensors_in(leaf))):
+                raise UsageError(
+                    f"{self._region.name} cannot be checkpointed with use_reentrant=True: it {what} a "
+                    f"{type(leaf).__name__} with tensors in it, whose gradients would be lost. Leave "
+                    "use_reentrant out."
+                )
+
+    def _attributes(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Return the tensors that are plain attributes of the region's modules: a loss of a router's, say."""
+        return {
+            (place, name): value
+            for place, part in enumerate(self._buffers.parts)
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _warn_of_attributes(self, before: dict[tuple[int, str], torch.Tensor]) -> None:
+        new = {
+            name
+            for (place, name), value in self._attributes().items()
+            if before.get((place, name)) is not value
+        }
+        if new:
+            warnings.warn(
+                f"{self._region.name} has put {', '.join(sorted(new))} on a module: reentrant checkpointing "
+                "records no gradient for that, and if a loss uses it, its part is missing. Leave "
+                "use_reentrant out.",
+                stacklevel=2,
+            )
+
     def _first(self, tensors: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         versions = [version(each) for each in tensors]
         holders = [(each, tensors_in(each)) for each in tensors if not isinstance(each, torch.Tensor)]
         unkept = (
             (torch.get_rng_state(), Draws.note()) if self._buffers.first and self._draws is None else None
         )
+        reentrant = self._region.settings.use_reentrant
+        if reentrant:
+            self._expect_seen("is handed", tensors, lambda each: each.requires_grad)
+        attributes = self._attributes() if reentrant else {}
         with self._saving, self._recorded or nullcontext():
             result = self._forward(*args, **kwargs)
+        if reentrant:
+            self._warn_of_attributes(attributes)
         for each, held in holders:
             if not _same(held, tensors_in(each)):
                 raise UsageError(

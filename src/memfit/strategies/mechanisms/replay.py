@@ -56,7 +56,14 @@ class BufferHabits:
             if slot in found
         }
         noted = {slot: copies[id(buffer)] for slot, buffer in found.items() if id(buffer) in copies}
-        return Buffers(parts, kind, known is None, found, {s: version(b) for s, b in found.items()}, noted)
+        absent = [
+            (place, name)
+            for place, part in enumerate(parts)
+            for name, buffer in part._buffers.items()
+            if buffer is None
+        ]
+        versions = {slot: version(buffer) for slot, buffer in found.items()}
+        return Buffers(parts, kind, known is None, found, versions, noted, absent)
 
     def learn(self, buffers: "Buffers") -> None:
         """Keep of what was noted that which the forward changed."""
@@ -92,6 +99,8 @@ class Buffers:
     versions: dict[Slot, int]
     noted: dict[Slot, torch.Tensor]
     """Copies, of before the forward."""
+    absent: list[Slot]
+    """Those that were None: a forward may make them."""
 
     def replaced(self, slot: Slot) -> bool:
         """Say whether a buffer is another tensor now, or was written to."""
@@ -118,7 +127,7 @@ class Buffers:
         autograd saved of them elsewhere stays valid, and an exception that ends the recomputation early
         does no harm.
         """
-        now = {(place, name): self.parts[place]._buffers[name] for place, name in self.noted}
+        now = {slot: self.parts[slot[0]]._buffers.get(slot[1]) for slot in (*self.noted, *self.absent)}
         modes = [part.training for part in self.parts]
         # Copies of the copies: there may be a second backward.
         with unseen():
@@ -127,6 +136,8 @@ class Buffers:
             self._set_modes(self.kind)
             for (place, name), noted in self.noted.items():
                 self.parts[place]._buffers[name] = copies[id(noted)]
+            for place, name in self.absent:
+                self.parts[place]._buffers[name] = None
             yield
         finally:
             self._set_modes(modes)

@@ -37,9 +37,13 @@ class Position:
     began: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
     batch_size: int | None = None
+    loader: Any = None
+    """What the epoch's data come from, until it ends."""
     carried: list[Any] = field(default_factory=list)
     _from_last: int = 0  # micro-batches of this epoch that were carried over to it: they come first
+    _at_work: bool = False
     _open: int = 0
+    _handed: dict[str, Any] | None = None  # random numbers when a micro-batch was handed out
     _own: list[Any] = field(default_factory=list)  # generators of the loader's
     _resumed: tuple[dict[str, Any], dict[str, Any]] | None = None  # position and random numbers
 
@@ -52,9 +56,40 @@ class Position:
         Raises:
             UsageError: the data are not those that the state was saved with.
         """
+        items, place, now = self._begin(loader)
+        self._at_work = True
+        try:
+            while True:
+                group = self._fetch(items, size)
+                if place.get("before") is not None:
+                    self._put_back(now)
+                    place = {}
+                if len(group) < size and partial != "flush":
+                    self.carried = group if partial == "carry" else []
+                    break
+                if not group:
+                    break
+                self._open = len(group)
+                yield group
+                self.close()
+            self.began = self.before = self.loader = None
+        finally:
+            self._at_work = False
+
+    def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], dict[str, Any], dict[str, Any]]:
+        """Go to where the next group begins.
+
+        Returns:
+            What is still to come, and, of a run that goes on, the place and the random numbers of its state.
+        """
+        if self._at_work:
+            raise UsageError(
+                "The engine goes through data already. For validation go through the loader itself, without "
+                "engine.through or engine.windows."
+            )
         self._own = own_generators(loader)
         place, now = self._resumed or ({}, {})
-        self.batch_size = batch_size_of(loader)
+        self.loader, self.batch_size = loader, batch_size_of(loader)
         sizes = {place["batch_size"], self.batch_size} - {None} if place.get("consumed") else set()
         if len(sizes) > 1:
             raise UsageError(
@@ -76,24 +111,29 @@ class Position:
         if inside:
             self._skip(items, place["consumed"])
             self._put_back(place["before"] or now)
-        while True:
-            self.before = self._random()
-            group = list(islice(items, size))
-            if place.get("before") is not None:
-                self._put_back(now)
-                place = {}
-            if len(group) < size and partial != "flush":
-                self.carried = group if partial == "carry" else []
-                break
-            if not group:
-                break
-            self._open = len(group)
-            yield group
-            self.close()
-        self.began = self.before = None
+        return items, place, now
+
+    def _fetch(self, items: Iterator[Any], size: int) -> list[Any]:
+        """Return the next group. Half a fetch is none: a run that goes on fetches it from where it began."""
+        self.before = before = self._random()
+        try:
+            return list(islice(items, size))
+        except BaseException:
+            self._put_back(before)
+            self.before = None
+            raise
+
+    def hand_out(self) -> None:
+        """Note where random numbers stand: a micro-batch that has not gone backward is begun again."""
+        self._handed = self._random()
+
+    def taken(self) -> None:
+        """Count what was handed out as gone backward: random numbers go on from here."""
+        self._handed = None
 
     def close(self) -> None:
         """Count the group that was handed out last: a run that is resumed now begins with the next."""
+        self._handed = None
         self.consumed += self._open
         self._open, self.before = 0, None
 
@@ -109,7 +149,7 @@ class Position:
         """Return where all generators stand that data and model draw from: the loader's own, too."""
         if self._resumed is not None:  # the loader is not known yet
             return random_state() | {"own": self._resumed[1]["own"]}
-        return self._random()
+        return self._handed or self._random()
 
     def _random(self) -> dict[str, Any]:
         return random_state() | {"own": states_of(self._own)}
@@ -149,7 +189,7 @@ class Position:
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Have the next ``groups`` go on from a state, with random numbers as they were when it was saved."""
         self.began = self.before = None
-        self.carried, self.consumed, self._open = [], state["consumed"], 0
+        self.carried, self.consumed, self._open, self._handed = [], state["consumed"], 0, None
         self._resumed = state, random
 
 

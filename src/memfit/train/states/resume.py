@@ -6,12 +6,14 @@ another precision. What belongs to the loss scale is new where there was none.
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
+from memfit.strategies.mechanisms.optimizers import parameters_of
 from memfit.strategies.mechanisms.patterns import unwrapped
 from memfit.train import masters
 from memfit.train.retry import copy_of, parts_of
@@ -64,14 +66,20 @@ def state_of(engine: "Engine") -> dict[str, Any]:
 def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
     """Put an engine where the state was saved; what it holds is copied.
 
-    Callbacks and the optimizer are asked first: they may refuse, and an optimizer does before it changes
-    (``Optimizer.load_state_dict`` in torch/optim/optimizer.py).
+    Callbacks, optimizer and scheduler read their states themselves, and may refuse: they come first, and are
+    put back if one does.
     """
     state = checked(saved)
     check_suits(engine, state)
     accounts = engine._accounts
-    _load_callbacks(engine, state["callbacks"])
-    _load_optimizer(engine.optimizer, state["optimizer"])
+    with ExitStack() as undo:
+        try:
+            _load_callbacks(engine, state["callbacks"], undo)
+            _load_optimizer(engine, state, undo)
+            _load_scheduler(engine, state, undo)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise UsageError(f"Cannot resume: the state was refused ({error!r}).") from error
+        undo.pop_all()
     model, parameters = unwrapped(engine.model), named(engine)
     model.load_state_dict(state["model"])
     with torch.no_grad():
@@ -79,9 +87,6 @@ def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
             one.copy_(state["others"][name])
     values = {one: state["model"][name] for name, one in parameters.items() if name in state["model"]}
     masters.load(accounts.update.masters, values)
-    if engine.scheduler is not None:
-        engine.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    accounts.update.scaler.load_state_dict(state["scaler"])
     accounts.drop()
     if accounts.update.graphs is not None:
         accounts.update.graphs.reset()
@@ -105,26 +110,52 @@ def _load_window(engine: "Engine", state: "Saved") -> None:
         _set_gradient(engine, parameters[name], gradient.to(parameters[name].device, copy=True))
 
 
-def _load_callbacks(engine: "Engine", states: list[tuple[str, Any]]) -> None:
+def _load_callbacks(engine: "Engine", states: list[tuple[str, Any]], undo: ExitStack) -> None:
     waiting = list(states)
     for callback in engine.callbacks:
         state = next((pair for pair in waiting if pair[0] == type(callback).__name__), None)
         if state is not None:
             waiting.remove(state)
+            undo.callback(callback.load_state_dict, copy.deepcopy(callback.state_dict()))
             callback.load_state_dict(state[1])
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state, and share none of its tensors: ``Optimizer.load_state_dict`` takes those that fit."""
-    try:
-        theirs = {id(part) for state in saved["state"].values() for part in _tensors(state)}
-        optimizer.load_state_dict(saved)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UsageError(f"Cannot resume: the optimizer refuses the state ({error!r}).") from error
+def _load_scheduler(engine: "Engine", state: "Saved", undo: ExitStack) -> None:
+    scheduler, scaler = engine.scheduler, engine._accounts.update.scaler
+    if scheduler is not None:
+        undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+        scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+    undo.callback(scaler.load_state_dict, scaler.state_dict())
+    scaler.load_state_dict(state["scaler"])
+
+
+def _load_optimizer(engine: "Engine", whole: "Saved", undo: ExitStack) -> None:
+    """Load a state, and share none of its tensors: ``Optimizer.load_state_dict`` takes those that fit.
+
+    It casts the others to the parameters' dtype. Where parameters are of the dtype that they had, state is,
+    too: an optimizer may keep float32 for them.
+    """
+    optimizer, saved = engine.optimizer, whole["optimizer"]
+    theirs = {id(part) for state in saved["state"].values() for part in _tensors(state)}
+    # What is loaded takes the place of these, and leaves them as they are.
+    undo.callback(vars(optimizer).update, state=optimizer.state, param_groups=optimizer.param_groups)
+    optimizer.load_state_dict(saved)
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and any(id(part) in theirs for part in parts_of(value)):
                 state[name] = copy_of(value)
+    values = whole["model"] | whole["others"]
+    names = [name for group in whole["groups"] for name in group]
+    for place, (name, parameter) in enumerate(zip(names, parameters_of(optimizer), strict=True)):
+        if values[name].dtype == parameter.dtype:
+            _keep_dtypes(optimizer.state[parameter], saved["state"].get(place, {}))
+
+
+def _keep_dtypes(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        now = state.get(name)
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+            state[name] = value.to(now.device, copy=True)
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:

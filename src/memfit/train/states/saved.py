@@ -42,7 +42,7 @@ class Place(TypedDict):
 class Scale(TypedDict):
     """The loss scale in force."""
 
-    scale: Annotated[float, Meta(gt=0)]
+    scale: Annotated[float, Meta(ge=0)]
     growth_tracker: Count
 
 
@@ -55,7 +55,7 @@ class Saved(TypedDict):
     micro_step: Count
     optimizer_step: Count
     epoch: Count
-    finer: Some
+    finer: Annotated[int, Meta(ge=1, le=1 << 40)]
     model: dict[str, Any]
     others: dict[str, torch.Tensor]
     """What the optimizer updates and is not the model's."""
@@ -89,10 +89,18 @@ def checked(saved: dict[str, Any]) -> Saved:
     except msgspec.ValidationError as error:
         raise FileFormatError(f"Cannot resume: the state is damaged, or no run's: {error}.") from None
     window = read["window"]
-    if window is not None and not (0 <= window.done <= window.planned and window.weight >= 0):
+    if window is not None and not _can_be(window):
         raise FileFormatError(f"Cannot resume: the state's window cannot be, {window}.")
+    if window is None and read["gradients"]:
+        raise FileFormatError("Cannot resume: the state has gradients, and no window that they are of.")
     _try([read["random"], read["position"]["began"], read["position"]["before"]])
     return read
+
+
+def _can_be(window: Window) -> bool:
+    weighed = window.weight > 0 and window.total is not None and window.total > 0 and window.loss is not None
+    nothing = window.weight == 0 and window.total is None and window.loss is None
+    return 0 <= window.done <= window.planned and (weighed or nothing)
 
 
 def _try(states: list[Any]) -> None:

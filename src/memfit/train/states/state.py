@@ -6,9 +6,11 @@ import pickle
 import sys
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from memfit.errors import FileFormatError, UsageError
@@ -41,9 +43,12 @@ def save(state: dict[str, Any], path: Path) -> None:
     It is written beside it, under a name that a run that was killed there finds again, and takes its place
     when it is on the disk.
 
+    NumPy's scalars become Python's; what ``load`` would not read is refused.
+
     Raises:
-        UsageError: another process is writing it.
+        UsageError: another process is writing it; or there is something in it that is no plain value.
     """
+    state = _plain(state, "")
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("ab") as file:
         if not _lock(file, partial):
@@ -62,6 +67,32 @@ def save(state: dict[str, Any], path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+_PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a state in plain values and tensors, copied as far as that changes it.
+
+    Raises:
+        UsageError: something in it is neither.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        found = {name: _plain(entry, f"{where}[{name!r}]") for name, entry in value.items()}
+        return value if all(found[name] is value[name] for name in value) else type(value)(found)
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(entry, f"{where}[{place}]") for place, entry in enumerate(value))
+    if type(value) in torch.serialization.get_safe_globals():
+        return value
+    raise UsageError(
+        f"Cannot save the run: state{where} is a {type(value).__module__}.{type(value).__qualname__}, and a "
+        "file holds tensors and plain values. Have state_dict (get_extra_state, a callback's) return those."
+    )
 
 
 def _lock(file: IO[bytes], path: Path) -> bool:

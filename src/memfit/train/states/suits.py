@@ -35,6 +35,9 @@ def check_suits(engine: "Engine", state: "Saved") -> None:
     _check_groups(groups(engine), state["groups"])
     _check_shapes(others(engine), state["others"])
     _check_callbacks(engine, state)
+    _check_scheduler(engine, state)
+    if not 0 <= state["position"]["carried"] <= state["steps"]:
+        raise UsageError("Cannot resume: more micro-batches are carried over than a window has.")
     if state["window"] is not None:
         _check_inside(engine, state)
 
@@ -45,14 +48,19 @@ def _check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
             raise UsageError(f"Cannot resume: the model has {name!r}, and the saved one has not.")
         saved = there[name]
         if isinstance(value, torch.Tensor) != isinstance(saved, torch.Tensor) or (
-            isinstance(value, torch.Tensor) and value.shape != saved.shape
+            isinstance(value, torch.Tensor) and not _is_alike(value, saved)
         ):
             raise UsageError(
-                f"Cannot resume: {name!r} is of another shape in the model than in the saved one."
+                f"Cannot resume: {name!r} is of another shape or kind in the model than in the saved one."
             )
     extra = next((name for name in there if name not in here), None)
     if extra is not None:
         raise UsageError(f"Cannot resume: the saved model has {extra!r}, and the model has not.")
+
+
+def _is_alike(one: torch.Tensor, saved: torch.Tensor) -> bool:
+    kinds = [(each.layout, each.is_complex(), each.is_floating_point()) for each in (one, saved)]
+    return one.shape == saved.shape and kinds[0] == kinds[1] and not saved.is_meta
 
 
 def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
@@ -80,6 +88,14 @@ def _check_callbacks(engine: "Engine", state: "Saved") -> None:
                 f"The state has that of a callback {name}, which this engine has not: it is left out.",
                 stacklevel=6,
             )
+
+
+def _check_scheduler(engine: "Engine", state: "Saved") -> None:
+    """Refuse what is none of a scheduler's own: ``load_state_dict`` takes all that it is given."""
+    own = {} if engine.scheduler is None else engine.scheduler.state_dict()
+    extra = (state["scheduler"] or {}).keys() - own.keys()
+    if extra:
+        raise UsageError(f"Cannot resume: the saved scheduler has {sorted(extra)}, and this one has not.")
 
 
 def _check_inside(engine: "Engine", state: "Saved") -> None:
