@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.strategies.nearest import unknown
-from memfit.strategies.older_names import NOTHING, READERS, Setting
+from memfit.strategies.older_names import NOTHING, OVER_BATCHES, READERS, Setting
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
 
@@ -45,6 +45,8 @@ ALIASES = {
 }
 """Names that stand for one thing: a strategy, a field of one, or the engine's ``max_grad_norm``."""
 
+_OVER_BATCHES = ("accumulate_grad_batches", "accumulative_counts", "mini_steps", "grad_accumulation_step")
+"""Names of systems that accumulate over a loader's batches."""
 _DEEP = 32
 """Levels of dicts and lists that are looked into; people write four."""
 _BITS = 64
@@ -186,7 +188,7 @@ def _read(name: str, given: Any) -> Iterator[Setting]:
     elif given is None:
         yield Setting(f"{name}=None", None, note=NOTHING)
     else:
-        yield _setting(f"{name}={given!r}", target, given)
+        yield _setting(f"{name}={given!r}", target, given, OVER_BATCHES if name in _OVER_BATCHES else "")
 
 
 def _strategy(name: str, strategy: str, given: Any) -> Iterator[Setting]:
@@ -205,8 +207,8 @@ def _strategy(name: str, strategy: str, given: Any) -> Iterator[Setting]:
         yield _setting(f"{name}={given!r}", f"{strategy}.{known[0]}", given)
 
 
-def _setting(given: str, target: str, value: Any) -> Setting:
-    return Setting(given, target, tuple(value) if isinstance(value, list) else value)
+def _setting(given: str, target: str, value: Any, note: str = "") -> Setting:
+    return Setting(given, target, tuple(value) if isinstance(value, list) else value, note)
 
 
 def _without_contradictions(settings: Sequence[Setting]) -> dict[str, Setting]:

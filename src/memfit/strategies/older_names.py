@@ -33,6 +33,10 @@ class Setting:
 Reader = Callable[[str, Any], Iterator[Setting]]
 
 NOTHING = "plain training"
+OVER_BATCHES = (
+    "engine.windows makes one update of so many of a loader's batches, as there; fit and step divide each batch "
+    "in so many: give them batches as many times larger"
+)
 # Fields of hooks that only say how several ranks exchange gradients.
 _OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
 
@@ -101,7 +105,7 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
         elif field == "grad_clip":
             yield _grad_clip(f"{name}.{field}", value)
         else:
-            yield Setting(given, _FIELDS[field], value)
+            yield Setting(given, _FIELDS[field], value, OVER_BATCHES if field == "cumulative_iters" else "")
 
 
 _FIELDS = {
