@@ -106,10 +106,10 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
             names contradict each other.
         FileFormatError: the file cannot be read.
 
-    >>> print(configure({"fp16": {"loss_scale": 512.0}, "mini_steps": 4, "gradient_accumulation_steps": 4}))
+    >>> print(configure({"fp16": {"loss_scale": 512.0}, "with_cp": True, "gradient_accumulation_steps": 4}))
     fp16                           ->  precision.dtype='fp16'
     fp16.loss_scale=512.0          ->  precision.loss_scale=512.0
-    mini_steps=4                   ->  accumulation.gradient_accumulation_steps=4
+    with_cp=True                   ->  checkpointing
     gradient_accumulation_steps=4  ->  accumulation.gradient_accumulation_steps=4
     """
     entries = given if isinstance(given, Mapping) else _file(given)

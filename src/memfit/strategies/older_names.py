@@ -33,10 +33,7 @@ class Setting:
 Reader = Callable[[str, Any], Iterator[Setting]]
 
 NOTHING = "plain training"
-OVER_BATCHES = (
-    "engine.windows makes one update of so many of a loader's batches, as there; fit and step divide each batch "
-    "in so many: give them batches as many times larger"
-)
+OVER_BATCHES = "over a loader's batches in engine.windows; fit divides each batch"
 # Fields of hooks that only say how several ranks exchange gradients.
 _OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
 
