@@ -130,13 +130,13 @@ def test_clipping_is_no_strategy_but_is_configured_too(given, norm):
 
 
 def test_everything_given_is_echoed_with_what_it_became():
+    over = "(over a loader's batches in engine.windows; fit divides each batch)"
     given = {"fp16": {}, "optimizer_config": {"grad_clip": {"max_norm": 35}}, "mini_steps": 4, "bf16": False}
     assert str(configure(given)).splitlines() == [
         "fp16                                         ->  precision.dtype='fp16'",
         "fp16                                         ->  precision.loss_scale=512.0 (MMCV's default)",
         "optimizer_config.grad_clip={'max_norm': 35}  ->  max_grad_norm=35",
-        "mini_steps=4                                 ->  accumulation.gradient_accumulation_steps=4 "
-        "(over a loader's batches in engine.windows; fit divides each batch)",
+        f"mini_steps=4                                 ->  accumulation.gradient_accumulation_steps=4 {over}",
         "bf16=False                                   ->  nothing to set: plain training",
     ]
 

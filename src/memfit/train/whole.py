@@ -189,6 +189,8 @@ def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[i
     >>> parts(Accumulation(micro_batch_size=4), 10, 1), parts(Accumulation(2), 10, 2)
     ([4, 4, 2], [3, 3, 2, 2])
     """
+    if not samples:
+        raise UsageError("The batch has no samples.")
     accumulation = accumulation or Accumulation(1)
     micro = accumulation.micro_batch_size
     if micro is None:

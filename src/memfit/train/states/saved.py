@@ -100,7 +100,7 @@ def checked(saved: dict[str, Any]) -> Saved:
 def _can_be(window: Window) -> bool:
     weighed = window.weight > 0 and window.total is not None and window.total > 0 and window.loss is not None
     nothing = window.weight == 0 and window.total is None and window.loss is None
-    return 0 <= window.done <= window.planned and (weighed or nothing)
+    return 0 <= window.done <= window.planned and (weighed or nothing) and not window.interrupted
 
 
 def _try(states: list[Any]) -> None:
