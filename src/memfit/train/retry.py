@@ -135,16 +135,17 @@ class Copies:
             for to, of in self._kinds:
                 torch._foreach_copy_(to, of)
             return self._copies
-        self._tensors, self._shapes = tensors, shapes
-        self._copies = [None if one is None else one.clone() for one in tensors]
+        self._tensors, self._copies = [], []  # until all are there
+        copies = [None if one is None else one.clone() for one in tensors]
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for one, copied in zip(tensors, self._copies, strict=True):
+        for one, copied in zip(tensors, copies, strict=True):
             if one is not None and copied is not None:
                 to, of = kinds.setdefault((one.dtype, one.device), ([], []))
                 to.append(copied)
                 of.append(one)
-        self._kinds = list(kinds.values())
-        return self._copies
+        self._kinds, self._shapes = list(kinds.values()), shapes
+        self._copies, self._tensors = copies, tensors
+        return copies
 
 
 def _is_same(tensor: torch.Tensor | None, content: torch.Tensor | None) -> bool:
