@@ -56,14 +56,20 @@ class Position:
         Raises:
             UsageError: the data are not those that the state was saved with.
         """
-        items, place, now = self._begin(loader)
+        if self._at_work:
+            raise UsageError(
+                "The engine goes through data already. For validation go through the loader itself, without "
+                "engine.through or engine.windows."
+            )
+        resumed = self._resumed
         self._at_work = True
         try:
+            items, place, now = self._begin(loader)
             while True:
                 group = self._fetch(items, size)
                 if place.get("before") is not None:
                     self._put_back(now)
-                    place = {}
+                place, resumed = {}, None
                 if len(group) < size and partial != "flush":
                     self.carried = group if partial == "carry" else []
                     break
@@ -75,6 +81,9 @@ class Position:
             self.began = self.before = self.loader = None
         finally:
             self._at_work = False
+            if resumed is not None:  # interrupted on the way to its first group
+                self.load_state_dict(*resumed)
+                set_random_state(resumed[1])
 
     def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], dict[str, Any], dict[str, Any]]:
         """Go to where the next group begins.
@@ -82,11 +91,6 @@ class Position:
         Returns:
             What is still to come, and, of a run that goes on, the place and the random numbers of its state.
         """
-        if self._at_work:
-            raise UsageError(
-                "The engine goes through data already. For validation go through the loader itself, without "
-                "engine.through or engine.windows."
-            )
         self._own = own_generators(loader)
         place, now = self._resumed or ({}, {})
         self.loader, self.batch_size = loader, batch_size_of(loader)

@@ -1,0 +1,199 @@
+"""Ctrl-C, or an error, outside of engine work: in a fetch, a forward, a scheduler, ``zero_grad``."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.errors import UsageError
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws for each sample, and is interrupted at one of them."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        sample = torch.randn(6) + index
+        self.at -= 1
+        if self.at == 0:
+            raise KeyboardInterrupt
+        return sample
+
+
+def mean_loss(model, data):
+    return model(data).square().mean()
+
+
+def engine(*plan, scheduler=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    scheduler = scheduler and scheduler(optimizer)
+    torch.manual_seed(5)
+    return memfit.Engine(model, plan, optimizer=optimizer, loss=mean_loss, scheduler=scheduler, **options)
+
+
+def same(left, right):
+    pairs = zip(left.model.parameters(), right.model.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def resumed(run, *plan):
+    state = copy.deepcopy(run.state_dict())
+    again = engine(*plan)
+    again.load_state_dict(state)
+    return again
+
+
+def fit(loader, epochs=2):
+    run = engine()
+    run.fit(loader, epochs)
+    return run
+
+
+def interrupted(run, loader, at, epochs=2):
+    loader.dataset.at = at
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(loader, epochs)
+
+
+def shuffled():
+    return torch.utils.data.DataLoader(Drawing(), 4, shuffle=True)
+
+
+@pytest.mark.parametrize("how", [lambda run: run, resumed], ids=["fit again", "save and resume"])
+@pytest.mark.parametrize("at", [1, 3, 4, 6, 23, 26])
+def test_a_fetch_that_was_interrupted_is_begun_again(at, how):
+    run, loader = engine(), shuffled()
+    interrupted(run, loader, at)
+    run = how(run)
+    run.fit(loader, 2)
+    assert same(run, fit(shuffled()))
+
+
+@pytest.mark.parametrize("at", [1, 6, 10], ids=["reading again", "the fetch", "the next fetch"])
+@pytest.mark.parametrize("how", [lambda run: run, resumed], ids=["fit again", "save and resume"])
+def test_going_on_that_was_interrupted_is_begun_again(at, how):
+    run, loader = engine(), shuffled()
+    interrupted(run, loader, 6)
+    run = resumed(run)
+    interrupted(run, loader, at)
+    run = how(run)
+    run.fit(loader, 2)
+    assert same(run, fit(shuffled()))
+
+
+def windows(run, data, until=0, *, backward=False):
+    """Train on a pass; be interrupted after a forward, or its backward."""
+    for window in run.windows(data):
+        for part in window:
+            loss = mean_loss(run.model, part)
+            if run.micro_step + 1 == until and not backward:
+                raise KeyboardInterrupt
+            run.backward(loss)
+            if run.micro_step == until:
+                raise KeyboardInterrupt
+    return run
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("until", [1, 2, 3, 4])
+def test_a_forward_that_was_interrupted_is_begun_again_and_none_that_went_backward(until, backward):
+    data = torch.utils.data.DataLoader(Drawing(), 4)
+    plan = memfit.Accumulation(2)
+    whole = windows(engine(plan), data)
+    run = engine(plan)
+    with pytest.raises(KeyboardInterrupt):
+        windows(run, data, until, backward=backward)
+    run = windows(resumed(run, plan), data)
+    assert run.micro_step == whole.micro_step == 6
+    assert same(run, whole)
+
+
+def test_going_on_inside_a_window_that_was_interrupted_is_begun_again():
+    data = torch.utils.data.DataLoader(Drawing(), 4)
+    plan = memfit.Accumulation(3)
+    whole = windows(engine(plan), data)
+    run = engine(plan)
+    with pytest.raises(KeyboardInterrupt):
+        windows(run, data, 3)  # two of three micro-batches are done
+    run = resumed(run, plan)
+    data.dataset.at = 5
+    with pytest.raises(KeyboardInterrupt):
+        windows(run, data)
+    assert same(windows(resumed(run, plan), data), whole)
+
+
+def test_going_through_data_inside_going_through_data_is_refused():
+    run, data = engine(), torch.randn(4, 2, 6)
+    for part in run.through(data):
+        run.step(part)
+        with pytest.raises(UsageError, match="The engine goes through data already"):
+            next(run.through(data))
+    assert run.optimizer_step == 4
+    assert run.state_dict()["position"]["began"] is None
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=3)
+
+
+def step(run, seed):
+    torch.manual_seed(seed)
+    return run.step(torch.randn(4, 6))
+
+
+def test_an_update_whose_scheduler_raised_is_made_and_counted():
+    run, plain = engine(scheduler=one_cycle), engine(scheduler=one_cycle)
+    for seed in range(3):
+        step(run, seed)
+        step(plain, seed)
+    with pytest.raises(ValueError, match="Tried to step 4 times") as error:
+        step(run, 3)
+    assert "the update is made, and counted" in error.value.__notes__[0]
+    assert (run.optimizer_step, run.is_whole) == (4, True)
+    plain._accounts.update.scheduler = None
+    step(plain, 3)
+    assert same(run, plain)
+    state = copy.deepcopy(run.state_dict())
+    assert (state["optimizer_step"], state["window"], state["gradients"]) == (4, None, {})
+    again = engine(scheduler=one_cycle)
+    again.load_state_dict(state)
+    assert same(again, run)
+
+
+def test_a_window_whose_scheduler_raised_is_not_handed_out_again():
+    run = engine(memfit.Accumulation(2), scheduler=one_cycle)
+    data = list(torch.randn(8, 4, 6))
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
+        windows(run, data)
+    assert (run.optimizer_step, run.batch, run.is_whole) == (4, 8, True)
+
+
+def test_zero_grad_that_raises_after_the_step_undoes_the_update():
+    run, plain = engine(protect="always"), engine()
+    for one in (run, plain):
+        step(one, 0)
+    zero_grad = run.optimizer.zero_grad
+
+    def raises(set_to_none=True):
+        if run._accounts.update.torn:
+            run.optimizer.zero_grad = zero_grad
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        zero_grad(set_to_none)
+
+    run.optimizer.zero_grad = raises
+    with pytest.raises(torch.OutOfMemoryError):
+        step(run, 1)
+    assert (run.micro_step, run.optimizer_step, run.is_whole) == (1, 1, True)
+    assert same(run, plain)
+    for one in (run, plain):
+        step(one, 1)
+    assert same(run, plain)
