@@ -6,7 +6,7 @@ import pickle
 import sys
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,21 +70,23 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 _PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, OrderedDict, Counter)  # the last of MultiStepLR's milestones
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a state in plain values and tensors, copied as far as that changes it.
+    """Return a copy of a state, in plain values and its own tensors.
 
     Raises:
         UsageError: something in it is neither.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) in (dict, OrderedDict):
-        found = {name: _plain(entry, f"{where}[{name!r}]") for name, entry in value.items()}
-        return value if all(found[name] is value[name] for name in value) else type(value)(found)
+    if type(value) in _DICTS:
+        return type(value)(
+            {_plain(name, where): _plain(entry, f"{where}[{name!r}]") for name, entry in value.items()}
+        )
     if type(value) in (list, tuple, set):
         return type(value)(_plain(entry, f"{where}[{place}]") for place, entry in enumerate(value))
     if type(value) in torch.serialization.get_safe_globals():
