@@ -111,7 +111,7 @@ class WholeBatches:
             if (self._size(batch) if samples is None else max(sizes)) == 1:
                 raise
             if moment.lost:
-                error.add_note(f"It cannot be begun again: {', '.join(moment.lost)} was written to.")
+                error.add_note(f"It cannot be begun again: {moment.lost} was written to.")
                 raise
             self._accounts.give_up(moment)
             warn_of_batch_norms(self._model, "from here on, since memory ran out", stacklevel=5)
