@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_flatten
 
 import memfit
 from memfit.errors import FileFormatError, UsageError
@@ -178,3 +179,109 @@ def test_a_callback_that_is_gone_is_warned_of():
     state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
     with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine has not"):
         engine(net()).load_state_dict(state)
+
+
+class Counting(memfit.Callback):
+    """Has a state, and does not look at what it is given."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_window_end(self, engine, result):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def scaled(seed):
+    """Return an engine with all that a state may be of, trained for as many steps."""
+    model = net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    run = memfit.Engine(
+        model,
+        [
+            memfit.Precision("fp16", loss_scale={"init_scale": 8.0, "growth_interval": 1}),
+            memfit.Accumulation(2),
+        ],
+        optimizer=optimizer,
+        loss=mean_loss,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        callbacks=[Counting(), memfit.EarlyStopping()],
+    )
+    for _ in range(seed):
+        run.step(samples(8))
+    return run
+
+
+def inside():
+    run = scaled(3)
+    with run.autocast():
+        run.backward(mean_loss(run.model, samples(8)))
+    return run.state_dict()
+
+
+ALTERED = {
+    "a callback's": {"callbacks": [("Counting", {"seen": 99}), ("EarlyStopping", {})]},
+    "a callback's, of another kind": {"callbacks": [("Counting", {"seen": 99}), ("EarlyStopping", None)]},
+    "no parameter groups": {"optimizer": {"state": {}}},
+    "no optimizer state": {"optimizer/state": None},
+    "no parameters in a group": {"optimizer/param_groups": [{"lr": 1.0, "params": []}]},
+    "a scheduler's that is a method": {"scheduler/step": 5},
+    "a scheduler's that it leaves out": {"scheduler/optimizer": None},
+    "a loss scale beyond float32": {"scaler/scale": 1e300},
+    "gradients and no window": {"gradients": {"0.weight": torch.zeros(8, 6)}},
+    "a model on meta": {"model/0.weight": torch.zeros(8, 6, device="meta")},
+    "a sparse model": {"model/0.weight": torch.zeros(8, 6).to_sparse()},
+    "a complex model": {"model/0.weight": torch.zeros(8, 6, dtype=torch.complex64)},
+    "a model of integers": {"model/0.weight": torch.zeros(8, 6, dtype=torch.long)},
+    "more parts than any batch has": {"finer": 10**30},
+    "more is carried over than a window has": {"position/carried": 10**12},
+}
+WINDOWS = {
+    "of no weight": {"window/weight": 0.0},
+    "of less than no weight": {"window/weight": -1.0},
+    "of less than nothing": {"window/total": -1.0},
+    "of nothing": {"window/total": 0.0},
+    "without a loss": {"window/loss": None},
+    "with more done than planned": {"window/done": 7},
+    "that was interrupted": {"window/interrupted": True},
+}
+
+
+def altered(state, changes):
+    for path, value in changes.items():
+        state = spoilt(state, path, value)
+    return state
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", [*ALTERED, *WINDOWS])
+def test_a_state_that_is_refused_changes_nothing(kind, steps):
+    state = (
+        altered(scaled(4).state_dict(), ALTERED[kind])
+        if kind in ALTERED
+        else altered(inside(), WINDOWS[kind])
+    )
+    run = scaled(steps)
+    torch.manual_seed(9)
+    before = copy.deepcopy(run.state_dict())
+    with pytest.raises((UsageError, FileFormatError), match="Cannot resume"):
+        run.load_state_dict(state)
+    assert equal(run.state_dict(), before)
+    other = scaled(steps)
+    assert run.step(samples(8)).loss == other.step(samples(8)).loss
+    for part in ("model", "optimizer", "scheduler", "scaler", "callbacks"):
+        assert equal(run.state_dict()[part], other.state_dict()[part])
+    run.load_state_dict(scaled(4).state_dict() if kind in ALTERED else inside())
+
+
+def equal(one, other):
+    (left, form), (right, same_form) = tree_flatten(one), tree_flatten(other)
+    return form == same_form and all(
+        torch.equal(*pair) if isinstance(pair[0], torch.Tensor) else pair[0] == pair[1]
+        for pair in zip(left, right, strict=True)
+    )

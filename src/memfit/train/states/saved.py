@@ -42,7 +42,7 @@ class Place(TypedDict):
 class Scale(TypedDict):
     """The loss scale in force."""
 
-    scale: Annotated[float, Meta(ge=0)]
+    scale: Annotated[float, Meta(ge=0, le=torch.finfo(torch.float32).max)]
     growth_tracker: Count
 
 
