@@ -43,3 +43,20 @@ def test_reverting_what_has_no_plan_does_nothing():
 def test_a_model_without_parameters_runs_on_the_cpu():
     with Plan(precision=Precision("bf16")).autocast(nn.Identity()):
         assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (Precision("fp16", loss_scale=512.0), "loss_scale"),
+        (Precision("fp16", loss_scale={"init_scale": 8.0}), "loss_scale"),
+        (Precision("bf16", autocast=False, master_weights=True), "master_weights"),
+        (Precision("fp16", autocast=False, master_weights=True), "master_weights"),
+    ],
+)
+def test_what_only_a_loop_can_carry_out_is_refused(settings, name):
+    model = net()
+    with pytest.raises(UsageError, match=f"Precision: {name} is a matter of the training loop"):
+        apply(model, settings)
+    assert model[0][0].weight.dtype == torch.float32
+    assert apply(model, Precision("fp16")), "with the scaler that a loop has"

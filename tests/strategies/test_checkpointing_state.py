@@ -158,3 +158,27 @@ def test_without_state_what_python_draws_is_told(use_reentrant):
     Checkpointing("layers.*", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
     with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers"):
         model(torch.randn(4, 6))
+
+
+class Lazy(Block):
+    """Makes its statistics in its first forward, and takes another course from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.mean is None:
+            self.mean = y.detach().mean(0)
+        else:
+            y = y - self.mean
+        return y.tanh()
+
+
+@MODES
+def test_a_buffer_that_was_none_is_none_when_it_is_computed_again(use_reentrant):
+    torch.manual_seed(1)
+    compare(
+        Net([Lazy(), Lazy()]), settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True)
+    )

@@ -221,3 +221,15 @@ def test_a_choice_that_would_lose_state_or_another_s_step_is_refused():
     train(model, optimizer, steps=1)
     with pytest.raises(UsageError, match="its state would be lost"):
         OptimizerState(implementation="foreach").optimizer(optimizer, model)
+
+
+def test_a_new_adagrad_has_state_and_none_that_would_be_lost():
+    ours, plain = net(), net()
+    optimizer = torch.optim.Adagrad(ours.parameters(), lr=0.1)
+    OptimizerState(implementation="foreach").optimizer(optimizer, ours)
+    assert optimizer.param_groups[0]["foreach"] is True
+    train(ours, optimizer)
+    train(plain, torch.optim.Adagrad(plain.parameters(), lr=0.1, foreach=True))
+    assert same(ours, plain)
+    with pytest.raises(UsageError, match="its state would be lost"):
+        OptimizerState(implementation="for-loop").optimizer(optimizer, ours)

@@ -1,6 +1,10 @@
 """Epochs: what is called when, what is shown, when it stops, and that it is saved so that it can go on."""
 
+import importlib
 import io
+import random
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -211,3 +215,91 @@ def test_a_compiled_model_is_trained_as_it_would_be():
     assert torch.equal(plain.model.weight, ours.model.weight)
     plain.load_state_dict(compiled.state_dict())  # names are those of the model that was compiled
     assert plain.optimizer_step == 3
+
+
+def state_of(path):
+    run = engine()
+    run.load(path)
+    return run.optimizer_step
+
+
+class Leaves(memfit.Callback):
+    """Ends in its own way after an update."""
+
+    def __init__(self, after, leave):
+        self.after, self.leave = after, leave
+
+    def on_window_end(self, engine, result):
+        if engine.optimizer_step == self.after:
+            self.leave(engine)
+
+
+def ctrl_c(engine):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("leave", [memfit.Engine.stop, ctrl_c], ids=["stop", "ctrl-c"])
+def test_what_was_trained_since_is_saved_where_fit_ends(leave, tmp_path):
+    saving = memfit.Saving(tmp_path / "run", every=100)
+    run = engine(callbacks=[saving, Leaves(2, leave)])
+    with nullcontext() if leave is memfit.Engine.stop else pytest.raises(KeyboardInterrupt):
+        run.fit(loader(5), epochs=2)
+    assert state_of(tmp_path / "run") == 2
+
+
+def test_what_a_ctrl_c_interrupted_is_left_out_of_what_is_saved(tmp_path):
+    def loss(model, data):
+        if run.optimizer_step == 2:
+            raise KeyboardInterrupt
+        return model(data).square().mean()
+
+    run = engine(callbacks=[memfit.Saving(tmp_path / "run", every=100)], loss=loss)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(loader(5))
+    assert state_of(tmp_path / "run") == 2
+    assert torch.equal(run.model.weight, trained(2).weight)
+
+
+def trained(steps):
+    run = engine()
+    run.fit(loader(5)[:steps])
+    return run.model
+
+
+def test_what_is_saved_already_is_not_saved_again(tmp_path, monkeypatch):
+    saves = []
+    monkeypatch.setattr(memfit.Engine, "save", lambda engine, path: saves.append(engine.optimizer_step))
+    engine(callbacks=[memfit.Saving(tmp_path / "run"), Leaves(2, memfit.Engine.stop)]).fit(loader(5))
+    assert saves == [1, 2]
+
+
+def test_a_run_that_is_torn_is_not_saved_where_fit_ends(tmp_path):
+    def torn(engine):
+        engine._accounts.update._stepping = True
+        engine.stop()
+
+    engine(callbacks=[memfit.Saving(tmp_path / "run", every=100), Leaves(2, torn)]).fit(loader(5))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_generator_is_an_epoch_and_no_more():
+    run = engine()
+    run.fit(iter(loader(3)), epochs=1)
+    assert run.optimizer_step == 3
+    run = engine()
+    with pytest.raises(UsageError, match="no batch in epoch 2: a generator can be gone through once"):
+        run.fit(iter(loader(3)), epochs=3)
+    assert (run.optimizer_step, run.epoch) == (3, 1)
+
+
+def test_python_s_generator_is_where_the_script_left_it(monkeypatch):
+    """rich draws when it is imported: the first engine of a process imports it, after a script has seeded."""
+    for name in [one for one in sys.modules if one.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "memfit.train.progress")
+    monkeypatch.setattr(memfit.train, "progress", progress)
+    random.seed(3)
+    before = random.getstate()
+    again = importlib.import_module("memfit.train.progress")
+    assert again is not progress
+    assert random.getstate() == before

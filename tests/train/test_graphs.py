@@ -137,6 +137,15 @@ def test_what_cannot_be_captured_is_refused(played):
             memfit.Engine(model, precision, optimizer=torch.optim.SGD(model.parameters()), cuda_graphs=True)
 
 
+def test_a_loop_of_ones_own_is_not_captured_and_refused(played):
+    run = engine(cuda_graphs=True)
+    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave cuda_graphs out"):
+        next(run.windows([batch(4, 0)]))
+    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave cuda_graphs out"):
+        run.backward(loss(run.model, batch(4, 0)))
+    assert run.step(batch(8, 0)).updated
+
+
 def test_without_a_gpu_graphs_are_refused():
     with pytest.raises(UsageError, match="cuda_graphs need parameters on a GPU"):
         engine(cuda_graphs=True)

@@ -192,3 +192,36 @@ def test_reverted_a_model_is_what_its_float32_copies_were():
     optimizer.step()
     assert not torch.equal(full["0.weight"], net[0].weight)
     assert optimizer.state[net[0].weight]["step"] == len(batches()) + 1
+
+
+def test_fp16_with_a_first_parameter_group_that_is_empty():
+    """As splitters by weight decay leave it."""
+    models = []
+    for groups in (lambda net: [{"params": []}, {"params": net.parameters()}], lambda net: net.parameters()):
+        net = model()
+        optimizer = torch.optim.SGD(groups(net), lr=0.1)
+        run = memfit.Engine(net, memfit.Precision("fp16"), optimizer=optimizer, loss=loss)
+        assert run.step(batches(1)[0]).updated
+        models.append(net)
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+
+
+def test_a_loss_scale_that_fell_to_zero_is_warned_of_once_and_can_be_loaded(tmp_path):
+    def nothing(model, data):
+        return loss(model, data) * float("nan")
+
+    net = model()
+    scale = memfit.LossScale(init_scale=2.0**-9, backoff_factor=2.0**-70)
+    run = memfit.Engine(
+        net,
+        memfit.Precision("fp16", loss_scale=scale),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=nothing,
+    )
+    data = batches(1)[0]
+    with pytest.warns(UserWarning, match="Windows are skipped, one after the other") as warned:
+        assert [run.step(data).loss_scale for _ in range(4)] == [2.0**-9, 2.0**-79, 2.0**-149, 0.0]
+    assert len(warned) == 1
+    run.save(tmp_path / "run")
+    run.load(tmp_path / "run")
+    assert run.step(data).loss_scale == 0.0

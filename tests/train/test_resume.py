@@ -337,3 +337,44 @@ def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
     """
     done = dry_run(script)
     assert "went on" in done.out, done.err
+
+
+class KeepsFloat32(torch.optim.Optimizer):
+    """Momentum in float32, whatever parameters are: as optimizers of people's own have."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].setdefault("kept", torch.zeros(parameter.shape))
+            kept.mul_(0.9).add_(parameter.grad)
+            parameter.sub_(0.05 * kept)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, KeepsFloat32])
+def test_optimizer_state_of_another_dtype_than_its_parameters_stays_of_it(kind, tmp_path):
+    def made(seed=0):
+        model = net(seed, dropout=0.0)
+        return memfit.Engine(
+            model,
+            memfit.Precision("bf16", autocast=False),
+            optimizer=kind(model.parameters()),
+            loss=lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()), batch[1]),
+        )
+
+    run, again = made(), made(9)
+    for _ in range(3):
+        run.step(samples())
+    run.save(tmp_path / "run")
+    again.load(tmp_path / "run")
+    for one in (run, again):
+        for _ in range(3):
+            one.step(samples())
+    states = zip(run.optimizer.state.values(), again.optimizer.state.values(), strict=True)
+    for here, there in states:
+        assert any(value.dtype == torch.float32 for name, value in here.items() if name != "step")
+        assert all(torch.equal(value, there[name]) for name, value in here.items())
+        assert all(value.dtype == there[name].dtype for name, value in here.items())
+    assert same(run.model, again.model)

@@ -1,0 +1,113 @@
+"""What reentrant checkpointing would lose the gradients of: refused, or warned of."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
+from memfit.strategies.checkpointing import Checkpointing
+from regions import assert_same, compare, train
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Returns(nn.Module):
+    """A block whose result pytree does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Output(self.inner(x).tanh())
+
+
+class Takes(nn.Module):
+    """A block whose argument pytree does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, output):
+        return self.inner(output.hidden).tanh()
+
+
+def through_objects():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 6), Returns(), Takes())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("1", r"1 cannot .* it returns a Output with"), ("2", r"2 cannot .* it is handed a Output with")],
+)
+def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(name, words):
+    model = through_objects()
+    revert = Checkpointing(name, use_reentrant=True).apply(model)
+    with pytest.raises(UsageError, match=words):
+        model(torch.ones(4, 6))
+    revert()
+    compare(model, settings=Checkpointing(name))
+
+
+def test_an_object_with_tensors_that_want_no_gradient_may_be_handed_over():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x, mask):
+            return self.inner(x * mask.hidden)
+
+    model = nn.Sequential(Masked())
+    mask = Output(torch.rand(6))
+    compare(
+        model,
+        torch.ones(4, 6),
+        settings=Checkpointing("0", use_reentrant=True),
+        call=lambda model, x: model[0](x, mask),
+    )
+
+
+class Routed(nn.Module):
+    """Leaves a loss of its own on itself, as routers of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.inner = nn.Linear(6, 4), nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.balance = self.router(x).softmax(-1).square().mean()
+        return x + self.inner(x).tanh()
+
+
+def balanced(model, x):
+    return model(x) + sum(layer.balance for layer in model)
+
+
+def routed():
+    torch.manual_seed(1)
+    return nn.Sequential(Routed(), Routed())
+
+
+def test_a_loss_that_a_block_leaves_on_a_module_is_warned_of():
+    model = routed()
+    Checkpointing("0", use_reentrant=True).apply(model)
+    with pytest.warns(UserWarning, match=r"0 has put balance on a module.*Leave use_reentrant out"):
+        balanced(model, torch.ones(4, 6)).sum().backward()
+    assert model[0].router.weight.grad is None, "what is warned of"
+
+
+def test_without_reentrant_its_gradients_are_there_and_nothing_is_said():
+    plain, model = train(routed(), call=balanced), routed()
+    Checkpointing("*").apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(train(model, call=balanced), plain)

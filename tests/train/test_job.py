@@ -1,0 +1,74 @@
+"""A job is looked at as its parts are when they are given one by one."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memfit
+from memfit.errors import UsageError
+
+
+def loss(model, data):
+    return model(data).square().mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def from_job(model, optimizer=sgd, **options):
+    return memfit.Engine(memfit.Job(model, optimizer, loss, **options))
+
+
+def from_parts(model, optimizer=sgd, **options):
+    return memfit.Engine(model, optimizer=optimizer, loss=loss, **options)
+
+
+DOORS = pytest.mark.parametrize("make", [from_job, from_parts])
+
+
+@DOORS
+@pytest.mark.parametrize("norm", [-1.0, 0.0, float("nan")])
+def test_a_norm_that_reverses_or_stops_training_is_refused(make, norm):
+    with pytest.raises(UsageError, match=f"max_grad_norm={norm!r} must be a number above 0"):
+        make(nn.Linear(4, 1), max_grad_norm=norm)
+
+
+@DOORS
+def test_an_infinite_norm_tells_the_norm_and_clips_nothing(make):
+    models = []
+    for norm in (float("inf"), None):
+        torch.manual_seed(0)
+        models.append(nn.Linear(4, 1))
+        result = make(models[-1], max_grad_norm=norm).step(torch.ones(8, 4))
+        assert (result.grad_norm is None) == (norm is None)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
+@DOORS
+def test_several_ranks_are_refused(make):
+    model = DistributedDataParallel.__new__(DistributedDataParallel)  # to make one takes ranks
+    nn.Module.__init__(model)
+    model.module = nn.Linear(4, 1)
+    with pytest.raises(UsageError, match="trains on one GPU"):
+        make(model)
+
+
+@DOORS
+def test_nothing_to_train_is_refused(make):
+    with pytest.raises(UsageError, match="ReLU has no parameters: there is nothing to train"):
+        make(nn.ReLU())
+
+
+@DOORS
+@pytest.mark.parametrize("optimizer", ["adam", None, [torch.optim.SGD]])
+def test_what_makes_no_optimizer_is_refused(make, optimizer):
+    with pytest.raises(UsageError, match="needs an optimizer beside the model"):
+        make(nn.Linear(4, 1), optimizer)
+
+
+@pytest.mark.parametrize("callbacks", [[memfit.ProgressBar], [memfit.EarlyStopping(), memfit.Saving]])
+def test_a_callback_s_class_is_no_callback(callbacks):
+    with pytest.raises(UsageError, match="takes a list of callbacks"):
+        from_parts(nn.Linear(4, 1), callbacks=callbacks)

@@ -1,0 +1,124 @@
+"""Micro-batches that weigh more than was planned: what was summed before makes room for them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memfit
+
+HEAVY_LATER = [1, 4000, 4000, 4000]
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+class Seen(memfit.Callback):
+    """Keeps what the optimizer finds."""
+
+    def on_optimizer_step_begin(self, engine):
+        groups = engine.optimizer.param_groups
+        self.gradients = [one.grad.double() for group in groups for one in group["params"]]
+
+
+def batches(weights):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 8, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in weights
+    ]
+
+
+def mean_loss(model, data):
+    dtype = next(model.parameters()).dtype
+    return F.cross_entropy(model(data[0].to(dtype)).to(torch.promote_types(dtype, torch.float32)), data[1])
+
+
+def of_the_whole(weights):
+    """Return loss and gradients of all samples at once, in float64."""
+    model = net(torch.float64)
+    x, y = (torch.cat(parts) for parts in zip(*batches(weights), strict=True))
+    loss = mean_loss(model, (x, y))
+    loss.backward()
+    return loss.item(), [one.grad for one in model.parameters()]
+
+
+def of_the_window(weights, *plan):
+    seen, model = Seen(), net()
+    run = memfit.Engine(
+        model,
+        [*plan, memfit.Accumulation(len(weights))],
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=[seen],
+    )
+    for part, weight in zip(batches(weights), weights, strict=True):
+        with run.autocast():
+            loss = mean_loss(model, part)
+        result = run.backward(loss, weight=weight)
+    assert result.updated
+    return result.loss, seen.gradients
+
+
+def distance(found, wanted):
+    return max(((one - other).norm() / other.norm()).item() for one, other in zip(found, wanted, strict=True))
+
+
+PLANS = {
+    "fp32": ((), 1e-5),
+    "fp16, scaled by 16384": ((memfit.Precision("fp16", loss_scale=16384.0),), 1e-2),
+    "bf16 summed in float32": ((memfit.Precision("bf16", autocast=False),), 3e-2),
+    "bf16 with float32 masters": ((memfit.Precision("bf16", autocast=False, master_weights=True),), 3e-2),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("weights", [HEAVY_LATER, [4000, 1, 4000, 4000], [1, 30, 4000], [3, 5, 2]], ids=str)
+def test_a_window_is_the_whole_batch_whatever_its_first_part_weighs(weights, name):
+    plan, tolerance = PLANS[name]
+    loss, gradients = of_the_window(weights, *plan)
+    wanted_loss, wanted = of_the_whole(weights)
+    assert loss == pytest.approx(wanted_loss, rel=tolerance)
+    assert distance(gradients, wanted) < tolerance
+
+
+MASTERS = pytest.mark.parametrize("masters", [False, True])
+
+
+@MASTERS
+def test_float32_sums_are_corrected_by_what_the_window_weighed(masters):
+    """Bit for bit a loop by hand: what was divided by 3 * 3 parts is to be divided by 10 samples."""
+    plain = net(torch.bfloat16)
+    sums = [torch.zeros(one.shape) for one in plain.parameters()]
+    for part, weight in zip(batches([3, 5, 2]), [3, 5, 2], strict=True):
+        plain.zero_grad()
+        (mean_loss(plain, part) / (9 / weight)).backward()
+        for total, one in zip(sums, plain.parameters(), strict=True):
+            total.add_(one.grad)
+    corrected = [total * (9 / 10) for total in sums]
+    _, found = of_the_window([3, 5, 2], memfit.Precision("bf16", autocast=False, master_weights=masters))
+    for one, total in zip(found, corrected, strict=True):
+        assert torch.equal(one, (total if masters else total.bfloat16()).double())
+
+
+@MASTERS
+def test_a_flushed_window_s_float32_sums_are_of_the_parts_that_it_has(masters):
+    """Four parts of eight: twice what they were divided by, which rounds nothing."""
+    plan = memfit.Precision("bf16", autocast=False, master_weights=masters)
+    flushed, full = (four_parts(steps, plan) for steps in (8, 4))
+    assert all(torch.equal(one, other) for one, other in zip(flushed, full, strict=True))
+
+
+def four_parts(steps, plan):
+    seen, model = Seen(), net()
+    run = memfit.Engine(
+        model,
+        [plan, memfit.Accumulation(steps)],
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=[seen],
+    )
+    for part in batches([4] * 4):
+        run.backward(mean_loss(model, part))
+    run.flush()
+    return seen.gradients
