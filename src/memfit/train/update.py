@@ -124,6 +124,7 @@ class Update:
             TornUpdateError: memory ran out, and there was no copy to put back.
         """
         self.scaler.forget()
+        self.failure = None
         self._most_gradients = 0  # what failed may fail again: the next update is a risk, too
         if self.torn and self._backup is not None:
             self._backup.restore()

@@ -125,7 +125,6 @@ def _load_scheduler(engine: "Engine", state: "Saved", undo: ExitStack) -> None:
     if scheduler is not None:
         undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
         scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    undo.callback(scaler.load_state_dict, scaler.state_dict())
     scaler.load_state_dict(state["scaler"])
 
 
