@@ -10,9 +10,9 @@ A state is asked for only where the words have moved since the last one. Generat
 
 import ctypes
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
@@ -58,8 +58,6 @@ class Numpy:
 
     def get_state(self) -> dict[str, Any]:
         """Return where it stands, arrays as tensors; the same object as before, if it has not moved."""
-        import numpy as np
-
         generator = np.random.mtrand.get_bit_generator()
         if generator is not self._generator:
             self._generator, self._words = generator, None
@@ -79,17 +77,10 @@ class Numpy:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Put it where ``get_state`` found it."""
-        import numpy as np
-
         np.random.set_state(with_arrays(state))  # noqa: NPY002 - the global one
 
 
 PYTHON, NUMPY = Python(), Numpy()
-
-
-def of_the_host() -> list[Python | Numpy]:
-    """Return the generators that there are: NumPy's, if somebody has imported it."""
-    return [PYTHON, NUMPY] if "numpy" in sys.modules else [PYTHON]
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -107,8 +98,6 @@ def same_state(one: Any, other: Any) -> bool:
 
 def without_arrays(value: Any) -> Any:
     """Return NumPy's account of a generator with tensors in place of arrays: those are read from files."""
-    import numpy as np
-
     if isinstance(value, dict):
         return {name: without_arrays(inner) for name, inner in value.items()}
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

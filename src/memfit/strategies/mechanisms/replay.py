@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.strategies.mechanisms.global_generators import of_the_host, same_state
+from memfit.strategies.mechanisms.global_generators import NUMPY, PYTHON, same_state
 
 Slot = tuple[int, str]
 """Where a buffer is: the module's place among ``region.modules()``, and the buffer's name in it."""
@@ -163,7 +163,7 @@ class Draws:
     @classmethod
     def note(cls) -> "Draws":
         """Note where the generators stand."""
-        generators: list[Any] = [*of_the_host()]
+        generators: list[Any] = [PYTHON, NUMPY]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators += torch.cuda.default_generators
         return cls([(one, one.get_state()) for one in generators])

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import pickle
-import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
@@ -19,9 +18,11 @@ from memfit.strategies.mechanisms.global_generators import NUMPY, PYTHON
 
 def random_state() -> dict[str, Any]:
     """Return where every generator stands that training draws from: Python's, NumPy's, PyTorch's."""
-    state: dict[str, Any] = {"python": PYTHON.get_state(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = NUMPY.get_state()
+    state: dict[str, Any] = {
+        "python": PYTHON.get_state(),
+        "numpy": NUMPY.get_state(),
+        "torch": torch.default_generator.get_state(),
+    }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
