@@ -122,6 +122,8 @@ def main() -> None:
         if not ended(start(killed)):
             sys.exit("a run could not go on")
         check(killed)
+        if not steps:
+            sys.exit("Every kill came before the first save: this shows nothing. Try --kills 50.")
         left = sum(1 for path in killed.iterdir() if path.name not in ("run", "digest"))
     print(
         f"{options.kills} kills, saved states of {len(steps)} different steps between {min(steps)} and "
