@@ -91,14 +91,15 @@ def _plain(value: Any) -> Any:
 def allocated(engine: Engine) -> int:
     """Return the bytes that are allocated, when nothing is left that could be collected.
 
-    Not counted is the loss scale, which is made when it is first used, and stays.
+    Not counted are the loss scale and copies of buffers, which are made when they are first used, and stay.
     The thread that went backward holds the last failure, and its frames, until it goes backward again.
     """
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     gc.collect()
     scaler = engine._accounts.update.scaler._scaler
-    lasting = 0 if scaler is None else sum(one is not None for one in (scaler._scale, scaler._growth_tracker))
-    return torch.cuda.memory_allocated() - 512 * lasting
+    scales = () if scaler is None else (scaler._scale, scaler._growth_tracker)
+    lasting = [one for one in (*scales, *engine._whole._moments._copies._copies) if one is not None]
+    return torch.cuda.memory_allocated() - 512 * len(lasting)
 
 
 def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict[str, int]:
