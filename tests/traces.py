@@ -43,7 +43,7 @@ class Event(NamedTuple):
     stream: int = 0
     label: int = -1
     stack: int = -1
-    category: Category = Category.REST
+    category: Category = Category.UNKNOWN
     pool: int = 0
 
 

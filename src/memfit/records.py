@@ -56,15 +56,23 @@ class Phase(StrEnum):
 
 
 class Category(IntEnum):
-    """What an allocation holds, as far as live objects told. The rest is everything else."""
+    """What an allocation is for. Live objects told the first; ``explain`` tells the last from lifetimes."""
 
-    REST = 0
+    UNKNOWN = 0
     PARAMETER = 1
     GRADIENT = 2
     OPTIMIZER_STATE = 3
     BUFFER = 4
     WORKSPACE = 5
     """What a library works in (cuDNN), or keeps from a forward to its backward, in a size that it names."""
+    ACTIVATION = 6
+    """Saved for the backward by autograd's graph."""
+    INPUT = 7
+    """Made outside modules, before a forward: the batch, data."""
+    OUTPUT = 8
+    """Computed in a forward or a loss, saved by no graph: the script holds it."""
+    TEMPORARY = 9
+    """Gone before its phase is: what ops work in, gradients of activations."""
 
 
 class Action(IntEnum):
@@ -105,6 +113,9 @@ class Events:
     pool: npt.NDArray[np.int32] | None = None
     """Index into ``Trace.pools``: the pool that the memory is of, or was asked from. None where the history
     does not tell."""
+    tensor: npt.NDArray[np.int32] | None = None
+    """Index into ``Trace.tensors``, on ``ALLOC`` events: what held it; -1 where nothing is known. None where
+    nobody asked."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -132,6 +143,19 @@ class Frame:
     function: str
     user: bool
     """Whether the file is the user's own: not the standard library, not an installed package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What held an allocation, when it was asked."""
+
+    module: str
+    """Whose it is, as in ``Label``; empty for what no module owns."""
+    name: str
+    """``weight``, ``weight.grad``, ``weight.exp_avg``; for what a graph saved, ``mat1 of AddmmBackward0``."""
+    dtype: str
+    """``float32``, as ``torch`` spells it."""
+    shape: tuple[int, ...]
 
 
 class MarkKind(StrEnum):
@@ -323,6 +347,8 @@ class Trace:
     pools: tuple[tuple[int, int], ...] = ()
     """As PyTorch numbers them: the default pool, then the private ones (of CUDA graphs and
     ``torch.cuda.MemPool``) in the order in which they come. Empty where the history does not tell."""
+    tensors: tuple[Tensor, ...] = ()
+    """What held allocations."""
 
 
 @dataclass(frozen=True, slots=True)

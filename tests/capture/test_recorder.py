@@ -125,7 +125,7 @@ def test_workspaces_are_told_from_allocations_of_their_size_and_place(trace_of):
         for at in range(len(trace.events))
         if trace.events.action[at] == Action.ALLOC and trace.events.size[at] == 58_720_256
     ]
-    assert [category for category, _ in found] == [Category.WORKSPACE, Category.REST] * 2
+    assert [category for category, _ in found] == [Category.WORKSPACE, Category.UNKNOWN] * 2
     assert found[0][1] is Phase.BACKWARD
 
 

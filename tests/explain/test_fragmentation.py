@@ -32,7 +32,7 @@ LINES = (3, 5, 7)
 EXPANDABLE = {"conf": "expandable_segments:True"}
 
 
-def event(action, address, size, label=FORWARD, line=0, category=Category.REST):
+def event(action, address, size, label=FORWARD, line=0, category=Category.UNKNOWN):
     stack = LINES.index(line) if line else -1
     return Event(action, BASE + address, size, label=label, stack=stack, category=category)
 

@@ -36,7 +36,7 @@ FRAMES = (
 )
 
 
-def alloc(address, size, label=FORWARD, stack=0, category=Category.REST):
+def alloc(address, size, label=FORWARD, stack=0, category=Category.UNKNOWN):
     return Event(Action.ALLOC, BASE + address, size, label=label, stack=stack, category=category)
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.loss import _Loss
@@ -29,7 +29,7 @@ from torch.nn.modules.module import (
 from memfit.capture.history import StackTable
 from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
-from memfit.records import Label, Phase
+from memfit.records import Label, Phase, Tensor
 
 _CLAIMED = "memfit"
 _ACCUMULATE = "AccumulateGrad"
@@ -85,17 +85,27 @@ class ModuleNames:
         return entry is not None and entry[0]() is module
 
 
-def short_names(labels: tuple[Label, ...]) -> tuple[Label, ...]:
+_Named = TypeVar("_Named", Label, Tensor)
+
+
+def short_names(
+    labels: tuple[Label, ...], tensors: tuple[Tensor, ...] = ()
+) -> tuple[tuple[Label, ...], tuple[Tensor, ...]]:
     """Drop the outermost class from modules' names where all that have a path below one share it.
 
-    >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))]
+    >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))[0]]
     ['head']
     """
-    roots = {label.module.partition(".")[0] for label in labels if "." in label.module}
+    modules = [label.module for label in labels] + [tensor.module for tensor in tensors]
+    roots = {module.partition(".")[0] for module in modules if "." in module}
     if len(roots) != 1:
-        return labels
-    (root,) = roots
-    return tuple(replace(label, module=label.module.removeprefix(f"{root}.")) for label in labels)
+        return labels, tensors
+    prefix = f"{roots.pop()}."
+
+    def shortened(named: tuple[_Named, ...]) -> tuple[_Named, ...]:
+        return tuple(replace(one, module=one.module.removeprefix(prefix)) for one in named)
+
+    return shortened(labels), shortened(tensors)
 
 
 class ModuleHooks:

@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from memfit.capture import holders
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
 from memfit.capture.history import StackTable, columns, pools
+from memfit.capture.holders import Holdings, parameters_of
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
@@ -93,7 +93,7 @@ class Recorder:
     ) -> None:
         self._ghost = ghost
         self._notes: dict[tuple[str, str], Note] = {}
-        self._held: list[holders.Held] = []
+        self._held = Holdings()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stacks = StackTable(is_user_file)
         self._with_labels = labels
@@ -122,7 +122,7 @@ class Recorder:
             self._hooks,
             self.steps,
             self.modules if labels else None,
-            hold_parameters=lambda parameters: self._hold(Category.PARAMETER, parameters),
+            hold_parameters=lambda parameters: self._held.parameters(self.book.moment(), parameters),
         )
 
     def install(self) -> None:
@@ -203,34 +203,30 @@ class Recorder:
     def _marking(self, kind: MarkKind) -> Callable[..., None]:
         return lambda *_args: self.book.mark(kind, 0)
 
-    def _hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        found = holders.addresses(tensors) if self._with_labels else ()
-        if found:
-            self._held.append((self.book.moment(), category, found))
-
     def _hold_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        parameters, buffers = holders.module_tensors(modules)
-        self._hold(Category.BUFFER, buffers)
-        self._hold(Category.GRADIENT, holders.gradients_of(parameters))
-        self._hold(Category.PARAMETER, parameters)
+        named = {module: self.modules.names.full_name(module) for module in modules}
+        self._held.modules(self.book.moment(), named)
 
     def _enter_root(self, module: torch.nn.Module) -> None:
-        if module not in self._roots:
+        if module not in self._roots:  # only modules that are labelled are entered
             self._roots.add(module)
             self._hold_modules((module,))
         self.steps.enter_forward()
 
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._with_labels:
+            self._held.graph(self.book.moment(), roots)
             self.modules.claim_loss(roots, sys._getframe(1))
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        parameters = list(holders.parameters_of(optimizer))
-        self._hold(Category.GRADIENT, holders.gradients_of(parameters))
-        self._hold(Category.PARAMETER, parameters)
+        if self._with_labels:
+            parameters, moment = list(parameters_of(optimizer)), self.book.moment()
+            self._held.gradients(moment, parameters)
+            self._held.parameters(moment, parameters)
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
-        self._hold(Category.OPTIMIZER_STATE, holders.state_of(optimizer))
+        if self._with_labels:
+            self._held.optimizer_state(self.book.moment(), optimizer)
 
     # -- after it -----------------------------------------------------------------------------
 
@@ -238,10 +234,12 @@ class Recorder:
         self, device: DeviceUse, end: ScriptEnd, command: tuple[str, ...], versions: Mapping[str, str]
     ) -> Trace:
         """Turn what was seen into a Trace. The script has ended; its objects are still alive."""
-        for optimizer in self.steps.optimizers:
-            self._hold(Category.PARAMETER, holders.parameters_of(optimizer))
-            self._hold(Category.OPTIMIZER_STATE, holders.state_of(optimizer))
-        self._hold_modules(self._roots)
+        if self._with_labels:
+            moment = self.book.moment()
+            for optimizer in self.steps.optimizers:
+                self._held.parameters(moment, parameters_of(optimizer))
+                self._held.optimizer_state(moment, optimizer)
+            self._hold_modules(self._roots)
         if compiled := self.compiled.summary():
             self.note(Provenance.EXACT, compiled)
         statistics = {
@@ -249,6 +247,7 @@ class Recorder:
         }
         if self._history:
             snapshot = torch.cuda.memory._snapshot()
+            self._held.workspaces(self.book.moment(), _blas_workspaces(snapshot["segments"]))
             in_force = settings(snapshot) | _environment() | _fraction()
         else:
             snapshot = {"device_traces": [self._logged()], "segments": []}
@@ -262,12 +261,13 @@ class Recorder:
         )
         serials = self._counted.serials(events.action) if self._counted else events.label
         events = _labelled(events, serials, self.book, self._held)
+        labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
         if missed := _mark_spaces(events, serials, self._spaces()):
             text = "workspaces were not found in the allocator's history: they count with the rest."
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
             events=events,
-            labels=short_names(self.book.labels),
+            labels=labels,
             stacks=stacks,
             frames=frames,
             marks=_placed(self.book.marks, serials),
@@ -280,6 +280,7 @@ class Recorder:
             command=command,
             notes=tuple(self._notes.values()),
             pools=pools(history, snapshot["segments"]),
+            tensors=tensors,
         )
 
     def _spaces(self) -> list[Space]:
@@ -303,6 +304,33 @@ class Recorder:
             for event in self._ghost.allocation_log()
             for action in _HISTORY_NAMES[event.action]
         ]
+
+
+def _blas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
+    """Give back what cuBLAS works in, and see which blocks that were.
+
+    PyTorch keeps one for each handle and stream, until the process ends, and says nowhere where they are. The
+    history is over by now: what is freed here is no part of it.
+
+    Args:
+        segments: those at the end, of PyTorch's snapshot.
+
+    Returns:
+        Addresses, and the bytes that were asked for.
+    """
+    before = _active(segments)
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    after = _active(torch.cuda.memory_snapshot())
+    return {address: size for address, size in before.items() if address not in after}
+
+
+def _active(segments: list[dict[str, Any]]) -> dict[int, int]:
+    return {
+        block["address"]: block.get("requested_size", block["size"])
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
 
 
 def _environment() -> dict[str, str]:
@@ -339,27 +367,35 @@ def _placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int3
 
 
 def _labelled(
-    events: Events, serials: npt.NDArray[np.int32], book: LabelBook, held: list[holders.Held]
+    events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings
 ) -> Events:
-    """Put labels and categories on the events."""
+    """Put labels, categories and tensors on the events.
+
+    What a graph saved may be something else, too: a parameter is one, and no activation.
+    """
     label_of = np.array([*book.serials, -1], dtype=np.int32)
     known = (serials >= 0) & (serials < len(book.serials))
     label = label_of[np.where(known, serials, len(book.serials))]
     category = np.zeros(len(events), dtype=np.uint8)
+    tensor = np.full(len(events), -1, dtype=np.int32)
     live: dict[int, int] = {}
     actions, addresses = events.action.tolist(), events.address.tolist()
-    seen = 0
-    for at, (_, kind, found) in zip(
-        _positions(serials, [serial for serial, _, _ in held]), held, strict=True
-    ):
+    labels, ops, seen = book.labels, list(holdings.ops), 0
+    moments = _positions(serials, [held.serial for held in holdings.held])
+    for at, held in zip(moments, holdings.held, strict=True):
         for position in range(seen, at):
             if actions[position] == Action.ALLOC:
                 live[addresses[position]] = position
         seen = max(seen, at)
-        for address in found:
-            if address in live:
-                category[live[address]] = kind
-    return replace(events, label=label, category=category)
+        for address, what, op in zip(held.found[::3], held.found[1::3], held.found[2::3], strict=True):
+            event = live.get(address)
+            if event is None or (held.category is Category.ACTIVATION and category[event]):
+                continue
+            category[event], tensor[event] = held.category, what
+            if op:
+                made = labels[label[event]]
+                label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
+    return replace(events, label=label, category=category, tensor=tensor)
 
 
 def _mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:

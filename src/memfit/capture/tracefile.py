@@ -6,6 +6,7 @@
     columns/size         n x i8     |  version, never by the file
     ...                             |
     columns/pool         n x i4     |  only where the header names pools; version 1 has none
+    columns/tensor       n x i4     |  only where the header names tensors; versions 1 and 2 have none
 
 A trace file may come from anywhere. It is data only, and everything is checked: sizes before anything
 is decompressed, every index before anything looks up by it.
@@ -37,21 +38,22 @@ from memfit.records import (
     Note,
     ScriptEnd,
     Segment,
+    Tensor,
     Trace,
 )
 
 FORMAT = "memfit trace"
-VERSION = 2
+VERSION = 3
 MAX_EVENTS = 1 << 25
 MAX_HEADER_BYTES = 1 << 28
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
-    "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1", "pool": "<i4",
+    "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1", "pool": "<i4", "tensor": "<i4",
 }  # fmt: skip
+_TABLES = {"pool": "pools", "tensor": "tensors"}
+"""Columns that are there where the header has the table that they refer to."""
 _HEADER = "header.json"
-_MEMBERS = [_HEADER, *(f"columns/{name}" for name in _COLUMNS)]
-_MEMBERS_WITHOUT_POOLS = _MEMBERS[:-1]
 _LEVEL = 3  # of deflate; its default, 6, takes three to four times as long
 _MAX_INTEGER = (1 << 63) - 1
 BLOCK_STATES = ("inactive", "active_allocated", "active_awaiting_free")
@@ -87,6 +89,7 @@ class _Header(_Signature, kw_only=True):
     command: tuple[str, ...]
     notes: tuple[Note, ...]
     pools: tuple[tuple[int, int], ...] = ()
+    tensors: tuple[Tensor, ...] = ()
 
 
 class _FaultError(Exception):
@@ -124,10 +127,8 @@ def write_trace(trace: Trace, path: Path) -> None:
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
     members = {_HEADER: _encode(header)}
-    for name, dtype in _COLUMNS.items():
-        column = getattr(trace.events, name)
-        if column is not None:
-            members[f"columns/{name}"] = np.ascontiguousarray(column, dtype).tobytes()
+    for name, dtype in _columns_of(trace).items():
+        members[f"columns/{name}"] = np.ascontiguousarray(getattr(trace.events, name), dtype).tobytes()
 
     def write(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
@@ -165,12 +166,12 @@ def _read(file: BinaryIO) -> Trace:
     try:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
-            if list(members) not in (_MEMBERS, _MEMBERS_WITHOUT_POOLS):
+            if next(iter(members), None) != _HEADER:
                 raise _FaultError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
-            if list(members) != (_MEMBERS if header.pools else _MEMBERS_WITHOUT_POOLS):
-                raise _FaultError("is damaged: not all of its columns are there. Record it again.")
-            dtypes = {name: dtype for name, dtype in _COLUMNS.items() if f"columns/{name}" in members}
+            dtypes = _columns_of(header)
+            if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
+                raise _FaultError("is damaged: its columns are not those of its header. Record it again.")
             sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
             for name, size in sizes.items():
                 if members[name].file_size != size:
@@ -191,6 +192,15 @@ def _read(file: BinaryIO) -> Trace:
     return trace
 
 
+def _columns_of(tables: Trace | _Header) -> dict[str, str]:
+    """Return the columns that there are beside these tables, and their types."""
+    return {
+        name: dtype
+        for name, dtype in _COLUMNS.items()
+        if name not in _TABLES or getattr(tables, _TABLES[name])
+    }
+
+
 def _rest_of_trace() -> list[str]:
     return [name for name in Trace.__dataclass_fields__ if name != "events"]
 
@@ -205,7 +215,8 @@ def _check_directory(file: BinaryIO) -> None:
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _FaultError("is a zip, but not a memfit trace.")
-    if entries != entries_in_all or entries not in (len(_MEMBERS), len(_MEMBERS_WITHOUT_POOLS)):
+    most = 1 + len(_COLUMNS)
+    if entries != entries_in_all or not most - len(_TABLES) <= entries <= most:
         raise _FaultError(f"is a zip of {entries} members, but not a memfit trace.")
 
 
@@ -278,6 +289,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         "label": (-1, labels - 1),
         "stack": (-1, stacks - 1),
         "pool": (0, len(trace.pools) - 1),
+        "tensor": (-1, len(trace.tensors) - 1),
     }
     for name, (low, high) in columns.items():
         of_event = getattr(events, name)
@@ -294,6 +306,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         "a frame's line": ([frame.line for frame in trace.frames], -_MAX_INTEGER, _MAX_INTEGER),
         "a mark's position": ([mark.position for mark in trace.marks], 0, len(events)),
         "a mark's index": ([mark.index for mark in trace.marks], 0, _MAX_INTEGER),
+        "a tensor's dimension": ([n for tensor in trace.tensors for n in tensor.shape], 0, _MAX_INTEGER),
         "a segment's number": ([n for s in trace.segments for n in _integers(s)], 0, _MAX_INTEGER),
         "a statistic": (list(trace.statistics.values()), -_MAX_INTEGER, _MAX_INTEGER),
         "bytes of the device": (

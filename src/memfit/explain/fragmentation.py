@@ -223,7 +223,7 @@ class _Look:
 
     def _pin(self, piece: Piece) -> Pin:
         born = piece.born
-        category = Category.REST if born is None else Category(self._trace.events.category[born])
+        category = Category.UNKNOWN if born is None else Category(self._trace.events.category[born])
         freed = self._walk.freed_old.get(piece.start) if born is None else self._walk.freed_by[born]
         return Pin(
             address=piece.start,

@@ -38,7 +38,7 @@ CATEGORIES = {
     Category.GRADIENT: "gradients",
     Category.OPTIMIZER_STATE: "optimizer state",
     Category.WORKSPACE: WORKSPACES,
-    Category.REST: "the rest",
+    Category.UNKNOWN: "the rest",
 }
 
 
@@ -109,16 +109,16 @@ def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
     unsure = [note for note in trace.notes if note.sizes]
     sure = dict.fromkeys(CATEGORIES, how_sure(note for note in unsure if note.objects)) | {
         Category.WORKSPACE: how_sure(note for note in unsure if note.workspaces or note.objects),
-        Category.REST: how_sure(note for note in unsure if not note.workspaces),
+        Category.UNKNOWN: how_sure(note for note in unsure if not note.workspaces),
     }
     if not AllocatorConfig.read(trace.settings).has_segments:
         # Every row is what CUDA took for its tensors, and how CUDA rounds is assumed.
-        sure = dict.fromkeys(CATEGORIES, sure[Category.REST])
+        sure = dict.fromkeys(CATEGORIES, sure[Category.UNKNOWN])
     alive = _alive(trace, line, peak + 1)
     category_of = trace.events.category[alive]
     totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
     if len(trace.events):
-        totals[Category.REST] += int(line.allocated[peak]) - sum(totals.values())
+        totals[Category.UNKNOWN] += int(line.allocated[peak]) - sum(totals.values())
     return [Term(CATEGORIES[category], Figure(total, sure[category])) for category, total in totals.items()]
 
 

@@ -1,0 +1,104 @@
+"""What autograd keeps for the backward: every tensor that a node of the graph has saved.
+
+    loss <── node ──> saved: weight, input        read as they lie: no hook is run, so that nothing is
+              │                                   recomputed (checkpointing) or fetched (offload)
+             node ──> saved: ...
+
+Source: ``SavedTensor.data`` and the ``_raw_saved_*`` attributes of nodes (torch/csrc/autograd/init.cpp,
+PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and what its ``forward`` put on
+``ctx`` itself.
+"""
+
+import functools
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from memfit.capture.modules import tensors_in
+
+_RAW = "_raw_saved_"
+_ALL = "_raw_saved_tensors"
+_CAST = "ToCopyBackward0"
+_VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "T", "Transpose", "Permute", "Expand"),
+        *("Squeeze", "Unsqueeze", "Select", "Slice", "Narrow", "Split", "SplitWithSizes", "Chunk", "Unbind"),
+        *("Diagonal", "Unfold", "ViewAsReal", "ViewAsComplex", "Swapaxes", "Movedim"),
+    )
+    for number in range(3)
+)
+"""Nodes whose result lies in the memory of their first input."""
+
+
+class Saved(NamedTuple):
+    """A tensor that a node has saved."""
+
+    tensor: torch.Tensor
+    what: str
+    """What it is to the node: ``mat1 of AddmmBackward0``."""
+    op: str
+    """What computed it: ``Addmm``; of what no node shows as its result, such as the mean that a normalization
+    keeps, that which saved it."""
+    cast_of: torch.Tensor | None
+    """The leaf that it is a copy of, in another dtype: autocast keeps those."""
+
+
+def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
+    """Yield what the graph of some tensors holds, a tensor as often as it was saved.
+
+    Args:
+        roots: tensors, however nested: what a backward pass starts from.
+    """
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield from _saved_by(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def _saved_by(node: Any) -> Iterator[Saved]:
+    name = node.name()
+    for attribute in _raw_attributes(node.__class__):
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:  # freed already: of a graph that is gone through again
+            continue
+        for entry in raw if isinstance(raw, tuple | list) else (raw,):
+            for tensor in _tensors_of(entry):
+                what = "" if attribute == _ALL else f"{attribute.removeprefix(_RAW)} of "
+                yield _saved(tensor, what + name, name)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        for attribute, value in vars(node).items():
+            for tensor in tensors_in((value,)):
+                yield _saved(tensor, f"{attribute} of {name}", name)
+
+
+@functools.cache
+def _raw_attributes(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_RAW))
+
+
+def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
+    """Yield what a SavedTensor holds: the tensor, or those in what a hook has packed it into."""
+    try:
+        data = raw.data
+    except RuntimeError:  # freed, or written to since: the backward will say so
+        return
+    yield from tensors_in((data,))
+
+
+def _saved(tensor: torch.Tensor, what: str, saver: str) -> Saved:
+    """Find the node that allocated a tensor's memory, past those that made views of it."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS and node.next_functions:
+        node = node.next_functions[0][0]
+    name = node.name() if node is not None else saver
+    leaf = node.next_functions[0][0] if name == _CAST else None
+    return Saved(tensor, what, re.sub(r"Backward\d*$", "", name), getattr(leaf, "variable", None))

@@ -1,0 +1,165 @@
+"""Whose every byte is, at every moment: category, module, op and line of each allocation.
+
+    stage      before          forward       backward        update
+    phases     setup input     forward loss  backward        between optimizer
+                               │             recompute
+    what live objects held             parameter, buffer, gradient, optimizer state, workspace
+    what a graph saved                 activation
+    gone before its stage is           temporary; of a recomputation, before that is
+    made before a forward              input
+    made in a forward, alive after it  activation if the next backward frees it: it was kept in a way that
+                                       cannot be seen; otherwise output: the script holds it
+
+Live objects and graphs were asked while the script ran; the rest follows from when an allocation was made
+and freed. What none of it tells is ``UNKNOWN``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.explain.place import line_of
+from memfit.records import Action, Category, Label, MarkKind, Phase, Timeline, Trace
+
+_STAGES = {
+    Phase.SETUP: 0,
+    Phase.INPUT: 0,
+    Phase.FORWARD: 1,
+    Phase.LOSS: 1,
+    Phase.BACKWARD: 2,
+    Phase.RECOMPUTE: 2,
+    Phase.BETWEEN: 3,
+    Phase.OPTIMIZER: 3,
+}
+_BEFORE, _FORWARD, _BACKWARD = 0, 1, 2
+_PHASES = tuple(Phase)
+_NOWHERE = Label(Phase.SETUP, "", "", -1)
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """What each of ``m`` allocations is for, in the order in which they were made. Columns are ``m`` long."""
+
+    born: Numbers
+    """Event that made it."""
+    freed: Numbers
+    """Event that freed it; as many as there are events, if none did."""
+    requested: Numbers
+    """Bytes that were asked for."""
+    block: Numbers
+    """Bytes that it got: rounded, with an unsplit remainder."""
+    category: npt.NDArray[np.uint8]
+    phase: npt.NDArray[np.uint8]
+    """Index into ``tuple(Phase)``: when it was made."""
+    module: npt.NDArray[np.int32]
+    op: npt.NDArray[np.int32]
+    line: npt.NDArray[np.int32]
+    modules: tuple[str, ...]
+    """What ``module`` counts: paths, empty outside modules."""
+    ops: tuple[str, ...]
+    lines: tuple[str, ...]
+    """``file:line``; empty where Python had no frame."""
+
+    def alive(self, event: int) -> Numbers:
+        """Return the allocations, by their place here, that are alive just after an event."""
+        return np.flatnonzero((self.born <= event) & (self.freed > event))
+
+
+def attribute(trace: Trace, line: Timeline) -> Attribution:
+    """Say what each allocation of a trace is for.
+
+    Args:
+        trace: what was recorded.
+        line: its ``timeline``.
+    """
+    events = trace.events
+    born = np.flatnonzero(events.action == Action.ALLOC)
+    freed = line.freed_by[born]
+    labels = [*trace.labels, _NOWHERE]
+    phase = _phase_of_events(trace)
+    tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
+    label = events.label[born]
+    # A tensor that a module owns is that module's, wherever it was allocated.
+    names = [tensor.module for tensor in trace.tensors] + [""]
+    owner = np.array([bool(name) for name in names])[tensor]
+    modules, module = _interned([*(one.module for one in labels), *names])
+    ops, op = _interned([one.op for one in labels])
+    lines, of_line = _lines(trace, born)
+    return Attribution(
+        born=born,
+        freed=freed,
+        requested=events.size[born],
+        block=line.block_size[born],
+        category=_categories(trace, born, freed, phase),
+        phase=phase[born],
+        module=np.where(owner, module[len(labels) :][tensor], module[: len(labels)][label]),
+        op=op[label],
+        line=of_line,
+        modules=modules,
+        ops=ops,
+        lines=lines,
+    )
+
+
+def _phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
+    """Return each event's phase; without a label, that of the event before."""
+    index = np.array([_PHASES.index(label.phase) for label in trace.labels] + [0], np.uint8)
+    known = np.where(trace.events.label >= 0, np.arange(len(trace.events)), -1)
+    latest = np.maximum.accumulate(known) if len(known) else known
+    return index[np.where(latest >= 0, trace.events.label[latest], -1)]
+
+
+def _categories(
+    trace: Trace, born: Numbers, freed: Numbers, phase: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    category = trace.events.category[born].copy()
+    failed = np.flatnonzero(trace.events.action == Action.OOM)
+    if trace.end.reason == "out of memory" and len(failed):
+        # What the exception freed on its way out was there to stay.
+        freed = np.where(freed > failed[-1], len(phase), freed)
+    stage = np.array([_STAGES[one] for one in _PHASES], np.uint8)[phase]
+    marks = [mark.position for mark in trace.marks if mark.kind is MarkKind.BACKWARD]
+    backwards = np.searchsorted(marks, np.arange(len(phase) + 1), side="right")
+    recomputed = phase[born] == _PHASES.index(Phase.RECOMPUTE)
+    made = stage[born]
+    # What is never freed is freed after all events, in a stage of its own.
+    until_same_stage = _runs(stage)[freed] == _runs(stage)[born]
+    temporary = np.where(recomputed, _runs(phase)[freed] == _runs(phase)[born], until_same_stage)
+    next_backward_frees = (backwards[freed] == backwards[born] + 1) & (np.append(stage, 0)[freed] == _BACKWARD)
+    no_backward = backwards[born] == len(marks)
+    ended_inside = no_backward & (freed == len(phase)) & (trace.end.reason not in ("end", "steps"))
+    kept = (made == _FORWARD) & (next_backward_frees | ended_inside)
+    unknown = category == Category.UNKNOWN
+    for which, kind in (
+        (made == _BEFORE, Category.INPUT),
+        (made == _FORWARD, Category.OUTPUT),
+        (kept | recomputed, Category.ACTIVATION),
+        (temporary, Category.TEMPORARY),
+    ):
+        category[unknown & which] = kind
+    return category
+
+
+def _runs(values: npt.NDArray[np.uint8]) -> Numbers:
+    """Number the runs of equal values; one more place, for after the end, is in a run of its own."""
+    changes = np.flatnonzero(np.diff(values)) + 1
+    number = np.zeros(len(values) + 1, np.int64)
+    number[changes] = 1
+    number[-1] = 1
+    return np.cumsum(number)
+
+
+def _interned(names: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    table = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return tuple(table), np.array([table[name] for name in names], np.int32)
+
+
+def _lines(trace: Trace, born: Numbers) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Return the lines that made allocations; each stack and label is looked at once."""
+    places = np.stack((trace.events.stack[born], trace.events.label[born]), axis=1)
+    unique, first, inverse = np.unique(places, axis=0, return_index=True, return_inverse=True)
+    lines, of_place = _interned([line_of(trace, int(born[event])) for event in first])
+    del unique
+    return lines, of_place[inverse.reshape(-1)] if len(born) else np.zeros(0, np.int32)
