@@ -12,7 +12,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.api import diagnose, dry_run, estimate, read, record, replay, summarize, write_snapshot
+    from memfit.api import (
+        diagnose,
+        dry_run,
+        estimate,
+        explain,
+        read,
+        record,
+        replay,
+        summarize,
+        write_snapshot,
+    )
     from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
     from memfit.strategies.accumulation import Accumulation
@@ -54,6 +64,7 @@ __all__ = [
     "diagnose",
     "dry_run",
     "estimate",
+    "explain",
     "force_fp32",
     "read",
     "record",

@@ -1,8 +1,10 @@
 """The whole pipeline in one file: read this first.
 
-script ── capture.run ──> trace file ── capture.tracefile ──> Trace ─┬─ explain.peak ──> DryRun
-             dry_run: on the ghost              no torch from here on └─ explain.comparison ──> Comparison
-             record: on this machine's GPU                                 replay
+script ── capture.run ──> trace file ── capture.tracefile ──> Trace ─┬─ analysis.peak ──> DryRun
+             dry_run: on the ghost              no torch from here on ├─ analysis.explanation ──> Explained
+             record: on this machine's GPU                            │    explain
+                                                                      └─ analysis.comparison ──> Comparison
+                                                                           replay
 """
 
 import dataclasses
@@ -13,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from memfit.analysis.comparison import Comparison, compare
+from memfit.analysis.explanation import explanation
+from memfit.analysis.peak import summarize
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
@@ -23,12 +28,10 @@ from memfit.capture.snapshot import read_snapshot, write_snapshot
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import TargetError, UsageError
-from memfit.explain.comparison import Comparison, compare
-from memfit.explain.fragmentation import fragmentation
-from memfit.explain.peak import summarize
 from memfit.ghost.doctor import Check, checks
 from memfit.records import DryRun, Note, Provenance, Trace
 from memfit.report.estimate import Estimate
+from memfit.report.explanation import Explained
 from memfit.units import TIB
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ __all__ = [
     "diagnose",
     "dry_run",
     "estimate",
-    "fragmentation",
+    "explain",
     "keep_context",
     "measure_context",
     "read",
@@ -261,6 +264,30 @@ def read(path: str | Path) -> Trace:
     """
     path = Path(path)
     return read_trace(path) if is_trace(path) else read_snapshot(path)
+
+
+def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explained:
+    """Say who holds the memory of a run, when, and from which line.
+
+    Args:
+        target: a trace, or the path of one, or of a memory snapshot that PyTorch wrote.
+        at: ``peak``, a phase (``backward``), or a training step (``2``): the moment in it that holds most.
+        fragments: tell apart what is reserved and not requested, too.
+
+    Returns:
+        The summary, who holds what at that moment by category, module, line and op, and what each phase
+        changed; printed, all of it.
+
+    Raises:
+        UsageError: there is no such moment in the run.
+        FileFormatError: the file is neither, or contradicts itself.
+
+    >>> found = explain("run.memfit", at="backward")  # doctest: +SKIP
+    >>> found.held.rows["module"][0]  # doctest: +SKIP
+    Row(name='head', bytes=823410688, blocks=1, provenance=<Provenance.EXACT: 'exact'>)
+    """
+    trace = target if isinstance(target, Trace) else read(target)
+    return Explained.of(explanation(trace, at, fragments=fragments))
 
 
 def replay(

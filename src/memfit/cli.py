@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from memfit import __version__
-from memfit.console import exit_code, name_trace, progress, stdout, write
+from memfit.console import exit_code, name_trace, progress, stdout, write, write_explanation
 from memfit.errors import MemfitError, UsageError
 
 app = App(
@@ -167,14 +167,19 @@ def explain(
     path: Path,
     /,
     *,
+    at: str = "peak",
+    by: Literal["category", "module", "line", "op"] | None = None,
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     snapshot: Path | None = None,
     fragmentation: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say what a trace file holds: the peak, what held it, and where.
+    """Say who holds the memory of a run, when, and from which line.
 
     Args:
         path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
+        at: The moment: peak; forward, loss, backward, optimizer or another phase; or a training step (2).
+            Of a phase or a step, when it holds most.
+        by: Sum what is allocated then by category, module, line or op; rows sum to all of it.
         json: Write the result as JSON to this file, or - for standard output.
         snapshot: Write the trace as a snapshot for PyTorch's own viewer (memory_viz) to this file.
         fragmentation: Say, too, what of the reserved memory was not asked for, at the peaks and at the end:
@@ -185,7 +190,7 @@ def explain(
     trace = api.read(path)
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
-    write(api.summarize(trace), json, api.fragmentation(trace) if fragmentation else None)
+    write_explanation(api.explain(trace, at, fragments=fragmentation), json, by)
     return 0
 
 

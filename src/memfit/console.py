@@ -13,27 +13,48 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from memfit.analysis.explanation import Explanation
     from memfit.capture.run import Progress
-    from memfit.explain.reserved import Fragmentation
     from memfit.records import DryRun
 
 
-def write(result: "DryRun", json: str | None, found: "Fragmentation | None" = None) -> None:
+def write(result: "DryRun", json: str | None) -> None:
     """Print a summary, and write it as JSON if asked to; ``-`` is standard output, and no summary."""
-    from memfit import api
-    from memfit.report.fragmentation import print_fragmentation
-    from memfit.report.schema import to_json
+    from memfit.report.schema import to_json, to_public
     from memfit.report.terminal import print_summary
 
-    written = to_json(result, found)
+    if not _written(to_json(to_public(result)), json):
+        print_summary(result, stdout())
+
+
+def write_explanation(found: "Explanation", json: str | None, by: str | None) -> None:
+    """Print an explanation, and write it as JSON if asked to; ``-`` is standard output, and nothing else.
+
+    Args:
+        found: what to print.
+        json: where JSON goes; None for nowhere.
+        by: what bytes are summed by in a table of their own.
+    """
+    from memfit.analysis.held import By
+    from memfit.report.explanation import print_explanation
+    from memfit.report.schema import explained, to_json
+
+    if not _written(to_json(explained(found)), json):
+        print_explanation(found, None if by is None else By(by), stdout())
+
+
+def _written(content: bytes, json: str | None) -> bool:
+    """Write JSON to where it is wanted; say whether that is standard output, so that nothing else goes there.
+
+    Before anything is printed: whoever reads that may stop at any line.
+    """
+    from memfit import api
+
     if json == "-":
-        sys.stdout.write(written.decode() + "\n")
-        return
-    if json is not None:
-        api.write_bytes(Path(json), written + b"\n")
-    print_summary(result, stdout())  # last: whoever reads it may stop at any line
-    if found is not None:
-        print_fragmentation(found, stdout())
+        sys.stdout.write(content.decode() + "\n")
+    elif json is not None:
+        api.write_bytes(Path(json), content + b"\n")
+    return json == "-"
 
 
 def exit_code(result: "DryRun", *, fail: bool) -> int:

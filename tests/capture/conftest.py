@@ -17,6 +17,7 @@ from memfit.records import (
     Phase,
     Provenance,
     ScriptEnd,
+    Tensor,
     Trace,
 )
 
@@ -34,6 +35,7 @@ def trace():
         stack=np.array([-1, 0], np.int32),
         category=np.array([0, Category.PARAMETER], np.uint8),
         pool=np.array([1, 1], np.int32),
+        tensor=np.array([-1, 0], np.int32),
     )
     figure = Figure(1 << 30, Provenance.EXACT, "here")
     return Trace(
@@ -50,6 +52,7 @@ def trace():
         versions={"torch": "2.14.1"},
         command=("train.py",),
         pools=((0, 0), (1, 0)),
+        tensors=(Tensor("layers.0", "weight", "float32", (5, 5)),),
     )
 
 

@@ -32,6 +32,7 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
     Segment,
+    Tensor,
     Trace,
 )
 
@@ -49,7 +50,7 @@ def index_below(count, lowest=0):
 
 
 @st.composite
-def columns(draw, labels, stacks, pools):
+def columns(draw, labels, stacks, pools, tensors):
     n = draw(st.integers(0, 30))
 
     def column(numbers, dtype):
@@ -65,6 +66,7 @@ def columns(draw, labels, stacks, pools):
         stack=column(index_below(stacks, -1), np.int32),
         category=column(st.integers(0, max(Category)), np.uint8),
         pool=column(st.integers(0, pools - 1), np.int32) if pools else None,
+        tensor=column(index_below(tensors, -1), np.int32) if tensors else None,
     )
 
 
@@ -80,7 +82,9 @@ def traces(draw):
     told = draw(st.booleans())
     private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
     pools = ((0, 0), *draw(private)) if told else ()
-    events = draw(columns(len(labels), len(stacks), len(pools)))
+    shape = st.lists(naturals, max_size=3).map(tuple)
+    tensors = tuple(draw(st.lists(st.builds(Tensor, st.text(), st.text(), st.text(), shape), max_size=3)))
+    events = draw(columns(len(labels), len(stacks), len(pools), len(tensors)))
     mark = st.builds(Mark, st.integers(0, len(events)), st.sampled_from(MarkKind), naturals)
     segment = st.builds(
         Segment,
@@ -110,6 +114,7 @@ def traces(draw):
             draw(st.lists(st.builds(Note, st.sampled_from(Provenance), st.text(), st.text()), max_size=3))
         ),
         pools=pools,
+        tensors=tensors,
     )
 
 
@@ -167,17 +172,22 @@ def test_a_trace_is_told_from_a_pickle(tmp_path, file):
         is_trace(tmp_path / "nowhere")
 
 
-def test_a_file_of_the_first_version_tells_of_no_pools(file, trace):
-    """It had neither the column nor the table."""
+@pytest.mark.parametrize(
+    ("version", "missing"), [(1, {"pool": "pools", "tensor": "tensors"}), (2, {"tensor": "tensors"})]
+)
+def test_a_file_of_an_earlier_version_lacks_columns(file, trace, version, missing):
+    """It had neither the columns nor their tables."""
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    header = json.loads(members["header.json"]) | {"version": 1}
-    del header["pools"], members["columns/pool"]
+    header = json.loads(members["header.json"]) | {"version": version}
+    for column, table in missing.items():
+        del header[table], members[f"columns/{column}"]
     members["header.json"] = json.dumps(header).encode()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    assert_equal(read_trace(file), replace(trace, events=replace(trace.events, pool=None), pools=()))
+    without = replace(trace.events, **dict.fromkeys(missing))
+    assert_equal(read_trace(file), replace(trace, events=without, **dict.fromkeys(missing.values(), ())))
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -95,17 +95,17 @@ def test_another_zip(file):
 
 
 def test_a_member_more_or_less(file, trace):
-    assert "11 members" in refused(rewritten(file, lambda members: members | {"extra": b""}))
+    assert "12 members" in refused(rewritten(file, lambda members: members | {"extra": b""}))
     write_trace(trace, file)
     members = {"columns/actiom": b""}
     renamed = rewritten(
         file, lambda found: {name: found[name] for name in found if name != "columns/action"} | members
     )
-    assert "not a memfit trace" in refused(renamed)
+    assert "not those of its header" in refused(renamed)
 
 
 def test_another_version(file, trace):
-    assert "newer memfit (version 3; this one reads 2). Upgrade" in refused(with_header(file, version=3))
+    assert "newer memfit (version 4; this one reads 3). Upgrade" in refused(with_header(file, version=4))
     write_trace(trace, file)
     assert "never was (0)" in refused(with_header(file, version=0))
     write_trace(trace, file)
@@ -130,6 +130,8 @@ def test_headers_that_are_none(file, header):
         ({"stacks": []}, "event 1 of 2 has stack 0,"),
         ({"frames": []}, "a stack's frame"),
         ({"pools": [[0, 0]]}, "has pool "),
+        ({"tensors": [{"module": "", "name": "", "dtype": "", "shape": [-1]}]}, "a tensor's dimension"),
+        ({"tensors": []}, "its columns are not those of its header"),
         ({"pools": [[1, 0], [0, 0]]}, "its first pool is not the default one"),
         ({"pools": [[0, 0], [1, -1]]}, "a pool's number"),
         ({"pools": [[0, 0], [1, 2, 3]]}, "header"),
@@ -165,13 +167,14 @@ def test_segments_out_of_range(file, trace):
     ("column", "value", "words"),
     [
         ("action", 10, "event 1 of 2 has action 10, outside 0 to 9"),
-        ("category", 6, "event 1 of 2 has category 6,"),
+        ("category", 10, "event 1 of 2 has category 10,"),
         ("size", -1, "event 1 of 2 has size -1,"),
         ("address", 1 << 63, "event 1 of 2 has address 9223372036854775808,"),
         ("stream", -1, "event 1 of 2 has stream -1,"),
         ("label", -2, "event 1 of 2 has label -2,"),
         ("stack", 1, "event 1 of 2 has stack 1,"),
         ("pool", 2, "has pool "),
+        ("tensor", 1, "event 1 of 2 has tensor 1,"),
     ],
 )
 def test_columns_out_of_range(file, trace, column, value, words):

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+from memfit.analysis.breakdown import NAMES, ROUNDING
 from scripts import TRAIN, figures
 
 
@@ -19,13 +20,14 @@ def test_the_allocator_in_one_line(dry_run):
 def test_parameters_gradients_and_state_are_told_apart(dry_run):
     run = dry_run(TRAIN + "    for _ in range(9): step()\n")
     held = figures(run.answer)
-    blocks = sum(-(-4 * n // 512) * 512 for n in (256 * 512, 512, 512 * 8, 8))
+    asked_for = sum(4 * n for n in (256 * 512, 512, 512 * 8, 8))
     assert run.answer["steps"] == 3
     assert run.answer["verdict"] == "fits"
-    assert held["parameters"] == blocks
-    assert held["gradients"] == blocks
-    assert held["optimizer state"] == 2 * blocks
-    parts = ("parameters", "buffers", "gradients", "optimizer state", "the rest")
+    assert held["parameters"] == asked_for
+    assert held["gradients"] == asked_for
+    assert held["optimizer state"] == 2 * asked_for
+    assert held["unknown"] == 0
+    parts = (*NAMES.values(), ROUNDING)
     assert sum(held[part] for part in parts) == held["allocated"] == run.answer["peak"]["allocated"]
     assert held["allocated"] + held["cached, not allocated"] == held["reserved"]
     assert held["reserved"] + held["CUDA context"] == held["process"] == run.answer["peak"]["process"]

@@ -129,10 +129,10 @@ def test_workspaces_leave_the_other_rows_exact(dry_run, source, provenance):
     if source == "cudnn" and len(notes) > 1:
         pytest.skip(f"the installed cuDNN cannot be asked: {notes}")
     assert [note["provenance"] for note in notes] == [provenance]
-    assert (figures(answer)["cuDNN workspaces"] > 0) == (source == "cudnn")
+    assert (figures(answer)["workspaces"] > 0) == (source == "cudnn")
     sure = {term["name"]: term["provenance"] for term in answer["terms"]}
-    assert {sure[name] for name in ("parameters", "gradients", "the rest")} == {"exact"}
-    assert {sure[name] for name in ("cuDNN workspaces", "allocated", "reserved")} == {provenance}
+    assert {sure[name] for name in ("parameters", "gradients", "activations")} == {"exact"}
+    assert {sure[name] for name in ("workspaces", "allocated", "reserved")} == {provenance}
 
 
 def test_the_script_sees_the_devices_that_are_visible(dry_run):

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
+from memfit.analysis.explanation import Explanation
+from memfit.analysis.held import By, Held
+from memfit.analysis.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.records import (
     Phase,
     Place,
@@ -17,7 +19,7 @@ from memfit.records import (
 )
 from memfit.report.fragmentation import print_fragmentation
 from memfit.report.inert import inert
-from memfit.report.schema import Explained, json_schema, to_json, to_public
+from memfit.report.schema import Explained, explained, json_schema, to_json, to_public
 
 MIB = 1 << 20
 SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
@@ -38,6 +40,12 @@ MOMENT = Moment("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
 CACHED = Reserved.of(cached=5 * MIB)
 END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=Reserved.of())
 FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
+
+
+def told(answer, found):
+    """Return an explanation of which the fragmentation alone matters."""
+    held = Held(0, BORN, 0, dict.fromkeys(By, ()), ())
+    return Explanation(answer, "peak", held, (), found)
 
 
 def printed(found, width=200):
@@ -118,12 +126,14 @@ def test_names_from_a_trace_are_inert(answer, name):
     text = printed(hostile, 400)
     assert text.count(inert(name)) == 4  # as a module twice, as an op, in a path
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
-    pins = json.loads(to_json(answer, hostile))["fragmentation"]["moments"][0]["holes"][0]["pins"]
+    pins = json.loads(to_json(explained(told(answer, hostile))))["fragmentation"]["moments"][0]["holes"][0][
+        "pins"
+    ]
     assert pins[0]["freed"]["module"] == name
 
 
 def test_the_json_is_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(answer, FOUND), type=Explained)
+    decoded = msgspec.json.decode(to_json(explained(told(answer, FOUND))), type=Explained)
     for field in to_public(answer).__struct_fields__:
         assert getattr(decoded, field) == getattr(to_public(answer), field)
     first, end = decoded.fragmentation.moments

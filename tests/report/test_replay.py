@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from memfit.explain.comparison import compare
+from memfit.analysis.comparison import compare
 from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance
 from memfit.report.replay import print_comparison
 from memfit.report.replayed import Replayed, to_json

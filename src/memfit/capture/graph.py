@@ -42,6 +42,8 @@ class Saved(NamedTuple):
     op: str
     """What computed it: ``Addmm``; of what no node shows as its result, such as the mean that a normalization
     keeps, that which saved it."""
+    sequence: int
+    """Autograd's number of the node that saved it: nodes are numbered as they are made."""
     cast_of: torch.Tensor | None
     """The leaf that it is a copy of, in another dtype: autocast keeps those."""
 
@@ -73,11 +75,11 @@ def _saved_by(node: Any) -> Iterator[Saved]:
         for entry in raw if isinstance(raw, tuple | list) else (raw,):
             for tensor in _tensors_of(entry):
                 what = "" if attribute == _ALL else f"{attribute.removeprefix(_RAW)} of "
-                yield _saved(tensor, what + name, name)
+                yield _saved(tensor, what + name, node)
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         for attribute, value in vars(node).items():
             for tensor in tensors_in((value,)):
-                yield _saved(tensor, f"{attribute} of {name}", name)
+                yield _saved(tensor, f"{attribute} of {name}", node)
 
 
 @functools.cache
@@ -94,11 +96,12 @@ def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
     yield from tensors_in((data,))
 
 
-def _saved(tensor: torch.Tensor, what: str, saver: str) -> Saved:
+def _saved(tensor: torch.Tensor, what: str, saver: Any) -> Saved:
     """Find the node that allocated a tensor's memory, past those that made views of it."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS and node.next_functions:
         node = node.next_functions[0][0]
-    name = node.name() if node is not None else saver
-    leaf = node.next_functions[0][0] if name == _CAST else None
-    return Saved(tensor, what, re.sub(r"Backward\d*$", "", name), getattr(leaf, "variable", None))
+    name = (node or saver).name()
+    leaf = node.next_functions[0][0] if node is not None and name == _CAST else None
+    op = re.sub(r"Backward\d*$", "", name)
+    return Saved(tensor, what, op, saver._sequence_nr(), getattr(leaf, "variable", None))

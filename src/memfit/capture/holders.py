@@ -7,6 +7,7 @@ are kept. Which allocation an address meant at that moment is settled from the h
 
 import weakref
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,9 @@ class Held:
     serial: int
     category: Category
     found: "array[int]"
-    """Three numbers each: the storage's address, the index of its tensor, that of the op that made it."""
+    """Four numbers each: the storage's address, the index of its tensor, that of the op that made it, and how
+    many backwards were before what holds it was made, where a graph does: what was there before that is no
+    activation of it, but given to it."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class Holdings:
     ops: dict[str, int] = field(default_factory=lambda: {"": 0})
     """Ops that made what a graph saved; values are places, the first is that of none."""
     held: list[Held] = field(default_factory=list)
+    _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each
     _names: dict[int, tuple["weakref.ref[torch.Tensor]", str, str]] = field(default_factory=dict)
 
     def modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
@@ -79,23 +83,34 @@ class Holdings:
             ),
         )
 
+    def scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
+        """Note what a gradient scaler keeps."""
+        kept = (("loss scale", scaler._scale), ("loss scale's growth", scaler._growth_tracker))
+        self._note(serial, Category.BUFFER, ((tensor, "", name) for name, tensor in kept))
+
     def graph(self, serial: int, roots: Iterable[object]) -> None:
         """Note what autograd keeps for the backward of some tensors."""
         self._note(
             serial,
             Category.ACTIVATION,
             (
-                (saved.tensor, *self._name_of_saved(saved.cast_of, saved.what), saved.op)
+                (
+                    saved.tensor,
+                    *self._name_of_saved(saved.cast_of, saved.what),
+                    saved.op,
+                    bisect_right(self._backwards, saved.sequence),
+                )
                 for saved in saved_for_backward(roots)
             ),
         )
+        self._backwards.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def workspaces(self, serial: int, sizes: Mapping[int, int]) -> None:
         """Note what cuBLAS works in: addresses and bytes."""
         found = array("q")
         for address, size in sizes.items():
             record = Tensor("", "cuBLAS workspace", "uint8", (size,))
-            found.extend((address, self.tensors.setdefault(record, len(self.tensors)), 0))
+            found.extend((address, self.tensors.setdefault(record, len(self.tensors)), 0, 0))
         self.held.append(Held(serial, Category.WORKSPACE, found))
 
     def _learn(self, root: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -125,15 +140,16 @@ class Holdings:
         return (module, f"copy of {name}") if name else ("", what)
 
     def _note(self, serial: int, category: Category, found: Iterable[tuple[Any, ...]]) -> None:
-        """Keep the addresses of (tensor, module, name) or (tensor, module, name, op)."""
+        """Keep the addresses of (tensor, module, name), and of a graph's an op and a number of backwards."""
         kept = array("q")
-        for tensor, module, name, *op in found:
+        for tensor, module, name, *graphs in found:
+            op, backwards = graphs or ("", 0)
             address = _address(_local(tensor))
             if address:
                 record = Tensor(module, name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                kept.append(address)
-                kept.append(self.tensors.setdefault(record, len(self.tensors)))
-                kept.append(self.ops.setdefault(op[0] if op else "", len(self.ops)))
+                tensor_index = self.tensors.setdefault(record, len(self.tensors))
+                op_index = self.ops.setdefault(op, len(self.ops))
+                kept.extend((address, tensor_index, op_index, backwards))
         if kept:
             self.held.append(Held(serial, category, kept))
 

@@ -11,6 +11,7 @@ PyTorch's own queue of calls for that moment.
 import os
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from decimal import Decimal
@@ -106,6 +107,7 @@ class Recorder:
             steps,
             before_optimizer=self._before_optimizer,
             after_optimizer=self._after_optimizer,
+            before_scaled=self._before_scaled,
             before_backward=self._before_backward,
             on_change=on_change,
             end_now=end_now,
@@ -218,6 +220,10 @@ class Recorder:
             self._held.graph(self.book.moment(), roots)
             self.modules.claim_loss(roots, sys._getframe(1))
 
+    def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        if self._with_labels:
+            self._held.scaler(self.book.moment(), scaler)
+
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if self._with_labels:
             parameters, moment = list(parameters_of(optimizer)), self.book.moment()
@@ -319,8 +325,8 @@ def _blas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
         Addresses, and the bytes that were asked for.
     """
     before = _active(segments)
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
-    after = _active(torch.cuda.memory_snapshot())
+    torch._C._cuda_clearCublasWorkspaces()
+    after = _active(torch.cuda.memory._snapshot()["segments"])
     return {address: size for address, size in before.items() if address not in after}
 
 
@@ -366,9 +372,7 @@ def _placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int3
     return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(positions, marks, strict=True))
 
 
-def _labelled(
-    events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings
-) -> Events:
+def _labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings) -> Events:
     """Put labels, categories and tensors on the events.
 
     What a graph saved may be something else, too: a parameter is one, and no activation.
@@ -381,15 +385,20 @@ def _labelled(
     live: dict[int, int] = {}
     actions, addresses = events.action.tolist(), events.address.tolist()
     labels, ops, seen = book.labels, list(holdings.ops), 0
+    backwards = _positions(serials, [serial for serial, kind, _ in book.marks if kind is MarkKind.BACKWARD])
     moments = _positions(serials, [held.serial for held in holdings.held])
     for at, held in zip(moments, holdings.held, strict=True):
         for position in range(seen, at):
             if actions[position] == Action.ALLOC:
                 live[addresses[position]] = position
         seen = max(seen, at)
-        for address, what, op in zip(held.found[::3], held.found[1::3], held.found[2::3], strict=True):
+        for address, what, op, earlier in zip(*(held.found[place::4] for place in range(4)), strict=True):
             event = live.get(address)
-            if event is None or (held.category is Category.ACTIVATION and category[event]):
+            if event is None:
+                continue
+            if held.category is Category.ACTIVATION and (
+                category[event] or bisect_right(backwards, event) != earlier
+            ):
                 continue
             category[event], tensor[event] = held.category, what
             if op:

@@ -52,18 +52,20 @@ class Steps:
         wanted: training steps after which the script is ended; None for its own end.
         before_optimizer: called when an optimizer is about to step (its gradients are there).
         after_optimizer: called when it has stepped (its state is there).
+        before_scaled: called with a gradient scaler that is about to step an optimizer, or to skip it.
         before_backward: called with the roots of an outermost backward pass.
         on_change: called at each change of phase, for the progress line.
         end_now: called when the script keeps catching the exception that should end it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one moment
         self,
         book: LabelBook,
         wanted: int | None,
         *,
         before_optimizer: Callable[[Optimizer], None],
         after_optimizer: Callable[[Optimizer], None],
+        before_scaled: Callable[[torch.amp.GradScaler], None],
         before_backward: Callable[[tuple[object, ...]], None],
         on_change: Callable[[], None],
         end_now: Callable[[], None],
@@ -72,6 +74,7 @@ class Steps:
         self._wanted = wanted
         self._before_optimizer = before_optimizer
         self._after_optimizer = after_optimizer
+        self._before_scaled = before_scaled
         self._before_backward = before_backward
         self._on_change = on_change
         self._end_now = end_now
@@ -166,8 +169,14 @@ class Steps:
         self._count(optimizer)
 
     def _scaled_step(
-        self, original: Callable[..., Any], scaler: object, optimizer: Optimizer, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        self._before_scaled(scaler)
         before = self._seen
         result = original(scaler, optimizer, *args, **kwargs)
         if self._seen == before:

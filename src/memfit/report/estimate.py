@@ -1,13 +1,11 @@
 """What ``memfit.estimate`` answers: a dry run, and the questions people ask of it."""
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from memfit.records import DryRun, Figure
-from memfit.report.terminal import print_summary
+from memfit.report.terminal import as_text, print_summary
 
-_WIDTH = 100
 _TOTALS = {"allocated", "reserved", "process"}
 
 
@@ -44,11 +42,7 @@ class Estimate:
         return done.verdict == "fits"
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
-        print_summary(self.run, console, in_all=None if self.unlimited is self.run else self.total)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        in_all = None if self.unlimited is self.run else self.total
+        return as_text(lambda console: print_summary(self.run, console, in_all=in_all))
 
     __repr__ = __str__

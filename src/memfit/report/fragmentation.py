@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.explain.reserved import Fragmentation, Hole, Pin, Reserved
+from memfit.analysis.reserved import Fragmentation, Hole, Pin, Reserved
 from memfit.report.terminal import in_words
 from memfit.units import MIB, format_bytes
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.allocator.compare import Outcome
-from memfit.explain.comparison import Comparison
+from memfit.analysis.comparison import Comparison
 from memfit.records import Place
 from memfit.report.inert import inert
 from memfit.report.terminal import short_path

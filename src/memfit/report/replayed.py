@@ -9,7 +9,7 @@ import msgspec
 
 from memfit.allocator.compare import Outcome, Rates
 from memfit.allocator.device import Calls
-from memfit.explain.comparison import Comparison
+from memfit.analysis.comparison import Comparison
 from memfit.records import Place
 from memfit.report.schema import SCHEMA, Remark, remark
 

@@ -1,6 +1,6 @@
 """The public JSON of a dry run. What is here is a promise; docs/dry-run.schema.json is made from it.
 
-With what of the reserved memory was not asked for (``explain/reserved.py``), it is docs/explain.schema.json.
+With who holds the memory (``analysis/held.py``, ``analysis/reserved.py``) it is docs/explain.schema.json.
 Byte counts are integers. Fields may be added within a schema version; none is removed or changes meaning.
 """
 
@@ -9,7 +9,9 @@ from dataclasses import astuple
 
 import msgspec
 
-from memfit.explain.reserved import Fragmentation
+from memfit.analysis.explanation import Explanation
+from memfit.analysis.held import Change, Held
+from memfit.analysis.reserved import Fragmentation
 from memfit.records import DryRun, Note, OutOfMemory, Place
 
 SCHEMA = 1
@@ -113,20 +115,33 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Explained(Result, frozen=True):
-    """What ``memfit explain --fragmentation --json`` writes."""
+    """What ``memfit explain --json`` writes."""
 
-    fragmentation: Fragmentation
+    at: str
+    """The moment that was asked for: ``peak``, a phase, or a training step."""
+    held: Held
+    ledger: tuple[Change, ...]
+    fragmentation: Fragmentation | None
+    """With ``--fragmentation``."""
 
 
-def to_json(result: DryRun, found: Fragmentation | None = None) -> bytes:
-    """Encode a dry run, and its fragmentation if that was asked for, as public JSON: one line of ASCII.
+def explained(found: Explanation) -> Explained:
+    """Turn an explanation into what is public of it."""
+    return Explained(
+        **msgspec.structs.asdict(to_public(found.summary)),
+        at=found.at,
+        held=found.held,
+        ledger=found.ledger,
+        fragmentation=found.fragmentation,
+    )
+
+
+def to_json(public: Result) -> bytes:
+    """Encode what is public: one line of ASCII.
 
     By the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
     msgspec refuses and JSON can spell.
     """
-    public = to_public(result)
-    if found is not None:
-        public = Explained(**msgspec.structs.asdict(public), fragmentation=found)
     return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")
 
 

@@ -4,14 +4,16 @@ Everything that comes from a trace is printed as plain text with its control cha
 a module or file name can neither colour the terminal nor move its cursor.
 """
 
+import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Figure, Machine, Place, Provenance
+from memfit.records import DryRun, Figure, Machine, Place
 from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -21,12 +23,21 @@ MACHINES = {
     Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
     Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
 }
+_WIDTH = 100  # columns of what is no terminal
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
 _TOTALS = {"allocated", "reserved", "process"}
-_OFTEN_NONE = {"buffers", "cuDNN workspaces"}
+_ALWAYS = {"parameters", "gradients", "optimizer state", "activations", "CUDA context"}
+_SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
 _MOST_NOTES = 8
+
+
+def as_text(show: Callable[[Console], None]) -> str:
+    """Return what would be printed, for objects that print themselves."""
+    text = io.StringIO()
+    show(Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = None) -> None:
@@ -158,9 +169,9 @@ def _ladder(result: DryRun, width: int) -> Table:
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     for term in result.terms:
-        if term.name in _OFTEN_NONE and not term.figure.bytes and term.figure.provenance is Provenance.EXACT:
-            continue
         total_row = term.name in _TOTALS
+        if not total_row and term.name not in _ALWAYS and abs(term.figure.bytes) < _SHOWN * unit:
+            continue
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
         share = term.figure.bytes / total
         table.add_row(

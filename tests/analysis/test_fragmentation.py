@@ -2,9 +2,9 @@
 
 import pytest
 
+from memfit.analysis.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
+from memfit.analysis.reserved import Reserved
 from memfit.errors import FileFormatError, UsageError
-from memfit.explain.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
-from memfit.explain.reserved import Reserved
 from memfit.records import (
     Action,
     Block,
@@ -70,7 +70,7 @@ def test_a_hole_and_the_blocks_that_pin_it():
     assert (hole.segment, hole.segment_size, hole.blocks, hole.in_use) == (BASE, 20 * MIB, 2, 12 * MIB)
     assert not hole.expandable
     before, after = hole.pins
-    assert (before.address, before.size, before.category) == (BASE, 4 * MIB, "rest")
+    assert (before.address, before.size, before.category) == (BASE, 4 * MIB, "unknown")
     assert before.born == Place(1, Phase.FORWARD, "layers.0", "", "/somewhere/train.py:3")
     assert before.freed is None
     assert (after.address, after.size, after.category) == (BASE + 12 * MIB, 8 * MIB, "gradient")

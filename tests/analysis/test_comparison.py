@@ -2,9 +2,9 @@
 
 import pytest
 
+from memfit.analysis.comparison import compare
 from memfit.devices import find_device
 from memfit.errors import UsageError
-from memfit.explain.comparison import compare
 from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance, ScriptEnd
 from traces import BASE, freed, trace_of
 

@@ -11,7 +11,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests, requests
 from memfit.allocator.timeline import timeline
-from memfit.explain.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
+from memfit.analysis.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
 from memfit.records import Action, Block, Provenance, Segment
 
 MIB = 1 << 20

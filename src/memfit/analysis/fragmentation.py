@@ -22,9 +22,9 @@ from memfit.allocator.layout import EXPANDABLE
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import timeline
 from memfit.allocator.walk import FREE, LIVE, PENDING, Piece, Walk
+from memfit.analysis.place import how_sure, place_at
+from memfit.analysis.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.errors import FileFormatError, UsageError
-from memfit.explain.place import how_sure, place_at
-from memfit.explain.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.records import (
     Action,
     Category,

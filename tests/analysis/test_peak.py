@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memfit.explain.peak import summarize
+from memfit.analysis.peak import summarize
 from memfit.records import (
     Action,
     Category,
@@ -86,10 +86,11 @@ def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
         )
     )
     assert result.peak_allocated == 1024 + 512 + 2048
-    assert terms(result)["parameters"] == 1024
+    assert terms(result)["parameters"] == 1000
     assert terms(result)["gradients"] == 0
     assert terms(result)["optimizer state"] == 512
-    assert terms(result)["the rest"] == 2048
+    assert terms(result)["outputs"] == 2000
+    assert terms(result)["rounding"] == 24 + 48
     assert terms(result)["cached, not allocated"] == 2 * MIB - result.peak_allocated
     assert terms(result)["process"] == 2 * MIB + 512 * MIB
     assert result.peak_process.provenance is Provenance.ASSUMED
@@ -106,10 +107,10 @@ def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
         )
     )
     sure = {term.name: term.figure.provenance for term in result.terms}
-    assert terms(result)["cuDNN workspaces"] == 4096
+    assert terms(result)["workspaces"] == 4096
     assert sure["parameters"] is Provenance.EXACT
-    assert sure["the rest"] is rest
-    assert sure["cuDNN workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
+    assert sure["activations"] is rest
+    assert sure["workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
     assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
 
 
@@ -128,8 +129,8 @@ def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
     result = summarize(trace(alloc(0, 4096, category=Category.WORKSPACE), notes=tuple(notes)))
     sure = {term.name: term.figure.provenance for term in result.terms}
     worst = Provenance.ASSUMED if Provenance.ASSUMED in others else Provenance.SIMULATED
-    assert sure["cuDNN workspaces"] is sure["allocated"] is sure["reserved"] is worst
-    assert sure["the rest"] is Provenance.EXACT
+    assert sure["workspaces"] is sure["allocated"] is sure["reserved"] is worst
+    assert sure["activations"] is Provenance.EXACT
 
 
 def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
@@ -250,5 +251,5 @@ def test_figures_are_no_surer_than_the_sizes_they_rest_on():
     weights = alloc(0, 100, category=Category.PARAMETER)
     for notes, expected in (((read,), "exact"), ((read, sized), "assumed")):
         found = {term.name: term.figure.provenance for term in summarize(trace(weights, notes=notes)).terms}
-        assert {found[name] for name in ("the rest", "allocated", "reserved")} == {expected}
+        assert {found[name] for name in ("activations", "allocated", "reserved")} == {expected}
         assert found["parameters"] == "exact"

@@ -6,7 +6,7 @@
     what live objects held             parameter, buffer, gradient, optimizer state, workspace
     what a graph saved                 activation
     gone before its stage is           temporary; of a recomputation, before that is
-    made before a forward              input
+    made before a forward              input, saved or not
     made in a forward, alive after it  activation if the next backward frees it: it was kept in a way that
                                        cannot be seen; otherwise output: the script holds it
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.explain.place import line_of
+from memfit.analysis.place import line_of
 from memfit.records import Action, Category, Label, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {
@@ -32,7 +32,7 @@ _STAGES = {
     Phase.BETWEEN: 3,
     Phase.OPTIMIZER: 3,
 }
-_BEFORE, _FORWARD, _BACKWARD = 0, 1, 2
+_BEFORE, _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2, 3
 _PHASES = tuple(Phase)
 _NOWHERE = Label(Phase.SETUP, "", "", -1)
 Numbers = npt.NDArray[np.int64]
@@ -51,8 +51,8 @@ class Attribution:
     block: Numbers
     """Bytes that it got: rounded, with an unsplit remainder."""
     category: npt.NDArray[np.uint8]
-    phase: npt.NDArray[np.uint8]
-    """Index into ``tuple(Phase)``: when it was made."""
+    phase_of_event: npt.NDArray[np.uint8]
+    """Index into ``tuple(Phase)``, of each event of the trace."""
     module: npt.NDArray[np.int32]
     op: npt.NDArray[np.int32]
     line: npt.NDArray[np.int32]
@@ -61,6 +61,11 @@ class Attribution:
     ops: tuple[str, ...]
     lines: tuple[str, ...]
     """``file:line``; empty where Python had no frame."""
+
+    @property
+    def phase(self) -> npt.NDArray[np.uint8]:
+        """Index into ``tuple(Phase)``: when each allocation was made."""
+        return self.phase_of_event[self.born]
 
     def alive(self, event: int) -> Numbers:
         """Return the allocations, by their place here, that are alive just after an event."""
@@ -93,7 +98,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
         requested=events.size[born],
         block=line.block_size[born],
         category=_categories(trace, born, freed, phase),
-        phase=phase[born],
+        phase_of_event=phase,
         module=np.where(owner, module[len(labels) :][tensor], module[: len(labels)][label]),
         op=op[label],
         line=of_line,
@@ -120,26 +125,38 @@ def _categories(
         # What the exception freed on its way out was there to stay.
         freed = np.where(freed > failed[-1], len(phase), freed)
     stage = np.array([_STAGES[one] for one in _PHASES], np.uint8)[phase]
-    marks = [mark.position for mark in trace.marks if mark.kind is MarkKind.BACKWARD]
-    backwards = np.searchsorted(marks, np.arange(len(phase) + 1), side="right")
+    backwards = _counted(trace, MarkKind.BACKWARD)
     recomputed = phase[born] == _PHASES.index(Phase.RECOMPUTE)
     made = stage[born]
     # What is never freed is freed after all events, in a stage of its own.
     until_same_stage = _runs(stage)[freed] == _runs(stage)[born]
     temporary = np.where(recomputed, _runs(phase)[freed] == _runs(phase)[born], until_same_stage)
-    next_backward_frees = (backwards[freed] == backwards[born] + 1) & (np.append(stage, 0)[freed] == _BACKWARD)
-    no_backward = backwards[born] == len(marks)
+    next_backward_frees = (backwards[freed] == backwards[born] + 1) & (
+        np.append(stage, 0)[freed] == _BACKWARD
+    )
+    no_backward = backwards[born] == backwards[-1]
     ended_inside = no_backward & (freed == len(phase)) & (trace.end.reason not in ("end", "steps"))
     kept = (made == _FORWARD) & (next_backward_frees | ended_inside)
+    # The batches of a window are made between its backwards.
+    forwards = _counted(trace, MarkKind.FORWARD)
+    between = (made == _UPDATE) & (phase[born] != _PHASES.index(Phase.OPTIMIZER))
+    given = (made == _BEFORE) | (between & (forwards[freed] > forwards[born]))
+    category[(category == Category.ACTIVATION) & given] = Category.INPUT  # saved, and not its own
     unknown = category == Category.UNKNOWN
     for which, kind in (
-        (made == _BEFORE, Category.INPUT),
+        (given, Category.INPUT),
         (made == _FORWARD, Category.OUTPUT),
         (kept | recomputed, Category.ACTIVATION),
         (temporary, Category.TEMPORARY),
     ):
         category[unknown & which] = kind
     return category
+
+
+def _counted(trace: Trace, kind: MarkKind) -> Numbers:
+    """Return how many marks of a kind there are up to each event, and after all."""
+    marks = [mark.position for mark in trace.marks if mark.kind is kind]
+    return np.searchsorted(marks, np.arange(len(trace.events) + 1), side="right")
 
 
 def _runs(values: npt.NDArray[np.uint8]) -> Numbers:

@@ -15,10 +15,10 @@ from memfit.allocator.compare import (
 )
 from memfit.allocator.config import check_version, of_the_environment, of_the_script
 from memfit.allocator.requests import Ask, Requests, requests
+from memfit.analysis.caveats import NEWEST, caveats
+from memfit.analysis.place import place_at
 from memfit.devices import Device
 from memfit.errors import UsageError
-from memfit.explain.caveats import NEWEST, caveats
-from memfit.explain.place import place_at
 from memfit.records import Note, Place, Trace
 from memfit.units import format_bytes
 

@@ -11,11 +11,13 @@ from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.explain.place import how_sure, line_of, place_at
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
+from memfit.analysis.held import By
+from memfit.analysis.place import how_sure, line_of, place_at
 from memfit.records import (
     DEFAULT_POOL,
     Action,
-    Category,
     DryRun,
     Figure,
     Growth,
@@ -28,18 +30,6 @@ from memfit.records import (
     Trace,
     worst,
 )
-
-WORKSPACES = "cuDNN workspaces"
-"""Of segments that belong to no CUDA graph."""
-
-CATEGORIES = {
-    Category.PARAMETER: "parameters",
-    Category.BUFFER: "buffers",
-    Category.GRADIENT: "gradients",
-    Category.OPTIMIZER_STATE: "optimizer state",
-    Category.WORKSPACE: WORKSPACES,
-    Category.UNKNOWN: "the rest",
-}
 
 
 def summarize(trace: Trace) -> DryRun:
@@ -67,7 +57,7 @@ def summarize(trace: Trace) -> DryRun:
         peak_process=process,
         peak_place=place_at(trace, peak),
         terms=(
-            *_by_category(trace, line, peak),
+            *_by_category(trace, line, peak, sure),
             Term("allocated", Figure(allocated, sure)),
             Term("cached, not allocated", Figure(reserved - allocated, sure)),
             Term("reserved", Figure(reserved, sure)),
@@ -100,26 +90,16 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _by_category(trace: Trace, line: Timeline, peak: int) -> list[Term]:
-    """Split what is allocated at an event by category; rounding goes with the block it belongs to.
-
-    What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
-    theirs, and otherwise in the rest. One that the objects themselves were made in shows everywhere.
-    """
-    unsure = [note for note in trace.notes if note.sizes]
-    sure = dict.fromkeys(CATEGORIES, how_sure(note for note in unsure if note.objects)) | {
-        Category.WORKSPACE: how_sure(note for note in unsure if note.workspaces or note.objects),
-        Category.UNKNOWN: how_sure(note for note in unsure if not note.workspaces),
-    }
-    if not AllocatorConfig.read(trace.settings).has_segments:
-        # Every row is what CUDA took for its tensors, and how CUDA rounds is assumed.
-        sure = dict.fromkeys(CATEGORIES, sure[Category.UNKNOWN])
-    alive = _alive(trace, line, peak + 1)
-    category_of = trace.events.category[alive]
-    totals = {category: int(line.block_size[alive[category_of == category]].sum()) for category in CATEGORIES}
-    if len(trace.events):
-        totals[Category.UNKNOWN] += int(line.allocated[peak]) - sum(totals.values())
-    return [Term(CATEGORIES[category], Figure(total, sure[category])) for category, total in totals.items()]
+def _by_category(trace: Trace, line: Timeline, peak: int, sure: Provenance) -> list[Term]:
+    """Split what is allocated at an event by category, rounding apart."""
+    names = [*NAMES.values(), ROUNDING]
+    if not len(trace.events):
+        return [Term(name, Figure(0, sure)) for name in names]
+    rows = held(trace, line, attribute(trace, line), peak).rows[By.CATEGORY]
+    found = {row.name: Figure(row.bytes, row.provenance) for row in rows}
+    unsure = {NAMES[category]: provenance for category, provenance in certainty(trace).items()}
+    none = {name: Figure(0, unsure.get(name, sure)) for name in names}
+    return [Term(name, figure) for name, figure in (none | found).items()]
 
 
 def _out_of_memory(trace: Trace) -> OutOfMemory | None:

@@ -1,0 +1,156 @@
+"""What memfit says of who holds the memory, next to an independent truth, for each example.
+
+    python benchmarks/attribution.py [EXAMPLE.py ...] [--json FILE]
+
+Each script is run twice on the ghost: once under memfit, once under ``saved_tensors.py``. At every backward
+and optimizer step bytes requested are compared, exactly; the share of the peak that nobody holds, and whether
+all rows sum to what is allocated, are looked at besides. Exit code 1 if anything differs.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import memfit
+from memfit.allocator.timeline import timeline
+from memfit.analysis.attribution import Attribution, attribute
+from memfit.analysis.breakdown import held
+from memfit.analysis.held import By
+from memfit.records import Category, MarkKind, Trace
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = (
+    *(
+        "accumulation",
+        "amp_gradscaler",
+        "checkpointed",
+        "ctc",
+        "gan",
+        "gpt",
+        "gru",
+        "hf_trainer",
+        "linear1024",
+    ),
+    *("lora", "lstm", "masked", "mlp", "resnet50", "retinanet", "unet", "vit_l16"),
+)
+KINDS = {
+    "saved": Category.ACTIVATION,
+    "parameters": Category.PARAMETER,
+    "gradients": Category.GRADIENT,
+    "optimizer state": Category.OPTIMIZER_STATE,
+}
+UNKNOWN = 0.01  # of the peak, at most
+
+
+def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str, int]]]:
+    """Return what memfit says at the moments that the truth tells of."""
+    found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
+    for mark in trace.marks:
+        if mark.kind is MarkKind.BACKWARD:
+            sizes = bytes_of(trace, attribution, mark.position - 1)
+            found["backward"].append({name: sizes[name] for name in ("saved", "parameters")})
+        if mark.kind is MarkKind.OPTIMIZER_STEP:
+            sizes = bytes_of(trace, attribution, mark.position - 1)
+            found["optimizer step"].append({name: sizes[name] for name in ("gradients", "optimizer state")})
+    return found
+
+
+def bytes_of(trace: Trace, attribution: Attribution, event: int) -> dict[str, int]:
+    """Return bytes requested by kind; what cuDNN keeps for its backward is saved, too."""
+    alive = attribution.alive(event)
+    category = attribution.category[alive]
+    requested = attribution.requested[alive]
+    found = {name: int(requested[category == kind].sum()) for name, kind in KINDS.items()}
+    tensor = trace.events.tensor
+    if tensor is not None:
+        named = tensor[attribution.born[alive]]
+        kept = [at >= 0 and " of " in trace.tensors[at].name for at in named.tolist()]
+        found["saved"] += int(requested[(category == Category.WORKSPACE) & np.array(kept, bool)].sum())
+    return found
+
+
+def run(options: list[str], script: list[str]) -> None:
+    """Run a script on the ghost."""
+    command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", *options, *script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def compare(script: Path, folder: Path) -> dict[str, object]:
+    """Run both, and return what differs."""
+    kept, truth = folder / "run.memfit", folder / "truth.json"
+    kept.unlink(missing_ok=True)
+    run(["-o", str(kept)], [str(script)])
+    run(["--no-labels"], [str(ROOT / "benchmarks/saved_tensors.py"), str(truth), str(script)])
+    trace = memfit.read(kept)
+    line = timeline(trace)
+    attribution = attribute(trace, line)
+    ours, theirs = of_memfit(trace, attribution), json.loads(truth.read_text())
+    differences = [
+        f"{kind} {number + 1}: {name} {one[name]:,}, truth {other[name]:,}"
+        for kind in ours
+        for number, (one, other) in enumerate(zip(ours[kind], theirs[kind], strict=False))
+        for name in one.keys() & other.keys()  # the last step ends the script before its state is looked at
+        if one[name] != other[name]
+    ]
+    differences += [
+        f"{kind}: {len(ours[kind])} of {len(theirs[kind])} seen" for kind in ours if not ours[kind]
+    ]
+    peak = int(np.argmax(line.allocated))
+    at_peak = held(trace, line, attribution, peak)
+    unknown = sum(
+        row.bytes for row in at_peak.rows[By.CATEGORY] if row.name in ("unknown", "before the history")
+    )
+    for event in np.linspace(0, len(trace.events) - 1, 50).astype(int).tolist():
+        rows = held(trace, line, attribution, event).rows
+        differences += [
+            f"event {event}: rows by {by} sum to another figure than is allocated"
+            for by in rows
+            if sum(row.bytes for row in rows[by]) != int(line.allocated[event])
+        ]
+    if unknown > UNKNOWN * at_peak.allocated:
+        differences.append(f"unknown: {unknown:,} of {at_peak.allocated:,}")
+    return {
+        "example": script.name,
+        "backwards": len(ours["backward"]),
+        "saved at the last": ours["backward"][-1]["saved"] if ours["backward"] else 0,
+        "unknown share": unknown / max(at_peak.allocated, 1),
+        "differences": differences,
+    }
+
+
+def main() -> int:
+    """Compare, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("examples", nargs="*", help="scripts; by default those of examples/ that train")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    scripts = [Path(one) for one in arguments.examples] or [ROOT / f"examples/{one}.py" for one in EXAMPLES]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for script in scripts:
+            found = compare(script, Path(folder))
+            results.append(found)
+            verdict = "equal" if not found["differences"] else "DIFFERS"
+            print(
+                f"{found['example']:22} {found['backwards']:3} backwards  "
+                f"saved {found['saved at the last']:15,} B  unknown {found['unknown share']:.3%}  {verdict}",
+                flush=True,
+            )
+            for text in found["differences"][:6]:
+                print(f"    {text}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    return int(any(found["differences"] for found in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Runs a script and says what its live objects hold, by means that memfit does not use: an independent truth.
+
+    memfit dry-run --no-labels benchmarks/saved_tensors.py TRUTH.json SCRIPT [ARGS...]
+
+What is kept for a backward is counted by saved-tensor hooks (memfit reads autograd's graph), as far as it was
+allocated since the forward began, without a GradScaler's scale; parameters by looking through all of Python's
+objects; gradients and state as the optimizers that have stepped have them. Bytes are of storages, each once.
+"""
+
+import gc
+import json
+import runpy
+import sys
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Kept:
+    """A tensor that autograd keeps: alive as long as that does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+class Truth:
+    """Watches a script."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._began = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._depth, self._fresh = 0, True
+
+    def install(self) -> None:
+        """Put hooks on modules, backwards and optimizers."""
+        module, graph = torch.nn.modules.module, torch.autograd.graph
+        module.register_module_forward_pre_hook(self._enter)
+        module.register_module_forward_hook(self._leave, always_call=True)
+        register_optimizer_step_pre_hook(self._gradients)
+        register_optimizer_step_post_hook(self._state)
+        run = graph._engine_run_backward
+
+        def backward(*args: object, **kwargs: object) -> object:
+            if torch._C._current_graph_task_id() < 0:
+                self._backward()
+            return run(*args, **kwargs)
+
+        graph._engine_run_backward = torch.autograd._engine_run_backward = backward
+
+    def pack(self, tensor: torch.Tensor) -> Kept:
+        """Note what is saved."""
+        kept = Kept(tensor)
+        self._kept.add(kept)
+        return kept
+
+    def _enter(self, *_: object) -> None:
+        if not self._depth and self._fresh and torch._C._current_graph_task_id() < 0:
+            self._began, self._fresh = len(history()), False
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth -= 1
+
+    def _backward(self) -> None:
+        saved = storages(kept.tensor for kept in list(self._kept))
+        scalers = [one for one in gc.get_objects() if type(one) is torch.amp.GradScaler]
+        scales = storages(one._scale for one in scalers if one._scale is not None)
+        made = {event["addr"] for event in history()[self._began :] if event["action"] == "alloc"}
+        sizes = {start: size for start, size in saved.items() if start in made and start not in scales}
+        parameters = storages(one for one in gc.get_objects() if type(one) is torch.nn.Parameter)
+        entry = {"saved": sum(sizes.values()), "parameters": sum(parameters.values())}
+        self.found["backward"].append(entry)
+        self._fresh = True
+
+    def _gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._optimizers.add(optimizer)
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        gradients = [one.grad for group in groups for one in group["params"]]
+        sizes = storages(one for one in gradients if one is not None)
+        self.found["optimizer step"].append({"gradients": sum(sizes.values())})
+
+    def _state(self, *_: object) -> None:
+        states = [state for each in self._optimizers for state in each.state.values()]
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        self.found["optimizer step"][-1]["optimizer state"] = sum(storages(values).values())
+
+
+def history() -> list[dict[str, Any]]:
+    """Return what PyTorch's allocator did so far; memfit has switched its history on."""
+    events: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0]
+    return events
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return where the storages of CUDA tensors begin, and their bytes."""
+    on_gpu = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
+    return {storage.data_ptr(): storage.nbytes() for storage in on_gpu if storage.nbytes()}
+
+
+def main() -> None:
+    """Run the script under the hooks, and write what they saw."""
+    out, script = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(script).parent)
+    truth = Truth()
+    truth.install()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(truth.pack, lambda kept: kept.tensor):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        Path(out).write_text(json.dumps(truth.found))
+
+
+if __name__ == "__main__":
+    main()

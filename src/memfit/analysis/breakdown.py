@@ -1,0 +1,191 @@
+"""Who holds what is allocated at a moment, summed by category, module, line or op: rows that sum exactly.
+
+requested by each row ──┐
+rounding                ├──> allocated, as PyTorch counts it
+before the history ─────┘
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.analysis.attribution import Attribution, Numbers
+from memfit.analysis.held import By, Held, Live, Row
+from memfit.analysis.place import how_sure, place_at
+from memfit.errors import UsageError
+from memfit.records import Category, MarkKind, Phase, Provenance, Timeline, Trace
+
+NAMES = {
+    Category.PARAMETER: "parameters",
+    Category.BUFFER: "buffers",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.ACTIVATION: "activations",
+    Category.INPUT: "inputs",
+    Category.OUTPUT: "outputs",
+    Category.TEMPORARY: "temporaries",
+    Category.WORKSPACE: "workspaces",
+    Category.UNKNOWN: "unknown",
+}
+ROUNDING, EARLIER = "rounding", "before the history"
+LARGEST = 20
+"""How many allocations are named."""
+_HELD_BY_OBJECTS = {Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE}
+_MOMENTS = ("peak", *Phase)
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a path that is a number."""
+
+
+def moment(trace: Trace, line: Timeline, at: str) -> int:
+    """Return the event at whose end most was allocated.
+
+    Args:
+        trace: what was recorded.
+        line: its timeline.
+        at: ``peak``, of all; a phase (``backward``), within it; or a training step (``2``), within that.
+
+    Raises:
+        UsageError: there is no such moment in this run.
+    """
+    allocated = line.allocated
+    if not len(allocated):
+        raise UsageError("Nothing was allocated in this run: there is no moment to look at.")
+    if at == "peak":
+        return int(np.argmax(allocated))
+    if at.isdecimal():
+        ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+        step = int(at)
+        begin = 0 if step <= 1 else ends[step - 2] if step - 2 < len(ends) else len(allocated)
+        end = ends[step - 1] if 0 < step <= len(ends) else len(allocated)
+        if not step or begin >= end:
+            raise UsageError(f"--at {at}: this run has {len(ends)} training steps.")
+        return begin + int(np.argmax(allocated[begin:end]))
+    if at not in _MOMENTS:
+        raise UsageError(f"--at {at}: it is one of {', '.join(_MOMENTS)}, or the number of a training step.")
+    phases = np.array([label.phase == at for label in trace.labels] + [False])
+    within = phases[trace.events.label]
+    if not within.any():
+        raise UsageError(f"--at {at}: this run has no such phase.")
+    return int(np.argmax(np.where(within, allocated, -1)))
+
+
+def held(trace: Trace, line: Timeline, attribution: Attribution, event: int) -> Held:
+    """Say who holds what is allocated just after an event."""
+    alive = attribution.alive(event)
+    requested = attribution.requested[alive]
+    allocated = int(line.allocated[event])
+    sure = certainty(trace)
+    category = attribution.category[alive]
+    rest = _rest(attribution, alive, allocated, sure)
+    names = {
+        By.CATEGORY: (list(NAMES.values()), np.array([list(NAMES).index(one) for one in Category])[category]),
+        By.MODULE: (_folded(attribution.modules), attribution.module[alive]),
+        By.LINE: (attribution.lines, attribution.line[alive]),
+        By.OP: (attribution.ops, attribution.op[alive]),
+    }
+    by_name = {NAMES[kind]: provenance for kind, provenance in sure.items()}
+    unsure = max(sure.values(), key=list(Provenance).index)
+    rows = {
+        by: (*_rows(table, index, requested, by_name if by is By.CATEGORY else {}, unsure), *rest)
+        for by, (table, index) in names.items()
+    }
+    largest = alive[np.argsort(-requested, kind="stable")[:LARGEST]]
+    return Held(
+        event=event,
+        place=place_at(trace, event),
+        allocated=allocated,
+        rows=rows,
+        largest=tuple(live(trace, attribution, int(index)) for index in largest),
+    )
+
+
+def live(trace: Trace, attribution: Attribution, index: int) -> Live:
+    """Describe an allocation, by its place in an attribution."""
+    event = int(attribution.born[index])
+    tensor = int(trace.events.tensor[event]) if trace.events.tensor is not None else -1
+    what = trace.tensors[tensor] if tensor >= 0 else None
+    return Live(
+        requested=int(attribution.requested[index]),
+        block=int(attribution.block[index]),
+        category=NAMES[Category(attribution.category[index])],
+        module=attribution.modules[attribution.module[index]],
+        op=attribution.ops[attribution.op[index]],
+        line=attribution.lines[attribution.line[index]],
+        name=what.name if what is not None else "",
+        dtype=what.dtype if what is not None else "",
+        shape=what.shape if what is not None else None,
+        born=place_at(trace, event),
+    )
+
+
+def certainty(trace: Trace) -> dict[Category, Provenance]:
+    """Return how sure the bytes of each category are.
+
+    What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
+    theirs, and otherwise in the rest. One that the objects themselves were made in shows everywhere.
+    """
+    unsure = [note for note in trace.notes if note.sizes]
+    rest = how_sure(note for note in unsure if not note.workspaces)
+    if not AllocatorConfig.read(trace.settings).has_segments:
+        return dict.fromkeys(NAMES, rest)  # every row is what CUDA took, and how CUDA rounds is assumed
+    objects = how_sure(note for note in unsure if note.objects)
+    workspaces = how_sure(note for note in unsure if note.workspaces or note.objects)
+    return {
+        kind: workspaces if kind is Category.WORKSPACE else objects if kind in _HELD_BY_OBJECTS else rest
+        for kind in NAMES
+    }
+
+
+def _rows(
+    table: Sequence[str],
+    index: npt.NDArray[np.integer],
+    requested: Numbers,
+    sure: dict[str, Provenance],
+    otherwise: Provenance,
+) -> list[Row]:
+    bytes_of, blocks_of = np.zeros(len(table), np.int64), np.bincount(index, minlength=len(table))
+    np.add.at(bytes_of, index, requested)
+    sums: dict[str, list[int]] = {}
+    for name, size, blocks in zip(table, bytes_of.tolist(), blocks_of.tolist(), strict=True):
+        if blocks:
+            row = sums.setdefault(name, [0, 0])
+            row[0] += size
+            row[1] += blocks
+    rows = [Row(name, size, blocks, sure.get(name, otherwise)) for name, (size, blocks) in sums.items()]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _rest(
+    attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
+) -> list[Row]:
+    requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
+    worst = max(sure.values(), key=list(Provenance).index)
+    rows = [Row(ROUNDING, block - requested, len(alive), worst)]
+    if allocated != block:
+        rows.append(Row(EARLIER, allocated - block, 0, Provenance.ASSUMED))
+    return rows
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    """Give modules that differ in numbers alone one name.
+
+    >>> _folded(["blocks.0.fc", "blocks.1.fc", "head"])
+    ['blocks.0-1.fc', 'blocks.0-1.fc', 'head']
+    """
+    numbers: dict[str, list[list[int]]] = {}
+    patterns = [_NUMBER.sub("{}", path.replace("{", "{{").replace("}", "}}")) for path in paths]
+    for path, pattern in zip(paths, patterns, strict=True):
+        numbers.setdefault(pattern, []).append([int(number) for number in _NUMBER.findall(path)])
+    names = {
+        pattern: pattern.format(*(_range(column) for column in zip(*found, strict=True)))
+        for pattern, found in numbers.items()
+    }
+    return [names[pattern] for pattern in patterns]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"

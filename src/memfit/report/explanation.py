@@ -1,0 +1,104 @@
+"""Who holds the memory, on a terminal: by category, module, line or op, and what each phase changed."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.analysis.explanation import Explanation
+from memfit.analysis.held import By, Change, Held, Live
+from memfit.report.fragmentation import print_fragmentation
+from memfit.report.inert import inert
+from memfit.report.terminal import as_text, in_words, print_summary, short_path
+from memfit.units import format_bytes
+
+_ROWS = 15
+_LARGEST = 5
+_NOBODY = {By.MODULE: "(outside modules)", By.LINE: "(no line)", By.OP: "(no op)"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explained(Explanation):
+    """An explanation that prints itself, as the last line of a notebook's cell, too."""
+
+    @classmethod
+    def of(cls, found: Explanation) -> Self:
+        """Have an explanation print itself."""
+        return cls(found.summary, found.at, found.held, found.ledger, found.fragmentation)
+
+    def __str__(self) -> str:
+        return as_text(lambda console: print_explanation(self, None, console))
+
+    __repr__ = __str__
+
+
+def print_explanation(found: Explanation, by: By | None, console: Console) -> None:
+    """Print the summary, who holds what at the moment asked for, and what each phase changed."""
+    print_summary(found.summary, console)
+    if by is not None or found.at != "peak":
+        print_held(found.held, by or By.CATEGORY, console)
+    print_largest(found.held, console)
+    print_ledger(found.ledger, console)
+    if found.fragmentation is not None:
+        print_fragmentation(found.fragmentation, console)
+
+
+def print_held(held: Held, by: By, console: Console) -> None:
+    """Print who holds what at a moment; rows sum to what is allocated."""
+    console.print()
+    console.print(Text(f"Allocated, by {by}: {in_words(held.place)}"))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for justify in ("right", "right", "right", "left"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=justify == "right")
+    total = max(held.allocated, 1)
+    shown, rest = held.rows[by][:_ROWS], held.rows[by][_ROWS:]
+    for row in shown:
+        name = row.name or _NOBODY.get(by, "")
+        if by is By.LINE:
+            name = short_path(name)
+        blocks = f"{row.blocks:,} blocks" if row.blocks != 1 else "1 block"
+        table.add_row(f"{row.bytes:,} B", f"{100 * row.bytes / total:.1f} %", blocks, Text(inert(name)))
+    if rest:
+        left = sum(row.bytes for row in rest)
+        table.add_row(f"{left:,} B", f"{100 * left / total:.1f} %", "", f"{len(rest)} more: --json -")
+    table.add_row(Text(f"{held.allocated:,} B", style="bold"), "", "", Text("allocated", style="bold"))
+    console.print(table)
+
+
+def print_largest(held: Held, console: Console) -> None:
+    """Print the largest allocations."""
+    console.print(Text("\nLargest:"))
+    for live in held.largest[:_LARGEST]:
+        console.print(Text(f"  {_described(live)}"))
+
+
+def print_ledger(changes: tuple[Change, ...], console: Console) -> None:
+    """Print what each phase changed, in bytes."""
+    console.print(Text("\nWhat each phase changed, in bytes of blocks:"))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("")
+    for name in ("allocated", "change", "at its peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of that")
+    for change in changes:
+        if not change.change and change.peak == change.after and not change.by_category:
+            continue
+        above = change.peak - max(change.after, change.after - change.change)
+        what = "\n".join(f"{name} {size:+,}" for name, size in change.by_category)
+        step = f"step {change.step} " if change.step else ""
+        table.add_row(
+            f"  {step}{change.phase}",
+            f"{change.after:,}",
+            f"{change.change:+,}" if change.change else "",
+            f"{above:+,}" if above > 0 else "",
+            what,
+        )
+    console.print(table)
+
+
+def _described(live: Live) -> str:
+    shape = f"{live.dtype} {list(live.shape)}" if live.shape is not None else ""
+    parts = (live.category, live.module, live.op, live.name, shape, short_path(live.line))
+    return f"{format_bytes(live.requested):>10}  " + " · ".join(inert(part) for part in parts if part)

@@ -1,0 +1,190 @@
+"""Whose each allocation is, on traces small enough to work out by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from memfit.allocator.timeline import timeline
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import LARGEST, held, moment
+from memfit.analysis.held import By
+from memfit.analysis.ledger import ledger
+from memfit.errors import UsageError
+from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, ScriptEnd, Tensor
+from traces import BASE, Event, freed, segment, trace_of
+
+MIB = 1 << 20
+PHASES = {phase: place for place, phase in enumerate(Phase)}
+LABELS = tuple(Label(phase, "blocks.0.fc" if phase == Phase.FORWARD else "", "", -1) for phase in Phase)
+FRAMES = (Frame("train.py", 3, "main", user=True),)
+
+
+def made(place, size, phase, category=Category.UNKNOWN):
+    """A block at a place of 512 bytes each."""
+    return Event(Action.ALLOC, BASE + 512 * place, size, label=PHASES[phase], stack=0, category=category)
+
+
+def gone(place, size, phase):
+    return freed(BASE + 512 * place, size, label=PHASES[phase])
+
+
+def run(*history, end="steps"):
+    """Return a trace of one segment, with a mark at the first event of each forward, backward and step."""
+    events = [Event(Action.SEGMENT_ALLOC, BASE, 2 * MIB, label=PHASES[Phase.SETUP])]
+    marks, before = [], Phase.SETUP
+    kinds = {Phase.FORWARD: MarkKind.FORWARD, Phase.BACKWARD: MarkKind.BACKWARD}
+    for group in history:
+        for event in group if isinstance(group, list) else [group]:
+            phase = tuple(Phase)[event.label]
+            if phase in kinds and before not in (phase, Phase.RECOMPUTE):
+                marks.append(Mark(len(events), kinds[phase], 0))
+            if before == Phase.OPTIMIZER != phase:
+                marks.append(Mark(len(events), MarkKind.TRAINING_STEP, 0))
+            before = phase
+            events.append(event)
+    return trace_of(
+        events,
+        [segment(BASE, 2 * MIB, "small")],
+        labels=LABELS,
+        stacks=((0,),),
+        frames=FRAMES,
+        marks=tuple(marks),
+        end=ScriptEnd(end, 0),
+    )
+
+
+def categories(trace):
+    return [Category(one).name for one in attribute(trace, timeline(trace)).category]
+
+
+F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
+    *(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE),
+    *(Phase.OPTIMIZER, Phase.SETUP, Phase.INPUT, Phase.BETWEEN),
+)
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([made(0, 100, F), gone(0, 100, F)], "TEMPORARY"),
+        ([made(0, 100, F), gone(0, 100, L)], "TEMPORARY"),
+        ([made(0, 100, F), gone(0, 100, B)], "ACTIVATION"),  # kept in a way that cannot be seen
+        ([made(0, 100, F), made(1, 9, B), gone(0, 100, I)], "OUTPUT"),
+        ([made(0, 100, F), made(1, 9, B)], "OUTPUT"),
+        ([made(0, 100, S), made(1, 9, F)], "INPUT"),
+        ([made(0, 100, I), made(1, 9, F), gone(0, 100, F)], "INPUT"),
+        ([made(0, 100, S, Category.ACTIVATION), made(1, 9, F)], "INPUT"),
+        ([made(0, 9, B), made(1, 100, W), made(2, 9, F)], "INPUT"),  # a window's next batch
+        ([made(0, 9, B), made(1, 100, W), gone(1, 100, O)], "TEMPORARY"),
+        ([made(0, 100, B), gone(0, 100, B)], "TEMPORARY"),
+        ([made(0, 100, B), made(1, 9, O)], "UNKNOWN"),
+        ([made(0, 100, R), gone(0, 100, R)], "TEMPORARY"),
+        ([made(0, 100, R), gone(0, 100, B)], "ACTIVATION"),
+        ([made(0, 100, O), gone(0, 100, O)], "TEMPORARY"),
+        ([made(0, 100, F, Category.PARAMETER), gone(0, 100, F)], "PARAMETER"),
+    ],
+)
+def test_what_an_allocation_is_for(history, expected):
+    trace = run(*history)
+    attribution = attribute(trace, timeline(trace))
+    (which,) = np.flatnonzero(attribution.requested == 100)
+    assert Category(attribution.category[which]).name == expected
+
+
+def test_what_is_there_when_memory_runs_out_in_a_forward_was_there_to_stay():
+    failing = Event(Action.OOM, 0, 4096, label=PHASES[F])
+    history = (made(0, 100, F), made(1, 50, F), gone(1, 50, F), failing, gone(0, 100, F))
+    assert categories(run(*history, end="out of memory")) == ["ACTIVATION", "TEMPORARY"]
+    assert categories(run(*history)) == ["TEMPORARY", "TEMPORARY"]
+
+
+def test_a_label_that_is_missing_is_that_of_the_event_before():
+    trace = run(made(0, 100, F)._replace(label=-1), made(1, 9, F), gone(0, 100, F))
+    assert categories(trace)[0] == "INPUT"  # made in the setup, as far as is known
+
+
+HELD = (
+    made(0, 1000, S, Category.PARAMETER),
+    made(2, 300, F, Category.ACTIVATION),
+    made(3, 513, F),
+    gone(3, 513, F),
+    made(3, 700, B, Category.GRADIENT),
+    gone(2, 300, B),
+    made(5, 40, O, Category.OPTIMIZER_STATE),
+    made(6, 40, O),
+    gone(6, 40, O),
+    made(6, 11, I),
+)
+
+
+def test_rows_of_every_kind_sum_to_what_is_allocated_at_every_event():
+    trace = run(*HELD)
+    line = timeline(trace)
+    attribution = attribute(trace, line)
+    for event in range(len(trace.events)):
+        found = held(trace, line, attribution, event)
+        assert found.allocated == line.allocated[event]
+        assert set(found.rows) == set(By)
+        for rows in found.rows.values():
+            assert sum(row.bytes for row in rows) == found.allocated
+            assert rows[-1].name == "rounding"
+
+
+def test_a_tensor_that_a_module_owns_is_that_modules():
+    trace = run(*HELD)
+    tensor = np.full(len(trace.events), -1, np.int32)
+    tensor[1] = 0
+    trace = dataclasses.replace(
+        trace,
+        events=dataclasses.replace(trace.events, tensor=tensor),
+        tensors=(Tensor("blocks.1.fc", "weight", "float32", (250,)),),
+    )
+    line = timeline(trace)
+    found = held(trace, line, attribute(trace, line), len(trace.events) - 1)
+    names = {row.name: row.bytes for row in found.rows[By.MODULE]}
+    assert names["blocks.0-1.fc"] == 1000  # the forward's blocks are gone by then
+    assert (found.largest[0].name, found.largest[0].shape) == ("weight", (250,))
+    assert len(found.largest) <= LARGEST
+
+
+@pytest.mark.parametrize(
+    ("at", "event"), [("peak", 10), ("setup", 1), ("forward", 3), ("optimizer", 10), ("1", 10), ("2", 13)]
+)
+def test_a_moment_is_when_most_is_held(at, event):
+    trace = run(*HELD)
+    line = timeline(trace)
+    assert moment(trace, line, at) == event
+
+
+@pytest.mark.parametrize("at", ["3", "0", "lunch", "recompute"])
+def test_a_moment_that_is_not_there_is_refused(at):
+    trace = run(*HELD)
+    with pytest.raises(UsageError, match=f"--at {at}"):
+        moment(trace, timeline(trace), at)
+
+
+def test_the_ledger_says_what_each_phase_changed():
+    trace = run(*HELD)
+    line = timeline(trace)
+    changes = ledger(trace, line, attribute(trace, line))
+    assert [(change.phase, dict(change.by_category)) for change in changes] == [
+        (Phase.SETUP, {"parameters": 1024}),
+        (Phase.FORWARD, {"activations": 512}),
+        (Phase.BACKWARD, {"gradients": 1024, "activations": -512}),
+        (Phase.OPTIMIZER, {"optimizer state": 512}),
+        (Phase.INPUT, {"inputs": 512}),
+    ]
+    assert all(change.change == sum(size for _, size in change.by_category) for change in changes)
+    assert changes[-1].after == line.allocated[-1]
+    assert changes[1].peak == 1024 + 512 + 1024
+
+
+def test_of_a_trace_without_events_there_is_nothing_to_say():
+    trace = trace_of([])
+    line = timeline(trace)
+    attribution = attribute(trace, line)
+    assert len(attribution.category) == 0
+    assert ledger(trace, line, attribution) == ()
+    with pytest.raises(UsageError, match="Nothing was allocated"):
+        moment(trace, line, "peak")
