@@ -134,7 +134,7 @@ class _Look:
         """Tell the blocks of a moment apart."""
         found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
         holes: list[tuple[int, str, int, list[Piece]]] = []  # bytes, pool, index in the segment, segment
-        for segment in _segments(pieces):
+        for segment in by_segment(pieces):
             kind = self._kind(segment, events)
             rows = found[kind]
             used = any(piece.state != FREE for piece in segment)
@@ -235,7 +235,7 @@ class _Look:
         )
 
 
-def _segments(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def by_segment(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Put blocks that lie in one segment together; they come by address."""
     segment: list[Piece] = []
     for piece in pieces:

@@ -48,12 +48,12 @@ def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = N
         console: where to.
         in_all: what it needs where memory does not end, if that is known.
     """
-    console.print(_verdict(result, in_all))
-    console.print(_subject(result), style="dim")
+    console.print(verdict(result, in_all))
+    console.print(subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
     console.print(_ladder(result, console.width))
-    console.print(_growth(result))
+    console.print(growth(result))
     for line in _notes(result):
         console.print(line)
     if result.device.machine in MACHINES:
@@ -73,7 +73,8 @@ def short_path(line: str) -> str:
     return line
 
 
-def _verdict(result: DryRun, in_all: Figure | None) -> Text:
+def verdict(result: DryRun, in_all: Figure | None = None) -> Text:
+    """Say whether it fits, and what it needs or where it ran out."""
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
@@ -135,7 +136,8 @@ def _is_snapshot(result: DryRun) -> bool:
     return not result.device.total.bytes
 
 
-def _subject(result: DryRun) -> Text:
+def subject(result: DryRun) -> Text:
+    """Say what was run, and on what."""
     if _is_snapshot(result):
         return Text("a memory snapshot that PyTorch wrote: no device, no phases, no categories")
     parts = [
@@ -191,7 +193,8 @@ def _bar(share: float) -> str:
     return "█" * whole + _EIGHTHS[eighths].strip()
 
 
-def _growth(result: DryRun) -> Text:
+def growth(result: DryRun) -> Text:
+    """Say whether later steps leave memory as they found it."""
     growth = result.growth
     if growth.leak:
         where = f", held by {inert(short_path(growth.line))}" if growth.line else ""

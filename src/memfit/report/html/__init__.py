@@ -1,0 +1,5 @@
+"""The report as one HTML file that loads nothing: see ``page``."""
+
+from memfit.report.html.page import page
+
+__all__ = ["page"]

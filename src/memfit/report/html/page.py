@@ -1,0 +1,71 @@
+"""Put the page together: one file that loads nothing and may reach nothing."""
+
+import base64
+import hashlib
+from importlib.resources import files
+from string import Template
+
+from memfit.explain.attribution import Attribution
+from memfit.records import DryRun, Timeline, Trace
+from memfit.report.html import static
+from memfit.report.html.payload import payload
+from memfit.report.html.words import Words
+
+_SCRIPTS = (
+    "read.js", "model.js", "modules.js", "format.js", "colours.js", "timeline.js",
+    "moment.js", "icicle.js", "segments.js", "table.js", "page.js",
+)  # fmt: skip
+"""In the order in which each uses the one before; together one script, in one scope of their own."""
+
+
+def page(
+    trace: Trace, line: Timeline, attribution: Attribution, summary: DryRun, *, source: bool = True
+) -> str:
+    """Return a run's report as one HTML file: offline, with the peak open.
+
+    Args:
+        trace: what was recorded.
+        line: its ``timeline``.
+        attribution: of its allocations.
+        summary: the answer to show at the top.
+        source: whether files, lines and the command may be in it.
+
+    Returns:
+        The file's text, the same for the same input.
+
+    Raises:
+        FileFormatError: the trace has addresses or sizes beyond what any device has.
+    """
+    words = Words(source=source)
+    style = _asset("page.css")
+    script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    return Template(_asset("page.html")).substitute(
+        static.verdict_in_html(summary, words),
+        policy=_policy(script, style),
+        style=style,
+        code=script,
+        ladder=static.ladder(summary),
+        terms=static.terms(summary),
+        notes=static.notes(summary, words),
+        versions=static.versions(summary, words),
+        data=payload(trace, line, attribution, summary, words),
+    )
+
+
+def _asset(name: str) -> str:
+    return files("memfit.report.html").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _policy(script: str, style: str) -> str:
+    """Return a policy under which this script and this style alone have any effect.
+
+    Source: W3C, Content Security Policy Level 3, hashes (2.3.1) and ``default-src`` (6.1.3).
+    """
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
