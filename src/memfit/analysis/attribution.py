@@ -83,7 +83,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     born = np.flatnonzero(events.action == Action.ALLOC)
     freed = line.freed_by[born]
     labels = [*trace.labels, _NOWHERE]
-    phase = phase_of_events(trace)
+    phase = _phase_of_events(trace)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
     label = events.label[born]
     # A tensor that a module owns is that module's, wherever it was allocated.
@@ -108,7 +108,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     )
 
 
-def phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
+def _phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
     """Return each event's phase; without a label, that of the event before."""
     index = np.array([_PHASES.index(label.phase) for label in trace.labels] + [0], np.uint8)
     known = np.where(trace.events.label >= 0, np.arange(len(trace.events)), -1)

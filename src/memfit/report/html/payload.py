@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
-from memfit.explain.attribution import Attribution, phase_of_events
+from memfit.explain.attribution import Attribution
 from memfit.explain.place import line_of
 from memfit.records import Action, Category, DryRun, MarkKind, Phase, Timeline, Trace
 from memfit.report.html.blocks import Numbers, blocks_of
@@ -69,7 +69,7 @@ def payload(  # noqa: PLR0913 - one parameter an input
     ranges = ranges_of(trace, config)
     picture = drawn(trace, line, blocks, ranges, most)
     columns = {
-        **_moments(trace, line, picture, words),
+        **_moments(trace, line, attribution, picture, words),
         **_blocks(trace, attribution, picture, words),
         **{f"rest.{name}": getattr(picture.rest, name) for name in picture.rest.__slots__},
         **_ranges(ranges, picture),
@@ -91,11 +91,13 @@ def payload(  # noqa: PLR0913 - one parameter an input
     return _packed(facts, words, columns)
 
 
-def _moments(trace: Trace, line: Timeline, picture: Drawn, words: Words) -> Columns:
+def _moments(
+    trace: Trace, line: Timeline, attribution: Attribution, picture: Drawn, words: Words
+) -> Columns:
     """Return where the script was at each moment; what was reserved then."""
     events = picture.events
     rows = trace.events
-    phase = phase_of_events(trace)[events].astype(np.int64)
+    phase = attribution.phase_of_event[events].astype(np.int64)
     stacks, phases = len(trace.stacks) + 1, len(Phase)
     key = ((rows.label[events].astype(np.int64) + 1) * stacks + rows.stack[events] + 1) * phases + phase
     _, first, place = np.unique(key, return_index=True, return_inverse=True)

@@ -11,10 +11,11 @@ function bytes(amount) {
 const whole = (number) => number.toLocaleString('en-US');
 const exactly = (amount) => `${whole(amount)} B`;
 const cut = (text) => (text.length > CUT ? `${text.slice(0, CUT)}…` : text);
+const fileOnly = (line) => line.slice(line.lastIndexOf('/') + 1);
 const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : '');
 
 function placeText({ step, phase, module, op, line }) {
-  return [step ? `step ${step}` : '', phase, cut(module), cut(op), cut(line)].filter(Boolean).join(' · ');
+  return [step ? `step ${step}` : '', phase, cut(module), cut(op), cut(fileOnly(line))].filter(Boolean).join(' · ');
 }
 
 function make(tag, attributes = {}, ...children) {

@@ -107,6 +107,7 @@ class Icicle {
     box.style.width = `${100 * width}%`;
     box.style.top = `${depth * ROW}px`;
     const wide = width * element.clientWidth;
+    if (wide < 34) box.style.padding = 0; // so that it is no wider than its bytes
     if (node.layer >= 0) {
       box.className = 'kind';
       paint(box, this.model.layers[node.layer]);

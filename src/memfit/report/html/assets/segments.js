@@ -3,6 +3,8 @@
 const LINE = 15; // pixels a row
 const BLOCK = 11;
 const NAME = 74; // room for the row's size
+const NARROW = 24; // pixels of the shortest row: to have a look into it, off scale if it must be
+const HIGHEST = 330; // pixels of the map; beyond that it scrolls
 
 class SegmentMap {
   constructor(model, { onBlock }) {
@@ -39,9 +41,9 @@ class SegmentMap {
       if (at < found.length && model.address[i] >= found[at].start) found[at].blocks.push(i);
     }
     this.moment = moment;
-    this.segments = [...found.filter((one) => !one.small), ...found.filter((one) => one.small)];
-    this.large = found.filter((one) => !one.small).reduce((most, one) => Math.max(most, one.stop - one.start), 1);
-    this.small = found.filter((one) => one.small).reduce((most, one) => Math.max(most, one.stop - one.start), 1);
+    const size = (one) => one.stop - one.start;
+    this.segments = found.sort((a, b) => a.small - b.small || size(b) - size(a) || a.start - b.start);
+    this.widest = found.reduce((most, one) => Math.max(most, size(one)), 1);
     this.row = Math.min(this.row, Math.max(0, this.segments.length - 1));
     this.summarize(moment);
     this.paint();
@@ -64,7 +66,8 @@ class SegmentMap {
 
   paint() {
     const { segments, box } = this;
-    const height = Math.min(box.clientHeight || 300, segments.length * LINE + 4);
+    const height = Math.min(HIGHEST, segments.length * LINE + 4);
+    box.style.height = `${height}px`;
     byId('rows').style.height = `${segments.length * LINE + 4}px`;
     this.width = Math.max(40, box.clientWidth - NAME - 6);
     const context = fitted(this.canvas, box.clientWidth, height);
@@ -78,7 +81,7 @@ class SegmentMap {
   }
 
   scale(segment) {
-    return Math.max(4, (this.width * (segment.stop - segment.start)) / (segment.small ? this.small : this.large));
+    return Math.max(NARROW, (this.width * (segment.stop - segment.start)) / this.widest);
   }
 
   paintRow(context, row, y) {

@@ -9,7 +9,7 @@ const TABLE_COLUMNS = [
   { name: 'dtype', class: 'dtype', word: 'block.dtype' },
   { name: 'module', class: 'module', word: 'block.module' },
   { name: 'op', class: 'op', word: 'block.op' },
-  { name: 'line', class: 'line', word: 'block.line' },
+  { name: 'line', class: 'line', word: 'block.line', short: fileOnly },
   { name: 'born', class: 'born', key: (m, i) => m.born[i], text: (m, i) => (i < m.facts.old ? 'before the recording' : when(m, m.born[i])) },
   { name: 'dies', class: 'dies', key: (m, i) => m.freed[i], text: (m, i) => (m.freed[i] < m.moments ? when(m, m.freed[i]) : 'is kept') },
 ];
@@ -145,7 +145,7 @@ class TensorTable {
         paint(swatch, text);
         cell.append(swatch);
       }
-      cell.append(make('bdi', {}, cut(text)));
+      cell.append(make('bdi', {}, cut(column.short ? column.short(text) : text)));
       if (column.name === 'size') cell.title = exactly(model.requested[i]);
       row.append(cell);
     }
