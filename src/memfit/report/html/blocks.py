@@ -19,6 +19,8 @@ from memfit.explain.attribution import Attribution
 from memfit.records import Action, Category, Phase, Trace
 
 Numbers = npt.NDArray[np.int64]
+EARLIER = len(Category)
+"""Stands for a category in blocks that are older than the history."""
 LARGEST = 1 << 53
 """From here on the page's numbers are no longer exact; no device has such addresses."""
 
@@ -38,6 +40,7 @@ class Blocks:
     size: Numbers
     """Bytes of the block: requested, rounded, with an unsplit remainder."""
     category: Numbers
+    """``Category``, or ``EARLIER``."""
     phase: Numbers
     """Index into ``tuple(Phase)``."""
     module: Numbers
@@ -81,15 +84,15 @@ def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Block
             f"{int(address.max()):#x}, beyond what any device has. Record it again."
         )
     address = address.astype(np.int64)
-    freed = np.concatenate((old[:, 3], attribution.freed))
+    freed = np.concatenate((old[:, 2], attribution.freed))
     return Blocks(
         born=np.concatenate((unknown, born)),
         freed=freed,
         done=_done(trace, address, freed),
         address=address,
-        requested=np.concatenate((old[:, 2], attribution.requested)),
+        requested=np.concatenate((old[:, 1], attribution.requested)),
         size=size,
-        category=np.concatenate((np.full(len(old), Category.UNKNOWN), attribution.category)),
+        category=np.concatenate((np.full(len(old), EARLIER), attribution.category)),
         phase=np.concatenate((np.full(len(old), tuple(Phase).index(Phase.SETUP)), attribution.phase)),
         module=np.concatenate((unknown, attribution.module)),
         op=np.concatenate((unknown, attribution.op)),
@@ -100,19 +103,20 @@ def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Block
 
 
 def _old(trace: Trace, start: Beginning) -> Numbers:
-    """Return address, size, requested and freed of each block that is older than the history, as rows."""
+    """Return address, size and freed of each block that is older than the history, as rows.
+
+    What was requested is not told by all histories; the whole block counts as that.
+    """
     events = trace.events
     freeing = np.flatnonzero(events.action == Action.FREE_REQUESTED)[::-1]
     # A block that is alive at the beginning is the first to be freed at its address.
     first_free = dict(zip(events.address[freeing].tolist(), freeing.tolist(), strict=True))
-    at_end = {block.address: block.requested for one in trace.segments for block in one.blocks}
-    rows = []
-    for address, (stop, _) in start.live.items():
-        free = first_free.get(address, len(events))
-        requested = int(events.size[free]) if free < len(events) else at_end.get(address, stop - address)
-        rows.append((address, stop - address, min(requested, stop - address), free))
-    rows.extend((address, stop - address, 0, -1) for address, (stop, _) in start.pending.items())
-    return np.array(rows, np.int64).reshape(-1, 4)
+    rows = [
+        (address, stop - address, first_free.get(address, len(events)))
+        for address, (stop, _) in start.live.items()
+    ]
+    rows.extend((address, stop - address, -1) for address, (stop, _) in start.pending.items())
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _done(trace: Trace, address: Numbers, freed: Numbers) -> Numbers:

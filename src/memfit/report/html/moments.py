@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.records import Action, Category, Timeline, Trace
-from memfit.report.html.blocks import Blocks, Numbers
+from memfit.records import Action, Timeline, Trace
+from memfit.report.html.blocks import EARLIER, Blocks, Numbers
 from memfit.report.html.ranges import Range
 
 MOST_BLOCKS = 100_000
@@ -102,7 +102,7 @@ def _in_moments(blocks: Blocks, events: Numbers) -> Blocks:
 def _rest(blocks: Blocks) -> Rest:
     """Add up what blocks hold, from moment to moment."""
     seen = blocks[blocks.born < blocks.freed]  # the others come and go between two moments
-    kinds = len(Category)
+    kinds = EARLIER + 1
     key = np.concatenate((seen.born, seen.freed)) * kinds + np.tile(seen.category, 2)
     keys, place = np.unique(key, return_inverse=True)
     sign = np.repeat((1, -1), len(seen))

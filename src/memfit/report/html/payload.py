@@ -18,26 +18,30 @@ import numpy.typing as npt
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.explain.attribution import Attribution
+from memfit.explain.breakdown import EARLIER as EARLIER_NAME
+from memfit.explain.breakdown import NAMES, ROUNDING, certainty
 from memfit.explain.place import line_of
-from memfit.records import Action, Category, DryRun, MarkKind, Phase, Timeline, Trace
-from memfit.report.html.blocks import Numbers, blocks_of
+from memfit.records import (
+    Action,
+    Category,
+    DryRun,
+    MarkKind,
+    Phase,
+    Provenance,
+    Timeline,
+    Trace,
+    worst,
+)
+from memfit.report.html.blocks import EARLIER, Numbers, blocks_of
 from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
 from memfit.report.html.ranges import Range, ranges_of
 from memfit.report.html.words import Words
 
-LAYERS = {
-    Category.PARAMETER: "parameters",
-    Category.BUFFER: "buffers",
-    Category.OPTIMIZER_STATE: "optimizer state",
-    Category.GRADIENT: "gradients",
-    Category.INPUT: "inputs",
-    Category.ACTIVATION: "activations",
-    Category.OUTPUT: "outputs",
-    Category.WORKSPACE: "workspaces",
-    Category.TEMPORARY: "temporaries",
-    Category.UNKNOWN: "unknown",
-}
-"""Layers of the timeline from the bottom: what stays, then what comes and goes. Rounding lies on top."""
+LAYERS = (
+    Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT,
+    Category.ACTIVATION, Category.OUTPUT, Category.WORKSPACE, Category.TEMPORARY, Category.UNKNOWN,
+)  # fmt: skip
+"""The timeline from the bottom: what stays, then what comes and goes. On top: older blocks, and rounding."""
 _MOST_FRAMES = 30
 Columns = dict[str, npt.NDArray[Any]]
 
@@ -77,7 +81,7 @@ def payload(  # noqa: PLR0913 - one parameter an input
     }
     device = summary.device
     facts = {
-        "layers": [{"name": name, "category": int(category)} for category, name in LAYERS.items()],
+        "layers": _layers(trace, picture),
         "phases": [str(phase) for phase in Phase],
         "marks": _marks(trace, picture),
         "failures": _failures(trace, picture),
@@ -89,6 +93,14 @@ def payload(  # noqa: PLR0913 - one parameter an input
         "room": max(0, device.total.bytes - device.context.bytes - device.in_use),
     }
     return _packed(facts, words, columns)
+
+
+def _layers(trace: Trace, picture: Drawn) -> list[dict[str, Any]]:
+    sure = certainty(trace)
+    layers = [{"name": NAMES[one], "category": int(one), "sure": sure[one]} for one in LAYERS]
+    if picture.old:
+        layers.append({"name": EARLIER_NAME, "category": EARLIER, "sure": Provenance.ASSUMED})
+    return [*layers, {"name": ROUNDING, "category": EARLIER + 1, "sure": worst(*sure.values())}]
 
 
 def _moments(

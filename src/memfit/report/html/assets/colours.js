@@ -11,6 +11,7 @@ const PAINTS = {
   workspaces: ['#f0e442', false],
   temporaries: ['#e69f00', false],
   unknown: ['#8c8c8c', false],
+  'before the history': ['#4d4d4d', true],
   rounding: ['#8c8c8c', true],
 };
 const HATCH = 'rgba(255, 255, 255, 0.62)';

@@ -11,7 +11,7 @@ class Model {
     this.moments = columns['moment.event'].length;
     this.events = columns['moment.event'];
     this.reserved = columns['moment.reserved'];
-    this.layers = [...facts.layers.map((layer) => layer.name), 'rounding'];
+    this.layers = facts.layers.map((layer) => layer.name); // rounding is the last
     this.rounding = this.layers.length - 1;
     this.readBlocks();
     this.readChanges();

@@ -1,5 +1,13 @@
 // The panel beside the timeline: where the script is at the moment, and what its bytes are for.
 
+// How sure the rows are: most are alike.
+function sureText(layers) {
+  const kinds = new Map();
+  for (const { name, sure } of layers) kinds.set(sure, [...(kinds.get(sure) || []), name]);
+  const [[most], ...others] = [...kinds].sort((a, b) => b[1].length - a[1].length);
+  return [`${most}`, ...others.map(([sure, names]) => `${sure}: ${names.join(', ')}`)].join('; ');
+}
+
 class MomentPanel {
   constructor(model) {
     this.model = model;
@@ -7,6 +15,7 @@ class MomentPanel {
     this.total = this.line('allocated', 'total');
     this.cached = this.line('cached', '');
     this.reserved = this.line('reserved', 'total');
+    byId('sure').textContent = sureText(model.facts.layers);
     byId('sums').tBodies[0].append(...this.rows.map((row) => row.element), this.total.element,
       this.cached.element, this.reserved.element);
   }
