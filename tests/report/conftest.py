@@ -1,4 +1,4 @@
-"""The answer that is shown."""
+"""The answer that is shown; ``drive`` drives PyTorch's real allocator."""
 
 import pytest
 
@@ -14,6 +14,9 @@ from memfit.records import (
     ScriptEnd,
     Term,
 )
+from situations import drive
+
+__all__ = ["answer", "drive"]
 
 GIB = 1 << 30
 

@@ -46,7 +46,9 @@ class Drawn:
     """How many blocks are drawn together."""
 
 
-def drawn(trace: Trace, line: Timeline, blocks: Blocks, ranges: list[Range], most: int = MOST_BLOCKS) -> Drawn:
+def drawn(
+    trace: Trace, line: Timeline, blocks: Blocks, ranges: list[Range], most: int = MOST_BLOCKS
+) -> Drawn:
     """Choose what is drawn one by one.
 
     Args:
@@ -68,7 +70,7 @@ def drawn(trace: Trace, line: Timeline, blocks: Blocks, ranges: list[Range], mos
             kept.born, kept.freed, kept.done,
             np.array([event for one in ranges for event in (one.born, one.freed)], np.int64),
             np.flatnonzero(trace.events.action == Action.OOM),
-            [mark.position - 1 for mark in trace.marks],
+            np.array([mark.position - 1 for mark in trace.marks], np.int64),
             [peak, int(np.argmax(line.reserved)), count - 1],
         ))
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """What the page's script reads: facts and texts as JSON, then columns as they lie in memory; gzipped, base64.
 
-    4 bytes   length of the JSON, little-endian
-    JSON      {"facts": ..., "words": [text, ...], "columns": {name: [type, offset, length]}}
-    columns   each from a multiple of 8 bytes on; u1, u2, u4 unsigned integers, f8 floats that are whole numbers
+4 bytes   length of the JSON, little-endian
+JSON      {"facts": ..., "words": [text, ...], "columns": {name: [type, offset, length]}}
+columns   each from a multiple of 8 bytes on; u1, u2, u4 unsigned integers, f8 floats that are whole numbers
 """
 
 import base64
@@ -103,9 +103,7 @@ def _layers(trace: Trace, picture: Drawn) -> list[dict[str, Any]]:
     return [*layers, {"name": ROUNDING, "category": EARLIER + 1, "sure": worst(*sure.values())}]
 
 
-def _moments(
-    trace: Trace, line: Timeline, attribution: Attribution, picture: Drawn, words: Words
-) -> Columns:
+def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Drawn, words: Words) -> Columns:
     """Return where the script was at each moment; what was reserved then."""
     events = picture.events
     rows = trace.events

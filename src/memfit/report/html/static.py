@@ -40,19 +40,23 @@ def ladder(result: DryRun) -> str:
     rungs = [_rung(name, figures[name], _FOLLOWS.get(name, "")) for name in TOTALS if name in figures]
     if device.in_use:
         rungs.append(
-            _rung("in use by others", Figure(device.in_use, Provenance.ASSUMED), "other processes on the device")
+            _rung(
+                "in use by others", Figure(device.in_use, Provenance.ASSUMED), "other processes on the device"
+            )
         )
     if total.bytes:
         left = total.bytes - process.bytes - device.in_use
         rungs.append(
-            _rung("capacity", total, f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}")
+            _rung(
+                "capacity", total, f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
+            )
         )
     return f'<dl class="rungs">{"".join(rungs)}</dl>{_bar(result, figures)}'
 
 
 _FOLLOWS = {
-    "allocated": "tensors, at the peak",
-    "reserved": "with PyTorch's cache",
+    "allocated": "tensors, at most",
+    "reserved": "with PyTorch's cache, at most",
     "process": "with the CUDA context: nvidia-smi",
 }
 

@@ -1,4 +1,4 @@
-// Paths of modules, with repetition folded: blocks.0.mlp and blocks.11.mlp are both blocks · 0–11 · mlp.
+// Paths of modules, with repetition folded: blocks.0.mlp and blocks.11.mlp are both [blocks.0–11, mlp].
 
 const NUMBER = /^\d+$/;
 
@@ -18,7 +18,8 @@ function foldedPaths(names) {
     for (const part of name.split('.')) {
       const siblings = nodes.flatMap((node) => [...node]);
       const group = foldOf(part, siblings);
-      path.push(group ? spans(group) : part);
+      if (group) path.push([path.pop(), spans(group)].filter(Boolean).join('.'));
+      else path.push(part);
       nodes = siblings.filter(([other]) => (group ? group.has(other) : other === part)).map(([, node]) => node);
     }
     return path;

@@ -145,7 +145,7 @@ class TensorTable {
         paint(swatch, text);
         cell.append(swatch);
       }
-      cell.append(make('bdi', {}, cut(column.short ? column.short(text) : text)));
+      cell.append(make('bdi', { dir: 'ltr' }, cut(column.short ? column.short(text) : text)));
       if (column.name === 'size') cell.title = exactly(model.requested[i]);
       row.append(cell);
     }
