@@ -8,7 +8,7 @@ PINS := torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test lint format check clean
+.PHONY: demo test browser lint format check clean
 
 demo: $(READY)  # what a GPT of GPT-2 small's size needs, and where a small card runs out
 	$(BIN)/memfit dry-run examples/gpt.py
@@ -16,6 +16,10 @@ demo: $(READY)  # what a GPT of GPT-2 small's size needs, and where a small card
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
+	$(BIN)/python -m pip install --quiet -e '.[browser]'
+	$(BIN)/pytest tests/report/test_html_browser.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

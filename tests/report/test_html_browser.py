@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows is what Python computed, by mouse and by keyboard, and it loads nothing."""
+"""The page in a real browser: it shows what Python computed, by mouse and by keyboard, and loads nothing."""
 
 import os
 import shutil
@@ -243,8 +243,8 @@ def test_layers_that_repeat_are_folded(show):
     said = page.locator("#icicle button").evaluate_all(
         "boxes => boxes.map(box => box.getAttribute('aria-label'))"
     )
-    assert any(one.startswith("model · layers.0, 2–3 · mlp:") for one in said), said
-    assert any(one.startswith("model · layers.0, 2–3 · attn · 0") for one in said), said
+    assert any(one.startswith("model · layers.0, 2-3 · mlp:") for one in said), said
+    assert any(one.startswith("model · layers.0, 2-3 · attn · 0") for one in said), said
     page.uncheck("#fold")
     said = page.locator("#icicle button").evaluate_all(
         "boxes => boxes.map(box => box.getAttribute('aria-label'))"

@@ -148,7 +148,7 @@ def subject(result: DryRun) -> Text:
     ]
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")
-    return Text(" · ".join(parts))
+    return Text(" · ".join(part for part in parts if part))
 
 
 def in_words(place: Place) -> str:

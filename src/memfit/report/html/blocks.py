@@ -76,14 +76,14 @@ def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Block
     stack = events.stack[born].astype(np.int64)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
     unknown = np.full(len(old), -1)
-    address = np.concatenate((old[:, 0].astype(np.uint64), events.address[born]))
+    everywhere = np.concatenate((old[:, 0].astype(np.uint64), events.address[born]))
     size = np.concatenate((old[:, 1], attribution.block))
-    if len(size) and (int(address.max()) >= LARGEST or int(size.max()) >= LARGEST):
+    if len(size) and (int(everywhere.max()) >= LARGEST or int(size.max()) >= LARGEST):
         raise FileFormatError(
             f"Cannot draw this trace: it has a block of {int(size.max()):,} bytes or at "
-            f"{int(address.max()):#x}, beyond what any device has. Record it again."
+            f"{int(everywhere.max()):#x}, beyond what any device has. Record it again."
         )
-    address = address.astype(np.int64)
+    address = everywhere.astype(np.int64)
     freed = np.concatenate((old[:, 2], attribution.freed))
     return Blocks(
         born=np.concatenate((unknown, born)),

@@ -61,7 +61,7 @@ def drawn(
     count = len(trace.events)
     if not count:
         nothing = np.zeros(0, np.int64)
-        return Drawn(nothing, blocks[:0], 0, Rest(nothing, nothing, nothing, nothing, nothing), 0)
+        return Drawn(nothing, blocks[nothing], 0, Rest(nothing, nothing, nothing, nothing, nothing), 0)
     peak = int(np.argmax(line.allocated))
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]

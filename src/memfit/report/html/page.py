@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from dataclasses import replace
 from importlib.resources import files
 from string import Template
 
@@ -37,6 +38,8 @@ def page(
         FileFormatError: the trace has addresses or sizes beyond what any device has.
     """
     words = Words(source=source)
+    if not source:
+        summary = _without_source(summary)
     style = _asset("page.css")
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
@@ -49,6 +52,20 @@ def page(
         notes=static.notes(summary, words),
         versions=static.versions(summary, words),
         data=payload(trace, line, attribution, summary, words),
+    )
+
+
+def _without_source(summary: DryRun) -> DryRun:
+    """Leave out what is a file's name by its place; where a text mentions one, ``Words`` finds it."""
+    failure = summary.out_of_memory
+    return replace(
+        summary,
+        command=(),
+        peak_place=replace(summary.peak_place, line=""),
+        out_of_memory=failure and replace(failure, place=replace(failure.place, line="")),
+        growth=replace(summary.growth, line=""),
+        end=replace(summary.end, where=""),
+        notes=tuple(replace(note, where="") for note in summary.notes),
     )
 
 

@@ -46,7 +46,7 @@ _MOST_FRAMES = 30
 Columns = dict[str, npt.NDArray[Any]]
 
 
-def payload(  # noqa: PLR0913 - one parameter an input
+def payload(
     trace: Trace,
     line: Timeline,
     attribution: Attribution,
@@ -89,6 +89,7 @@ def payload(  # noqa: PLR0913 - one parameter an input
         "old": picture.old,
         "together": picture.together,
         "segments": config.has_segments,
+        "source": words.source,
         "device": device.total.bytes,
         "room": max(0, device.total.bytes - device.context.bytes - device.in_use),
     }
@@ -127,7 +128,7 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
 def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words) -> Columns:
     blocks = picture.blocks
     tensors = trace.tensors
-    shapes = ["×".join(map(str, one.shape)) if one.shape else "scalar" for one in tensors]
+    shapes = [str(list(one.shape)) for one in tensors]
     requested, of_requested = np.unique(blocks.requested, return_inverse=True)
     beyond, of_beyond = np.unique(blocks.size - blocks.requested, return_inverse=True)
     # The last of each table is for what index -1 stands for: nothing is known.

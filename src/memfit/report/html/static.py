@@ -26,7 +26,7 @@ def verdict_in_html(result: DryRun, words: Words) -> dict[str, str]:
         "verdict": _text(words, word.capitalize()),
         "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
         "subject": _text(words, subject(result).plain),
-        "script": _text(words, result.command[0] if result.command else "snapshot"),
+        "script": _text(words, result.command[0] if result.command else result.device.name),
         "peak": _text(words, in_words(result.peak_place)),
         "growth": _text(words, growth(result).plain),
     }
@@ -36,7 +36,7 @@ def ladder(result: DryRun) -> str:
     """Return the rungs from allocated to the capacity, each with its bytes and where they come from."""
     figures = {term.name: term.figure for term in result.terms}
     device = result.device
-    total, process = device.total, result.peak_process
+    total = device.total
     rungs = [_rung(name, figures[name], _FOLLOWS.get(name, "")) for name in TOTALS if name in figures]
     if device.in_use:
         rungs.append(
@@ -45,13 +45,15 @@ def ladder(result: DryRun) -> str:
             )
         )
     if total.bytes:
-        left = total.bytes - process.bytes - device.in_use
-        rungs.append(
-            _rung(
-                "capacity", total, f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
-            )
-        )
+        rungs.append(_rung("capacity", total, _left(result)))
     return f'<dl class="rungs">{"".join(rungs)}</dl>{_bar(result, figures)}'
+
+
+def _left(result: DryRun) -> str:
+    left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
+    if result.verdict == "out of memory" and result.out_of_memory is not None:
+        return f"{format_bytes(result.out_of_memory.requested)} more was asked for"
+    return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
 
 
 _FOLLOWS = {
@@ -99,12 +101,14 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
 
 def terms(result: DryRun) -> str:
     """Return the rows that sum to the process's peak."""
-    rows = [
-        f'<tr{" class=total" if term.name in TOTALS else ""}><th scope="row">{escape(term.name)}</th>'
-        f'<td data-bytes="{term.figure.bytes}">{term.figure.bytes:,}</td><td>{format_bytes(term.figure.bytes)}</td>'
-        f"<td>{term.figure.provenance}</td></tr>"
-        for term in result.terms
-    ]
+    rows = []
+    for term in result.terms:
+        kind = " class=total" if term.name in TOTALS else ""
+        amount = term.figure.bytes
+        rows.append(
+            f'<tr{kind}><th scope="row">{escape(term.name)}</th><td data-bytes="{amount}">{amount:,}</td>'
+            f"<td>{format_bytes(amount)}</td><td>{term.figure.provenance}</td></tr>"
+        )
     return "".join(rows)
 
 
@@ -113,7 +117,7 @@ def notes(result: DryRun, words: Words) -> str:
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
         where = places.setdefault((note.provenance, note.text), [])
-        if note.where and words.source:
+        if note.where:
             where.append(note.where)
     items = [
         f'<li><span class="sure">{escape(provenance)}</span> {_text(words, text)} '
@@ -129,9 +133,7 @@ def notes(result: DryRun, words: Words) -> str:
 
 def versions(result: DryRun, words: Words) -> str:
     """Return what the figures were made with."""
-    rows = {**result.versions, "device": result.device.name}
-    if words.source:
-        rows["command"] = " ".join(result.command)
+    rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
         f'<tr><th scope="row">{_text(words, name)}</th><td>{_text(words, value)}</td></tr>'
         for name, value in rows.items()

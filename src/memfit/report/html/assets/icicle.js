@@ -9,6 +9,11 @@ class Icicle {
     this.paths = new Map();
     this.foldPath = foldedPaths(new Set(Array.from(model.columns['block.module'], (word) => model.words[word])));
     element.addEventListener('keydown', (event) => this.key(event));
+    this.measure();
+  }
+
+  measure() {
+    this.wide = Math.max(1, this.element.clientWidth);
   }
 
   group(by, fold) {
@@ -78,7 +83,7 @@ class Icicle {
     }
     if (!at) above.length = 1;
     const boxes = above.map((node, depth) => this.box(node, depth, 0, 1, above.slice(1, depth + 1)));
-    const limit = NARROWEST / Math.max(1, this.element.clientWidth);
+    const limit = NARROWEST / this.wide;
     let depth = above.length - 1;
     const spread = (node, level, left, width, path) => {
       depth = Math.max(depth, level);
@@ -106,7 +111,7 @@ class Icicle {
     box.style.left = `${100 * left}%`;
     box.style.width = `${100 * width}%`;
     box.style.top = `${depth * ROW}px`;
-    const wide = width * element.clientWidth;
+    const wide = width * this.wide;
     if (wide < 34) box.style.padding = 0; // so that it is no wider than its bytes
     if (node.layer >= 0) {
       box.className = 'kind';

@@ -1,4 +1,4 @@
-// Paths of modules, with repetition folded: blocks.0.mlp and blocks.11.mlp are both [blocks.0–11, mlp].
+// Paths of modules, with repetition folded: blocks.0.mlp and blocks.11.mlp are both [blocks.0-11, mlp].
 
 const NUMBER = /^\d+$/;
 
@@ -36,7 +36,7 @@ function foldOf(part, siblings) {
   return group.size > 1 ? group : null;
 }
 
-// 0 1 2 5 -> "0–2, 5"
+// 0 1 2 5 -> "0-2, 5"
 function spans(names) {
   const numbers = [...names].map(Number).sort((a, b) => a - b);
   const found = [];
@@ -45,5 +45,5 @@ function spans(names) {
     if (last && last[1] === number - 1) last[1] = number;
     else found.push([number, number]);
   }
-  return found.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(', ');
+  return found.map(([from, to]) => (from === to ? `${from}` : `${from}-${to}`)).join(', ');
 }

@@ -29,6 +29,7 @@ class Page {
     this.table = new TensorTable(model, { onBlock: (block) => this.choose(block) });
     this.block = -1;
     byId('s-segments').hidden = !model.facts.segments;
+    document.body.classList.toggle('no-source', !model.facts.source);
     this.thinned();
     this.shortcuts();
     this.controls();
@@ -65,6 +66,7 @@ class Page {
     byId('thinned').textContent = `Small and short-lived blocks are drawn together: ${whole(facts.together)} of `
       + `${whole(facts.together + blocks)}. All totals are exact at the ${whole(this.model.moments)} moments that are drawn.`;
     byId('thinned').hidden = false;
+    byId('hole').textContent = 'hole, or small blocks drawn together';
   }
 
   // Buttons for the moments that people ask about: the peak, and the most in each phase.
@@ -107,7 +109,7 @@ class Page {
     byId('fold').addEventListener('change', group);
     byId('search').addEventListener('input', () => {
       table.query = byId('search').value;
-      table.element.scrollTop = 0;
+      table.scroll(0);
       table.show(this.moment);
     });
     byId('search').addEventListener('keydown', (event) => {
@@ -125,8 +127,11 @@ class Page {
 
   redraw() {
     this.timeline.draw();
+    this.icicle.measure();
     this.icicle.show(this.moment);
+    this.map.measure();
     if (this.model.facts.segments) this.map.paint();
+    this.table.measure();
     this.table.paint();
   }
 
@@ -168,7 +173,7 @@ async function open() {
     if (!model.moments) throw new Error('No allocation was recorded: there is nothing to draw.');
     byId('main').hidden = false;
     page = new Page(model);
-    page.timeline.measure();
+    page.timeline.draw();
     page.select(model.peak);
   } catch (error) {
     byId('main').hidden = true;

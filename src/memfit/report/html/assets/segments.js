@@ -11,11 +11,22 @@ class SegmentMap {
     Object.assign(this, { model, onBlock, block: -1, row: 0 });
     this.box = byId('map');
     this.canvas = byId('segments');
-    this.box.addEventListener('scroll', () => this.paint());
+    this.box.addEventListener('scroll', () => { this.measure(); this.paint(); });
     this.canvas.addEventListener('click', (event) => this.click(event));
     this.canvas.addEventListener('pointermove', (event) => this.hover(event));
     this.canvas.addEventListener('pointerleave', () => hideTip());
     this.canvas.addEventListener('keydown', (event) => this.key(event));
+    this.measure();
+  }
+
+  measure() {
+    this.top = this.box.scrollTop;
+    this.room = this.box.clientWidth;
+  }
+
+  scroll(top) {
+    this.box.scrollTop = top;
+    this.measure();
   }
 
   // Segments at a moment with the blocks in them. Mapped ranges that touch are one segment.
@@ -69,14 +80,15 @@ class SegmentMap {
     const height = Math.min(HIGHEST, segments.length * LINE + 4);
     box.style.height = `${height}px`;
     byId('rows').style.height = `${segments.length * LINE + 4}px`;
-    this.width = Math.max(40, box.clientWidth - NAME - 6);
-    const context = fitted(this.canvas, box.clientWidth, height);
+    this.height = height;
+    this.width = Math.max(40, this.room - NAME - 6);
+    const context = fitted(this.canvas, this.room, height);
     context.font = `10px ${theme('font')}`;
     this.fills = this.model.layers.map((name) => fillOf(context, name));
     this.hole = stripes(context, theme('paper'), theme('hole'));
-    const first = Math.floor(box.scrollTop / LINE);
-    const last = Math.min(segments.length, Math.ceil((box.scrollTop + height) / LINE));
-    for (let row = first; row < last; row++) this.paintRow(context, row, row * LINE - box.scrollTop + 2);
+    const first = Math.floor(this.top / LINE);
+    const last = Math.min(segments.length, Math.ceil((this.top + height) / LINE));
+    for (let row = first; row < last; row++) this.paintRow(context, row, row * LINE - this.top + 2);
     this.canvas.setAttribute('aria-label', `Segments at the moment: ${byId('reserved').textContent}`);
   }
 
@@ -125,7 +137,7 @@ class SegmentMap {
   // The segment and the block under the pointer.
   at(event) {
     const box = this.canvas.getBoundingClientRect();
-    const row = Math.floor((event.clientY - box.top + this.box.scrollTop) / LINE);
+    const row = Math.floor((event.clientY - box.top + this.top) / LINE);
     const segment = this.segments[row];
     if (!segment) return {};
     const address = segment.start + ((event.clientX - box.left - NAME) * (segment.stop - segment.start)) / this.scale(segment);
@@ -175,7 +187,7 @@ class SegmentMap {
     event.preventDefault();
     if (rows) {
       this.row = Math.min(this.segments.length - 1, Math.max(0, this.row + rows));
-      this.box.scrollTop = Math.min(this.row * LINE, Math.max(this.box.scrollTop, (this.row + 1) * LINE - this.box.clientHeight + 4));
+      this.scroll(Math.min(this.row * LINE, Math.max(this.top, (this.row + 1) * LINE - this.height + 4)));
       this.choose(this.segments[this.row].blocks[0]);
       return;
     }

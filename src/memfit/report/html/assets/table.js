@@ -21,11 +21,11 @@ class TensorTable {
     Object.assign(this, { model, onBlock, column: TABLE_COLUMNS[0], down: true, query: '', block: -1, rows: [] });
     this.element = byId('table');
     this.ranks = new Map();
-    this.columns = TABLE_COLUMNS.filter((column) => column.name !== 'line' || model.columns['sizes.requested'].length);
-    this.head = make('div', { class: 'head', role: 'row' }, ...this.columns.map((column) => this.header(column)));
+    this.head = make('div', { class: 'head', role: 'row' }, ...TABLE_COLUMNS.map((column) => this.header(column)));
     this.space = make('div', { class: 'space', role: 'rowgroup' });
     this.element.append(this.head, this.space);
-    this.element.addEventListener('scroll', () => this.paint());
+    this.element.addEventListener('scroll', () => { this.measure(); this.paint(); });
+    this.measure();
     this.element.addEventListener('keydown', (event) => this.key(event));
   }
 
@@ -86,13 +86,14 @@ class TensorTable {
     const places = Uint32Array.from(live, (i) => rank[i]).sort();
     if (this.down) places.reverse();
     this.rows = Array.from(places, (place) => order[place]);
-    for (const column of this.columns) {
+    for (const column of TABLE_COLUMNS) {
       const state = this.down ? 'descending' : 'ascending';
       column.cell.setAttribute('aria-sort', column === this.column ? state : 'none');
     }
     this.element.setAttribute('aria-rowcount', this.rows.length + 1);
     this.space.style.height = `${this.rows.length * TALL}px`;
     this.count(live);
+    if (this.top > this.rows.length * TALL) this.scroll(0);
     this.paint();
   }
 
@@ -120,8 +121,14 @@ class TensorTable {
       + ` = ${exactly(model.allocated[this.moment])}`;
   }
 
+  // Read when it may have changed, and kept: asking makes the browser lay out the page.
+  measure() {
+    this.height = this.element.clientHeight || 380;
+    this.top = this.element.scrollTop;
+  }
+
   // Make the rows that are in view, and a few around them.
-  paint(first = Math.floor(this.element.scrollTop / TALL) - 4, count = Math.ceil(this.element.clientHeight / TALL) + 8) {
+  paint(first = Math.floor(this.top / TALL) - 3, count = Math.ceil(this.height / TALL) + 6) {
     const from = Math.max(0, first);
     const to = Math.min(this.rows.length, from + count);
     const made = [];
@@ -137,7 +144,7 @@ class TensorTable {
     const i = this.rows[place];
     const row = make('div', { role: 'row', class: 'row', id: `row-${place}`, 'aria-rowindex': place + 2, 'aria-selected': i === this.block });
     row.style.top = `${place * TALL}px`;
-    for (const column of this.columns) {
+    for (const column of TABLE_COLUMNS) {
       const text = column.word ? model.word(column.word, i) : column.text(model, i);
       const cell = make('div', { role: 'gridcell', class: `cell ${column.class || ''}` });
       if (column.name === 'category') {
@@ -155,7 +162,7 @@ class TensorTable {
 
   key(event) {
     if (event.target !== this.element) return; // a header's own keys
-    const page = Math.max(1, Math.floor(this.element.clientHeight / TALL) - 2);
+    const page = Math.max(1, Math.floor(this.height / TALL) - 2);
     const now = this.rows.indexOf(this.block);
     const to = {
       ArrowDown: now + 1, ArrowUp: now - 1, PageDown: now + page, PageUp: now - page, Home: 0, End: this.rows.length - 1,
@@ -170,13 +177,17 @@ class TensorTable {
     this.block = block;
     const row = this.rows.indexOf(block);
     if (row >= 0) {
-      const room = this.element.clientHeight - TALL * 2;
-      const top = this.element.scrollTop;
-      if (row * TALL < top) this.element.scrollTop = row * TALL;
-      else if (row * TALL > top + room) this.element.scrollTop = row * TALL - room;
+      const room = this.height - TALL * 2;
+      if (row * TALL < this.top) this.scroll(row * TALL);
+      else if (row * TALL > this.top + room) this.scroll(row * TALL - room);
     }
     this.paint();
     this.detail(block);
+  }
+
+  scroll(top) {
+    this.element.scrollTop = top;
+    this.measure();
   }
 
   // Everything that is known of a block, in full.

@@ -81,13 +81,11 @@ class Timeline {
     return -1;
   }
 
+  // All that depends on the view alone is drawn once, aside; a click only adds flags to a copy of it.
   draw() {
     this.measure();
-    this.paint();
-  }
-
-  paint() {
-    const context = fitted(this.canvas, LEFT + this.width + 8, TOP + HEIGHT + BANDS);
+    this.aside = document.createElement('canvas');
+    const context = fitted(this.aside, LEFT + this.width + 8, TOP + HEIGHT + BANDS);
     context.font = `11px ${theme('font')}`;
     this.drawScale(context);
     this.drawLayers(context);
@@ -95,6 +93,13 @@ class Timeline {
     this.drawBands(context);
     this.drawFailures(context);
     if (this.withRoom) this.drawRoom(context);
+    this.paint();
+  }
+
+  paint() {
+    const context = fitted(this.canvas, LEFT + this.width + 8, TOP + HEIGHT + BANDS);
+    context.drawImage(this.aside, 0, 0, LEFT + this.width + 8, TOP + HEIGHT + BANDS);
+    context.font = `11px ${theme('font')}`;
     this.drawBlock(context);
     this.drawFlags(context);
     if (this.drag && this.drag.moved) {
@@ -211,10 +216,14 @@ class Timeline {
 
   drawFailures(context) {
     context.fillStyle = theme('bad');
-    for (const [moment] of this.model.facts.failures) {
+    context.textBaseline = 'top';
+    for (const [moment, asked] of this.model.facts.failures) {
       if (moment < this.from || moment >= this.to) continue;
       const x = this.x(moment + 0.5);
       context.fillRect(x - 1, TOP, 2, HEIGHT);
+      const left = x > LEFT + this.width / 2;
+      context.textAlign = left ? 'right' : 'left';
+      context.fillText(`failed: ${bytes(asked)}`, left ? x - 6 : x + 6, TOP + HEIGHT / 2);
     }
   }
 
