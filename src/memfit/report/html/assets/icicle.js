@@ -34,7 +34,7 @@ class Icicle {
   }
 
   pathOfWord(word, phase) {
-    if (this.by === 'op') return [phase, word || 'not told'];
+    if (this.by === 'op') return [phase, word || 'op not told'];
     if (!word) return [this.by === 'module' ? 'outside modules' : 'no line of Python'];
     if (this.by === 'line') {
       const colon = word.lastIndexOf(':');
