@@ -24,8 +24,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from memfit import api
 from memfit.allocator.timeline import timeline
-from memfit.explain.attribution import attribute
-from memfit.explain.peak import summarize
+from memfit.analysis.attribution import attribute
+from memfit.analysis.peak import summarize
 from memfit.records import Trace
 from memfit.report.html import page
 from memfit.report.html.moments import MOST_BLOCKS

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from memfit.allocator.timeline import timeline
-from memfit.explain.attribution import attribute
-from memfit.explain.peak import summarize
+from memfit.analysis.attribution import attribute
+from memfit.analysis.peak import summarize
 from memfit.records import (
     Action,
     Category,

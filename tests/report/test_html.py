@@ -12,11 +12,11 @@ from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import timeline
 from memfit.allocator.walk import FREE, LIVE, Walk
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import held as held_at
+from memfit.analysis.held import By
+from memfit.analysis.peak import summarize
 from memfit.errors import FileFormatError
-from memfit.explain.attribution import attribute
-from memfit.explain.breakdown import held as held_at
-from memfit.explain.held import By
-from memfit.explain.peak import summarize
 from memfit.records import Action, Block, Category, Label, Mark, MarkKind, Note, Phase, Provenance
 from memfit.report.html.payload import payload
 from memfit.report.html.words import NO_FILE, Words

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.explain.attribution import attribute
-from memfit.explain.breakdown import held as held_at
-from memfit.explain.held import By
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import held as held_at
+from memfit.analysis.held import By
 from memfit.records import Action, DeviceUse, Figure, Label, Phase, Provenance, Tensor
 from memfit.report.html.payload import payload
 from pages import GIB, LABELS, MIB, evil, report, run, sums, unpacked

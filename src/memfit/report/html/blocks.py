@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.beginning import Beginning
+from memfit.analysis.attribution import Attribution
 from memfit.errors import FileFormatError
-from memfit.explain.attribution import Attribution
 from memfit.records import Action, Category, Phase, Trace
 
 Numbers = npt.NDArray[np.int64]

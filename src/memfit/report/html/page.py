@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.resources import files
 from string import Template
 
-from memfit.explain.attribution import Attribution
+from memfit.analysis.attribution import Attribution
 from memfit.records import DryRun, Timeline, Trace
 from memfit.report.html import static
 from memfit.report.html.payload import payload

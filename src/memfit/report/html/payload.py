@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
-from memfit.explain.attribution import Attribution
-from memfit.explain.breakdown import EARLIER as EARLIER_NAME
-from memfit.explain.breakdown import NAMES, ROUNDING, certainty
-from memfit.explain.place import line_of
+from memfit.analysis.attribution import Attribution
+from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
+from memfit.analysis.breakdown import NAMES, ROUNDING, certainty
+from memfit.analysis.place import line_of
 from memfit.records import (
     Action,
     Category,

@@ -9,7 +9,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.layout import EXPANDABLE
 from memfit.allocator.rounding import SMALL_SEGMENT
 from memfit.allocator.walk import Walk
-from memfit.explain.fragmentation import by_segment
+from memfit.analysis.fragmentation import by_segment
 from memfit.records import Action, Trace
 
 
