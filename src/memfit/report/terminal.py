@@ -28,7 +28,10 @@ _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
 _TOTALS = {"allocated", "reserved", "process"}
-_ALWAYS = {"parameters", "gradients", "optimizer state", "activations", "CUDA context"}
+_ALWAYS = {
+    *("parameters", "gradients", "optimizer state", "activations"),
+    *("cached, not allocated", "CUDA context"),
+}
 _SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
 _MOST_NOTES = 8
 
