@@ -5,7 +5,7 @@ from html import escape
 from memfit.records import DryRun, Figure, Provenance
 from memfit.report.html.words import Words
 from memfit.report.terminal import MACHINES, growth, in_words, subject, verdict
-from memfit.units import format_bytes, format_gib
+from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # units of the bar: SVG's own, the page scales them
 TOTALS = ("allocated", "reserved", "process")
@@ -37,7 +37,11 @@ def ladder(result: DryRun) -> str:
     figures = {term.name: term.figure for term in result.terms}
     device = result.device
     total = device.total
-    rungs = [_rung(name, figures[name], _FOLLOWS.get(name, "")) for name in TOTALS if name in figures]
+    rungs = [
+        _rung(name, figures[name], _FOLLOWS[name])
+        for name in TOTALS
+        if name != "process" or total.bytes  # a snapshot tells of no device, and of no context
+    ]
     if device.in_use:
         rungs.append(
             _rung(
@@ -66,9 +70,13 @@ _FOLLOWS = {
 def _rung(name: str, figure: Figure, follows: str) -> str:
     source = f' title="{escape(figure.source)}"' if figure.source else ""
     return (
-        f'<div><dt>{escape(name)}</dt><dd data-bytes="{figure.bytes}"><b>{format_gib(figure.bytes)}</b> '
+        f'<div><dt>{escape(name)}</dt><dd data-bytes="{figure.bytes}"><b>{_amount(figure.bytes)}</b> '
         f'<span class="sure"{source}>{figure.provenance}</span><small>{escape(follows)}</small></dd></div>'
     )
+
+
+def _amount(amount: int) -> str:
+    return format_gib(amount) if amount >= GIB else f"{amount / MIB:,.2f} MiB"
 
 
 def _bar(result: DryRun, figures: dict[str, Figure]) -> str:

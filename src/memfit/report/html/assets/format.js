@@ -9,6 +9,7 @@ function bytes(amount) {
 }
 
 const whole = (number) => number.toLocaleString('en-US');
+const counted = (number, name) => `${whole(number)} ${name}${number === 1 ? '' : 's'}`;
 const exactly = (amount) => `${whole(amount)} B`;
 const cut = (text) => (text.length > CUT ? `${text.slice(0, CUT)}…` : text);
 const fileOnly = (line) => line.slice(line.lastIndexOf('/') + 1);

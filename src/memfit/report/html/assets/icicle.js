@@ -7,7 +7,7 @@ class Icicle {
   constructor(model, element) {
     Object.assign(this, { model, element, by: 'module', fold: true, zoomed: [], focused: 0 });
     this.paths = new Map();
-    this.foldPath = foldedPaths(new Set(Array.from(model.columns['block.module'], (word) => model.words[word])));
+    this.foldPath = foldedPaths([...new Set(model.columns['block.module'])].map((word) => model.words[word]));
     element.addEventListener('keydown', (event) => this.key(event));
     this.measure();
   }
@@ -116,11 +116,12 @@ class Icicle {
     if (node.layer >= 0) {
       box.className = 'kind';
       paint(box, this.model.layers[node.layer]);
+      if (PAINTS[this.model.layers[node.layer]][1]) box.classList.add('hatched');
     }
     if (wide > 34) box.append(make('bdi', {}, cut(node.name)));
     if (wide > 150) box.append(make('span', {}, bytes(node.bytes)));
     const names = path.map((part) => part.name);
-    const blocks = node.count ? `, ${whole(node.count)} blocks` : '';
+    const blocks = node.count ? `, ${counted(node.count, 'block')}` : '';
     const said = `${cut(names.join(' · ')) || 'allocated'}: ${bytes(node.bytes)} (${exactly(node.bytes)})${blocks}`;
     box.title = said;
     box.setAttribute('aria-label', said);

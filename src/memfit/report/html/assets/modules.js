@@ -12,17 +12,24 @@ function foldedPaths(names) {
       node = node.get(part);
     }
   }
+  // Layers of one fold share what is found below them.
+  const known = new Map();
+  const below = ({ path, nodes }, part) => {
+    const siblings = nodes.flatMap((node) => [...node]);
+    const group = foldOf(part, siblings);
+    const found = siblings.filter(([other]) => (group ? group.has(other) : other === part)).map(([, node]) => node);
+    if (!group) return { path: [...path, part], nodes: found };
+    const folded = [path[path.length - 1], spans(group)].filter(Boolean).join('.');
+    return { path: [...path.slice(0, -1), folded], nodes: found };
+  };
   return (name) => {
-    const path = [];
-    let nodes = [root];
+    let at = { path: [], nodes: [root] };
     for (const part of name.split('.')) {
-      const siblings = nodes.flatMap((node) => [...node]);
-      const group = foldOf(part, siblings);
-      if (group) path.push([path.pop(), spans(group)].filter(Boolean).join('.'));
-      else path.push(part);
-      nodes = siblings.filter(([other]) => (group ? group.has(other) : other === part)).map(([, node]) => node);
+      const key = JSON.stringify([...at.path, part]);
+      if (!known.has(key)) known.set(key, below(at, part));
+      at = known.get(key);
     }
-    return path;
+    return at.path;
   };
 }
 

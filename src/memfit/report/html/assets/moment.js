@@ -68,7 +68,7 @@ class MomentPanel {
       const name = model.layers[layer];
       const swatch = make('i', { class: 'swatch' });
       paint(swatch, name);
-      lines.push(make('div', { class: 'over' }, swatch, `${name} ${bytes(sums.bytes[layer])}, ${whole(sums.count[layer])} blocks`));
+      lines.push(make('div', { class: 'over' }, swatch, `${name} ${bytes(sums.bytes[layer])}, ${counted(sums.count[layer], 'block')}`));
       for (const [module, amount] of this.holders(moment, layer)) {
         lines.push(make('div', { class: 'holder' }, make('bdi', {}, cut(module) || 'outside modules'), make('span', {}, bytes(amount))));
       }

@@ -70,8 +70,9 @@ class SegmentMap {
       cached += segment.stop - segment.start;
     }
     const free = model.reserved[moment] - model.allocated[moment];
-    const told = model.facts.together ? '' : `, of which ${bytes(cached)} in ${whole(wholly)} wholly free segments`;
-    byId('reserved').textContent = `${whole(this.segments.length)} segments · ${bytes(model.reserved[moment])} reserved · `
+    // Of a thinned trace, what looks free may hold small blocks.
+    const told = wholly && !model.facts.together ? `, of which ${bytes(cached)} in ${counted(wholly, 'wholly free segment')}` : '';
+    byId('reserved').textContent = `${counted(this.segments.length, 'segment')} · ${bytes(model.reserved[moment])} reserved · `
       + `${bytes(free)} cached${told}`;
   }
 

@@ -117,7 +117,7 @@ class TensorTable {
     sums.rest.forEach((amount, layer) => { rest += amount; count += sums.restCount[layer]; });
     element.dataset.together = rest;
     const together = count ? ` + ${bytes(rest)} in ${whole(count)} drawn together` : '';
-    element.textContent = `${whole(live.length)} tensors · ${bytes(asked)} + ${bytes(beyond)} rounding${together}`
+    element.textContent = `${counted(live.length, 'tensor')} · ${bytes(asked)} + ${bytes(beyond)} rounding${together}`
       + ` = ${exactly(model.allocated[this.moment])}`;
   }
 
