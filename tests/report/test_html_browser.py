@@ -122,6 +122,29 @@ def test_it_opens_at_the_peak_and_every_click_is_exact(show):
     assert seen == sorted(set(seen))
 
 
+def test_what_is_drawn_is_to_scale(show):
+    """Activations hold 32 MiB at the peak: of the chart's height, and of their segment's length."""
+    page = show(report(run()))
+    green = """([name, x, y, dx, dy, count]) => {
+      const canvas = document.getElementById(name);
+      const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+      let found = 0;
+      for (let i = 0; i < count; i++) {
+        const at = 4 * ((y + i * dy) * canvas.width + x + i * dx);
+        if (pixels.data[at] === 0 && pixels.data[at + 1] === 158 && pixels.data[at + 2] === 115) found++;
+      }
+      return found;
+    }"""
+    width = page.locator("#timeline").bounding_box()["width"] - 66
+    moment, moments = shown(page).moment, len(unpacked(report(run())).columns["moment.event"])
+    beside = round(58 + width * (moment + 0.75) / moments)  # the flag is in the middle
+    tall = page.evaluate(green, ["timeline", beside, 22, 0, 1, 330])
+    assert abs(tall - 330 * 32 / (1.06 * 202)) <= 2  # its first and its last pixel are blended
+    width = page.locator("#segments").bounding_box()["width"] - 80
+    long = page.evaluate(green, ["segments", 74, 7, 1, 0, round(width)])
+    assert abs(long - width * 32 / 200) <= 6  # a line ends each of the four blocks
+
+
 def test_a_thinned_page_says_so_and_sums_are_exact(show, monkeypatch):
     trace = run(steps=6)
     monkeypatch.setitem(payload.__kwdefaults__, "most", 5)
@@ -139,6 +162,7 @@ def test_hostile_names_are_text(show):
     page = show(report(trace))
     page.on("dialog", lambda dialog: pytest.fail("a name ran"))
     assert page.locator("img").count() == 0
+    assert page.locator("header").bounding_box()["height"] < 450  # what is long scrolls
     for name in ("line", "op", "module"):
         page.click(f"[data-by={name}]")
     page.fill("#search", "evil")
@@ -277,6 +301,7 @@ def test_paper_is_light_and_has_the_table(show):
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("#table .row").count() == shown(page).rows
     assert not page.is_visible("#search")
+    assert page.is_visible(".paper")
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != "rgb(255, 255, 255)"
 

@@ -32,7 +32,7 @@ def page(
         source: whether files, lines and the command may be in it.
 
     Returns:
-        The file's text, the same for the same input.
+        The file's text, the same for the same input in the same folder (paths are shortened to it).
 
     Raises:
         FileFormatError: the trace has addresses or sizes beyond what any device has.

@@ -128,7 +128,7 @@ def notes(result: DryRun, words: Words) -> str:
         if note.where:
             where.append(note.where)
     items = [
-        f'<li><span class="sure">{escape(provenance)}</span> {_text(words, text)} '
+        f'<li class="long"><span class="sure">{escape(provenance)}</span> {_text(words, text)} '
         + "".join(f"<code>{_text(words, one)}</code> " for one in where)
         + "</li>"
         for (provenance, text), where in places.items()
@@ -143,7 +143,7 @@ def versions(result: DryRun, words: Words) -> str:
     """Return what the figures were made with."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
-        f'<tr><th scope="row">{_text(words, name)}</th><td>{_text(words, value)}</td></tr>'
+        f'<tr><th scope="row">{_text(words, name)}</th><td><span class="long">{_text(words, value)}</span></td></tr>'
         for name, value in rows.items()
         if value
     )
