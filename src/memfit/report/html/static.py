@@ -143,7 +143,8 @@ def versions(result: DryRun, words: Words) -> str:
     """Return what the figures were made with."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
-        f'<tr><th scope="row">{_text(words, name)}</th><td><span class="long">{_text(words, value)}</span></td></tr>'
+        f'<tr><th scope="row">{_text(words, name)}</th>'
+        f'<td><span class="long">{_text(words, value)}</span></td></tr>'
         for name, value in rows.items()
         if value
     )
