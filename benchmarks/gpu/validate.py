@@ -34,9 +34,10 @@ from table import markdown
 
 from memfit import __version__, api
 from memfit.capture.card import find_card
+from memfit.capture.stages import ContextReport
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
-from memfit.records import ContextReport, DryRun
+from memfit.records import DryRun
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memfit.api import (
         diagnose,
+        diff,
         dry_run,
         estimate,
         explain,
@@ -62,6 +63,7 @@ __all__ = [
     "auto_fp16",
     "configure",
     "diagnose",
+    "diff",
     "dry_run",
     "estimate",
     "explain",

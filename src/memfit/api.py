@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from memfit.allocator.timeline import timeline
+from memfit.analysis.attribution import attribute
 from memfit.analysis.comparison import Comparison, compare
+from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
+from memfit.analysis.held import By
 from memfit.analysis.peak import summarize
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
@@ -30,8 +34,10 @@ from memfit.devices import DEFAULT, find_device
 from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
 from memfit.records import DryRun, Note, Provenance, Trace
+from memfit.report import export
 from memfit.report.estimate import Estimate
 from memfit.report.explanation import Explained
+from memfit.report.html import page
 from memfit.units import TIB
 
 if TYPE_CHECKING:
@@ -39,16 +45,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_output",
+    "chrome_trace",
     "diagnose",
+    "diff",
     "dry_run",
     "estimate",
     "explain",
+    "html",
     "keep_context",
     "measure_context",
     "read",
     "record",
     "replay",
     "summarize",
+    "table",
     "write_bytes",
     "write_snapshot",
 ]
@@ -79,6 +89,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     workspaces: str = "cudnn",
     labels: bool = True,
     output: Path | None = None,
+    html: Path | None = None,
     stdout_to_stderr: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> DryRun:
@@ -99,6 +110,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         workspaces: who says what cuDNN works in: ``cudnn``, ``rules`` or ``none``, see ``WorkspaceSource``.
         labels: record modules and phases; the figures are the same without.
         output: where the trace is kept; nowhere by default.
+        html: where a report for browsers is written; nowhere by default.
         stdout_to_stderr: keep standard output free of what the script prints.
         on_progress: called about ten times a second.
 
@@ -122,7 +134,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         workspaces=workspaces,
     )
     settings = ChildSettings(ghost, module, steps, labels, stdout_to_stderr)
-    return _traced(command, settings, output, on_progress)
+    return _traced(command, settings, output, on_progress, report=html)
 
 
 def record(  # noqa: PLR0913 - one parameter an option
@@ -287,7 +299,47 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     Row(name='head', bytes=823410688, blocks=1, provenance=<Provenance.EXACT: 'exact'>)
     """
     trace = target if isinstance(target, Trace) else read(target)
-    return Explained.of(explanation(trace, at, fragments=fragments))
+    return Explained.of(explanation(trace, at, fragments=fragments), lambda: html(trace))
+
+
+def diff(
+    before: Trace | str | Path, after: Trace | str | Path, at: str = "peak", by: str = "category"
+) -> Difference:
+    """Say what changed between two runs: who holds what, at the same moment of each.
+
+    Args:
+        before: a trace, or the path of one, or of a memory snapshot that PyTorch wrote.
+        after: another.
+        at: the moment, as for ``explain``.
+        by: ``category``, ``module``, ``line`` or ``op``.
+
+    Raises:
+        UsageError: there is no such moment in a run.
+        FileFormatError: a file is neither, or contradicts itself.
+    """
+    return difference(explain(before, at), explain(after, at), By(by))
+
+
+def html(trace: Trace, *, source: bool = True) -> str:
+    """Return a report for browsers: one file that loads nothing, with the peak open.
+
+    Args:
+        trace: what ``read`` returned.
+        source: whether file names, lines and the command may be in it.
+    """
+    line = timeline(trace)
+    return page(trace, line, attribute(trace, line), summarize(trace), source=source)
+
+
+def chrome_trace(trace: Trace) -> bytes:
+    """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
+    line = timeline(trace)
+    return export.chrome_trace(trace, line, attribute(trace, line))
+
+
+def table(trace: Trace) -> str:
+    """Return every allocation as a row of comma-separated values."""
+    return export.table(trace, attribute(trace, timeline(trace)))
 
 
 def replay(
@@ -350,9 +402,14 @@ def _traced(
     settings: ChildSettings,
     output: Path | None,
     on_progress: Callable[[Progress], None],
+    *,
+    report: Path | None = None,
 ) -> DryRun:
-    """Run a script, keep its trace at ``output`` or nowhere, and summarize it."""
+    """Run a script, keep its trace at ``output`` or nowhere, write its report, and summarize it."""
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         path = output if output is not None else Path(folder) / "run.memfit"
         run_script(command, replace(settings, output=str(path.absolute())), on_progress)
-        return summarize(read_trace(path))
+        trace = read_trace(path)
+        if report is not None:
+            write_bytes(report, html(trace).encode(errors="replace"))
+        return summarize(trace)

@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from memfit import __version__
-from memfit.console import exit_code, name_trace, progress, stdout, write, write_explanation
+from memfit import __version__, reading
+from memfit.console import exit_code, name_trace, progress, stdout, write
 from memfit.errors import MemfitError, UsageError
+from memfit.reading import OUTPUT, TARGET
 
 app = App(
     name="memfit",
@@ -24,8 +25,6 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-_TARGET = Group("The GPU", sort_key=1)
-_OUTPUT = Group("Output", sort_key=2)
 _GHOST = Group("What the ghost cannot know", sort_key=3)
 
 
@@ -37,18 +36,19 @@ _GHOST = Group("What the ghost cannot know", sort_key=3)
 def dry_run(  # noqa: PLR0913 - one parameter an option
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
-    gpu: Annotated[str, Parameter(group=_TARGET)] = "A100-80GB",
-    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    in_use: Annotated[str, Parameter(group=_TARGET)] = "0",
+    gpu: Annotated[str, Parameter(group=TARGET)] = "A100-80GB",
+    memory: Annotated[str | None, Parameter(group=TARGET)] = None,
+    in_use: Annotated[str, Parameter(group=TARGET)] = "0",
     steps: int = 3,
-    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=_OUTPUT)] = None,
-    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
-    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     values: Annotated[str, Parameter(group=_GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
     no_weights: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
     workspaces: Annotated[Literal["cudnn", "rules", "none"], Parameter(group=_GHOST)] = "cudnn",
-    labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
+    labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
 ) -> int:
     """Run a script on the ghost GPU and say what it would use.
 
@@ -65,6 +65,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         steps: Training steps after which the script is ended.
         output: Keep the trace in this file (run.memfit).
         json: Write the result as JSON to this file, or - for standard output.
+        html: Write a report to look at in a browser, one file that loads nothing, to this file.
         fail: Exit with 1 if it does not fit.
         values: What the script is told when it reads a GPU value:
             float=1,int=1,bool=false,all=true,count=upper.
@@ -80,8 +81,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     if not command:
         raise UsageError("Which script? memfit dry-run SCRIPT.py [ARGS...], or -m MODULE.")
-    if json is not None and json != "-":
-        api.check_output(Path(json))
+    for path in (None if json == "-" else json, html):
+        if path is not None:
+            api.check_output(Path(path))
     with progress(steps) as show:
         result = api.dry_run(
             command[0],
@@ -97,6 +99,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             workspaces=workspaces,
             labels=labels,
             output=output,
+            html=html,
             stdout_to_stderr=json == "-",
             on_progress=show,
         )
@@ -115,10 +118,10 @@ def record(
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
     steps: int = 3,
     to_end: Annotated[bool, Parameter(negative="")] = False,
-    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=_OUTPUT)] = None,
-    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
-    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
-    labels: Annotated[bool, Parameter(group=_OUTPUT)] = True,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
 ) -> int:
     """Run a script on this machine's GPU and say what it used, as dry-run says what it would.
 
@@ -162,125 +165,8 @@ def record(
     return exit_code(result, fail=fail)
 
 
-@app.command
-def explain(
-    path: Path,
-    /,
-    *,
-    at: str = "peak",
-    by: Literal["category", "module", "line", "op"] | None = None,
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    snapshot: Path | None = None,
-    fragmentation: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
-    """Say who holds the memory of a run, when, and from which line.
-
-    Args:
-        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
-        at: The moment: peak; forward, loss, backward, optimizer or another phase; or a training step (2).
-            Of a phase or a step, when it holds most.
-        by: Sum what is allocated then by category, module, line or op; rows sum to all of it.
-        json: Write the result as JSON to this file, or - for standard output.
-        snapshot: Write the trace as a snapshot for PyTorch's own viewer (memory_viz) to this file.
-        fragmentation: Say, too, what of the reserved memory was not asked for, at the peaks and at the end:
-            rounding, holes, cached segments; and which blocks keep the largest holes.
-    """
-    from memfit import api
-
-    trace = api.read(path)
-    if snapshot is not None:
-        api.write_snapshot(trace, snapshot)
-    write_explanation(api.explain(trace, at, fragments=fragmentation), json, by)
-    return 0
-
-
-@app.command
-def replay(
-    path: Path,
-    /,
-    *,
-    alloc_conf: Annotated[list[str] | None, Parameter(negative="", allow_leading_hyphen=True)] = None,
-    gpu: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    in_use: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
-    fail: Annotated[bool, Parameter(negative="", group=_OUTPUT)] = False,
-) -> int:
-    """Say how a trace would fare under other allocator settings, or on another GPU.
-
-    Nothing is run again: what the script asked for goes through a model of PyTorch's allocator.
-
-    Args:
-        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
-        alloc_conf: A value of PYTORCH_ALLOC_CONF; again for more. The trace's own is always there.
-        gpu: The GPU, instead of the one that the trace was made for.
-        memory: Memory of the GPU instead of its own: 12GiB.
-        in_use: Memory that a desktop or another job already holds: 1.5GiB.
-        json: Write the result as JSON to this file, or - for standard output.
-        fail: Exit with 1 if one of them does not fit.
-    """
-    return _replay(path, alloc_conf or [], gpu, memory, in_use, json, fail=fail, smallest=False)
-
-
-@app.command
-def allocator(
-    path: Path,
-    /,
-    *,
-    gpu: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    memory: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    in_use: Annotated[str | None, Parameter(group=_TARGET)] = None,
-    json: Annotated[str | None, Parameter(group=_OUTPUT, allow_leading_hyphen=True)] = None,
-) -> int:
-    """Try the allocator settings that are worth trying: what each reserves, and the smallest GPU for it.
-
-    Recommended is only what reserves less than now and is no slower.
-
-    Args:
-        path: A trace (run.memfit) or a memory snapshot that PyTorch wrote (snapshot.pickle).
-        gpu: The GPU, instead of the one that the trace was made for.
-        memory: Memory of the GPU instead of its own: 12GiB.
-        in_use: Memory that a desktop or another job already holds: 1.5GiB.
-        json: Write the result as JSON to this file, or - for standard output.
-    """
-    return _replay(path, None, gpu, memory, in_use, json, fail=False, smallest=True)
-
-
-def _replay(  # noqa: PLR0913 - what two commands share
-    path: Path,
-    confs: list[str] | None,
-    gpu: str | None,
-    memory: str | None,
-    in_use: str | None,
-    json: str | None,
-    *,
-    fail: bool,
-    smallest: bool,
-) -> int:
-    from memfit import api
-    from memfit.report.progress import progress_line
-    from memfit.report.replay import print_comparison
-    from memfit.report.replayed import to_json
-    from memfit.units import parse_bytes
-
-    trace = api.read(path)
-    with progress_line() as show:
-        result = api.replay(
-            trace,
-            confs,
-            gpu=gpu,
-            memory=None if memory is None else parse_bytes(memory),
-            in_use=None if in_use is None else parse_bytes(in_use),
-            smallest=smallest,
-            on_progress=lambda name: show(f"memfit: replaying under {name}"),
-        )
-    if json == "-":
-        sys.stdout.write(to_json(result).decode() + "\n")
-    else:
-        if json is not None:
-            api.write_bytes(Path(json), to_json(result) + b"\n")
-        print_comparison(result, stdout())
-    return int(fail and not all(row.replay.fits for row in result.outcomes))
+for command in (reading.explain, reading.diff, reading.replay, reading.allocator):
+    app.command(command)
 
 
 @app.command

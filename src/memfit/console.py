@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from memfit.analysis.difference import Difference
     from memfit.analysis.explanation import Explanation
     from memfit.capture.run import Progress
     from memfit.records import DryRun
@@ -41,6 +42,14 @@ def write_explanation(found: "Explanation", json: str | None, by: str | None) ->
 
     if not _written(to_json(explained(found)), json):
         print_explanation(found, None if by is None else By(by), stdout())
+
+
+def write_difference(found: "Difference", json: str | None) -> None:
+    """Print a difference, and write it as JSON if asked to; ``-`` is standard output, and nothing else."""
+    from memfit.report.difference import print_difference, to_json
+
+    if not _written(to_json(found), json):
+        print_difference(found, stdout())
 
 
 def _written(content: bytes, json: str | None) -> bool:

@@ -6,9 +6,10 @@ import pytest
 
 from memfit import api
 from memfit.capture.context import keep_context, kept_context
+from memfit.capture.stages import ContextReport, Stage
 from memfit.devices import find_device
 from memfit.ghost.torch_install import find_torch
-from memfit.records import ContextReport, Machine, Provenance, Stage
+from memfit.records import Machine, Provenance
 
 MIB = 1 << 20
 TORCH = find_torch().version

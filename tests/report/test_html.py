@@ -152,7 +152,7 @@ def test_a_history_that_begins_late_says_so():
     old = Block(BASE, 4 * MIB, 4 * MIB, "active_allocated")
     whole = segment(BASE, 20 * MIB, blocks=[old, Block(BASE + 4 * MIB, 16 * MIB, 16 * MIB, "inactive")])
     held = drawn(trace_of([Event(Action.ALLOC, BASE + 4 * MIB, MIB), *freed(BASE + 4 * MIB, MIB)], [whole]))
-    assert sums(held, 0) == {"before the history": 4 * MIB, "temporaries": MIB}
+    assert sums(held, 0) == {"before the history": 4 * MIB, "unknown": MIB}
     assert held.facts["old"] == 1
 
 

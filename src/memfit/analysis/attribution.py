@@ -56,6 +56,8 @@ class Attribution:
     module: npt.NDArray[np.int32]
     op: npt.NDArray[np.int32]
     line: npt.NDArray[np.int32]
+    tensor: npt.NDArray[np.int32]
+    """Index into the trace's ``tensors``: what held it; -1 where nothing is known."""
     modules: tuple[str, ...]
     """What ``module`` counts: paths, empty outside modules."""
     ops: tuple[str, ...]
@@ -84,7 +86,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     freed = line.freed_by[born]
     labels = [*trace.labels, _NOWHERE]
     phase = _phase_of_events(trace)
-    tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
+    tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1, np.int32)
     label = events.label[born]
     # A tensor that a module owns is that module's, wherever it was allocated.
     names = [tensor.module for tensor in trace.tensors] + [""]
@@ -102,6 +104,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
         module=np.where(owner, module[len(labels) :][tensor], module[: len(labels)][label]),
         op=op[label],
         line=of_line,
+        tensor=tensor,
         modules=modules,
         ops=ops,
         lines=lines,
@@ -114,6 +117,11 @@ def _phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
     known = np.where(trace.events.label >= 0, np.arange(len(trace.events)), -1)
     latest = np.maximum.accumulate(known) if len(known) else known
     return index[np.where(latest >= 0, trace.events.label[latest], -1)]
+
+
+def _is_labelled(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Say whether each event, or one before it, has a label."""
+    return np.logical_or.accumulate(trace.events.label >= 0)
 
 
 def _categories(
@@ -142,7 +150,8 @@ def _categories(
     between = (made == _UPDATE) & (phase[born] != _PHASES.index(Phase.OPTIMIZER))
     given = (made == _BEFORE) | (between & (forwards[freed] > forwards[born]))
     category[(category == Category.ACTIVATION) & given] = Category.INPUT  # saved, and not its own
-    unknown = category == Category.UNKNOWN
+    # Where nobody said what the script was doing, as in a snapshot, nothing can be told.
+    unknown = (category == Category.UNKNOWN) & _is_labelled(trace)[born]
     for which, kind in (
         (given, Category.INPUT),
         (made == _FORWARD, Category.OUTPUT),

@@ -105,7 +105,7 @@ def held(trace: Trace, line: Timeline, attribution: Attribution, event: int) -> 
 def live(trace: Trace, attribution: Attribution, index: int) -> Live:
     """Describe an allocation, by its place in an attribution."""
     event = int(attribution.born[index])
-    tensor = int(trace.events.tensor[event]) if trace.events.tensor is not None else -1
+    tensor = int(attribution.tensor[index])
     what = trace.tensors[tensor] if tensor >= 0 else None
     return Live(
         requested=int(attribution.requested[index]),

@@ -1,6 +1,5 @@
 """From a trace to the answer of a dry run: the peak, what holds it, where, and whether it grows."""
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -131,8 +130,8 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     if len(ends) <= 1:
         return Growth(None, 0, "", leak=False)
-    held = [_held(trace, line, end, end) for end in ends]
-    outlived = [_held(trace, line, end, before) for before, end in itertools.pairwise(ends)]
+    held, own = _held(trace, line, ends)
+    outlived = [after - new for after, new in zip(held[1:], own[1:], strict=True)]
     more = held[-1] > held[-2]  # otherwise what has outlived a step came once, late
     if more and len(outlived) > 1 and (leaked := outlived[-1] - outlived[-2]) > 0:
         return Growth(None, leaked, _growing_line(trace, line, ends[-3:]), leak=True)
@@ -144,10 +143,19 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     return Growth(steady + 1, 0, "", leak=False)
 
 
-def _held(trace: Trace, line: Timeline, moment: int, born_before: int) -> int:
-    alive = _alive(trace, line, moment)
-    alive = alive[alive < born_before]
-    return int(trace.events.size[alive[~_captured(trace, alive)]].sum())
+def _held(trace: Trace, line: Timeline, ends: list[int]) -> tuple[list[int], list[int]]:
+    """Return bytes requested and held at the end of each step, and how many of them that step allocated."""
+    born = np.flatnonzero(trace.events.action == Action.ALLOC)
+    born = born[~_captured(trace, born)]
+    freed, size = line.freed_by[born], trace.events.size[born]
+    change = np.zeros(len(trace.events) + 1, np.int64)
+    np.add.at(change, born, size)
+    np.subtract.at(change, freed, size)
+    level = np.concatenate((np.zeros(1, np.int64), np.cumsum(change)))
+    step = np.searchsorted(ends, born, side="right")
+    own = np.zeros(len(ends) + 1, np.int64)
+    np.add.at(own, step, np.where(freed >= np.append(ends, np.iinfo(np.int64).max)[step], size, 0))
+    return level[ends].tolist(), own[: len(ends)].tolist()
 
 
 def _captured(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

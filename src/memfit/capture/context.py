@@ -19,11 +19,12 @@ import msgspec
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.probe import Probed, Settings
+from memfit.capture.stages import ContextReport, Trial
 from memfit.devices import Device, find_device
 from memfit.errors import TargetError, UnknownDeviceError
 from memfit.ghost.compiler import cache_folder
 from memfit.ghost.load import python_code
-from memfit.records import ContextReport, Figure, Machine, Provenance, Trial
+from memfit.records import Figure, Machine, Provenance
 
 _LONGEST = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5

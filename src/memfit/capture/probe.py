@@ -10,7 +10,7 @@ import msgspec
 
 from memfit.capture.card import find_card
 from memfit.capture.outside import Outside
-from memfit.records import Stage
+from memfit.capture.stages import Stage
 
 
 class Probed(msgspec.Struct, frozen=True):

@@ -11,17 +11,14 @@ PyTorch's own queue of calls for that moment.
 import os
 import sys
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from memfit.capture import cublas
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
 from memfit.capture.history import StackTable, columns, pools
@@ -29,17 +26,14 @@ from memfit.capture.holders import Holdings, parameters_of
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
+from memfit.capture.settle import labelled, mark_spaces, placed
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
 from memfit.ghost.before import before
 from memfit.ghost.load import Ghost, LogAction, Space
 from memfit.ghost.where import is_user_file
 from memfit.records import (
-    Action,
-    Category,
     DeviceUse,
-    Events,
-    Mark,
     MarkKind,
     Note,
     Provenance,
@@ -253,7 +247,7 @@ class Recorder:
         }
         if self._history:
             snapshot = torch.cuda.memory._snapshot()
-            self._held.workspaces(self.book.moment(), _blas_workspaces(snapshot["segments"]))
+            self._held.workspaces(self.book.moment(), cublas.workspaces(snapshot["segments"]))
             in_force = settings(snapshot) | _environment() | _fraction()
         else:
             snapshot = {"device_traces": [self._logged()], "segments": []}
@@ -266,9 +260,9 @@ class Recorder:
             history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
         )
         serials = self._counted.serials(events.action) if self._counted else events.label
-        events = _labelled(events, serials, self.book, self._held)
+        events = labelled(events, serials, self.book, self._held)
         labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
-        if missed := _mark_spaces(events, serials, self._spaces()):
+        if missed := mark_spaces(events, serials, self._spaces()):
             text = "workspaces were not found in the allocator's history: they count with the rest."
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
@@ -276,7 +270,7 @@ class Recorder:
             labels=labels,
             stacks=stacks,
             frames=frames,
-            marks=_placed(self.book.marks, serials),
+            marks=placed(self.book.marks, serials),
             segments=segments(snapshot),
             device=device,
             end=end,
@@ -312,33 +306,6 @@ class Recorder:
         ]
 
 
-def _blas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
-    """Give back what cuBLAS works in, and see which blocks that were.
-
-    PyTorch keeps one for each handle and stream, until the process ends, and says nowhere where they are. The
-    history is over by now: what is freed here is no part of it.
-
-    Args:
-        segments: those at the end, of PyTorch's snapshot.
-
-    Returns:
-        Addresses, and the bytes that were asked for.
-    """
-    before = _active(segments)
-    torch._C._cuda_clearCublasWorkspaces()
-    after = _active(torch.cuda.memory._snapshot()["segments"])
-    return {address: size for address, size in before.items() if address not in after}
-
-
-def _active(segments: list[dict[str, Any]]) -> dict[int, int]:
-    return {
-        block["address"]: block.get("requested_size", block["size"])
-        for segment in segments
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    }
-
-
 def _environment() -> dict[str, str]:
     """Return the settings that PyTorch began with: it knows only the last it was given."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -359,70 +326,3 @@ def _fraction() -> dict[str, str]:
     shorter = (round(fraction, digits) for digits in range(1, 16))
     said = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
     return {"per_process_memory_fraction": format(Decimal(repr(said)), "f")}
-
-
-def _positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
-    """Return, for each serial, the first event that carries it or a later one."""
-    latest = np.maximum.accumulate(serials) if len(serials) else serials
-    return [int(position) for position in np.searchsorted(latest, wanted)]
-
-
-def _placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]) -> tuple[Mark, ...]:
-    positions = _positions(serials, [serial for serial, _, _ in marks])
-    return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(positions, marks, strict=True))
-
-
-def _labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings) -> Events:
-    """Put labels, categories and tensors on the events.
-
-    What a graph saved may be something else, too: a parameter is one, and no activation.
-    """
-    label_of = np.array([*book.serials, -1], dtype=np.int32)
-    known = (serials >= 0) & (serials < len(book.serials))
-    label = label_of[np.where(known, serials, len(book.serials))]
-    category = np.zeros(len(events), dtype=np.uint8)
-    tensor = np.full(len(events), -1, dtype=np.int32)
-    live: dict[int, int] = {}
-    actions, addresses = events.action.tolist(), events.address.tolist()
-    labels, ops, seen = book.labels, list(holdings.ops), 0
-    backwards = _positions(serials, [serial for serial, kind, _ in book.marks if kind is MarkKind.BACKWARD])
-    moments = _positions(serials, [held.serial for held in holdings.held])
-    for at, held in zip(moments, holdings.held, strict=True):
-        for position in range(seen, at):
-            if actions[position] == Action.ALLOC:
-                live[addresses[position]] = position
-        seen = max(seen, at)
-        for address, what, op, earlier in zip(*(held.found[place::4] for place in range(4)), strict=True):
-            event = live.get(address)
-            if event is None:
-                continue
-            if held.category is Category.ACTIVATION and (
-                category[event] or bisect_right(backwards, event) != earlier
-            ):
-                continue
-            category[event], tensor[event] = held.category, what
-            if op:
-                made = labels[label[event]]
-                label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
-    return replace(events, label=label, category=category, tensor=tensor)
-
-
-def _mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:
-    """Mark the allocations that libraries worked in: of that address and size, under that label.
-
-    A library is called right after its memory was allocated, on the same thread and with no hook between.
-    A thread that was never stamped has no label in the history and label 0 in the ghost's log.
-
-    Returns:
-        How many were not found.
-    """
-    used = {(space.address, space.size, space.label) for space in spaces}
-    found = set()
-    of_their_size = np.isin(events.size, list({space.size for space in spaces}))
-    for position in np.flatnonzero((events.action == Action.ALLOC) & of_their_size).tolist():
-        label = max(int(serials[position]), 0)
-        allocation = int(events.address[position]), int(events.size[position]), label
-        if allocation in used:
-            events.category[position] = Category.WORKSPACE
-            found.add(allocation)
-    return len(used - found)

@@ -88,6 +88,7 @@ class Steps:
         self._inside: dict[int, int] = {}  # thread -> label to return to after the optimizer
         self._backwards = 0
         self._depth = 0
+        self._called = False  # somebody called for a backward pass
         self._tracing: set[int] = set()  # threads on which a compiler works
         self.forwards = 0
         self.completed = 0
@@ -113,6 +114,8 @@ class Steps:
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
         self._replays.install(self._book.mark)
         wrap(Optimizer, "__init__", self._building)
+        for name in ("backward", "grad"):
+            wrap(torch.autograd, name, self._call_for_backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
         wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
@@ -213,6 +216,18 @@ class Steps:
 
     # -- backward passes ----------------------------------------------------------------------
 
+    def _call_for_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Label a call for a backward pass, with the loss's own gradient that it makes and drops."""
+        if self.in_backward or self._called or threading.get_ident() in self._tracing:
+            return original(*args, **kwargs)
+        self._called = True
+        self.enter(Phase.BACKWARD)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._called = False
+            self.enter(Phase.BETWEEN)
+
     def _backward(
         self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
     ) -> Any:
@@ -230,7 +245,8 @@ class Steps:
         finally:
             self._depth -= 1
             self._backwards += 1
-            self.enter(Phase.BETWEEN)
+            if not self._called:
+                self.enter(Phase.BETWEEN)
 
     def _backward_again(self) -> None:
         if not self._built:

@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ContextReport, Machine, Stage
+from memfit.capture.stages import ContextReport, Stage
+from memfit.records import Machine
 from memfit.report.inert import inert
 from memfit.units import MIB
 

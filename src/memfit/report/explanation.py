@@ -1,5 +1,7 @@
 """Who holds the memory, on a terminal: by category, module, line or op, and what each phase changed."""
 
+import html
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,12 +23,20 @@ _NOBODY = {By.MODULE: "(outside modules)", By.LINE: "(no line)", By.OP: "(no op)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explained(Explanation):
-    """An explanation that prints itself, as the last line of a notebook's cell, too."""
+    """An explanation that prints itself; as the last line of a notebook's cell it is the HTML report."""
+
+    page: Callable[[], str]
+    """Makes the report."""
 
     @classmethod
-    def of(cls, found: Explanation) -> Self:
+    def of(cls, found: Explanation, page: Callable[[], str]) -> Self:
         """Have an explanation print itself."""
-        return cls(found.summary, found.at, found.held, found.ledger, found.fragmentation)
+        return cls(found.summary, found.at, found.held, found.ledger, found.fragmentation, page)
+
+    def _repr_html_(self) -> str:
+        # In a frame of its own: the report's style and policy are for a whole page.
+        inside = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{inside}" sandbox="allow-scripts" width="100%" height="900"></iframe>'
 
     def __str__(self) -> str:
         return as_text(lambda console: print_explanation(self, None, console))

@@ -1,0 +1,85 @@
+"""When the script is over: which event a serial, an address, a moment stood for.
+
+serials ──> labels and marks at their events
+addresses that objects and graphs held ──> category, tensor and op of the allocation that was there then
+addresses that libraries worked in ──> workspaces
+"""
+
+from bisect import bisect_right
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.capture.holders import Holdings
+from memfit.capture.labels import LabelBook
+from memfit.ghost.load import Space
+from memfit.records import Action, Category, Events, Mark, MarkKind
+
+
+def positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
+    """Return, for each serial, the first event that carries it or a later one."""
+    latest = np.maximum.accumulate(serials) if len(serials) else serials
+    return [int(position) for position in np.searchsorted(latest, wanted)]
+
+
+def placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]) -> tuple[Mark, ...]:
+    """Return marks at their places between events."""
+    places = positions(serials, [serial for serial, _, _ in marks])
+    return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(places, marks, strict=True))
+
+
+def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings) -> Events:
+    """Put labels, categories and tensors on the events.
+
+    What a graph saved may be something else, too: a parameter is one, and no activation.
+    """
+    label_of = np.array([*book.serials, -1], dtype=np.int32)
+    known = (serials >= 0) & (serials < len(book.serials))
+    label = label_of[np.where(known, serials, len(book.serials))]
+    category = np.zeros(len(events), dtype=np.uint8)
+    tensor = np.full(len(events), -1, dtype=np.int32)
+    live: dict[int, int] = {}
+    actions, addresses = events.action.tolist(), events.address.tolist()
+    labels, ops, seen = book.labels, list(holdings.ops), 0
+    backwards = positions(serials, [serial for serial, kind, _ in book.marks if kind is MarkKind.BACKWARD])
+    moments = positions(serials, [held.serial for held in holdings.held])
+    for at, held in zip(moments, holdings.held, strict=True):
+        for position in range(seen, at):
+            if actions[position] == Action.ALLOC:
+                live[addresses[position]] = position
+        seen = max(seen, at)
+        for address, what, op, earlier in zip(*(held.found[place::4] for place in range(4)), strict=True):
+            event = live.get(address)
+            if event is None:
+                continue
+            if held.category is Category.ACTIVATION and (
+                category[event] or bisect_right(backwards, event) != earlier
+            ):
+                continue
+            category[event], tensor[event] = held.category, what
+            if op:
+                made = labels[label[event]]
+                label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
+    return replace(events, label=label, category=category, tensor=tensor)
+
+
+def mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:
+    """Mark the allocations that libraries worked in: of that address and size, under that label.
+
+    A library is called right after its memory was allocated, on the same thread and with no hook between.
+    A thread that was never stamped has no label in the history and label 0 in the ghost's log.
+
+    Returns:
+        How many were not found.
+    """
+    used = {(space.address, space.size, space.label) for space in spaces}
+    found = set()
+    of_their_size = np.isin(events.size, list({space.size for space in spaces}))
+    for position in np.flatnonzero((events.action == Action.ALLOC) & of_their_size).tolist():
+        label = max(int(serials[position]), 0)
+        allocation = int(events.address[position]), int(events.size[position]), label
+        if allocation in used:
+            events.category[position] = Category.WORKSPACE
+            found.add(allocation)
+    return len(used - found)

@@ -1,0 +1,47 @@
+"""What changed between two runs, on a terminal and as JSON."""
+
+import json
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.analysis.difference import Difference
+from memfit.analysis.held import By
+from memfit.report.inert import inert
+from memfit.report.terminal import in_words, short_path
+
+_ROWS = 20
+_NOBODY = {By.MODULE: "(outside modules)", By.LINE: "(no line)", By.OP: "(no op)"}
+
+
+def print_difference(found: Difference, console: Console) -> None:
+    """Print what changed, in bytes; rows sum to what is allocated."""
+    for name, place in zip(("before", "after "), found.places, strict=True):
+        console.print(Text(f"{name}  {found.at} in: {in_words(place)}"))
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"by {found.by}")
+    changed = [row for row in found.rows if row.before != row.after]
+    for row in changed[:_ROWS]:
+        name = short_path(row.name) if found.by is By.LINE else row.name
+        named = inert(name or _NOBODY.get(found.by, ""))
+        table.add_row(f"{row.before:,}", f"{row.after:,}", f"{row.after - row.before:+,}", Text(named))
+    others = changed[_ROWS:]
+    if others:
+        more = sum(row.after - row.before for row in others)
+        table.add_row("", "", f"{more:+,}", f"{len(others)} more: --json -")
+    if same := len(found.rows) - len(changed):
+        table.add_row("", "", "", Text(f"{same} unchanged", style="dim"))
+    for name, (before, after) in (("allocated", found.allocated), ("reserved at most", found.reserved)):
+        change = f"{after - before:+,}" if after != before else "0"
+        table.add_row(f"{before:,}", f"{after:,}", change, Text(name, style="bold"), style="bold")
+    console.print(table)
+
+
+def to_json(found: Difference) -> bytes:
+    """Encode a difference: one line of ASCII, whatever names are."""
+    return json.dumps(msgspec.to_builtins(found), separators=(",", ":")).encode("ascii")

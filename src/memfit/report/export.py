@@ -1,0 +1,123 @@
+"""A run for other tools: a Chrome trace, which Perfetto reads as well, and a table of all allocations.
+
+Names are those of the trace. In JSON they are escaped; in the table, a cell that a spreadsheet would take for
+a formula begins with an apostrophe.
+"""
+
+import csv
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from memfit.analysis.attribution import Attribution
+from memfit.analysis.breakdown import NAMES
+from memfit.analysis.ledger import by_category
+from memfit.records import Category, MarkKind, Phase, Timeline, Trace
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_PHASES = tuple(Phase)
+COLUMNS = (
+    *("born", "freed", "requested", "block", "category", "step", "phase", "module", "op", "name", "dtype"),
+    *("shape", "line"),
+)
+"""Of the table. ``born`` and ``freed`` are events of the trace; ``freed`` is empty of what was not."""
+
+
+def chrome_trace(trace: Trace, line: Timeline, attribution: Attribution) -> bytes:
+    """Return the timeline in the Trace Event Format: counters of bytes, phases and training steps.
+
+    Source: "Trace Event Format", Google, events ``C``, ``X`` and ``i``; times are microseconds.
+    """
+    return json.dumps(
+        {"traceEvents": list(_trace_events(trace, line, attribution)), "displayTimeUnit": "ms"},
+        separators=(",", ":"),
+    ).encode("ascii")
+
+
+def _trace_events(trace: Trace, line: Timeline, attribution: Attribution) -> Iterator[dict[str, Any]]:
+    times = _times(trace)
+    yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": " ".join(trace.command) or "memfit"}}
+    levels = by_category(attribution, len(trace.events))
+    columns = {NAMES[kind]: levels[kind] for kind in Category} | {
+        "allocated": line.allocated,
+        "reserved": line.reserved,
+    }
+    for name, column in columns.items():
+        changes = np.flatnonzero(np.diff(column, prepend=0))
+        for event, size in zip(changes.tolist(), column[changes].tolist(), strict=True):
+            yield {"name": name, "ph": "C", "pid": 1, "ts": times[event], "args": {"bytes": size}}
+    phase = attribution.phase_of_event
+    edges = np.flatnonzero(np.diff(phase, prepend=255)).tolist()
+    for begin, end in pairwise([*edges, len(phase)]):
+        last = times[min(end, len(phase) - 1)]
+        yield {
+            "name": _PHASES[phase[begin]],
+            "ph": "X",
+            "pid": 1,
+            "tid": 1,
+            "ts": times[begin],
+            "dur": max(0, last - times[begin]),
+        }
+    for mark in trace.marks:
+        if mark.kind is MarkKind.TRAINING_STEP and times:
+            at = times[min(mark.position, len(times) - 1)]
+            yield {
+                "name": f"training step {mark.index + 1}",
+                "ph": "i",
+                "s": "p",
+                "pid": 1,
+                "tid": 1,
+                "ts": at,
+            }
+
+
+def _times(trace: Trace) -> list[int]:
+    """Return microseconds since the first event that has a time; later ones are never earlier."""
+    if not len(trace.events):
+        return []
+    times = np.maximum.accumulate(trace.events.time)
+    return [int(time) for time in (times - times[0])]
+
+
+def table(trace: Trace, attribution: Attribution) -> str:
+    """Return every allocation as a row of comma-separated values; the first row names the columns."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(COLUMNS)
+    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    tensors = attribution.tensor.tolist()
+    columns = zip(
+        *(column.tolist() for column in (attribution.born, attribution.freed, attribution.requested)),
+        *(column.tolist() for column in (attribution.block, attribution.category, attribution.phase)),
+        *(column.tolist() for column in (attribution.module, attribution.op, attribution.line)),
+        tensors,
+        strict=True,
+    )
+    for born, freed, requested, block, category, phase, module, op, line, tensor in columns:
+        held = trace.tensors[tensor] if tensor >= 0 else None
+        step = bisect_right(ends, born)
+        row = (
+            *(born, freed if freed < len(trace.events) else "", requested, block, NAMES[Category(category)]),
+            step + 1 if step or _PHASES[phase] is not Phase.SETUP else 0,
+            _PHASES[phase],
+            _cell(attribution.modules[module]),
+            _cell(attribution.ops[op]),
+            *(("", "", "") if held is None else (_cell(held.name), _cell(held.dtype), _sizes(held.shape))),
+            _cell(attribution.lines[line]),
+        )
+        writer.writerow(row)
+    return text.getvalue()
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _cell(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return f"'{text}" if text.startswith(_FORMULA) else text

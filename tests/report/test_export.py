@@ -1,0 +1,112 @@
+"""A run for other tools: a Chrome trace, a table of allocations, and two runs side by side."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from memfit import api
+from memfit.allocator.timeline import timeline
+from memfit.analysis.held import By
+from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, Tensor
+from memfit.report.difference import print_difference, to_json
+from memfit.report.export import COLUMNS
+from traces import BASE, Event, freed, segment, trace_of
+
+MIB = 1 << 20
+HOSTILE = "=cmd|' /C calc'!A0\x1b[31m<script>"
+
+
+def run(size=1000, module="fc", file="train.py"):
+    """Return a trace of a parameter, an activation and its end."""
+    after = BASE + -(-size // 512) * 512
+    return trace_of(
+        [
+            Event(Action.SEGMENT_ALLOC, BASE, 2 * MIB, label=0),
+            Event(Action.ALLOC, BASE, size, label=0, stack=0, category=Category.PARAMETER),
+            Event(Action.ALLOC, after, 700, label=1, stack=0, category=Category.ACTIVATION),
+            *freed(after, 700, label=2),
+        ],
+        [segment(BASE, 2 * MIB, "small")],
+        labels=(
+            Label(Phase.SETUP, "", "", -1),
+            Label(Phase.FORWARD, module, "Addmm", -1),
+            Label(Phase.BACKWARD, module, "AddmmBackward0", -1),
+        ),
+        stacks=((0,),),
+        frames=(Frame(file, 3, "main", user=True),),
+        marks=(
+            Mark(2, MarkKind.FORWARD, 0),
+            Mark(3, MarkKind.BACKWARD, 0),
+            Mark(5, MarkKind.TRAINING_STEP, 0),
+        ),
+        command=("train.py",),
+    )
+
+
+def named(trace, name):
+    """Give the first allocation a name."""
+    tensor = np.full(len(trace.events), -1, np.int32)
+    tensor[1] = 0
+    events = replace(trace.events, tensor=tensor)
+    return replace(trace, events=events, tensors=(Tensor("fc", name, "float32", (250,)),))
+
+
+def test_counters_of_the_chrome_trace_are_the_timeline():
+    trace = run(size=8000)
+    events = json.loads(api.chrome_trace(trace))["traceEvents"]
+    counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
+    line = timeline(trace)
+    assert counted["allocated"] == line.allocated[-1] == 8192
+    assert counted["reserved"] == 2 * MIB
+    assert (counted["parameters"], counted["activations"]) == (8192, 0)
+    phases = [event["name"] for event in events if event["ph"] == "X"]
+    assert phases == ["setup", "forward", "backward"]
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["training step 1"]
+
+
+def test_the_table_has_a_row_for_each_allocation():
+    rows = list(csv.DictReader(io.StringIO(api.table(named(run(), "weight")))))
+    assert tuple(rows[0]) == COLUMNS
+    expected = ("1", "", "1000", "1024", "parameters", "0", "setup", "fc", "", "weight", "float32", "250")
+    assert rows[0] == dict(zip(COLUMNS, (*expected, "train.py:3"), strict=True))
+    assert (rows[1]["category"], rows[1]["freed"], rows[1]["op"]) == ("activations", "3", "Addmm")
+    assert rows[1]["line"] == "train.py:3"
+
+
+def test_a_cell_is_no_formula_and_a_name_is_text():
+    text = api.table(named(run(module=HOSTILE), HOSTILE))
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert rows[0]["name"] == rows[1]["module"] == f"'{HOSTILE}"
+    names = {event["name"] for event in json.loads(api.chrome_trace(run(module=HOSTILE)))["traceEvents"]}
+    assert HOSTILE not in names  # modules are in no counter
+
+
+def test_an_empty_run_can_be_written():
+    assert api.table(trace_of([])).strip() == ",".join(COLUMNS)
+    assert len(json.loads(api.chrome_trace(trace_of([])))["traceEvents"]) == 1
+
+
+@pytest.mark.parametrize("by", By)
+def test_rows_of_a_difference_sum_to_what_is_allocated(by):
+    found = api.diff(run(size=1000), run(size=5000, module="fc2"), by=by)
+    assert found.allocated == (1024 + 1024, 5120 + 1024)
+    for which in ("before", "after"):
+        assert sum(getattr(row, which) for row in found.rows) == found.allocated[which == "after"]
+    changes = [abs(row.after - row.before) for row in found.rows]
+    assert changes == sorted(changes, reverse=True)
+
+
+def test_what_changed_is_printed_and_names_are_inert():
+    console = Console(file=io.StringIO(), width=120, highlight=False, markup=False, emoji=False)
+    print_difference(api.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
+    text = console.file.getvalue()
+    assert "+4,096" in text  # of blocks: 5,120 less 1,024
+    assert "\x1b" not in text
+    found = json.loads(to_json(api.diff(run(), run(size=5000))))
+    assert found["rows"][0] == {"name": "parameters", "before": 1000, "after": 5000}
