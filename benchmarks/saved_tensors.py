@@ -2,9 +2,10 @@
 
     memfit dry-run --no-labels benchmarks/saved_tensors.py TRUTH.json SCRIPT [ARGS...]
 
-What is kept for a backward is counted by saved-tensor hooks (memfit reads autograd's graph), as far as it was
-allocated since the forward began, without a GradScaler's scale; parameters by looking through all of Python's
-objects; gradients and state as the optimizers that have stepped have them. Bytes are of storages, each once.
+What is kept for a backward is counted by saved-tensor hooks (memfit reads autograd's graph): as far as it was
+allocated after the forward began that saved it, and without a GradScaler's scale. Parameters are counted by
+looking through all of Python's objects; gradients and state as the optimizers that have stepped have them.
+Bytes are of storages, each once.
 """
 
 import gc
@@ -23,8 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class Kept:
     """A tensor that autograd keeps: alive as long as that does."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, window: int) -> None:
         self.tensor = tensor.detach()
+        self.window = window
 
 
 class Truth:
@@ -33,9 +35,11 @@ class Truth:
     def __init__(self) -> None:
         self.found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-        self._began = 0
+        # By window, from one backward to the next: the allocator's history at its first forward and its end.
+        self._entered: list[int] = []
+        self._ended: list[int] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._depth, self._fresh = 0, True
+        self._depth = 0
 
     def install(self) -> None:
         """Put hooks on modules, backwards and optimizers."""
@@ -55,28 +59,37 @@ class Truth:
 
     def pack(self, tensor: torch.Tensor) -> Kept:
         """Note what is saved."""
-        kept = Kept(tensor)
+        kept = Kept(tensor, len(self._ended))
         self._kept.add(kept)
         return kept
 
     def _enter(self, *_: object) -> None:
-        if not self._depth and self._fresh and torch._C._current_graph_task_id() < 0:
-            self._began, self._fresh = len(history()), False
+        fresh = len(self._entered) == len(self._ended)
+        if not self._depth and fresh and torch._C._current_graph_task_id() < 0:
+            self._entered.append(len(history()))
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
         self._depth -= 1
 
     def _backward(self) -> None:
-        saved = storages(kept.tensor for kept in list(self._kept))
+        events = history()
+        if len(self._entered) == len(self._ended):
+            self._entered.append(len(events))  # a backward without a forward before it
+        self._ended.append(len(events))
+        made = {event["addr"]: at for at, event in enumerate(events) if event["action"] == "alloc"}
         scalers = [one for one in gc.get_objects() if type(one) is torch.amp.GradScaler]
         scales = storages(one._scale for one in scalers if one._scale is not None)
-        made = {event["addr"] for event in history()[self._began :] if event["action"] == "alloc"}
-        sizes = {start: size for start, size in saved.items() if start in made and start not in scales}
+        sizes = {
+            start: size
+            for kept in list(self._kept)
+            for start, size in storages([kept.tensor]).items()
+            if self._entered[kept.window] <= made.get(start, -1) < self._ended[kept.window]
+            and start not in scales
+        }
         parameters = storages(one for one in gc.get_objects() if type(one) is torch.nn.Parameter)
         entry = {"saved": sum(sizes.values()), "parameters": sum(parameters.values())}
         self.found["backward"].append(entry)
-        self._fresh = True
 
     def _gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._optimizers.add(optimizer)
