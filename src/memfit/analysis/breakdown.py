@@ -5,7 +5,6 @@ rounding                ├──> allocated, as PyTorch counts it
 before the history ─────┘
 """
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution, Numbers
+from memfit.analysis.folding import folded
 from memfit.analysis.held import By, Held, Live, Row
 from memfit.analysis.place import how_sure, place_at
 from memfit.errors import UsageError
@@ -35,8 +35,6 @@ LARGEST = 20
 """How many allocations are named."""
 _HELD_BY_OBJECTS = {Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE}
 _MOMENTS = ("peak", *Phase)
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a path that is a number."""
 
 
 def moment(trace: Trace, line: Timeline, at: str) -> int:
@@ -82,7 +80,7 @@ def held(trace: Trace, line: Timeline, attribution: Attribution, event: int) -> 
     rest = _rest(attribution, alive, allocated, sure)
     names = {
         By.CATEGORY: (list(NAMES.values()), np.array([list(NAMES).index(one) for one in Category])[category]),
-        By.MODULE: (_folded(attribution.modules), attribution.module[alive]),
+        By.MODULE: (folded(attribution.modules), attribution.module[alive]),
         By.LINE: (attribution.lines, attribution.line[alive]),
         By.OP: (attribution.ops, attribution.op[alive]),
     }
@@ -167,25 +165,3 @@ def _rest(
     if allocated != block:
         rows.append(Row(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows
-
-
-def _folded(paths: Sequence[str]) -> list[str]:
-    """Give modules that differ in numbers alone one name.
-
-    >>> _folded(["blocks.0.fc", "blocks.1.fc", "head"])
-    ['blocks.0-1.fc', 'blocks.0-1.fc', 'head']
-    """
-    numbers: dict[str, list[list[int]]] = {}
-    patterns = [_NUMBER.sub("{}", path.replace("{", "{{").replace("}", "}}")) for path in paths]
-    for path, pattern in zip(paths, patterns, strict=True):
-        numbers.setdefault(pattern, []).append([int(number) for number in _NUMBER.findall(path)])
-    names = {
-        pattern: pattern.format(*(_range(column) for column in zip(*found, strict=True)))
-        for pattern, found in numbers.items()
-    }
-    return [names[pattern] for pattern in patterns]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low}-{high}"

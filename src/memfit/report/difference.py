@@ -8,12 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.analysis.difference import Difference
-from memfit.analysis.held import By
-from memfit.report.inert import inert
-from memfit.report.terminal import in_words, short_path
+from memfit.report.explanation import named
+from memfit.report.terminal import in_words
 
 _ROWS = 20
-_NOBODY = {By.MODULE: "(outside modules)", By.LINE: "(no line)", By.OP: "(no op)"}
 
 
 def print_difference(found: Difference, console: Console) -> None:
@@ -27,9 +25,8 @@ def print_difference(found: Difference, console: Console) -> None:
     table.add_column(f"by {found.by}")
     changed = [row for row in found.rows if row.before != row.after]
     for row in changed[:_ROWS]:
-        name = short_path(row.name) if found.by is By.LINE else row.name
-        named = inert(name or _NOBODY.get(found.by, ""))
-        table.add_row(f"{row.before:,}", f"{row.after:,}", f"{row.after - row.before:+,}", Text(named))
+        change = f"{row.after - row.before:+,}"
+        table.add_row(f"{row.before:,}", f"{row.after:,}", change, Text(named(row.name, found.by)))
     others = changed[_ROWS:]
     if others:
         more = sum(row.after - row.before for row in others)

@@ -60,21 +60,26 @@ def print_held(held: Held, by: By, console: Console) -> None:
     console.print()
     console.print(Text(f"Allocated, by {by}: {in_words(held.place)}"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for justify in ("right", "right", "right", "left"):
-        table.add_column(justify="right" if justify == "right" else "left", no_wrap=justify == "right")
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_column()
     total = max(held.allocated, 1)
     shown, rest = held.rows[by][:_ROWS], held.rows[by][_ROWS:]
     for row in shown:
-        name = row.name or _NOBODY.get(by, "")
-        if by is By.LINE:
-            name = short_path(name)
         blocks = f"{row.blocks:,} blocks" if row.blocks != 1 else "1 block"
-        table.add_row(f"{row.bytes:,} B", f"{100 * row.bytes / total:.1f} %", blocks, Text(inert(name)))
+        table.add_row(
+            f"{row.bytes:,} B", f"{100 * row.bytes / total:.1f} %", blocks, Text(named(row.name, by))
+        )
     if rest:
         left = sum(row.bytes for row in rest)
         table.add_row(f"{left:,} B", f"{100 * left / total:.1f} %", "", f"{len(rest)} more: --json -")
     table.add_row(Text(f"{held.allocated:,} B", style="bold"), "", "", Text("allocated", style="bold"))
     console.print(table)
+
+
+def named(name: str, by: By) -> str:
+    """Return what a row is called on a terminal."""
+    return inert((short_path(name) if by is By.LINE else name) or _NOBODY.get(by, ""))
 
 
 def print_largest(held: Held, console: Console) -> None:
