@@ -142,6 +142,8 @@ class Holdings:
     def _note(self, serial: int, category: Category, found: Iterable[tuple[Any, ...]]) -> None:
         """Keep the addresses of (tensor, module, name), and of a graph's an op and a number of backwards."""
         kept = array("q")
+        if torch._C._get_tracing_state() is not None:  # of torch.jit
+            return  # shapes are tensors, then, and to ask for them is part of the trace
         for tensor, module, name, *graphs in found:
             op, backwards = graphs or ("", 0)
             address = _address(_local(tensor))

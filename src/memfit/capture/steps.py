@@ -245,8 +245,7 @@ class Steps:
         finally:
             self._depth -= 1
             self._backwards += 1
-            if not self._called:
-                self.enter(Phase.BETWEEN)
+            self.enter(Phase.BACKWARD if self._called else Phase.BETWEEN)
 
     def _backward_again(self) -> None:
         if not self._built:
