@@ -94,7 +94,11 @@ class Moments:
         if self._written is None:
             contents = [None if one is None else one.detach().to("cpu", copy=True) for _, _, one in places]
         elif places:
-            chosen = {at: place[2] for at, place in enumerate(places) if self._is_written(place)}
+            chosen = {
+                at: one
+                for at, (module, name, one) in enumerate(places)
+                if one is not None and self._is_written(module, name)
+            }
             for at, copied in zip(chosen, self._copies.of(list(chosen.values())), strict=True):
                 contents[at] = copied
         return Moment(random_state(), places, [version(one) for _, _, one in places], contents)
@@ -110,39 +114,37 @@ class Moments:
             if version(one) != before or (first and not _is_same(one, content)):
                 written.add((module, name))
 
-    def _is_written(self, place: Place) -> bool:
+    def _is_written(self, module: nn.Module, name: str) -> bool:
         # Batch normalization's kernels write without counting, and begin to when evaluation ends.
-        module, name, one = place
-        known = (module, name) in (self._written or ())
-        return one is not None and (known or (isinstance(module, _NormBase) and module.training))
+        normalizes = isinstance(module, _NormBase) and module.training
+        return normalizes or (module, name) in (self._written or ())
 
 
 class Copies:
     """Copies of tensors that are copied again and again: by few operations, into the same memory."""
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor | None] = []
-        self._copies: list[torch.Tensor | None] = []
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         self._shapes: list[Any] = []
         self._kinds: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     @torch.no_grad()
-    def of(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors; those of the last time are overwritten."""
-        shapes = [None if one is None else one.shape for one in tensors]
+        shapes = [one.shape for one in tensors]
         same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if same and shapes == self._shapes:
             for to, of in self._kinds:
                 torch._foreach_copy_(to, of)
             return self._copies
         self._tensors, self._copies = [], []  # until all are there
-        copies = [None if one is None else one.clone() for one in tensors]
+        copies = [one.clone() for one in tensors]
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for one, copied in zip(tensors, copies, strict=True):
-            if one is not None and copied is not None:
-                to, of = kinds.setdefault((one.dtype, one.device), ([], []))
-                to.append(copied)
-                of.append(one)
+            to, of = kinds.setdefault((one.dtype, one.device), ([], []))
+            to.append(copied)
+            of.append(one)
         self._kinds, self._shapes = list(kinds.values()), shapes
         self._copies, self._tensors = copies, tensors
         return copies
