@@ -21,7 +21,7 @@ from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
 from memfit.analysis.held import By
-from memfit.analysis.peak import summarize
+from memfit.analysis.peak import summarize, summary
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
@@ -328,7 +328,8 @@ def html(trace: Trace, *, source: bool = True) -> str:
         source: whether file names, lines and the command may be in it.
     """
     line = timeline(trace)
-    return page(trace, line, attribute(trace, line), summarize(trace), source=source)
+    attribution = attribute(trace, line)
+    return page(trace, line, attribution, summary(trace, line, attribution), source=source)
 
 
 def chrome_trace(trace: Trace) -> bytes:

@@ -45,7 +45,7 @@ FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 def told(answer, found):
     """Return an explanation of which the fragmentation alone matters."""
     held = Held(0, BORN, 0, dict.fromkeys(By, ()), ())
-    return Explanation(answer, "peak", held, (), found)
+    return Explanation(answer, (), "peak", held, (), found)
 
 
 def printed(found, width=200):

@@ -6,9 +6,10 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held, moment
 from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.held import Change, Held
+from memfit.analysis.held import Change, Held, Moment
 from memfit.analysis.ledger import ledger
-from memfit.analysis.peak import summarize
+from memfit.analysis.nearby import below_peak
+from memfit.analysis.peak import summary
 from memfit.analysis.reserved import Fragmentation
 from memfit.records import DryRun, Trace
 
@@ -18,6 +19,8 @@ class Explanation:
     """Who holds the memory of a run, when, and from which line."""
 
     summary: DryRun
+    below_peak: tuple[Moment, ...]
+    """What would limit the run next, highest first."""
     at: str
     """The moment: ``peak``, a phase, or a training step."""
     held: Held
@@ -43,7 +46,8 @@ def explanation(trace: Trace, at: str = "peak", *, fragments: bool = False) -> E
     line = timeline(trace)
     attribution = attribute(trace, line)
     return Explanation(
-        summary=summarize(trace),
+        summary=summary(trace, line, attribution),
+        below_peak=below_peak(trace, line),
         at=at,
         held=held(trace, line, attribution, moment(trace, line, at)),
         ledger=ledger(trace, line, attribution),

@@ -46,6 +46,16 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a run that holds much."""
+
+    event: int
+    """The moment is just after this event."""
+    place: Place
+    allocated: int
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Who holds what is allocated at a moment."""
 

@@ -10,7 +10,7 @@ from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.analysis.attribution import attribute
+from memfit.analysis.attribution import Attribution, attribute
 from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
 from memfit.analysis.held import By
 from memfit.analysis.place import how_sure, line_of, place_at
@@ -38,6 +38,11 @@ def summarize(trace: Trace) -> DryRun:
         The verdict, peaks in bytes, the terms that sum to them, and what the reader must know.
     """
     line = timeline(trace)
+    return summary(trace, line, attribute(trace, line))
+
+
+def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
+    """Return what ``summarize`` does, of a trace whose timeline and attribution are there already."""
     steps = sum(mark.kind is MarkKind.TRAINING_STEP for mark in trace.marks)
     peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
     allocated = int(line.allocated.max(initial=0))
@@ -56,7 +61,7 @@ def summarize(trace: Trace) -> DryRun:
         peak_process=process,
         peak_place=place_at(trace, peak),
         terms=(
-            *_by_category(trace, line, peak, sure),
+            *_by_category(trace, line, attribution, peak, sure),
             Term("allocated", Figure(allocated, sure)),
             Term("cached, not allocated", Figure(reserved - allocated, sure)),
             Term("reserved", Figure(reserved, sure)),
@@ -89,12 +94,14 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
-def _by_category(trace: Trace, line: Timeline, peak: int, sure: Provenance) -> list[Term]:
+def _by_category(
+    trace: Trace, line: Timeline, attribution: Attribution, peak: int, sure: Provenance
+) -> list[Term]:
     """Split what is allocated at an event by category, rounding apart."""
     names = [*NAMES.values(), ROUNDING]
     if not len(trace.events):
         return [Term(name, Figure(0, sure)) for name in names]
-    rows = held(trace, line, attribute(trace, line), peak).rows[By.CATEGORY]
+    rows = held(trace, line, attribution, peak).rows[By.CATEGORY]
     found = {row.name: Figure(row.bytes, row.provenance) for row in rows}
     unsure = {NAMES[category]: provenance for category, provenance in certainty(trace).items()}
     none = {name: Figure(0, unsure.get(name, sure)) for name in names}

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from rich.console import Console
@@ -31,7 +31,7 @@ class Explained(Explanation):
     @classmethod
     def of(cls, found: Explanation, page: Callable[[], str]) -> Self:
         """Have an explanation print itself."""
-        return cls(found.summary, found.at, found.held, found.ledger, found.fragmentation, page)
+        return cls(**{field.name: getattr(found, field.name) for field in fields(found)}, page=page)
 
     def _repr_html_(self) -> str:
         # In a frame of its own: the report's style and policy are for a whole page.
@@ -47,12 +47,23 @@ class Explained(Explanation):
 def print_explanation(found: Explanation, by: By | None, console: Console) -> None:
     """Print the summary, who holds what at the moment asked for, and what each phase changed."""
     print_summary(found.summary, console)
+    print_below_peak(found, console)
     if by is not None or found.at != "peak":
         print_held(found.held, by or By.CATEGORY, console)
     print_largest(found.held, console)
     print_ledger(found.ledger, console)
     if found.fragmentation is not None:
         print_fragmentation(found.fragmentation, console)
+
+
+def print_below_peak(found: Explanation, console: Console) -> None:
+    """Print the moments just below the peak."""
+    if found.below_peak:
+        console.print(Text("\nJust below the peak:"))
+    for moment in found.below_peak:
+        less = 100 * (1 - moment.allocated / found.summary.peak_allocated)
+        size = format_bytes(moment.allocated)
+        console.print(Text(f"  -{less:.1f} %  {size:>10}  {in_words(moment.place)}"))
 
 
 def print_held(held: Held, by: By, console: Console) -> None:

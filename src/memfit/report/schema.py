@@ -10,7 +10,7 @@ from dataclasses import astuple
 import msgspec
 
 from memfit.analysis.explanation import Explanation
-from memfit.analysis.held import Change, Held
+from memfit.analysis.held import Change, Held, Moment
 from memfit.analysis.reserved import Fragmentation
 from memfit.records import DryRun, Note, OutOfMemory, Place
 
@@ -117,6 +117,8 @@ class Result(msgspec.Struct, frozen=True):
 class Explained(Result, frozen=True):
     """What ``memfit explain --json`` writes."""
 
+    below_peak: tuple[Moment, ...]
+    """What would limit the run next, highest first; apart from the peak and one another."""
     at: str
     """The moment that was asked for: ``peak``, a phase, or a training step."""
     held: Held
@@ -129,6 +131,7 @@ def explained(found: Explanation) -> Explained:
     """Turn an explanation into what is public of it."""
     return Explained(
         **msgspec.structs.asdict(to_public(found.summary)),
+        below_peak=found.below_peak,
         at=found.at,
         held=found.held,
         ledger=found.ledger,
