@@ -3,19 +3,22 @@
 script ── capture.run ──> trace file ── capture.tracefile ──> Trace ─┬─ analysis.peak ──> DryRun
              dry_run: on the ghost              no torch from here on ├─ analysis.explanation ──> Explained
              record: on this machine's GPU                            │    explain
-                                                                      └─ analysis.comparison ──> Comparison
+             advice: again, with a change                             └─ analysis.comparison ──> Comparison
                                                                            replay
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import json
 from msgspec.structs import replace
 
 from memfit.allocator.timeline import timeline
+from memfit.analysis.advice import Candidate, Change, advice
 from memfit.analysis.attribution import attribute
 from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
@@ -26,19 +29,20 @@ from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
 from memfit.capture.options import ghost_settings
-from memfit.capture.run import Progress, check_output, check_script, run_script
+from memfit.capture.run import Progress, check_output, check_script
 from memfit.capture.settings import ChildSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
+from memfit.capture.traced import traced, tried
 from memfit.capture.tracefile import is_trace, read_trace
-from memfit.devices import DEFAULT, find_device
+from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
-from memfit.records import DryRun, Note, Provenance, Trace
+from memfit.records import Advice, DryRun, Note, Provenance, Trace
 from memfit.report import export
 from memfit.report.estimate import Estimate
 from memfit.report.explanation import Explained
 from memfit.report.html import page
-from memfit.units import TIB
+from memfit.strategies.unattended import Intervention
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +70,6 @@ __all__ = [
 STEPS = 3
 """Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with
 it, the third shows whether anything still grows."""
-NO_LIMIT = 16 * TIB
-"""Bytes of a GPU on which anything fits."""
 _LOSS_CALLED = (
     "The loss was called as loss(model, inputs), to run the forward itself; one of (output, target) is "
     "given as a criterion: loss=nn.MSELoss(), inputs=(x, target)."
@@ -90,6 +92,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     labels: bool = True,
     output: Path | None = None,
     html: Path | None = None,
+    advise: bool = False,
     stdout_to_stderr: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> DryRun:
@@ -111,6 +114,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: record modules and phases; the figures are the same without.
         output: where the trace is kept; nowhere by default.
         html: where a report for browsers is written; nowhere by default.
+        advise: run the script again, silently and up to about six times, with what may lower its peak and
+            leaves its loop alone; what helps is in the result's ``advice``.
         stdout_to_stderr: keep standard output free of what the script prints.
         on_progress: called about ten times a second.
 
@@ -124,17 +129,24 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
     command = _checked(script, arguments, module=module, steps=steps, output=output)
-    ghost = ghost_settings(
+    ghost = functools.partial(
+        ghost_settings,
         gpu=gpu,
-        memory=memory,
         in_use=in_use,
         values=values,
         host_memory=host_memory,
         weights=weights,
         workspaces=workspaces,
     )
-    settings = ChildSettings(ghost, module, steps, labels, stdout_to_stderr)
-    return _traced(command, settings, output, on_progress, report=html)
+    settings = ChildSettings(ghost(memory=memory), module, steps, labels, stdout_to_stderr)
+    trace = traced(command, settings, output, on_progress)
+    if html is not None:
+        write_html(trace, html)
+    found = summarize(trace)
+    if not advise:
+        return found
+    roomy = replace(settings, ghost=ghost(memory=NO_LIMIT))
+    return dataclasses.replace(found, advice=_advised(command, roomy, trace, found, on_progress))
 
 
 def record(  # noqa: PLR0913 - one parameter an option
@@ -174,7 +186,7 @@ def record(  # noqa: PLR0913 - one parameter an option
     command = _checked(script, arguments, module=module, steps=steps, output=output)
     find_card(f"record {command[0]}")
     settings = ChildSettings(None, module, steps, labels, stdout_to_stderr)
-    return _traced(command, settings, output, on_progress)
+    return summarize(traced(command, settings, output, on_progress))
 
 
 def estimate(  # noqa: PLR0913 - one parameter an option
@@ -332,6 +344,11 @@ def html(trace: Trace, *, source: bool = True) -> str:
     return page(trace, line, attribution, summary(trace, line, attribution), source=source)
 
 
+def write_html(trace: Trace, path: Path, *, source: bool = True) -> None:
+    """Write the report for browsers, whole or not at all."""
+    write_bytes(path, html(trace, source=source).encode(errors="replace"))
+
+
 def chrome_trace(trace: Trace) -> bytes:
     """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
     line = timeline(trace)
@@ -398,19 +415,28 @@ def _checked(
     return command
 
 
-def _traced(
+def _advised(
     command: tuple[str, ...],
     settings: ChildSettings,
-    output: Path | None,
+    trace: Trace,
+    found: DryRun,
     on_progress: Callable[[Progress], None],
-    *,
-    report: Path | None = None,
-) -> DryRun:
-    """Run a script, keep its trace at ``output`` or nowhere, write its report, and summarize it."""
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        path = output if output is not None else Path(folder) / "run.memfit"
-        run_script(command, replace(settings, output=str(path.absolute())), on_progress)
-        trace = read_trace(path)
-        if report is not None:
-            write_bytes(report, html(trace).encode(errors="replace"))
-        return summarize(trace)
+) -> tuple[Advice, ...]:
+    """Run a script again with what may lower its peak; ``settings`` are those of a device without limit."""
+
+    def run(candidate: Candidate) -> Trace | None:
+        change = candidate.change
+        told = Intervention(settings.module, change.strategies, change.fused)
+        return tried(
+            ("memfit.strategies.unattended", json.encode(told).decode(), *command),
+            replace(settings, module=True),
+            lambda progress: on_progress(dataclasses.replace(progress, trying=candidate.what)),
+        )
+
+    total = trace.device.total.bytes
+    if found.verdict != "fits":
+        whole = run(Candidate(Change(), "with memory enough", how="", costs=""))
+        if whole is None:
+            return ()
+        trace, found = whole, summarize(whole)
+    return advice(trace, found, total, run)

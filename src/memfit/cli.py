@@ -44,6 +44,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    advise: Annotated[bool, Parameter(negative="")] = False,
     values: Annotated[str, Parameter(group=_GHOST)] = "",
     fill_host_memory: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
     no_weights: Annotated[bool, Parameter(negative="", group=_GHOST)] = False,
@@ -67,6 +68,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         json: Write the result as JSON to this file, or - for standard output.
         html: Write a report to look at in a browser, one file that loads nothing, to this file.
         fail: Exit with 1 if it does not fit.
+        advise: Say what lowers what it needs, with no change in its loop: each is tried in a run of its own,
+            up to about six more.
         values: What the script is told when it reads a GPU value:
             float=1,int=1,bool=false,all=true,count=upper.
         fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
@@ -100,6 +103,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             labels=labels,
             output=output,
             html=html,
+            advise=advise,
             stdout_to_stderr=json == "-",
             on_progress=show,
         )

@@ -108,10 +108,11 @@ def _state(progress: "Progress", steps: int | None, since: float) -> str:
     from memfit.units import format_gib
 
     seconds = f"{time.monotonic() - since:.0f} s"
+    trying = f"trying: {progress.trying} · " if progress.trying else ""
     if not progress.peak:
-        return f"memfit: starting · {seconds}"
+        return f"memfit: {trying}starting · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"
     return (
-        f"memfit: step {step} · "
+        f"memfit: {trying}step {step} · "
         f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
     )

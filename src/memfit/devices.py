@@ -22,6 +22,9 @@ from memfit.errors import UnknownDeviceError
 
 DEFAULT = "A100-80GB"
 """The card a run is for when ``--gpu`` is not given."""
+NO_LIMIT = 2 << 40
+"""Bytes of a card on which anything fits. Of more, expandable segments find no addresses on the ghost: they
+take some for several times as much."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MEMORY_SLICES = 8  # MIG deals memory, its bus and the L2 cache in eighths

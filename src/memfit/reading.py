@@ -48,7 +48,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
     if html is not None:
-        api.write_bytes(html, api.html(trace, source=source).encode(errors="replace"))
+        api.write_html(trace, html, source=source)
     if chrome is not None:
         api.write_bytes(chrome, api.chrome_trace(trace))
     if csv is not None:

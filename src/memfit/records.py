@@ -361,6 +361,22 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What lowers what a run needs: it was tried."""
+
+    what: str
+    how: str
+    """What to write."""
+    costs: str
+    saves: Figure
+    """Bytes of the process at its peak, beyond what the advice above it saves."""
+    needs: Figure
+    """Bytes of the process at its peak, with it and all advice above it."""
+    fits: bool | None
+    """Whether the run then fits its device; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class DryRun:
     """The answer to: what would this script use?"""
 
@@ -381,3 +397,5 @@ class DryRun:
     notes: tuple[Note, ...]
     versions: Mapping[str, str]
     command: tuple[str, ...] = field(default=())
+    advice: tuple[Advice, ...] | None = None
+    """What would lower the peak; None where nobody asked."""

@@ -1,8 +1,9 @@
 """From a trace to everything that ``memfit explain`` says of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.allocator.timeline import timeline
+from memfit.analysis.advice import advice
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held, moment
 from memfit.analysis.fragmentation import fragmentation
@@ -45,8 +46,10 @@ def explanation(trace: Trace, at: str = "peak", *, fragments: bool = False) -> E
     """
     line = timeline(trace)
     attribution = attribute(trace, line)
+    found = summary(trace, line, attribution)
+    settings = advice(trace, found, trace.device.total.bytes)  # nothing is run for it
     return Explanation(
-        summary=summary(trace, line, attribution),
+        summary=replace(found, advice=settings or None),
         below_peak=below_peak(trace, line),
         at=at,
         held=held(trace, line, attribution, moment(trace, line, at)),

@@ -40,6 +40,8 @@ class Progress:
     """Bytes allocated now."""
     peak: int = 0
     """Bytes allocated at most so far."""
+    trying: str = ""
+    """What is tried in this run, if it is one of several."""
 
 
 class _Line(msgspec.Struct):

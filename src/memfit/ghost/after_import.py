@@ -28,7 +28,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Find the module as everyone else would, and hang the action on its loader."""
         if fullname != self._name:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        # Those behind it: one before it may be of its kind, and would ask it in turn.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:

@@ -12,7 +12,7 @@ import msgspec
 from memfit.analysis.explanation import Explanation
 from memfit.analysis.held import Change, Held, Moment
 from memfit.analysis.reserved import Fragmentation
-from memfit.records import DryRun, Note, OutOfMemory, Place
+from memfit.records import Advice, DryRun, Note, OutOfMemory, Place
 
 SCHEMA = 1
 
@@ -112,6 +112,9 @@ class Result(msgspec.Struct, frozen=True):
     end: End
     command: tuple[str, ...]
     versions: dict[str, str]
+    advice: tuple[Advice, ...] | None
+    """What lowers what it needs, each beyond those before it; null where nobody asked. ``explain``
+    tries settings alone, and has null where none helps."""
 
 
 class Explained(Result, frozen=True):
@@ -179,6 +182,7 @@ def to_public(result: DryRun) -> Result:
         end=End(result.end.reason, result.end.exit_code, result.end.exception, result.end.where),
         command=result.command,
         versions=dict(result.versions),
+        advice=result.advice,
     )
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import DryRun, Figure, Machine, Place
+from memfit.report.advice import advice_in_words
 from memfit.report.inert import inert
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -51,6 +52,9 @@ def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = N
         console: where to.
         in_all: what it needs where memory does not end, if that is known.
     """
+    if result.advice and in_all is None:
+        first = result.advice[0]
+        in_all = Figure(first.needs.bytes + first.saves.bytes, first.needs.provenance)
     console.print(verdict(result, in_all))
     console.print(subject(result), style="dim")
     console.print()
@@ -59,6 +63,9 @@ def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = N
     console.print(growth(result))
     for line in _notes(result):
         console.print(line)
+    if result.advice is not None:
+        for line in advice_in_words(result.advice):
+            console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
 
@@ -127,7 +134,7 @@ def _failure(result: DryRun, in_all: Figure | None) -> Text:
         advice = "The script caught this and carried on."
     elif failure.shortfall:
         again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
-        advice = f"What it needs in all: {again} --memory 1TiB."
+        advice = f"What would make it fit: {again} --advise. What it needs in all: --memory 1TiB."
     else:
         advice = (
             "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
