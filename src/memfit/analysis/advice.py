@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from memfit.allocator.config import AllocatorConfig, of_the_environment
-from memfit.analysis.comparison import compare
+from memfit.allocator.compare import Setting
+from memfit.allocator.config import AllocatorConfig, of_the_environment, of_the_script
+from memfit.allocator.replay import Replay, replay
+from memfit.allocator.requests import Requests, requests
+from memfit.analysis.comparison import torch_version
 from memfit.analysis.peak import summarize
 from memfit.analysis.place import how_sure
 from memfit.devices import NO_LIMIT
@@ -68,47 +71,87 @@ def advice(
     if trace.end.reason not in ("steps", "end"):
         return ()
     try:
-        return tuple(islice(_advice(trace, found, total, run), _MOST))
+        return tuple(islice(_advice(Attempt(trace, found, requests(trace), Change(), total), run), _MOST))
     except MemfitError:  # the trace does not tell what a replay asks for, or its allocator is not PyTorch's
         return ()
 
 
-def _advice(
-    trace: Trace, found: DryRun, total: int, run: Callable[[Candidate], Trace | None]
-) -> Iterator[Advice]:
-    change = Change()
-    reserved, fits = _reserved(trace, change, total)
-    context = trace.device.context
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A run under a change, and how it fares."""
+
+    trace: Trace
+    found: DryRun
+    asked: Requests
+    change: Change
+    total: int
+    """Bytes of the device that it is to fit; 0 if there is none."""
+
+    def reserved(self) -> Figure:
+        """Return the most bytes reserved where memory does not end."""
+        sure = how_sure(note for note in self.trace.notes if note.sizes)
+        return Figure(
+            self._replay(NO_LIMIT).peak_reserved,
+            worst(sure, Provenance.SIMULATED) if self.change.conf else sure,
+        )
+
+    def fits(self) -> bool | None:
+        """Say whether it fits its device; None if there is none."""
+        return self._replay(self.total).fits if self.total else None
+
+    def under(self, candidate: Candidate, run: Callable[[Candidate], Trace | None]) -> "Attempt | None":
+        """Try something more: settings by a replay, all else by running again; None if that fails."""
+        if candidate.change.conf != self.change.conf:
+            return replace(self, change=candidate.change)
+        trace = run(candidate)
+        if trace is None:
+            return None
+        return Attempt(trace, summarize(trace), requests(trace), candidate.change, self.total)
+
+    def _replay(self, total: int) -> Replay:
+        settings, device = self.trace.settings, self.trace.device
+        setting = Setting(self.change.conf or of_the_environment(settings), script=of_the_script(settings))
+        return replay(
+            self.asked,
+            setting.config(),
+            total=total,
+            taken=device.context.bytes + device.in_use,
+            version=torch_version(self.trace),
+        )
+
+
+def _advice(now: Attempt, run: Callable[[Candidate], Trace | None]) -> Iterator[Advice]:
+    context = now.trace.device.context
+    reserved, fits = now.reserved(), now.fits()
     least, fitted = _WORTH * (reserved.bytes + context.bytes), fits
     while fitted or not fits:
-        for candidate in _candidates(trace, found, change):
-            again = trace if candidate.change.conf != change.conf else run(candidate)
-            if again is None:
-                continue
-            less, then_fits = _reserved(again, candidate.change, total)
-            if reserved.bytes - less.bytes >= least:
+        for candidate in _candidates(now):
+            then = now.under(candidate, run)
+            less = then.reserved() if then is not None else reserved
+            if then is not None and reserved.bytes - less.bytes >= least:
                 break
         else:
             return
+        fits = then.fits()
         saves = Figure(reserved.bytes - less.bytes, less.provenance)
         needs = Figure(less.bytes + context.bytes, worst(less.provenance, context.provenance))
-        yield Advice(candidate.what, candidate.how, candidate.costs, saves, needs, then_fits)
-        found = found if again is trace else summarize(again)
-        trace, change, reserved, fits = again, candidate.change, less, then_fits
+        yield Advice(candidate.what, candidate.how, candidate.costs, saves, needs, fits)
+        now, reserved = then, less
 
 
-def _candidates(trace: Trace, found: DryRun, change: Change) -> Iterator[Candidate]:
+def _candidates(now: Attempt) -> Iterator[Candidate]:
     """Yield what may lower a peak and is not done already, cheapest first."""
-    at_peak = {term.name: term.figure.bytes for term in found.terms}
-    if not change.conf and not AllocatorConfig.read(trace.settings).expandable_segments:
-        conf = ",".join(filter(None, (of_the_environment(trace.settings), _EXPANDABLE)))
+    change, settings = now.change, now.trace.settings
+    at_peak = {term.name: term.figure.bytes for term in now.found.terms}
+    if not change.conf and not AllocatorConfig.read(settings).expandable_segments:
+        conf = ",".join(filter(None, (of_the_environment(settings), _EXPANDABLE)))
         yield Candidate(
             replace(change, conf=conf),
             "expandable segments",
             f"PYTORCH_ALLOC_CONF={conf}",
             "nothing in a steady step",
         )
-    if found.peak_place.phase is Phase.OPTIMIZER and not change.fused:
+    if now.found.peak_place.phase is Phase.OPTIMIZER and not change.fused:
         yield Candidate(
             replace(change, fused=True),
             "fused optimizer",
@@ -119,15 +162,6 @@ def _candidates(trace: Trace, found: DryRun, change: Change) -> Iterator[Candida
         for name, (_, what, costs) in _STRATEGIES.items():
             if name not in change.strategies:
                 strategies = (*change.strategies, name)
-                settings = ", ".join(f"memfit.{_STRATEGIES[one][0]}()" for one in strategies)
-                how = f"memfit.apply(model, [{settings}])  # once the model is made"
+                plan = ", ".join(f"memfit.{_STRATEGIES[one][0]}()" for one in strategies)
+                how = f"memfit.apply(model, [{plan}])  # once the model is made"
                 yield Candidate(replace(change, strategies=strategies), what, how, costs)
-
-
-def _reserved(trace: Trace, change: Change, total: int) -> tuple[Figure, bool | None]:
-    """Return the most bytes reserved where memory does not end, and whether the run fits a device."""
-    confs = (change.conf,) if change.conf else ()
-    reserved = compare(trace, confs, memory=NO_LIMIT).outcomes[-1].replay.peak_reserved
-    sure = how_sure(note for note in trace.notes if note.sizes)
-    fits = compare(trace, confs, memory=total).outcomes[-1].replay.fits if total else None
-    return Figure(reserved, worst(sure, *(Provenance.SIMULATED for _ in confs))), fits

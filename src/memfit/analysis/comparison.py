@@ -73,7 +73,7 @@ def compare(
         FileFormatError: the trace does not tell what was asked for.
     """
     asked = requests(trace)
-    version, rates = _version(trace), Rates()
+    version, rates = torch_version(trace), Rates()
     total, context = (
         (device.total_bytes, device.context_bytes)
         if device is not None
@@ -139,7 +139,7 @@ def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
     ]
 
 
-def _version(trace: Trace) -> tuple[int, int]:
+def torch_version(trace: Trace) -> tuple[int, int]:
     """Return PyTorch's version, major and minor."""
     found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
     return (int(found[1]), int(found[2])) if found else NEWEST
