@@ -43,15 +43,17 @@ SETTINGS = {
     "throw_on_cudamalloc_oom": ("throw_on_cudamalloc_oom:True",),
 }
 EXCLUDE = {"max_split_size_mb", "max_non_split_rounding_mb"}  # the second brings the first along
+REFUSED = ("max_split_size_mb:20", "large_segment_size_mb:48")  # by PyTorch: a split below a large segment
 
 
 def situations(dice: random.Random) -> list[tuple[str, Options]]:
     """Return every conf with options of the driver: settings alone, then pairs of them."""
     alone = ["", *itertools.chain(*SETTINGS.values())]
     pairs = [
-        f"{dice.choice(SETTINGS[first])},{dice.choice(SETTINGS[second])}"
+        ",".join(dice.choice([pair for pair in both if pair != REFUSED]))
         for first, second in itertools.combinations(SETTINGS, 2)
         if {first, second} != EXCLUDE
+        for both in [list(itertools.product(SETTINGS[first], SETTINGS[second]))]
     ]
     return [(conf, _options(dice, conf)) for conf in alone + pairs]
 
