@@ -52,6 +52,7 @@ TENSORS = (
 )
 LARGE, SMALL = BASE, BASE + GIB
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202eevil\u2066\x00"
+NOT_UTF8 = "caf\udce9.py"  # as Python has it from a file system
 LONG = "layer." + "x" * 10_000
 
 
@@ -120,7 +121,7 @@ def evil():
     return replace(
         trace,
         labels=names,
-        frames=tuple(replace(one, file=EVIL + one.file, function=EVIL) for one in FRAMES),
+        frames=tuple(replace(one, file=f"{EVIL}{one.file}/{NOT_UTF8}", function=EVIL) for one in FRAMES),
         tensors=(Tensor(EVIL, LONG + EVIL, EVIL, (1,)), Tensor(LONG, "\ud800", "float32", ())),
         notes=(Note(Provenance.ASSUMED, EVIL, EVIL), Note(Provenance.EXACT, LONG)),
         device=replace(trace.device, name=EVIL),
@@ -147,7 +148,7 @@ def unpacked(text):
 
 
 def blocks(held):
-    """Return born, freed, done, address, requested, beyond and category of each block of a page."""
+    """Return born, freed, done, address, requested, beyond and the layer of each block of a page."""
     of = held.columns
     born = of["block.born"]
     freed = born + of["block.life"]
@@ -156,24 +157,22 @@ def blocks(held):
         freed=freed,
         done=freed + of["block.wait"],
         address=of["block.address"],
-        requested=of["sizes.requested"][of["block.requested"]],
-        beyond=of["sizes.beyond"][of["block.beyond"]],
-        category=of["block.category"],
+        requested=of["block.requested"],
+        beyond=of["block.beyond"],
+        layer=np.array([layer["name"] for layer in held.facts["layers"]])[of["block.layer"]],
     )
 
 
 def sums(held, moment):
     """Return bytes by the layers' names at a moment, added up from a page's blocks and its rest."""
-    names = {layer["category"]: layer["name"] for layer in held.facts["layers"]}
-    of = blocks(held)
+    of, rest = blocks(held), held.columns
     found = Counter()
     alive = (of.born <= moment) & (moment < of.freed)
-    rest = held.columns["rest.moment"] <= moment
-    rest_size, rest_requested = held.columns["rest.size"][rest], held.columns["rest.requested"][rest]
-    for kind, name in names.items():
-        found[name] += int(of.requested[alive & (of.category == kind)].sum())
-        found[name] += int(rest_requested[held.columns["rest.category"][rest] == kind].sum())
-    found["rounding"] += int(of.beyond[alive].sum() + rest_size.sum() - rest_requested.sum())
+    some = rest["rest.moment"] <= moment
+    for index, layer in enumerate(held.facts["layers"]):
+        found[layer["name"]] += int(of.requested[alive & (of.layer == layer["name"])].sum())
+        found[layer["name"]] += int(rest["rest.requested"][some & (rest["rest.layer"] == index)].sum())
+    found["rounding"] += int(of.beyond[alive].sum() + rest["rest.beyond"][some].sum())
     return {name: size for name, size in found.items() if size}
 
 

@@ -16,8 +16,9 @@ from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held as held_at
 from memfit.analysis.held import By
 from memfit.analysis.peak import summarize
+from memfit.analysis.place import place_at
 from memfit.errors import FileFormatError
-from memfit.records import Action, Block, Category, Label, Mark, MarkKind, Note, Phase, Provenance
+from memfit.records import Action, Block, Label, Mark, MarkKind, Note, Phase, Provenance
 from memfit.report.html.payload import payload
 from memfit.report.html.words import NO_FILE, Words
 from pages import GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
@@ -26,9 +27,8 @@ from traces import BASE, Event, freed, segment, trace_of
 
 def drawn(trace, most=100_000, *, source=True):
     line = timeline(trace)
-    return unpacked(
-        payload(trace, line, attribute(trace, line), summarize(trace), Words(source=source), most=most)
-    )
+    words = Words(source=source)
+    return unpacked(payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text)
 
 
 def check_sums(trace, held, moments):
@@ -126,8 +126,8 @@ def test_a_block_that_another_stream_uses_waits():
     again = blocks(drawn(run(steps=3)))  # at the same addresses
     assert (again.done - again.freed).tolist() == [0, 0, *3 * waits[2:].tolist()]
     # The last that was requested is the first that completes, at once.
-    assert sorted(waits[of.category == Category.ACTIVATION]) == [0, 2, 4, 6]
-    assert (waits[of.category == Category.GRADIENT] == 0).all()
+    assert sorted(waits[of.layer == "activations"]) == [0, 2, 4, 6]
+    assert (waits[of.layer == "gradients"] == 0).all()
 
 
 def test_what_an_unmapping_cuts_is_two_ranges():
@@ -165,10 +165,11 @@ def test_moments_and_blocks_are_told():
     of = held.columns
     moment = list(of["moment.event"]).index(4)
     place = of["moment.place"][moment]
-    assert held.facts["phases"][of["place.phase"][place]] == "forward"
+    assert held.facts["phases"][of["moment.phase"][moment]] == "forward"
+    assert of["moment.step"][moment] == 1
     assert held.words[of["place.module"][place]] == "blocks.0.fc"
     assert held.words[of["place.line"][place]] == "~/work/model.py:22"
-    gradient = list(of["block.category"]).index(Category.GRADIENT)
+    gradient = list(blocks(held).layer).index("gradients")
     told = {
         name: held.words[of[f"block.{name}"][gradient]] for name in ("name", "dtype", "shape", "module", "op")
     }
@@ -181,13 +182,12 @@ def test_moments_and_blocks_are_told():
     assert [held.words[one] for one in frames] == ["~/work/model.py:22  forward", "~/work/train.py:10  main"]
 
 
-def test_a_steps_end_is_the_first_moment_after_it():
-    trace = run()
-    held = drawn(trace)
-    marked = [moment for moment, kind in held.facts["marks"] if kind == "training step"]
-    positions = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
-    events = [*held.columns["moment.event"], len(trace.events)]
-    assert [events[moment] for moment in marked] == positions
+def test_every_moment_has_its_step():
+    trace = run(marks=(Mark(0, MarkKind.FORWARD, 0), *run().marks))
+    of = drawn(trace).columns
+    steps = [place_at(trace, event).step for event in of["moment.event"].tolist()]
+    assert of["moment.step"].tolist() == steps
+    assert set(steps) == {0, 1, 2, 3}
 
 
 def test_failures_are_told():
@@ -231,7 +231,7 @@ def test_without_segments_there_is_no_map_and_all_else(settings):
         [Event(Action.ALLOC, BASE, MIB), Event(Action.FREE_REQUESTED, BASE, MIB)], settings=settings
     )
     held = unpacked(report(trace))
-    assert not held.facts["segments"]
+    assert "no-segments" in report(trace).split("<body", 1)[1][:60]
     assert not len(held.columns["range.size"])
     assert sum(sums(held, 0).values()) == MIB
 
@@ -256,6 +256,7 @@ def test_names_are_shown_and_do_nothing():
     for one in [page.text.replace("\n", " "), *held.words]:
         assert one.isprintable()
     assert "\\x1b[31m\\u202eevil\\u2066\\x00" in page.text
+    assert any("caf\\udce9.py" in word for word in held.words)
     assert any(LONG in word for word in held.words)  # in full, for the details
 
 
@@ -332,8 +333,3 @@ def test_what_no_device_has_is_refused(where):
     history = [Event(Action.SEGMENT_ALLOC, address, size), Event(Action.ALLOC, address, size)]
     with pytest.raises(FileFormatError, match="beyond what any device has"):
         report(trace_of(history))
-
-
-def test_marks_before_all_events_are_in_order():
-    held = drawn(run(marks=(Mark(0, MarkKind.FORWARD, 0),)))
-    assert held.facts["marks"] == [[0, "forward"]]

@@ -11,10 +11,25 @@ from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held as held_at
 from memfit.analysis.held import By
+from memfit.analysis.nearby import below_peak
 from memfit.records import Action, DeviceUse, Figure, Label, Phase, Provenance, Tensor
 from memfit.report.html.payload import payload
-from pages import GIB, LABELS, MIB, evil, report, run, sums, unpacked
-from traces import BASE, Event, trace_of
+from pages import (
+    BACKWARD,
+    FIRST,
+    FRAMES,
+    GIB,
+    LABELS,
+    MIB,
+    OPTIMIZER,
+    SETUP,
+    evil,
+    report,
+    run,
+    sums,
+    unpacked,
+)
+from traces import BASE, Event, freed, trace_of
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install memfit[browser]"
@@ -122,11 +137,92 @@ def test_it_opens_at_the_peak_and_every_click_is_exact(show):
     assert seen == sorted(set(seen))
 
 
+def test_the_moments_to_look_at_are_a_click_or_a_key_away(show):
+    """The peak, what is just below it, and the most of each other phase: each has a button and a mark."""
+    sizes = ((FIRST, 100), (BACKWARD, 97), (BACKWARD, 60), (OPTIMIZER, 30))
+    history = [Event(Action.SEGMENT_ALLOC, BASE, 200 * MIB, label=SETUP)]
+    for label, size in sizes:
+        history.append(Event(Action.ALLOC, BASE, size * MIB, 0, label))
+        history += freed(BASE, size * MIB, label=label)
+    trace = trace_of(history, labels=LABELS, frames=FRAMES, stacks=((0,), (1, 0)))
+    text = report(trace)
+    page = show(text)
+    buttons = page.locator("#moments button")
+    assert buttons.all_inner_texts() == [
+        "Peak 100.00 MiB forward · step 1",
+        "\N{MINUS SIGN}3.0 % backward · step 1",
+        "\N{MINUS SIGN}70.0 % optimizer · step 1",
+    ]
+    chart = page.locator("#flags").bounding_box()
+    marks = page.locator("#flags .near").evaluate_all(
+        "all => all.map(mark => mark.getBoundingClientRect().x)"
+    )
+    for place, (size, event) in enumerate(((100, 1), (97, 4), (30, 10))):
+        buttons.nth(place).click()
+        assert check(page, trace, text).allocated == size * MIB
+        assert page.locator("#moments [aria-pressed=true]").all_inner_texts() == [
+            buttons.nth(place).inner_text()
+        ]
+        if place:
+            moments = unpacked(text).columns["moment.event"].tolist()
+            share = (moments.index(event) + 0.5) / len(moments)
+            assert abs(marks[place - 1] - chart["x"] - share * chart["width"]) < 1
+    buttons.nth(1).focus()
+    page.keyboard.press("Enter")
+    assert check(page, trace, text).allocated == 97 * MIB
+    assert below_peak(trace, timeline(trace))[0].event == 4
+
+
+def test_a_stretch_of_the_timeline_is_dragged_open(show):
+    page = show(report(run(steps=20)))
+    box = page.locator("#timeline").bounding_box()
+    at = [box["x"] + 58 + share * (box["width"] - 66) for share in (0.2, 0.4)]
+    page.mouse.move(at[0], box["y"] + 200)
+    page.mouse.down()
+    page.mouse.move(at[1], box["y"] + 200)
+    assert page.is_visible("#flags .veil")
+    page.mouse.up()
+    assert not page.is_visible("#flags .veil")
+    moments = page.locator("#timeline").get_attribute("aria-valuemax")
+    page.mouse.click(
+        at[0] - 0.2 * (box["width"] - 66), box["y"] + 200
+    )  # its left end is the place dragged from
+    assert shown(page).moment == pytest.approx(0.2 * int(moments), abs=2)
+    page.click("#whole")
+    click_at(page, 0.999)
+    assert shown(page).moment == int(moments)
+
+
+def test_a_block_is_shown_in_all_views(show):
+    """Chosen in the map it is in the table, chosen there it is in the map; its life is in the timeline."""
+    page = show(report(many(3_000)))
+    page.focus("#table")
+    page.keyboard.press("End")
+    name = page.locator("#details dd").nth(1).inner_text()
+    assert name == f"{BASE + 2_999 * MIB // 2:#x}"
+    assert page.locator("#map .segment[aria-selected=true]").count() == 1
+    assert "512.00 KiB" in page.inner_text("#block")
+    life = page.locator("#flags .life").bounding_box()
+    chart = page.locator("#flags").bounding_box()
+    assert life["x"] + life["width"] == pytest.approx(
+        chart["x"] + chart["width"], abs=4
+    )  # the last that was made
+    assert life["width"] < 5
+    canvas = page.locator("#map canvas").first.bounding_box()
+    page.mouse.click(canvas["x"] + canvas["width"] * 100.5 / 4096, canvas["y"] + 5)
+    assert page.locator("#details dd").nth(1).inner_text() == f"{BASE + 100 * MIB // 2:#x}"
+    chosen = page.locator("#table .row[aria-selected=true]")
+    assert chosen.get_attribute("aria-rowindex") == "102"
+    table, row = page.locator("#table").bounding_box(), chosen.bounding_box()
+    assert table["y"] + 26 <= row["y"]
+    assert row["y"] + row["height"] <= table["y"] + table["height"]
+
+
 def test_what_is_drawn_is_to_scale(show):
     """Activations hold 32 MiB at the peak: of the chart's height, and of their segment's length."""
     page = show(report(run()))
     green = """([name, x, y, dx, dy, count]) => {
-      const canvas = document.getElementById(name);
+      const canvas = document.querySelector(name);
       const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
       let found = 0;
       for (let i = 0; i < count; i++) {
@@ -138,10 +234,10 @@ def test_what_is_drawn_is_to_scale(show):
     width = page.locator("#timeline").bounding_box()["width"] - 66
     moment, moments = shown(page).moment, len(unpacked(report(run())).columns["moment.event"])
     beside = round(58 + width * (moment + 0.75) / moments)  # the flag is in the middle
-    tall = page.evaluate(green, ["timeline", beside, 22, 0, 1, 330])
+    tall = page.evaluate(green, ["#timeline", beside, 22, 0, 1, 330])
     assert abs(tall - 330 * 32 / (1.06 * 202)) <= 2  # its first and its last pixel are blended
-    width = page.locator("#segments").bounding_box()["width"] - 80
-    long = page.evaluate(green, ["segments", 74, 7, 1, 0, round(width)])
+    width = page.locator("#map canvas").bounding_box()["width"] - 6
+    long = page.evaluate(green, ["#map canvas", 0, 5, 1, 0, round(width)])
     assert abs(long - width * 32 / 200) <= 6  # a line ends each of the four blocks
 
 
@@ -170,6 +266,7 @@ def test_hostile_names_are_text(show):
     page.keyboard.press("ArrowDown")
     details = page.inner_text("#details")
     assert "\\u202eevil" in details
+    assert "caf\\udce9.py" in details
     assert "x" * 10_000 in details  # in full
     assert max(map(len, page.locator("#table .cell").all_inner_texts())) < 200
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
@@ -190,13 +287,12 @@ def test_the_keyboard_reaches_everything(show):
         reached.append(what)
     for needed in (
         "theme",
-        "peak",
-        "in",
+        "Peak 40.00 MiB backward · step 1",
         "whole",
         "timeline",
         "module",
         "fold",
-        "segments",
+        "map",
         "search",
         "table",
         "size",
@@ -208,8 +304,12 @@ def test_the_keyboard_reaches_everything(show):
     assert check(page, trace, text).moment == at - 1
     page.keyboard.press("Home")
     assert check(page, trace, text).moment == 0
-    page.keyboard.press("p")
-    assert check(page, trace, text).moment == at
+    for key in ("p", "P"):
+        page.keyboard.press("Home")
+        page.keyboard.press(f"Control+{key}")  # the browser's own: paper has the moment that is chosen
+        assert shown(page).moment == 0
+        page.keyboard.press(key)
+        assert check(page, trace, text).moment == at
     slider = page.locator("#timeline")
     assert slider.get_attribute("role") == "slider"
     assert "allocated" in slider.get_attribute("aria-valuetext")
@@ -218,7 +318,7 @@ def test_the_keyboard_reaches_everything(show):
     assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "2"
     page.keyboard.press("Enter")
     assert page.locator("#icicle button[aria-level='2']").count() == 1  # it alone
-    page.focus("#segments")
+    page.focus("#map")
     page.keyboard.press("ArrowRight")
     assert "MiB" in page.inner_text("#block")
     page.focus("#table")
@@ -265,10 +365,10 @@ def test_layers_that_repeat_are_folded(show):
     owners = tuple(Tensor(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
     page = show(report(run(labels=(LABELS[0], *sequence, *LABELS[3:]), tensors=owners)))
     boxes = page.locator("#icicle button")
-    said = boxes.evaluate_all("boxes => boxes.map(box => box.getAttribute('aria-label').split(':')[0])")
-    assert {"model · layers.0, 2 · mlp", "model · head · 0", "model · head · 2"} <= set(said)
+    said = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
+    assert {"model · layers.0,2 · mlp", "model · head · 0", "model · head · 2"} <= set(said)
     page.uncheck("#fold")
-    said = boxes.evaluate_all("boxes => boxes.map(box => box.getAttribute('aria-label').split(':')[0])")
+    said = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
     assert {"model · layers · 0 · mlp", "model · layers · 2 · mlp"} <= set(said)
 
 
@@ -280,18 +380,21 @@ def test_any_window_and_either_scheme(show, scheme, width):
     paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     # The charts are drawn: more than one colour in each.
-    for name in ("timeline", "segments"):
+    for name in ("#timeline", "#map canvas"):
         colours = page.evaluate(
-            "name => { const c = document.getElementById(name); const d = c.getContext('2d')"
+            "name => { const c = document.querySelector(name); const d = c.getContext('2d')"
             ".getImageData(0, 0, c.width, c.height).data; const found = new Set();"
             " for (let i = 0; i < d.length; i += 4) found.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);"
             " return found.size }",
             name,
         )
         assert colours > 5
+    # What stands for a kind has its colour, wherever it is.
+    for place in ("#sums", "#icicle", "#table"):
+        kind = page.locator(f"{place} [data-layer=activations]").first
+        assert kind.evaluate("kind => getComputedStyle(kind).backgroundColor") == "rgb(0, 158, 115)"
     page.click("#theme")
-    page.click("#theme")
-    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != "rgb(255, 255, 255)"
+    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != paper
 
 
 def test_paper_is_light_and_has_the_table(show):
@@ -324,8 +427,6 @@ def test_the_room_on_the_device_is_drawn_where_it_matters(show):
     assert drawn() > 200
     page = show(report(run()))  # 80 GiB are far off the scale
     assert drawn() == 0
-    page.click("#scale")
-    assert drawn() > 200
 
 
 def test_what_cannot_be_drawn_is_said(show):

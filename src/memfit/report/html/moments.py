@@ -5,6 +5,7 @@ then those with the most bytes times events; the moments are the events that mov
 blocks hold is added up at each of those moments, so that no total is ever short.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,6 @@ class Rest:
     requested: Numbers
     """Bytes more or, if negative, fewer."""
     size: Numbers
-    count: Numbers
-    """Blocks more or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,12 @@ class Drawn:
 
 
 def drawn(
-    trace: Trace, line: Timeline, blocks: Blocks, ranges: list[Range], most: int = MOST_BLOCKS
+    trace: Trace,
+    line: Timeline,
+    blocks: Blocks,
+    ranges: list[Range],
+    also: Sequence[int] = (),
+    most: int = MOST_BLOCKS,
 ) -> Drawn:
     """Choose what is drawn one by one.
 
@@ -56,12 +60,13 @@ def drawn(
         line: its timeline.
         blocks: all of its blocks.
         ranges: all of its reserved memory.
+        also: events that are moments in any case.
         most: so many blocks at most.
     """
     count = len(trace.events)
     if not count:
         nothing = np.zeros(0, np.int64)
-        return Drawn(nothing, blocks[nothing], 0, Rest(nothing, nothing, nothing, nothing, nothing), 0)
+        return Drawn(nothing, blocks[nothing], 0, Rest(nothing, nothing, nothing, nothing), 0)
     peak = int(np.argmax(line.allocated))
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
@@ -71,7 +76,7 @@ def drawn(
             np.array([event for one in ranges for event in (one.born, one.freed)], np.int64),
             np.flatnonzero(trace.events.action == Action.OOM),
             np.array([mark.position - 1 for mark in trace.marks], np.int64),
-            [peak, int(np.argmax(line.reserved)), count - 1],
+            [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))
     )  # fmt: skip
     events = events[(events >= 0) & (events < count)]
@@ -119,5 +124,4 @@ def _rest(blocks: Blocks) -> Rest:
         category=keys % kinds,
         requested=summed(seen.requested),
         size=summed(seen.size),
-        count=summed(np.ones(len(seen), np.int64)),
     )

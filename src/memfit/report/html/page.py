@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.resources import files
 from string import Template
 
+from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution
 from memfit.records import DryRun, Timeline, Trace
 from memfit.report.html import static
@@ -13,7 +14,7 @@ from memfit.report.html.payload import payload
 from memfit.report.html.words import Words
 
 _SCRIPTS = (
-    "read.js", "model.js", "modules.js", "format.js", "colours.js", "timeline.js",
+    "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
     "moment.js", "icicle.js", "segments.js", "table.js", "page.js",
 )  # fmt: skip
 """In the order in which each uses the one before; together one script, in one scope of their own."""
@@ -40,10 +41,16 @@ def page(
     words = Words(source=source)
     if not source:
         summary = _without_source(summary)
-    style = _asset("page.css")
+    found = payload(trace, line, attribution, summary, words)
+    missing = {
+        "no-source": not source,
+        "no-segments": not AllocatorConfig.read(trace.settings).has_segments,
+    }
+    style = _asset("page.css") + static.colours(found.facts)
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
-        static.verdict_in_html(summary, words),
+        static.verdict_in_html(summary, words) | static.thinned(found.facts),
+        missing=" ".join(name for name, is_so in missing.items() if is_so),
         policy=_policy(script, style),
         style=style,
         code=script,
@@ -51,7 +58,10 @@ def page(
         terms=static.terms(summary),
         notes=static.notes(summary, words),
         versions=static.versions(summary, words),
-        data=payload(trace, line, attribution, summary, words),
+        sums=static.sums(found.facts),
+        shortcuts=static.shortcuts(found, words),
+        last=max(0, found.facts.moments - 1),
+        data=found.text,
     )
 
 

@@ -7,43 +7,43 @@ columns   each from a multiple of 8 bytes on; u1, u2, u4 unsigned integers, f8 f
 
 import base64
 import gzip
-import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution
-from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
-from memfit.analysis.breakdown import NAMES, ROUNDING, certainty
+from memfit.analysis.folding import folded
+from memfit.analysis.held import Moment
 from memfit.analysis.place import line_of
-from memfit.records import (
-    Action,
-    Category,
-    DryRun,
-    MarkKind,
-    Phase,
-    Provenance,
-    Timeline,
-    Trace,
-    worst,
-)
-from memfit.report.html.blocks import EARLIER, Numbers, blocks_of
+from memfit.records import DryRun, MarkKind, Phase, Timeline, Trace
+from memfit.report.html.blocks import Numbers, blocks_of
+from memfit.report.html.facts import Facts, facts, layers_of, shortcuts
 from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
 from memfit.report.html.ranges import Range, ranges_of
 from memfit.report.html.words import Words
 
-LAYERS = (
-    Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT,
-    Category.ACTIVATION, Category.OUTPUT, Category.WORKSPACE, Category.TEMPORARY, Category.UNKNOWN,
-)  # fmt: skip
-"""The timeline from the bottom: what stays, then what comes and goes. On top: older blocks, and rounding."""
 _MOST_FRAMES = 30
+_TEXTS = ("module", "folded", "op", "line", "name", "dtype", "shape")
+_OF_WORDS = (*(f"block.{name}" for name in _TEXTS), "place.module", "place.op", "place.line", "stack.frames")
+"""Columns of places in the table of words."""
 Columns = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a page is drawn from."""
+
+    facts: Facts
+    shortcuts: tuple[Moment, ...]
+    text: str
+    """All of it, in base64's alphabet alone."""
 
 
 def payload(
@@ -54,8 +54,8 @@ def payload(
     words: Words,
     *,
     most: int = MOST_BLOCKS,
-) -> str:
-    """Return everything that the page draws, as text of base64's alphabet alone.
+) -> Payload:
+    """Return everything that the page draws.
 
     Args:
         trace: what was recorded.
@@ -71,37 +71,19 @@ def payload(
     config = AllocatorConfig.read(trace.settings)
     blocks = blocks_of(trace, attribution, beginning(trace, config))
     ranges = ranges_of(trace, config)
-    picture = drawn(trace, line, blocks, ranges, most)
+    near = shortcuts(trace, line)
+    picture = drawn(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {
         **_moments(trace, line, attribution, picture, words),
         **_blocks(trace, attribution, picture, words),
-        **{f"rest.{name}": getattr(picture.rest, name) for name in picture.rest.__slots__},
+        **_rest(picture),
         **_ranges(ranges, picture),
         **_stacks(trace, words),
     }
-    device = summary.device
-    facts = {
-        "layers": _layers(trace, picture),
-        "phases": [str(phase) for phase in Phase],
-        "marks": _marks(trace, picture),
-        "failures": _failures(trace, picture),
-        "events": len(trace.events),
-        "old": picture.old,
-        "together": picture.together,
-        "segments": config.has_segments,
-        "source": words.source,
-        "device": device.total.bytes,
-        "room": max(0, device.total.bytes - device.context.bytes - device.in_use),
-    }
-    return _packed(facts, words, columns)
-
-
-def _layers(trace: Trace, picture: Drawn) -> list[dict[str, Any]]:
-    sure = certainty(trace)
-    layers = [{"name": NAMES[one], "category": int(one), "sure": sure[one]} for one in LAYERS]
-    if picture.old:
-        layers.append({"name": EARLIER_NAME, "category": EARLIER, "sure": Provenance.ASSUMED})
-    return [*layers, {"name": ROUNDING, "category": EARLIER + 1, "sure": worst(*sure.values())}]
+    told = facts(trace, picture, near, summary)
+    table, rank = words.in_order()
+    columns |= {name: rank[columns[name]] for name in _OF_WORDS}
+    return Payload(told, near, _packed(told, table, columns))
 
 
 def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Drawn, words: Words) -> Columns:
@@ -109,16 +91,18 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
     events = picture.events
     rows = trace.events
     phase = attribution.phase_of_event[events].astype(np.int64)
-    stacks, phases = len(trace.stacks) + 1, len(Phase)
-    key = ((rows.label[events].astype(np.int64) + 1) * stacks + rows.stack[events] + 1) * phases + phase
+    key = (rows.label[events].astype(np.int64) + 1) * (len(trace.stacks) + 1) + rows.stack[events] + 1
     _, first, place = np.unique(key, return_index=True, return_inverse=True)
     at = events[first].tolist()
     labels = [trace.labels[label] if (label := int(rows.label[event])) >= 0 else None for event in at]
+    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    ended = np.searchsorted(ends, events, side="right")
     return {
         "moment.event": events,
+        "moment.phase": phase,
+        "moment.step": np.where((ended == 0) & (phase == tuple(Phase).index(Phase.SETUP)), 0, ended + 1),
         "moment.place": place.reshape(-1),
         "moment.reserved": line.reserved[events],
-        "place.phase": phase[first],
         "place.module": _indices(words.index(label.module if label else "") for label in labels),
         "place.op": _indices(words.index(label.op if label else "") for label in labels),
         "place.line": _indices(words.line(line_of(trace, event)) for event in at),
@@ -129,11 +113,10 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words
     blocks = picture.blocks
     tensors = trace.tensors
     shapes = [str(list(one.shape)) for one in tensors]
-    requested, of_requested = np.unique(blocks.requested, return_inverse=True)
-    beyond, of_beyond = np.unique(blocks.size - blocks.requested, return_inverse=True)
     # The last of each table is for what index -1 stands for: nothing is known.
     texts = {
         "module": ([words.index(one) for one in (*attribution.modules, "")], blocks.module),
+        "folded": ([words.index(one) for one in (*folded(attribution.modules), "")], blocks.module),
         "op": ([words.index(one) for one in (*attribution.ops, "")], blocks.op),
         "line": ([words.line(one) for one in (*attribution.lines, "")], blocks.line),
         "name": ([words.index(one) for one in (*(one.name for one in tensors), "")], blocks.tensor),
@@ -145,24 +128,32 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words
         "block.life": blocks.freed - blocks.born,
         "block.wait": blocks.done - blocks.freed,
         "block.address": blocks.address,
-        "block.requested": of_requested.reshape(-1),
-        "block.beyond": of_beyond.reshape(-1),
-        "block.category": blocks.category,
+        "block.requested": blocks.requested,
+        "block.beyond": blocks.size - blocks.requested,
+        "block.layer": layers_of(blocks.category),
         "block.phase": blocks.phase,
         "block.stack": blocks.stack + 1,
         **{f"block.{name}": np.array(table, np.int64)[column] for name, (table, column) in texts.items()},
-        "sizes.requested": requested,
-        "sizes.beyond": beyond,
+    }
+
+
+def _rest(picture: Drawn) -> Columns:
+    rest = picture.rest
+    return {
+        "rest.moment": rest.moment,
+        "rest.layer": layers_of(rest.category),
+        "rest.requested": rest.requested,
+        "rest.beyond": rest.size - rest.requested,
     }
 
 
 def _ranges(ranges: Iterable[Range], picture: Drawn) -> Columns:
     """Return reserved ranges, by address."""
     rows = np.array(
-        [(one.start, one.stop - one.start, one.born, one.freed, one.small, one.expandable, one.stream)
+        [(one.start, one.stop - one.start, one.born, one.freed, one.small, one.expandable)
          for one in sorted(ranges, key=lambda one: (one.start, one.born))], np.int64,
-    ).reshape(-1, 7)  # fmt: skip
-    names = ("address", "size", "born", "freed", "small", "expandable", "stream")
+    ).reshape(-1, 6)  # fmt: skip
+    names = ("address", "size", "born", "freed", "small", "expandable")
     columns = {f"range.{name}": rows[:, place] for place, name in enumerate(names)}
     for name in ("range.born", "range.freed"):
         columns[name] = np.searchsorted(picture.events, columns[name])
@@ -179,26 +170,11 @@ def _stacks(trace: Trace, words: Words) -> Columns:
     return {"stack.frames": np.array(flat, np.int64), "stack.ends": ends}
 
 
-def _marks(trace: Trace, picture: Drawn) -> list[tuple[int, str]]:
-    """Return marks and the moments that they follow: the first moment of the step after a step's end."""
-    wanted = (MarkKind.FORWARD, MarkKind.BACKWARD, MarkKind.OPTIMIZER_STEP, MarkKind.TRAINING_STEP)
-    marks = [mark for mark in trace.marks if mark.kind in wanted]
-    at = np.searchsorted(picture.events, [mark.position for mark in marks])
-    return [(int(moment), str(mark.kind)) for moment, mark in zip(at.tolist(), marks, strict=True)]
-
-
-def _failures(trace: Trace, picture: Drawn) -> list[tuple[int, int]]:
-    """Return the moments at which an allocation failed, and the bytes that were asked for."""
-    failed = np.flatnonzero(trace.events.action == Action.OOM)
-    moments = np.searchsorted(picture.events, failed)
-    return list(zip(moments.tolist(), trace.events.size[failed].tolist(), strict=True))
-
-
 def _indices(numbers: Iterable[int]) -> Numbers:
     return np.fromiter(numbers, np.int64)
 
 
-def _packed(facts: Mapping[str, Any], words: Words, columns: Columns) -> str:
+def _packed(facts: Facts, words: list[str], columns: Columns) -> str:
     body = bytearray()
     where: dict[str, tuple[str, int, int]] = {}
     for name, column in columns.items():
@@ -206,8 +182,7 @@ def _packed(facts: Mapping[str, Any], words: Words, columns: Columns) -> str:
         where[name] = (kind, len(body), len(column))
         body += column.astype(f"<{kind}").tobytes()
         body += bytes(-len(body) % 8)
-    head = {"facts": facts, "words": words.table, "columns": where}
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = msgspec.json.encode({"facts": facts, "words": words, "columns": where})
     text += b" " * (-(len(text) + 4) % 8)
     return base64.b64encode(gzip.compress(struct.pack("<I", len(text)) + text + body, 6, mtime=0)).decode()
 

@@ -26,7 +26,6 @@ class Range:
     small: bool
     """Of the pool for requests up to 1 MiB."""
     expandable: bool
-    stream: int
 
 
 def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
@@ -45,7 +44,7 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
             live[start] = Range(
                 start, stop, event, never,
                 stop - start == SMALL_SEGMENT,  # those of the large pool have at least 10 MiB
-                action is Action.SEGMENT_MAP, int(events.stream[event]),
+                action is Action.SEGMENT_MAP,
             )  # fmt: skip
             continue
         # A cudaFree gives a whole segment back; an unmapping may cut what was mapped at several times.
@@ -71,7 +70,7 @@ def _first(trace: Trace, config: AllocatorConfig, start: Beginning) -> list[Rang
     return [
         Range(
             one[0].start, one[-1].stop, -1, len(trace.events),
-            one[-1].stop - one[0].start == SMALL_SEGMENT, one[0].segment == EXPANDABLE, 0,
+            one[-1].stop - one[0].start == SMALL_SEGMENT, one[0].segment == EXPANDABLE,
         )
         for one in by_segment(pieces)
     ]  # fmt: skip

@@ -1,8 +1,12 @@
 """What of the page is there without any script: the verdict, the ladder, and what the reader must know."""
 
+from dataclasses import replace
 from html import escape
 
-from memfit.records import DryRun, Figure, Provenance
+from memfit.analysis.breakdown import NAMES
+from memfit.records import Category, DryRun, Figure, Provenance
+from memfit.report.html.facts import Facts
+from memfit.report.html.payload import Payload
 from memfit.report.html.words import Words
 from memfit.report.terminal import MACHINES, growth, in_words, subject, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
@@ -118,6 +122,64 @@ def terms(result: DryRun) -> str:
             f"<td>{format_bytes(amount)}</td><td>{term.figure.provenance}</td></tr>"
         )
     return "".join(rows)
+
+
+def shortcuts(found: Payload, words: Words) -> str:
+    """Return a button for each moment to look at."""
+    buttons: list[str] = []
+    for moment, one in zip(found.facts.shortcuts, found.shortcuts, strict=True):
+        most = max(found.shortcuts[0].allocated, 1)
+        below = f"&minus;{100 - 100 * one.allocated / most:.1f} %"
+        name = below if buttons else f"Peak {_amount(one.allocated)}"
+        step = f" · step {one.place.step}" if one.place.step else ""
+        place = one.place if words.source else replace(one.place, line="")
+        buttons.append(
+            f'<button type="button" data-moment="{moment}" '
+            f'title="{_amount(one.allocated)} · {_text(words, in_words(place))}">'
+            f"{name} {one.place.phase}{step}</button>"
+        )
+    return "".join(buttons)
+
+
+def sums(facts: Facts) -> str:
+    """Return a row for each kind of bytes, as they are stacked, and for their sum; the page fills them in."""
+    kinds = [(one.name, one.sure, f"<i {_SWATCH.format(one.name)}></i>") for one in reversed(facts.layers)]
+    least = kinds[0][1]  # that of rounding: all others' rounding is in it
+    rows = [*kinds, *((name, least, "") for name in ("allocated", "cached", "reserved"))]
+    return "".join(
+        f'<tr data-row="{name}"><th scope="row">{swatch}{name}{_unless_exact(sure)}</th>'
+        "<td></td><td></td></tr>"
+        for name, sure, swatch in rows
+    )
+
+
+_SWATCH = 'class="swatch" data-layer="{}" aria-hidden="true"'
+_HATCH = "repeating-linear-gradient(135deg, transparent 0 2.6px, rgba(255, 255, 255, .62) 2.6px 4.2px), "
+
+
+def _unless_exact(sure: Provenance) -> str:
+    return f' <span class="sure">{sure}</span>' if sure is not Provenance.EXACT else ""
+
+
+def colours(facts: Facts) -> str:
+    """Return the style of what stands for a kind of bytes; on hatching, text lies on a plain ground."""
+    return "".join(
+        f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
+        f"--text: {'#fff' if one.name == NAMES[Category.PARAMETER] else '#111'}; "
+        f"--ground: {'rgba(255, 255, 255, .8)' if one.hatched else 'none'} }}\n"
+        for one in facts.layers
+    )
+
+
+def thinned(facts: Facts) -> dict[str, str]:
+    """Return what a page says of blocks that are not drawn one by one, if there are any."""
+    hole = "hole, or small blocks drawn together" if facts.together else "hole"
+    said = (
+        '<p id="thinned" class="thinned">Small and short-lived blocks are drawn together: '
+        f"{facts.together:,} of {facts.together + facts.blocks:,}. All totals are exact at the "
+        f"{facts.moments:,} moments that are drawn.</p>"
+    )
+    return {"hole": hole, "thinned": said if facts.together else ""}
 
 
 def notes(result: DryRun, words: Words) -> str:

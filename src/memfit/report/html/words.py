@@ -6,6 +6,9 @@ What reaches the page has no control or bidirectional character left, no home fo
 
 import re
 
+import numpy as np
+
+from memfit.report.html.blocks import Numbers
 from memfit.report.inert import inert
 from memfit.report.terminal import short_path
 
@@ -33,10 +36,11 @@ class Words:
         self.source = source
         self._index: dict[str, int] = {}
 
-    @property
-    def table(self) -> list[str]:
-        """The texts, in the order in which they were asked for."""
-        return list(self._index)
+    def in_order(self) -> tuple[list[str], Numbers]:
+        """Return the texts by the alphabet, the empty one last, and where each index stands among them."""
+        table = list(self._index)
+        order = sorted(range(len(table)), key=lambda index: (not table[index], table[index]))
+        return [table[index] for index in order], np.argsort(order)
 
     def shown(self, text: str) -> str:
         """Return text as the page may show it: inert, without home folders or, if so asked, file names."""

@@ -4,8 +4,8 @@ const UNITS = [['TiB', 2 ** 40], ['GiB', 2 ** 30], ['MiB', 2 ** 20], ['KiB', 2 *
 const CUT = 160; // characters of a name in a row; the whole of it is in the details
 
 function bytes(amount) {
-  for (const [name, unit] of UNITS) if (Math.abs(amount) >= unit) return `${(amount / unit).toFixed(2)} ${name}`;
-  return `${amount} B`;
+  const [name, unit] = UNITS.find(([, size]) => Math.abs(amount) >= size) || [];
+  return unit ? `${(amount / unit).toFixed(2)} ${name}` : `${amount} B`;
 }
 
 const whole = (number) => number.toLocaleString('en-US');
@@ -13,18 +13,19 @@ const counted = (number, name) => `${whole(number)} ${name}${number === 1 ? '' :
 const exactly = (amount) => `${whole(amount)} B`;
 const cut = (text) => (text.length > CUT ? `${text.slice(0, CUT)}…` : text);
 const fileOnly = (line) => line.slice(line.lastIndexOf('/') + 1);
-const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : '');
+const dotted = (...parts) => parts.filter(Boolean).join(' · ');
+const total = (amounts) => amounts.reduce((sum, amount) => sum + amount, 0);
+const clamp = (number, least, most) => Math.min(most, Math.max(least, number));
 
-function placeText({ step, phase, module, op, line }) {
-  return [step ? `step ${step}` : '', phase, cut(module), cut(op), cut(fileOnly(line))].filter(Boolean).join(' · ');
+function placeText({ step, phase, module = '', op = '', line = '' }) {
+  return dotted(step && `step ${step}`, phase, cut(module), cut(op), cut(fileOnly(line)));
 }
+
+const on = (element, type, act) => element.addEventListener(type, act);
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === 'class') element.className = value;
-    else element.setAttribute(name, value);
-  }
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children);
   return element;
 }

@@ -13,9 +13,10 @@ async function read(base64) {
   const raw = await new Response(stream).arrayBuffer();
   const length = new DataView(raw).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(raw, 4, length)));
-  const columns = {};
+  const tables = {};
   for (const [name, [type, offset, count]] of Object.entries(head.columns)) {
-    columns[name] = new ARRAYS[type](raw, 4 + length + offset, count);
+    const [table, column] = name.split('.');
+    (tables[table] ||= {})[column] = new ARRAYS[type](raw, 4 + length + offset, count);
   }
-  return { facts: head.facts, words: head.words, columns };
+  return { ...head.facts, words: head.words, ...tables };
 }
