@@ -54,7 +54,7 @@ def test_who_holds_the_memory_at_a_moment_and_by_what(recorded):
     text = explain(recorded.folder, "run.memfit", "--at", "forward", "--by", "line").stdout
     assert "Allocated, by line: step 1 · forward · Linear" in text
     assert "script.py:3" in text
-    assert "parameters +1,050,624" in text  # 512 x 512 and 512 floats
+    assert ["parameters", "+1,050,624"] in [row.split() for row in text.splitlines()]  # 512 x 512 and 512
     done = explain(recorded.folder, "run.memfit", "--at", "lunch")
     assert done.returncode == 2
     assert done.stderr.startswith("memfit: --at lunch: it is one of peak, setup, ")
@@ -74,6 +74,20 @@ def test_the_ledger_of_one_linear_layer_is_what_a_real_gpu_showed(dry_run):
         ("optimizer", {"optimizer state": 8_388_608}),
     ]
     assert first[4]["peak"] - first[4]["after"] == 8_388_608  # AdamW's temporaries
+    printed = explain(run.folder, "run.memfit").stdout.split("What each phase changed")[1]
+    assert [row.split() for row in printed.splitlines()[2:13]] == [
+        ["setup", "4,198,400", "+4,198,400"],
+        ["parameters", "+4,194,304"],
+        ["inputs", "+4,096"],
+        ["step", "1", "forward", "4,202,496", "+4,096"],
+        ["outputs", "+4,096"],
+        ["step", "1", "loss", "4,203,008", "+512"],
+        ["outputs", "+512"],
+        ["step", "1", "backward", "8,397,312", "+4,194,304", "+4,608"],
+        ["gradients", "+4,194,304"],
+        ["step", "1", "optimizer", "16,785,920", "+8,388,608", "+8,388,608"],
+        ["optimizer", "state", "+8,388,608"],
+    ]
 
 
 def test_snapshots_go_both_ways(recorded):

@@ -101,26 +101,25 @@ def print_largest(held: Held, console: Console) -> None:
 
 
 def print_ledger(changes: tuple[Change, ...], console: Console) -> None:
-    """Print what each phase changed, in bytes."""
+    """Print what each phase changed, in bytes; its categories' changes add up to its own."""
     console.print(Text("\nWhat each phase changed, in bytes of blocks:"))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("allocated", "change", "at its peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of that")
     for change in changes:
         if not change.change and change.peak == change.after and not change.by_category:
             continue
         above = change.peak - max(change.after, change.after - change.change)
-        what = "\n".join(f"{name} {size:+,}" for name, size in change.by_category)
         step = f"step {change.step} " if change.step else ""
         table.add_row(
             f"  {step}{change.phase}",
             f"{change.after:,}",
             f"{change.change:+,}" if change.change else "",
             f"{above:+,}" if above > 0 else "",
-            what,
         )
+        for name, size in change.by_category:
+            table.add_row(f"    {name}", "", f"{size:+,}", style="dim")
     console.print(table)
 
 
