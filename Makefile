@@ -10,9 +10,9 @@ READY := $(VENV)/.installed
 
 .PHONY: demo test browser lint format check clean
 
-demo: $(READY)  # what a GPT of GPT-2 small's size needs, and where a small card runs out
+demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a small card runs out
 	$(BIN)/memfit dry-run examples/gpt.py
-	$(BIN)/memfit dry-run --gpu RTX-3060 examples/gpt.py --batch-size 32
+	$(BIN)/memfit dry-run --memory 6GiB --advise examples/gpt.py
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
