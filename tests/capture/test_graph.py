@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memfit.capture import graph
 from memfit.capture.graph import saved_for_backward
 
 
@@ -70,6 +71,11 @@ def test_a_copy_in_another_dtype_knows_its_parameter():
         root = layer(torch.randn(2, 4, requires_grad=True)).sum()
     casts = [one.cast_of for one in saved(root) if one.cast_of is not None]
     assert any(one is layer.weight for one in casts)
+
+
+def test_a_pytorch_that_does_not_show_it_is_not_asked(monkeypatch):
+    monkeypatch.setattr(graph, "READABLE", False)  # as 2.8 and 2.9 are
+    assert saved(torch.randn(3, requires_grad=True).exp().sum()) == []
 
 
 def test_hooks_are_not_run():

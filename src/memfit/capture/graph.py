@@ -18,6 +18,8 @@ import torch
 
 from memfit.capture.modules import tensors_in
 
+READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
+"""Whether this PyTorch shows what a node has saved without unpacking it: 2.10 and later do."""
 _RAW = "_raw_saved_"
 _ALL = "_raw_saved_tensors"
 _CAST = "ToCopyBackward0"
@@ -67,7 +69,7 @@ def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
 
 def _saved_by(node: Any) -> Iterator[Saved]:
     name = node.name()
-    for attribute in _raw_attributes(node.__class__):
+    for attribute in _raw_attributes(node.__class__) if READABLE else ():
         try:
             raw = getattr(node, attribute)
         except RuntimeError:  # freed already: of a graph that is gone through again

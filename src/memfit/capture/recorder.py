@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from memfit.capture import cublas
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
+from memfit.capture.graph import READABLE
 from memfit.capture.history import StackTable, columns, pools
 from memfit.capture.holders import Holdings, parameters_of
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
@@ -49,6 +50,10 @@ _UNLOGGED = {
     False: "PyTorch keeps no history with backend:cudaMallocAsync: figures are the CUDA runtime's own, "
     "without source lines. How CUDA's pool grows is assumed: by 32 MiB.",
 }
+_UNREADABLE = (
+    "PyTorch before 2.10 does not show what a graph has saved: what the next backward frees counts as "
+    "activations, and has no name."
+)
 _MARKED = {
     "_cuda_resetPeakMemoryStats": MarkKind.RESET_PEAK,
     "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
@@ -240,6 +245,8 @@ class Recorder:
                 self._held.parameters(moment, parameters_of(optimizer))
                 self._held.optimizer_state(moment, optimizer)
             self._hold_modules(self._roots)
+            if not READABLE:
+                self.note(Provenance.ASSUMED, _UNREADABLE)
         if compiled := self.compiled.summary():
             self.note(Provenance.EXACT, compiled)
         statistics = {
