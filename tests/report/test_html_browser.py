@@ -12,6 +12,7 @@ from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held as held_at
 from memfit.analysis.held import By
 from memfit.analysis.nearby import below_peak
+from memfit.api import explain
 from memfit.records import Action, DeviceUse, Figure, Label, Phase, Provenance, Tensor
 from memfit.report.html.payload import payload
 from pages import (
@@ -443,6 +444,31 @@ def test_without_script_the_answer_is_there(browser, tmp_path):
     page.goto(path.as_uri())
     assert "needs JavaScript" in page.inner_text("body") or "need JavaScript" in page.inner_text("body")
     assert "Fits" in page.inner_text("h1")
+    context.close()
+
+
+def test_it_draws_inside_a_notebook(browser, tmp_path):
+    """A cell's output: a frame that may run its script and nothing else, in a page that others wrote."""
+    cell = tmp_path / "notebook.html"
+    cell.write_text(f"<!doctype html><title>notebook</title>{explain(run())._repr_html_()}")
+    context = browser.new_context(viewport={"width": 1000, "height": 950})
+    page = context.new_page()
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(cell.as_uri())
+    (frame,) = page.main_frame.child_frames
+    frame.wait_for_selector("html[data-ready]")
+    assert shown(frame).allocated == timeline(run()).allocated.max()
+    box = frame.locator("#timeline").bounding_box()
+    page.mouse.click(box["x"] + 58 + 0.3 * (box["width"] - 66), box["y"] + 200)
+    check(frame, run(), report(run()))
+    assert frame.inner_text("#h-moment").lower() == "at this moment"
+    assert frame.evaluate("self.origin") == "null"  # what is the notebook's is out of its reach
+    assert page.title() == "notebook"
+    assert [url for url in requests if url != cell.as_uri() and not url.startswith("about:")] == []
+    assert complaints == []
     context.close()
 
 

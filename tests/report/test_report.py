@@ -1,5 +1,6 @@
 """What people and programs are shown: totals that sum, names that are inert, a schema that is kept."""
 
+import builtins
 import io
 import json
 from dataclasses import replace
@@ -20,7 +21,7 @@ from memfit.records import (
 )
 from memfit.report.inert import inert
 from memfit.report.schema import Result, json_schema, to_json, to_public
-from memfit.report.terminal import print_summary
+from memfit.report.terminal import as_text, print_summary
 
 GIB = 1 << 30
 SCHEMA = Path(__file__).parents[2] / "docs/dry-run.schema.json"
@@ -42,6 +43,14 @@ def test_the_summary_says_what_was_asked(answer):
     assert "Steady from step 2 on" in text
     assert "a stand-in CUDA runtime" in text
     assert "\x1b" not in text
+
+
+def test_what_prints_itself_returns_its_text_in_a_notebook(monkeypatch):
+    """There rich would show the lines itself: it looks for IPython's shell by its class's name."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    assert Console().is_jupyter
+    assert as_text(lambda console: console.print("what it says  ")) == "what it says"
 
 
 def test_out_of_memory_says_where_and_how_much(answer):

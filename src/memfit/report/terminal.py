@@ -40,7 +40,8 @@ _MOST_NOTES = 8
 def as_text(show: Callable[[Console], None]) -> str:
     """Return what would be printed, for objects that print themselves."""
     text = io.StringIO()
-    show(Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False))
+    # In a notebook rich would show each line where the cell is, instead of writing it.
+    show(Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False, force_jupyter=False))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
