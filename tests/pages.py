@@ -128,10 +128,11 @@ def evil():
     )
 
 
-def report(trace, **options):
+def report(trace, advice=None, **options):
     """Return a trace's page."""
     line = timeline(trace)
-    return page(trace, line, attribute(trace, line), summarize(trace), **options)
+    found = replace(summarize(trace), advice=advice)
+    return page(trace, line, attribute(trace, line), found, **options)
 
 
 def unpacked(text):

@@ -59,10 +59,11 @@ def followed(script, advice):
 
 
 def test_a_peak_in_the_optimizer(dry_run):
-    run = dry_run(TRAIN, *WIDE, options=("--advise",))
+    run = dry_run(TRAIN, *WIDE, options=("--advise", "--html", "report.html"))
     (one,) = run.answer["advice"]
     assert one["what"] == "fused optimizer"
     assert run.out.count("training\n") == 1  # what is tried is silent
+    assert "<b>fused optimizer</b>" in (run.folder / "report.html").read_text()
     script, environment = followed(TRAIN, [one])
     again = dry_run(script, *WIDE, env=environment).answer
     assert again["peak"]["process"] == one["needs"]["bytes"]

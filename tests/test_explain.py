@@ -60,6 +60,19 @@ def test_who_holds_the_memory_at_a_moment_and_by_what(recorded):
     assert done.stderr.startswith("memfit: --at lunch: it is one of peak, setup, ")
 
 
+def test_both_commands_write_the_page(dry_run):
+    run = dry_run(TRAIN, options=("-o", "run.memfit", "--html", "run.html"))
+    explain(run.folder, "run.memfit", "--html", "explained.html")
+    explain(run.folder, "run.memfit", "--html", "bare.html", "--no-source")
+    allocated = f'data-bytes="{run.answer["peak"]["allocated"]}"'
+    for name, source in (("run", True), ("explained", True), ("bare", False)):
+        page = (run.folder / f"{name}.html").read_text()
+        assert allocated in page
+        assert ("script.py" in page) == source
+    explain(run.folder, "run.memfit", "--html", "none.html", "--at", "lunch")
+    assert not (run.folder / "none.html").exists()
+
+
 def test_the_ledger_of_one_linear_layer_is_what_a_real_gpu_showed(dry_run):
     """An RTX 3060 with PyTorch 1.9.1, single-tensor AdamW, no cuBLAS workspace."""
     script = (EXAMPLES / "linear1024.py").read_text()

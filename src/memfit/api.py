@@ -24,7 +24,7 @@ from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
 from memfit.analysis.held import By
-from memfit.analysis.peak import summarize, summary
+from memfit.analysis.peak import summarize
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
@@ -140,13 +140,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     )
     settings = ChildSettings(ghost(memory=memory), module, steps, labels, stdout_to_stderr)
     trace = traced(command, settings, output, on_progress)
-    if html is not None:
-        write_html(trace, html)
     found = summarize(trace)
-    if not advise:
-        return found
-    roomy = replace(settings, ghost=ghost(memory=NO_LIMIT))
-    return dataclasses.replace(found, advice=_advised(command, roomy, trace, found, on_progress))
+    if advise:
+        roomy = replace(settings, ghost=ghost(memory=NO_LIMIT))
+        found = dataclasses.replace(found, advice=_advised(command, roomy, trace, found, on_progress))
+    if html is not None:
+        write_html(trace, found, html)
+    return found
 
 
 def record(  # noqa: PLR0913 - one parameter an option
@@ -311,7 +311,8 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     Row(name='head', bytes=823410688, blocks=1, provenance=<Provenance.EXACT: 'exact'>)
     """
     trace = target if isinstance(target, Trace) else read(target)
-    return Explained.of(explanation(trace, at, fragments=fragments), lambda: html(trace))
+    found = explanation(trace, at, fragments=fragments)
+    return Explained.of(found, lambda: html(trace, found.summary))
 
 
 def diff(
@@ -332,21 +333,21 @@ def diff(
     return difference(explain(before, at), explain(after, at), By(by))
 
 
-def html(trace: Trace, *, source: bool = True) -> str:
+def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:
     """Return a report for browsers: one file that loads nothing, with the peak open.
 
     Args:
         trace: what ``read`` returned.
+        found: the answer to show at the top, with advice if there is any.
         source: whether file names, lines and the command may be in it.
     """
     line = timeline(trace)
-    attribution = attribute(trace, line)
-    return page(trace, line, attribution, summary(trace, line, attribution), source=source)
+    return page(trace, line, attribute(trace, line), found, source=source)
 
 
-def write_html(trace: Trace, path: Path, *, source: bool = True) -> None:
+def write_html(trace: Trace, found: DryRun, path: Path, *, source: bool = True) -> None:
     """Write the report for browsers, whole or not at all."""
-    write_bytes(path, html(trace, source=source).encode(errors="replace"))
+    write_bytes(path, html(trace, found, source=source).encode(errors="replace"))
 
 
 def chrome_trace(trace: Trace) -> bytes:

@@ -45,15 +45,16 @@ def explain(  # noqa: PLR0913 - one parameter an option
     from memfit import api
 
     trace = api.read(path)
+    found = api.explain(trace, at, fragments=fragmentation)
     if snapshot is not None:
         api.write_snapshot(trace, snapshot)
     if html is not None:
-        api.write_html(trace, html, source=source)
+        api.write_html(trace, found.summary, html, source=source)
     if chrome is not None:
         api.write_bytes(chrome, api.chrome_trace(trace))
     if csv is not None:
         api.write_bytes(csv, api.table(trace).encode())
-    write_explanation(api.explain(trace, at, fragments=fragmentation), json, by)
+    write_explanation(found, json, by)
     return 0
 
 

@@ -18,10 +18,11 @@ from memfit.analysis.held import By
 from memfit.analysis.peak import summarize
 from memfit.analysis.place import place_at
 from memfit.errors import FileFormatError
-from memfit.records import Action, Block, Label, Mark, MarkKind, Note, Phase, Provenance
+from memfit.records import Action, Advice, Block, Figure, Label, Mark, MarkKind, Note, Phase, Provenance
+from memfit.report.advice import advice_in_words
 from memfit.report.html.payload import payload
 from memfit.report.html.words import NO_FILE, Words
-from pages import GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
+from pages import EVIL, GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
 from traces import BASE, Event, freed, segment, trace_of
 
 
@@ -215,6 +216,44 @@ def test_the_answer_is_there_without_any_script(answer):
     assert {str(answer.peak_allocated), str(answer.peak_reserved), str(answer.peak_process.bytes)} <= figures
     assert str(80 * GIB) in figures
     assert "Peak in step 1 · backward · blocks.1.fc · AddmmBackward0" in page.text
+
+
+CHECKPOINT = Advice(
+    "fewer activations", "--checkpoint <0-2>", "+11 % time",
+    saves=Figure(3 * GIB, Provenance.MEASURED), needs=Figure(9 * GIB, Provenance.EXACT), fits=False,
+)  # fmt: skip
+
+
+def test_advice_is_told_as_on_a_terminal():
+    second = replace(CHECKPOINT, what="more of it", needs=Figure(7 * GIB, Provenance.EXACT), fits=True)
+    text = report(run(), advice=(CHECKPOINT, second))
+    assert re.findall(r"<li><b>(.*?)</b>", text) == [CHECKPOINT.what, second.what]
+    lines = advice_in_words((CHECKPOINT, second))
+    for told in (Elements(text).text, " ".join(line.plain for line in lines)):
+        words = " ".join(told.replace("·", " ").split())
+        assert "saves 3.0 GiB measured needs 9.0 GiB does not fit yet --checkpoint <0-2>" in words
+        assert "needs 7.0 GiB fits" in words
+        assert "costs +11 % time" in words
+    assert "Nothing was found" in Elements(report(run(), advice=())).text
+    assert "Do next" not in report(run())
+
+
+def test_advice_is_inert():
+    evil = replace(CHECKPOINT, what=EVIL, how="/home/ada/train.py:3")
+    text = report(run(), advice=(evil,), source=False)
+    assert [tag for tag, _ in Elements(text).found].count("script") == 2
+    assert "train.py" not in text
+
+
+def test_a_run_out_of_memory_says_what_it_needs_in_all():
+    trace = run()
+    small = replace(trace.device, total=replace(trace.device.total, bytes=256 * MIB))
+    failed = [Event(Action.OOM, 1000, 5 * GIB)]
+    trace = trace_of([Event(Action.SEGMENT_ALLOC, BASE, 20 * MIB), *failed], device=small)
+    saves, needs = Figure(GIB, Provenance.EXACT), Figure(2 * GIB, Provenance.EXACT)
+    advice = (Advice("so", "so", "nothing", saves=saves, needs=needs, fits=True),)
+    assert "In all it needs 3.00 GiB" in Elements(report(trace, advice=advice)).text
+    assert "In all" not in Elements(report(trace)).text
 
 
 def test_a_device_that_is_too_small_says_what_is_short():

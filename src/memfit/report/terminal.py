@@ -53,9 +53,6 @@ def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = N
         console: where to.
         in_all: what it needs where memory does not end, if that is known.
     """
-    if result.advice and in_all is None:
-        first = result.advice[0]
-        in_all = Figure(first.needs.bytes + first.saves.bytes, first.needs.provenance)
     console.print(verdict(result, in_all))
     console.print(subject(result), style="dim")
     console.print()
@@ -86,6 +83,9 @@ def short_path(line: str) -> str:
 
 def verdict(result: DryRun, in_all: Figure | None = None) -> Text:
     """Say whether it fits, and what it needs or where it ran out."""
+    if result.advice and in_all is None:
+        first = result.advice[0]
+        in_all = Figure(first.needs.bytes + first.saves.bytes, first.needs.provenance)
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":

@@ -55,6 +55,7 @@ def page(
         style=style,
         code=script,
         ladder=static.ladder(summary),
+        advice=static.advice(summary, words),
         terms=static.terms(summary),
         notes=static.notes(summary, words),
         versions=static.versions(summary, words),

@@ -5,6 +5,7 @@ from html import escape
 
 from memfit.analysis.breakdown import NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
+from memfit.report.advice import EACH, FITS, NONE
 from memfit.report.html.facts import Facts
 from memfit.report.html.payload import Payload
 from memfit.report.html.words import Words
@@ -139,6 +140,22 @@ def shortcuts(found: Payload, words: Words) -> str:
             f"{name} {one.place.phase}{step}</button>"
         )
     return "".join(buttons)
+
+
+def advice(result: DryRun, words: Words) -> str:
+    """Return what would lower the peak, as the terminal tells it; nothing where nobody asked."""
+    if result.advice is None:
+        return ""
+    if not result.advice:
+        return f'<p class="peak">{NONE}</p>'
+    items = [
+        f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
+        f'<span class="sure">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
+        f'{" · " * (one.fits is not None)}{FITS[one.fits]} <code class="long">{_text(words, one.how)}</code>'
+        f"<small>costs {_text(words, one.costs)}</small></li>"
+        for one in result.advice
+    ]
+    return f'<h2>Do next <small>{EACH}</small></h2><ol class="advice">{"".join(items)}</ol>'
 
 
 def sums(facts: Facts) -> str:
