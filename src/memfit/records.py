@@ -73,6 +73,8 @@ class Category(IntEnum):
     """Computed in a forward or a loss, saved by no graph: the script holds it."""
     TEMPORARY = 9
     """Gone before its phase is: what ops work in, gradients of activations."""
+    COMMUNICATION = 10
+    """What ``torch.distributed`` makes: buckets, gathered parameters, gradients to be scattered."""
 
 
 class Action(IntEnum):
@@ -129,7 +131,8 @@ class Label:
     module: str
     """Path of the module, as ``named_modules`` spells it (``layers.0.mlp``); empty outside modules."""
     op: str
-    """In the backward, the autograd node (``MmBackward0``); empty where it is not known."""
+    """In the backward, the autograd node (``MmBackward0``); elsewhere what a graph shows (``Addmm``), or what
+    of PyTorch was called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``); or empty."""
     stack: int
     """In the backward, the forward's stack that made the node: index into ``Trace.stacks``, or -1."""
 

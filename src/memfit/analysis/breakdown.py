@@ -27,6 +27,7 @@ NAMES = {
     Category.INPUT: "inputs",
     Category.OUTPUT: "outputs",
     Category.TEMPORARY: "temporaries",
+    Category.COMMUNICATION: "communication",
     Category.WORKSPACE: "workspaces",
     Category.UNKNOWN: "unknown",
 }

@@ -34,6 +34,11 @@ _NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen
 _MEMFIT = str(Path(__file__).parents[1]) + "/"
 
 
+def is_passed_over(file: str) -> bool:
+    """Say whether a frame's file is memfit's own, or no Python: whoever called it is meant."""
+    return file.startswith(_MEMFIT) or _NOT_PYTHON.fullmatch(file) is not None
+
+
 class StackTable:
     """Stacks and frames, each kept once.
 
@@ -50,7 +55,7 @@ class StackTable:
         self._files: dict[str, bool | None] = {}  # file -> whether it is the user's; None: not kept
         self._frames: dict[Frame, int] = {}
         self._stacks: dict[tuple[int, ...], int] = {}
-        self._torch = _torch_folder()
+        self._torch = torch_folder()
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -86,8 +91,8 @@ class StackTable:
         return self._frames.setdefault(Frame(file, line, function, user), len(self._frames))
 
     def _kept(self, file: str) -> bool:
-        ours = file.startswith((_MEMFIT, self._torch)) or _PACKAGE_OF_OURS.search(file)
-        return not ours and not _NOT_PYTHON.fullmatch(file) and not GENERATED.fullmatch(file)
+        ours = file.startswith(self._torch) or _PACKAGE_OF_OURS.search(file)
+        return not ours and not is_passed_over(file) and not GENERATED.fullmatch(file)
 
 
 def columns(
@@ -224,7 +229,7 @@ def _line(frame: Mapping[str, Any]) -> tuple[str, int, str]:
     return file, line, function
 
 
-def _torch_folder() -> str:
+def torch_folder() -> str:
     """Return the folder of the imported torch, which need not be an installed package."""
     torch = sys.modules.get("torch")
     # A path that no file has stands for a torch that is not here.

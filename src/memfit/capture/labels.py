@@ -51,7 +51,11 @@ class LabelBook:
 
     def intern(self, phase: Phase, module: str = "", op: str = "", stack: int = -1) -> int:
         """Return the index of a label, the same for equal labels."""
-        return self._index.setdefault(Label(phase, module, op, stack), len(self._index))
+        return self.add(Label(phase, module, op, stack))
+
+    def add(self, label: Label) -> int:
+        """Return the index of a label, the same for equal labels."""
+        return self._index.setdefault(label, len(self._index))
 
     def use(self, label: int) -> None:
         """Put a label in force on the calling thread."""

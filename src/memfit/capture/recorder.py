@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.capture import cublas
+from memfit.capture.calls import calls
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
 from memfit.capture.graph import READABLE
@@ -27,7 +28,7 @@ from memfit.capture.holders import Holdings, parameters_of
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, short_names
-from memfit.capture.settle import labelled, mark_spaces, placed
+from memfit.capture.settle import called, labelled, mark_spaces, placed
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
 from memfit.ghost.before import before
@@ -267,7 +268,7 @@ class Recorder:
             history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
         )
         serials = self._counted.serials(events.action) if self._counted else events.label
-        events = labelled(events, serials, self.book, self._held)
+        events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
         labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
         if missed := mark_spaces(events, serials, self._spaces()):
             text = "workspaces were not found in the allocator's history: they count with the rest."

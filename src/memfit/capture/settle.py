@@ -3,6 +3,7 @@
 serials ──> labels and marks at their events
 addresses that objects and graphs held ──> category, tensor and op of the allocation that was there then
 addresses that libraries worked in ──> workspaces
+PyTorch's own functions ──> ops, and what is communication
 """
 
 from bisect import bisect_right
@@ -11,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from memfit.capture.calls import Call
 from memfit.capture.holders import Holdings
 from memfit.capture.labels import LabelBook
 from memfit.ghost.load import Space
-from memfit.records import Action, Category, Events, Mark, MarkKind
+from memfit.records import Action, Category, Events, Label, Mark, MarkKind
 
 
 def positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
@@ -62,6 +64,34 @@ def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, ho
                 made = labels[label[event]]
                 label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
     return replace(events, label=label, category=category, tensor=tensor)
+
+
+def called(events: Events, book: LabelBook, column: npt.NDArray[np.int32], table: tuple[Call, ...]) -> Events:
+    """Say of allocations what of PyTorch made them, where nothing better is known.
+
+    Autograd's nodes are better known, unless Python runs in them that communicates.
+
+    Args:
+        events: with labels and categories.
+        book: where labels are kept.
+        column: what of PyTorch each event happened in, as an index into ``table``.
+        table: of those.
+    """
+    category, label, labels = events.category.copy(), events.label.copy(), book.labels
+    made = (events.action == Action.ALLOC) & (label >= 0)
+    communicates = np.array([call.communicates for call in table])[column]
+    category[made & communicates & (category == Category.UNKNOWN)] = Category.COMMUNICATION
+    known = np.flatnonzero(made & (column > 0))
+    pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)
+    better = [_with_op(labels[one], table[call]) for one, call in pairs.T.tolist()]
+    label[known] = np.array([book.add(one) for one in better], np.int32)[inverse.reshape(-1)]
+    return replace(events, label=label, category=category)
+
+
+def _with_op(label: Label, call: Call) -> Label:
+    if call.communicates or not label.op:
+        return replace(label, op=call.name)
+    return replace(label, op=f"{label.op} ({call.how})") if call.how else label
 
 
 def mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:

@@ -126,9 +126,9 @@ class Steps:
         self.forwards += 1
         self._on_change()
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, op: str = "") -> None:
         """Label the calling thread with a phase outside any module."""
-        self._book.use(self._book.intern(phase))
+        self._book.use(self._book.intern(phase, op=op))
         self._on_change()
 
     @contextmanager
@@ -155,7 +155,7 @@ class Steps:
         """Label the calling thread with an optimizer that is about to step."""
         self._inside[threading.get_ident()] = self._book.current()
         self._before_optimizer(optimizer)
-        self.enter(Phase.OPTIMIZER)
+        self.enter(Phase.OPTIMIZER, f"{type(optimizer).__name__}.step")
 
     def leave_optimizer(self, optimizer: Optimizer) -> None:
         """Count an optimizer that has stepped.

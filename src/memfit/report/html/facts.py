@@ -22,6 +22,7 @@ _COLOURS = {
     Category.ACTIVATION: ("#009e73", False),
     Category.OUTPUT: ("#d55e00", False),
     Category.WORKSPACE: ("#f0e442", False),
+    Category.COMMUNICATION: ("#f0e442", True),
     Category.TEMPORARY: ("#e69f00", False),
     Category.UNKNOWN: ("#8c8c8c", False),
 }
