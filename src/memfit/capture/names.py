@@ -1,0 +1,102 @@
+"""What tensors are called, alone or with others in the same memory.
+
+    one tensor, one name              weight
+    one tensor, several names (tied)  weight = head.weight
+    several tensors, the same memory  weight = b.weight          .data of the one set to the other's
+    several, each a piece of it       weight_ih_l0 and 3 more    flat weights of an RNN, buckets, shards
+
+Of a tensor that is spread over ranks it is the piece that lies here.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from memfit.records import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a tensor is called."""
+
+    own: str = ""
+    """In its module: ``weight``."""
+    module: str = ""
+    paths: tuple[str, ...] = ()
+    """All of its names from the outermost module on, its own first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor that belongs to one that has a name: itself, its gradient, a part of its state."""
+
+    tensor: torch.Tensor
+    name: Name
+    suffix: str = ""
+    """``.grad``, ``.exp_avg``; empty for itself."""
+
+
+class Names:
+    """The names of parameters and buffers. Nothing is kept alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], Name]] = {}
+
+    def learn(self, root: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Remember what the tensors of an outermost module are called; return them, each once."""
+        found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        for path, tensor in named:
+            found.setdefault(id(tensor), (tensor, []))[1].append(path)
+        for tensor, paths in found.values():
+            module, _, own = f"{root}.{paths[0]}".rpartition(".")
+            self._names[id(tensor)] = weakref.ref(tensor), Name(own, module, tuple(paths))
+        return [tensor for tensor, _ in found.values()]
+
+    def of(self, tensor: torch.Tensor) -> Name:
+        """Return a tensor's name, empty if it is not known."""
+        reference, name = self._names.get(id(tensor), (None, Name()))
+        return name if reference is not None and reference() is tensor else Name()
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's piece of a DTensor, and anything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def describe(found: Sequence[Named]) -> Tensor:
+    """Describe what lies in one allocation.
+
+    Args:
+        found: at least one tensor, all of the same storage.
+    """
+    places: dict[int, list[Named]] = {}
+    for named in found:
+        places.setdefault(local(named.tensor).storage_offset(), []).append(named)
+    first = found[0]
+    text = _names(places[local(first.tensor).storage_offset()])
+    module, shape = first.name.module, tuple(local(first.tensor).shape)
+    if len(places) > 1:
+        levels = zip(*(named.name.module.split(".") for named in found), strict=False)
+        common = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+        text = f"{module}.{text}".removeprefix(f"{common}.") + f" and {len(places) - 1} more"
+        module, shape = common, (max(map(_end, found)) - min(places),)
+    return Tensor(module, text, str(first.tensor.dtype).removeprefix("torch."), shape)
+
+
+def _names(found: Sequence[Named]) -> str:
+    first = found[0]
+    others = [path for named in found for path in named.name.paths][1:]
+    text = " = ".join((name + first.suffix).lstrip(".") for name in dict.fromkeys([first.name.own, *others]))
+    return text if first.tensor is local(first.tensor) else f"{text} (this rank's)"
+
+
+def _end(named: Named) -> int:
+    """Return where a tensor ends in its storage, in elements."""
+    tensor = local(named.tensor)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last: int = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    return last + 1
