@@ -75,6 +75,8 @@ class Category(IntEnum):
     """Gone before its phase is: what ops work in, gradients of activations."""
     COMMUNICATION = 10
     """What ``torch.distributed`` makes: buckets, gathered parameters, gradients to be scattered."""
+    RECOMPUTED = 11
+    """An activation that a checkpoint did not keep, computed again for its backward."""
 
 
 class Action(IntEnum):

@@ -80,7 +80,7 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
         ([made(0, 100, B), gone(0, 100, B)], "TEMPORARY"),
         ([made(0, 100, B), made(1, 9, O)], "UNKNOWN"),
         ([made(0, 100, R), gone(0, 100, R)], "TEMPORARY"),
-        ([made(0, 100, R), gone(0, 100, B)], "ACTIVATION"),
+        ([made(0, 100, R), gone(0, 100, B)], "RECOMPUTED"),
         ([made(0, 100, O), gone(0, 100, O)], "TEMPORARY"),
         ([made(0, 100, F, Category.PARAMETER), gone(0, 100, F)], "PARAMETER"),
     ],

@@ -167,7 +167,7 @@ def test_segments_out_of_range(file, trace):
     ("column", "value", "words"),
     [
         ("action", 10, "event 1 of 2 has action 10, outside 0 to 9"),
-        ("category", 11, "event 1 of 2 has category 11,"),
+        ("category", 12, "event 1 of 2 has category 12,"),
         ("size", -1, "event 1 of 2 has size -1,"),
         ("address", 1 << 63, "event 1 of 2 has address 9223372036854775808,"),
         ("stream", -1, "event 1 of 2 has stream -1,"),

@@ -155,7 +155,8 @@ def _categories(
     for which, kind in (
         (given, Category.INPUT),
         (made == _FORWARD, Category.OUTPUT),
-        (kept | recomputed, Category.ACTIVATION),
+        (kept, Category.ACTIVATION),
+        (recomputed, Category.RECOMPUTED),
         (temporary, Category.TEMPORARY),
     ):
         category[unknown & which] = kind

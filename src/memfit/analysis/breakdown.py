@@ -24,6 +24,7 @@ NAMES = {
     Category.GRADIENT: "gradients",
     Category.OPTIMIZER_STATE: "optimizer state",
     Category.ACTIVATION: "activations",
+    Category.RECOMPUTED: "recomputed activations",
     Category.INPUT: "inputs",
     Category.OUTPUT: "outputs",
     Category.TEMPORARY: "temporaries",

@@ -11,12 +11,16 @@ PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and w
 
 import functools
 import re
-from collections.abc import Hashable, Iterable, Iterator
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from memfit.capture.modules import tensors_in
+from memfit.capture.modules import ACCUMULATE, CLAIMED, tensors_in
+from memfit.capture.steps import wrap
+from memfit.ghost.after_import import after_import
 
 READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
 """Whether this PyTorch shows what a node has saved without unpacking it: 2.10 and later do."""
@@ -47,7 +51,9 @@ class Saved(NamedTuple):
     sequence: int
     """Autograd's number of the node that saved it: nodes are numbered as they are made."""
     cast_of: torch.Tensor | None
-    """The leaf that it is a copy of, in another dtype: autocast keeps those."""
+    """The leaf that it is a copy of, in another dtype."""
+    by_autocast: bool
+    """Whether autocast was on when the module returned that made the copy."""
 
 
 def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
@@ -56,18 +62,62 @@ def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
     Args:
         roots: tensors, however nested: what a backward pass starts from.
     """
+    for node in nodes_of(roots):
+        yield from saved_by(node)
+
+
+def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
+    """Yield the nodes of the graph of some tensors."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        yield from _saved_by(node)
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
 
 
-def _saved_by(node: Any) -> Iterator[Saved]:
+class Checkpoints:
+    """The checkpoints that are not reentrant: their inputs are in no node of the graph.
+
+    Source: ``_CheckpointFrame`` in torch/utils/checkpoint.py: ``saved_args`` in PyTorch 2.14.1, before that a
+    node of its own under ``input_saver``.
+    """
+
+    def __init__(self) -> None:
+        self._frames: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self) -> None:
+        """From now on know each checkpoint, as long as its backward is to come."""
+        after_import("torch.utils.checkpoint", self._wrap)
+
+    def inputs(self) -> Iterator[Saved]:
+        """Yield what checkpoints keep until their backward."""
+        now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        for frame in list(self._frames):
+            saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+            kept = saver._raw_saved_tensors if saver is not None else getattr(frame, "saved_args", ())
+            for tensor in (tensor for raw in kept if hasattr(raw, "data") for tensor in _tensors_of(raw)):
+                op = _op(node) if (node := _maker(tensor)) is not None else ""
+                yield Saved(tensor, "input of a checkpoint", op, now, None, by_autocast=False)
+
+    def _wrap(self) -> None:
+        def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
+            original(frame, *args, **options)
+            self._frames.add(frame)
+
+        wrap(sys.modules["torch.utils.checkpoint"]._CheckpointFrame, "__init__", build)
+
+
+def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose gradients the backward of some nodes adds to."""
+    return (node.variable for node in nodes if node.name().endswith(ACCUMULATE))
+
+
+def saved_by(node: Any) -> Iterator[Saved]:
+    """Yield what a node holds."""
     name = node.name()
     for attribute in _raw_attributes(node.__class__) if READABLE else ():
         try:
@@ -99,11 +149,25 @@ def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
 
 
 def _saved(tensor: torch.Tensor, what: str, saver: Any) -> Saved:
-    """Find the node that allocated a tensor's memory, past those that made views of it."""
+    maker = _maker(tensor)
+    is_cast = maker is not None and maker.name() == _CAST
+    return Saved(
+        tensor,
+        what,
+        _op(maker or saver),
+        saver._sequence_nr(),
+        getattr(maker.next_functions[0][0], "variable", None) if is_cast else None,
+        by_autocast=is_cast and maker.metadata.get(CLAIMED, False),
+    )
+
+
+def _maker(tensor: torch.Tensor) -> Any:
+    """Find the node that allocated a tensor's memory, past those that made views of it; None for a leaf."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS and node.next_functions:
         node = node.next_functions[0][0]
-    name = (node or saver).name()
-    leaf = node.next_functions[0][0] if node is not None and name == _CAST else None
-    op = re.sub(r"Backward\d*$", "", name)
-    return Saved(tensor, what, op, saver._sequence_nr(), getattr(leaf, "variable", None))
+    return node
+
+
+def _op(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())

@@ -5,15 +5,17 @@ gradients just before an optimizer steps, its state just after), and only the ad
 are kept. Which allocation an address meant at that moment is settled from the history afterwards.
 """
 
+import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch.optim import Optimizer
 
-from memfit.capture.graph import Saved, saved_for_backward
+from memfit.capture.graph import Checkpoints, Saved, leaves_of, nodes_of, saved_by
 from memfit.capture.modules import tensors_in
 from memfit.capture.names import Name, Named, Names, describe, local
 from memfit.ghost.known import storage_start
@@ -41,7 +43,9 @@ class Holdings:
     ops: dict[str, int] = field(default_factory=lambda: {"": 0})
     """Ops that made what a graph saved; values are places, the first is that of none."""
     held: list[Held] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each
+    _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _names: Names = field(default_factory=Names)
 
     def modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
@@ -91,19 +95,37 @@ class Holdings:
 
     def scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
         """Note what a gradient scaler keeps."""
-        kept = (("loss scale", scaler._scale), ("loss scale's growth", scaler._growth_tracker))
+        kept = (
+            ("loss scale", scaler._scale),
+            ("loss scale's growth", scaler._growth_tracker),
+            ("whether a gradient is infinite", scaler._per_optimizer_states),
+        )
+        self._note_all(serial, kept)
+
+    def given(self, serial: int, optimizer: Optimizer) -> None:
+        """Note what a gradient scaler gives to an optimizer that is about to step and scales by itself."""
+        kept = (
+            ("loss scale", getattr(optimizer, "grad_scale", None)),
+            ("whether a gradient is infinite", getattr(optimizer, "found_inf", None)),
+        )
         self._note_all(serial, kept)
 
     def graph(self, serial: int, roots: Iterable[object]) -> None:
-        """Note what autograd keeps for the backward of some tensors."""
+        """Note what autograd keeps for the backward of some tensors, and whose gradients that will make."""
+        nodes = [] if _is_traced() else list(nodes_of(roots))
+        self._leaves = [weakref.ref(leaf) for leaf in leaves_of(nodes)]
         kept = array("q")
-        for saved in () if _is_traced() else saved_for_backward(roots):
+        for saved in chain(self.checkpoints.inputs(), *map(saved_by, nodes)):
             address = _address(saved.tensor)
             if address:
                 tensor, op = self._place(self._of_saved(saved)), self.ops.setdefault(saved.op, len(self.ops))
                 kept.extend((address, tensor, op, bisect_right(self._backwards, saved.sequence)))
         self.held.append(Held(serial, Category.ACTIVATION, kept))
         self._backwards.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def gradients_of_graph(self, serial: int) -> None:
+        """Note what the backward of the graph noted last has made: gradients, of inputs, too."""
+        self.gradients(serial, [leaf for reference in self._leaves if (leaf := reference()) is not None])
 
     def workspaces(self, serial: int, sizes: Mapping[int, int]) -> None:
         """Note what cuBLAS works in: addresses and bytes."""
@@ -115,7 +137,8 @@ class Holdings:
     def _of_saved(self, saved: Saved) -> Tensor:
         """Describe what was saved; copies of parameters in another dtype after them."""
         original = self._names.of(saved.cast_of) if saved.cast_of is not None else Name()
-        name = Name(f"copy of {original.own}", original.module) if original.own else Name(saved.what)
+        whose = "autocast's copy of" if saved.by_autocast else "copy of"
+        name = Name(f"{whose} {original.own}", original.module) if original.own else Name(saved.what)
         return describe([Named(saved.tensor, name)])
 
     def _note(self, serial: int, category: Category, found: Iterable[Named]) -> None:

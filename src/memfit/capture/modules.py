@@ -31,8 +31,9 @@ from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
 from memfit.records import Label, Phase, Tensor
 
-_CLAIMED = "memfit"
-_ACCUMULATE = "AccumulateGrad"
+CLAIMED = "memfit"
+"""In a node's metadata: whether autocast was on when it was claimed."""
+ACCUMULATE = "AccumulateGrad"
 _COMPILED = "_orig_mod"
 """Where ``torch.compile(module)`` keeps the module that it wraps: both go by one name."""
 
@@ -68,7 +69,8 @@ class ModuleNames:
         seen: set[int] = set()
         while id(module) not in seen:
             seen.add(id(module))
-            _, parent_ref, name = self._parents.get(id(module), (None, None, ""))
+            # A module may lie where another was that is gone.
+            _, parent_ref, name = self._parents[id(module)] if self._knows(module) else (None, None, "")
             parent = parent_ref() if parent_ref is not None else None
             if parent is None:
                 break
@@ -198,8 +200,10 @@ class ModuleHooks:
         before, _, _ = active.pop()
         if active or self._in_backward():
             self._book.use(before)
+        elif requires_grad or self._book.labels[before].phase is Phase.LOSS:
+            self._after_root(Phase.LOSS)  # a teacher, or a checkpoint's first run, between model and loss
         else:
-            self._after_root(Phase.LOSS if requires_grad else Phase.INPUT)
+            self._after_root(Phase.INPUT)
 
     def _name(self, module: torch.nn.Module) -> str:
         entry = self._names_of.get(id(module))
@@ -224,12 +228,13 @@ class ModuleHooks:
             return  # hooks on nodes would be compiled with it
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
+        by_autocast = torch.is_autocast_enabled("cuda")
         where: int | None = None
         while nodes:
             node = nodes.pop()
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property; the stub forgets
-            if _CLAIMED not in metadata:
-                metadata[_CLAIMED] = True
+            if CLAIMED not in metadata:
+                metadata[CLAIMED] = by_autocast
                 if where is None:
                     where = self._stacks.intern(_lines(caller))
                 node.register_prehook(self._labeller(module, op or node.name(), where))
@@ -237,7 +242,7 @@ class ModuleHooks:
                 if (
                     following is not None
                     and following not in seen
-                    and _ACCUMULATE not in following.name()
+                    and ACCUMULATE not in following.name()
                     and following._sequence_nr() >= since  # the graph's own order of creation
                 ):
                     seen.add(following)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.capture import cublas
+from memfit.capture import autocast, cublas
 from memfit.capture.calls import calls
 from memfit.capture.compiled import CompiledCode
 from memfit.capture.counted import CountedStamps
@@ -109,6 +109,7 @@ class Recorder:
             after_optimizer=self._after_optimizer,
             before_scaled=self._before_scaled,
             before_backward=self._before_backward,
+            after_backward=self._after_backward,
             on_change=on_change,
             end_now=end_now,
         )
@@ -132,6 +133,8 @@ class Recorder:
         self.steps.install(self._hooks)
         if self._with_labels:
             self.modules.install(self._hooks)
+            autocast.watch(self.book)
+            self._held.checkpoints.watch()
         self.compiled.install()
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
         self._mark_calls()
@@ -220,6 +223,10 @@ class Recorder:
             self._held.graph(self.book.moment(), roots)
             self.modules.claim_loss(roots, sys._getframe(1))
 
+    def _after_backward(self) -> None:
+        if self._with_labels:
+            self._held.gradients_of_graph(self.book.moment())
+
     def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
         if self._with_labels:
             self._held.scaler(self.book.moment(), scaler)
@@ -227,6 +234,7 @@ class Recorder:
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if self._with_labels:
             parameters, moment = list(parameters_of(optimizer)), self.book.moment()
+            self._held.given(moment, optimizer)
             self._held.gradients(moment, parameters)
             self._held.parameters(moment, parameters)
 
@@ -269,6 +277,7 @@ class Recorder:
         )
         serials = self._counted.serials(events.action) if self._counted else events.label
         events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
+        autocast.mark_copies(events, self.book)
         labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
         if missed := mark_spaces(events, serials, self._spaces()):
             text = "workspaces were not found in the allocator's history: they count with the rest."

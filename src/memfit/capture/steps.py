@@ -54,6 +54,7 @@ class Steps:
         after_optimizer: called when it has stepped (its state is there).
         before_scaled: called with a gradient scaler that is about to step an optimizer, or to skip it.
         before_backward: called with the roots of an outermost backward pass.
+        after_backward: called when it is over.
         on_change: called at each change of phase, for the progress line.
         end_now: called when the script keeps catching the exception that should end it.
     """
@@ -67,6 +68,7 @@ class Steps:
         after_optimizer: Callable[[Optimizer], None],
         before_scaled: Callable[[torch.amp.GradScaler], None],
         before_backward: Callable[[tuple[object, ...]], None],
+        after_backward: Callable[[], None],
         on_change: Callable[[], None],
         end_now: Callable[[], None],
     ) -> None:
@@ -76,6 +78,7 @@ class Steps:
         self._after_optimizer = after_optimizer
         self._before_scaled = before_scaled
         self._before_backward = before_backward
+        self._after_backward = after_backward
         self._on_change = on_change
         self._end_now = end_now
         self._ends = 0
@@ -118,6 +121,7 @@ class Steps:
             wrap(torch.autograd, name, self._call_for_backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
+        wrap(torch.amp.GradScaler, "step", self._enter_scaler)
         wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
 
     def enter_forward(self) -> None:
@@ -170,6 +174,12 @@ class Steps:
         else:
             self.enter(Phase.INPUT)
         self._count(optimizer)
+
+    def _enter_scaler(
+        self, original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._before_scaled(scaler)  # an optimizer that scales by itself gets sums of what is there now
+        return original(scaler, *args, **kwargs)
 
     def _scaled_step(
         self,
@@ -241,7 +251,9 @@ class Steps:
         self.enter(Phase.BACKWARD)
         self._depth += 1
         try:
-            return original(roots, *args, **kwargs)
+            result = original(roots, *args, **kwargs)
+            self._after_backward()
+            return result
         finally:
             self._depth -= 1
             self._backwards += 1

@@ -20,6 +20,7 @@ _COLOURS = {
     Category.GRADIENT: ("#cc79a7", False),
     Category.INPUT: ("#009e73", True),
     Category.ACTIVATION: ("#009e73", False),
+    Category.RECOMPUTED: ("#e69f00", True),
     Category.OUTPUT: ("#d55e00", False),
     Category.WORKSPACE: ("#f0e442", False),
     Category.COMMUNICATION: ("#f0e442", True),
