@@ -19,7 +19,7 @@ test: $(READY)
 
 browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/python -m pip install --quiet -e '.[browser]'
-	$(BIN)/pytest tests/report/test_html_browser.py
+	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

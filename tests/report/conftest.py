@@ -1,7 +1,8 @@
-"""The answer that is shown; ``drive`` drives PyTorch's real allocator."""
+"""The answer that is shown; ``drive`` drives PyTorch's real allocator, ``show`` a browser."""
 
 import pytest
 
+from browsing import browser, show
 from memfit.records import (
     DeviceUse,
     DryRun,
@@ -16,7 +17,7 @@ from memfit.records import (
 )
 from situations import drive
 
-__all__ = ["answer", "drive"]
+__all__ = ["answer", "browser", "drive", "show"]
 
 GIB = 1 << 30
 
