@@ -18,13 +18,13 @@ from msgspec import json
 from msgspec.structs import replace
 
 from memfit.allocator.timeline import timeline
+from memfit.analysis import peak
 from memfit.analysis.advice import Candidate, Change, advice
 from memfit.analysis.attribution import attribute
 from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
 from memfit.analysis.held import By
-from memfit.analysis.peak import summarize
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
@@ -39,9 +39,12 @@ from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
 from memfit.records import Advice, DryRun, Note, Provenance, Trace
 from memfit.report import export
+from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
 from memfit.report.explanation import Explained
 from memfit.report.html import page
+from memfit.report.replay import Compared
+from memfit.report.terminal import Answer
 from memfit.strategies.unattended import Intervention
 
 if TYPE_CHECKING:
@@ -290,6 +293,15 @@ def read(path: str | Path) -> Trace:
     return read_trace(path) if is_trace(path) else read_snapshot(path)
 
 
+def summarize(trace: Trace) -> DryRun:
+    """Say what a trace's run used, as ``dry_run`` does of its own; printed, the summary.
+
+    Raises:
+        FileFormatError: the history contradicts itself.
+    """
+    return Answer.of(peak.summarize(trace))
+
+
 def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explained:
     """Say who holds the memory of a run, when, and from which line.
 
@@ -312,7 +324,7 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     """
     trace = target if isinstance(target, Trace) else read(target)
     found = explanation(trace, at, fragments=fragments)
-    return Explained.of(found, lambda: html(trace, found.summary))
+    return Explained.of(found, summary=Answer.of(found.summary), page=lambda: html(trace, found.summary))
 
 
 def diff(
@@ -330,7 +342,7 @@ def diff(
         UsageError: there is no such moment in a run.
         FileFormatError: a file is neither, or contradicts itself.
     """
-    return difference(explain(before, at), explain(after, at), By(by))
+    return Differing.of(difference(explain(before, at), explain(after, at), By(by)))
 
 
 def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:
@@ -387,14 +399,16 @@ def replay(
         UsageError: a conf is not what PyTorch takes, or the device is not known.
         FileFormatError: the trace does not tell what was asked for.
     """
-    return compare(
-        trace,
-        confs,
-        device=find_device(gpu) if gpu is not None else None,
-        memory=memory,
-        in_use=in_use,
-        smallest=smallest,
-        on_progress=on_progress,
+    return Compared.of(
+        compare(
+            trace,
+            confs,
+            device=find_device(gpu) if gpu is not None else None,
+            memory=memory,
+            in_use=in_use,
+            smallest=smallest,
+            on_progress=on_progress,
+        )
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from memfit import api
 from memfit.records import (
     Growth,
     Note,
@@ -21,7 +22,8 @@ from memfit.records import (
 )
 from memfit.report.inert import inert
 from memfit.report.schema import Result, json_schema, to_json, to_public
-from memfit.report.terminal import as_text, print_summary
+from memfit.report.terminal import Answer, print_summary
+from pages import run
 
 GIB = 1 << 30
 SCHEMA = Path(__file__).parents[2] / "docs/dry-run.schema.json"
@@ -45,12 +47,26 @@ def test_the_summary_says_what_was_asked(answer):
     assert "\x1b" not in text
 
 
-def test_what_prints_itself_returns_its_text_in_a_notebook(monkeypatch):
+def test_what_prints_itself_returns_its_text_in_a_notebook(answer, monkeypatch):
     """There rich would show the lines itself: it looks for IPython's shell by its class's name."""
+    text = printed(answer).splitlines()
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     assert Console().is_jupyter
-    assert as_text(lambda console: console.print("what it says  ")) == "what it says"
+    assert repr(Answer.of(answer)).splitlines() == [line.rstrip() for line in text]
+
+
+def test_every_answer_prints_itself():
+    trace = run()
+    for found, first in (
+        (api.summarize(trace), "FITS   needs"),
+        (api.explain(trace), "FITS   needs"),
+        (api.explain(trace).summary, "FITS   needs"),
+        (api.diff(trace, trace), "before  peak in: step 1"),
+        (api.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
+    ):
+        assert str(found) == repr(found)
+        assert first in repr(found)
 
 
 def test_out_of_memory_says_where_and_how_much(answer):

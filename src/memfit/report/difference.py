@@ -1,6 +1,7 @@
 """What changed between two runs, on a terminal and as JSON."""
 
 import json
+from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
@@ -9,9 +10,19 @@ from rich.text import Text
 
 from memfit.analysis.difference import Difference
 from memfit.report.explanation import named
+from memfit.report.printed import Printed
 from memfit.report.terminal import in_words
 
 _ROWS = 20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Differing(Printed, Difference):
+    """What changed, and prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print what changed."""
+        print_difference(self, console)
 
 
 def print_difference(found: Difference, console: Console) -> None:

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from memfit.records import DryRun, Figure
-from memfit.report.terminal import as_text, print_summary
+from memfit.report.printed import Printed
+from memfit.report.terminal import print_summary
 
 _TOTALS = {"allocated", "reserved", "process"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Estimate:
-    """What a model would use. Printed, or as the last line of a notebook's cell, it is the summary."""
+class Estimate(Printed):
+    """What a model would use; printed, the summary."""
 
     run: DryRun
     """On the GPU asked for."""
@@ -41,8 +44,6 @@ class Estimate:
         done = self.run if gpu is None else self.again(gpu, None)
         return done.verdict == "fits"
 
-    def __str__(self) -> str:
-        in_all = None if self.unlimited is self.run else self.total
-        return as_text(lambda console: print_summary(self.run, console, in_all=in_all))
-
-    __repr__ = __str__
+    def show(self, console: Console) -> None:
+        """Print the summary, with what it needs where memory does not end."""
+        print_summary(self.run, console, in_all=None if self.unlimited is self.run else self.total)

@@ -2,8 +2,7 @@
 
 import html
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +12,8 @@ from memfit.analysis.explanation import Explanation
 from memfit.analysis.held import By, Change, Held, Live
 from memfit.report.fragmentation import print_fragmentation
 from memfit.report.inert import inert
-from memfit.report.terminal import as_text, in_words, print_summary, short_path
+from memfit.report.printed import Printed
+from memfit.report.terminal import in_words, print_summary, short_path
 from memfit.units import format_bytes
 
 _ROWS = 15
@@ -22,26 +22,20 @@ _NOBODY = {By.MODULE: "(outside modules)", By.LINE: "(no line)", By.OP: "(no op)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explained(Explanation):
+class Explained(Printed, Explanation):
     """An explanation that prints itself; as the last line of a notebook's cell it is the HTML report."""
 
     page: Callable[[], str]
     """Makes the report."""
-
-    @classmethod
-    def of(cls, found: Explanation, page: Callable[[], str]) -> Self:
-        """Have an explanation print itself."""
-        return cls(**{field.name: getattr(found, field.name) for field in fields(found)}, page=page)
 
     def _repr_html_(self) -> str:
         # In a frame of its own: the report's style and policy are for a whole page.
         inside = html.escape(self.page(), quote=True)
         return f'<iframe srcdoc="{inside}" sandbox="allow-scripts" width="100%" height="900"></iframe>'
 
-    def __str__(self) -> str:
-        return as_text(lambda console: print_explanation(self, None, console))
-
-    __repr__ = __str__
+    def show(self, console: Console) -> None:
+        """Print all of it."""
+        print_explanation(self, None, console)
 
 
 def print_explanation(found: Explanation, by: By | None, console: Console) -> None:

@@ -1,6 +1,7 @@
 """Replays under several settings, on a terminal."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,10 +11,20 @@ from memfit.allocator.compare import Outcome
 from memfit.analysis.comparison import Comparison
 from memfit.records import Place
 from memfit.report.inert import inert
+from memfit.report.printed import Printed
 from memfit.report.terminal import short_path
 from memfit.units import format_bytes, format_gib
 
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Compared(Printed, Comparison):
+    """Replays that print themselves."""
+
+    def show(self, console: Console) -> None:
+        """Print a row a setting."""
+        print_comparison(self, console)
 
 
 def print_comparison(result: Comparison, console: Console) -> None:

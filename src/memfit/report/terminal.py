@@ -4,9 +4,8 @@ Everything that comes from a trace is printed as plain text with its control cha
 a module or file name can neither colour the terminal nor move its cursor.
 """
 
-import io
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.text import Text
 from memfit.records import DryRun, Figure, Machine, Place
 from memfit.report.advice import advice_in_words
 from memfit.report.inert import inert
+from memfit.report.printed import Printed
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 MACHINES = {
@@ -24,7 +24,6 @@ MACHINES = {
     Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
     Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
 }
-_WIDTH = 100  # columns of what is no terminal
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
@@ -37,12 +36,13 @@ _SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
 _MOST_NOTES = 8
 
 
-def as_text(show: Callable[[Console], None]) -> str:
-    """Return what would be printed, for objects that print themselves."""
-    text = io.StringIO()
-    # In a notebook rich would show each line where the cell is, instead of writing it.
-    show(Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False, force_jupyter=False))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+@dataclass(frozen=True, slots=True, repr=False)
+class Answer(Printed, DryRun):
+    """A dry run's answer that prints itself: the summary."""
+
+    def show(self, console: Console) -> None:
+        """Print the summary."""
+        print_summary(self, console)
 
 
 def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = None) -> None:
