@@ -14,9 +14,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.modules.loss import _Loss
@@ -29,85 +28,13 @@ from torch.nn.modules.module import (
 from memfit.capture.history import StackTable
 from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
-from memfit.records import Label, Phase, Tensor
+from memfit.capture.module_names import ModuleNames
+from memfit.capture.steps import wrap
+from memfit.records import Phase
 
 CLAIMED = "memfit"
 """In a node's metadata: whether autocast was on when it was claimed."""
 ACCUMULATE = "AccumulateGrad"
-_COMPILED = "_orig_mod"
-"""Where ``torch.compile(module)`` keeps the module that it wraps: both go by one name."""
-
-
-class ModuleNames:
-    """Dotted names of modules, as ``named_modules`` of their outermost parent spells them.
-
-    Parents are learnt when a module is registered and, for modules that came another way (a deep
-    copy, a pickle), when an unknown one is first called. Nothing is kept alive.
-    """
-
-    def __init__(self) -> None:
-        self._parents: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None, str]] = {}
-
-    def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Record that ``parent.name`` is ``child``; the last parent that took a shared child names it."""
-        if child is not None:
-            self._parents[id(child)] = (weakref.ref(child), weakref.ref(parent), name)
-
-    def adopt(self, root: torch.nn.Module) -> None:
-        """Learn a whole tree whose registrations were not seen."""
-        self._parents.setdefault(id(root), (weakref.ref(root), None, ""))
-        for parent in root.modules():
-            for name, child in parent._modules.items():  # children() skips shared modules
-                if child is not None and not self._knows(child):
-                    self.learn(parent, name, child)
-
-    def full_name(self, module: torch.nn.Module) -> str:
-        """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
-        if not self._knows(module):
-            self.adopt(module)
-        names: list[str] = []
-        seen: set[int] = set()
-        while id(module) not in seen:
-            seen.add(id(module))
-            # A module may lie where another was that is gone.
-            _, parent_ref, name = self._parents[id(module)] if self._knows(module) else (None, None, "")
-            parent = parent_ref() if parent_ref is not None else None
-            if parent is None:
-                break
-            if name != _COMPILED:
-                names.append(name)
-            module = parent
-        inner = module._modules
-        if _COMPILED in inner:  # TorchScript's modules are in no dictionary, and there is no get
-            module = inner[_COMPILED] or module
-        return ".".join([type(module).__name__, *reversed(names)])
-
-    def _knows(self, module: torch.nn.Module) -> bool:
-        entry = self._parents.get(id(module))
-        return entry is not None and entry[0]() is module
-
-
-_Named = TypeVar("_Named", Label, Tensor)
-
-
-def short_names(
-    labels: tuple[Label, ...], tensors: tuple[Tensor, ...] = ()
-) -> tuple[tuple[Label, ...], tuple[Tensor, ...]]:
-    """Drop the outermost class from modules' names where all that have a path below one share it.
-
-    >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))[0]]
-    ['head']
-    """
-    modules = [label.module for label in labels] + [tensor.module for tensor in tensors]
-    roots = {module.partition(".")[0] for module in modules if "." in module}
-    if len(roots) != 1:
-        return labels, tensors
-    prefix = f"{roots.pop()}."
-
-    def shortened(named: tuple[_Named, ...]) -> tuple[_Named, ...]:
-        return tuple(replace(one, module=one.module.removeprefix(prefix)) for one in named)
-
-    return shortened(labels), shortened(tensors)
 
 
 class ModuleHooks:
@@ -151,6 +78,7 @@ class ModuleHooks:
             register_module_forward_hook(self._leave_hook, always_call=True),
         ):
             hooks.add(handle)
+        wrap(torch.nn.Module, "__setstate__", self._set_state)
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
         """Claim what no module has claimed: nodes between the model's output and ``backward()``.
@@ -160,6 +88,10 @@ class ModuleHooks:
             caller: the frame that called for it.
         """
         self.claim(roots, since=-1, module="", caller=caller)
+
+    def _set_state(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
+        original(module, state)
+        self.names.learn_copy(module)
 
     def _enter_hook(self, module: torch.nn.Module, _args: object) -> None:
         if not torch.compiler.is_compiling():

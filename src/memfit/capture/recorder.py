@@ -27,7 +27,8 @@ from memfit.capture.history import StackTable, columns, pools
 from memfit.capture.holders import Holdings, parameters_of
 from memfit.capture.labels import LabelBook, metadata_of, serial_of
 from memfit.capture.lifted import LiftedHooks
-from memfit.capture.modules import ModuleHooks, short_names
+from memfit.capture.module_names import short_names
+from memfit.capture.modules import ModuleHooks
 from memfit.capture.settle import called, labelled, mark_spaces, placed
 from memfit.capture.snapshot import segments, settings
 from memfit.capture.steps import Steps
@@ -253,6 +254,7 @@ class Recorder:
             for optimizer in self.steps.optimizers:
                 self._held.parameters(moment, parameters_of(optimizer))
                 self._held.optimizer_state(moment, optimizer)
+            self._hold_modules(self.modules.names.outermost())  # those that never ran, too: averages
             self._hold_modules(self._roots)
             if not READABLE:
                 self.note(Provenance.ASSUMED, _UNREADABLE)
