@@ -109,6 +109,32 @@ truth(parameters=len(list(net.parameters())))
     assert names == {"loss scale", "loss scale's growth", "whether a gradient is infinite"}
 
 
+def test_averages_that_never_run_and_optimizers_that_run_the_model(told):
+    found, truth = told(
+        f"""
+import copy
+net = {MLP}
+frozen, average = copy.deepcopy(net), torch.optim.swa_utils.AveragedModel(net)
+x, optimizer = torch.ones(32, 256, device="cuda"), torch.optim.LBFGS(net.parameters())
+def closure():
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss
+for _ in range(2):
+    optimizer.step(closure)
+    average.update_parameters(net)
+truth(parameters=size(net.parameters()), inputs=size([x]))
+"""
+    )
+    assert bytes_of(found, category="parameters") == 3 * truth["parameters"]
+    assert {one.module for one in found if one.category == "parameters"} == {
+        *("Sequential.0", "Sequential.2", "AveragedModel.module.0", "AveragedModel.module.2")
+    }
+    assert bytes_of(found, category="inputs") == truth["inputs"]
+    assert {one.op for one in found if one.born.phase == "optimizer"} == {"LBFGS.step"}
+
+
 def test_autocasts_copies_are_named_saved_or_not(told):
     found, truth = told(
         """
@@ -116,16 +142,18 @@ net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).cuda()
 teacher = nn.Linear(256, 64).cuda()
 with torch.autocast("cuda", torch.bfloat16):
     x = torch.ones(32, 256, device="cuda")
+    student = net(x)
     with torch.no_grad():
-        teacher(x)
-    net(x).float().sum().backward()
+        target = teacher(x)
+    (student - target).float().square().sum().backward()
 saved, others = [net[2].weight], [net[0].weight, net[0].bias, net[2].bias, *teacher.parameters()]
-truth(saved=size(saved) // 2, others=size(others) // 2)
+truth(saved=size(saved) // 2, others=size(others) // 2, inputs=size([x]))
 """
     )
     saved = bytes_of(found, category="activations", name="autocast's copy of weight", module="2")
     assert saved == truth["saved"]
     assert bytes_of(found, category="temporaries", op="autocast's copy of a parameter") == truth["others"]
+    assert bytes_of(found, category="inputs") == truth["inputs"]  # what follows the teacher is no input
 
 
 def test_a_copy_that_the_script_made_itself_is_not_autocasts(told):
@@ -137,10 +165,11 @@ class Half(nn.Linear):
 net = Half(256, 64, bias=False).cuda()
 x = torch.ones(32, 256, device="cuda", dtype=torch.half, requires_grad=True)
 net(x).sum().backward()
-truth(copy=size([net.weight]) // 2)
+truth(copy=size([net.weight]) // 2, input=size([x]))
 """
     )
     assert bytes_of(found, category="activations", name="copy of weight") == truth["copy"]
+    assert bytes_of(found, category="gradients", name="grad") == truth["input"]  # nobody else asks for it
 
 
 CHECKPOINT = """

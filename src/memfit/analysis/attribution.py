@@ -139,6 +139,10 @@ def _categories(
     # What is never freed is freed after all events, in a stage of its own.
     until_same_stage = _runs(stage)[freed] == _runs(stage)[born]
     temporary = np.where(recomputed, _runs(phase)[freed] == _runs(phase)[born], until_same_stage)
+    # A step may go through a closure's forward and backward, and keep what it works in meanwhile.
+    steps = _counted(trace, MarkKind.OPTIMIZER_STEP)
+    in_optimizer = phase[born] == _PHASES.index(Phase.OPTIMIZER)
+    temporary |= in_optimizer & (steps[freed] == steps[born]) & (freed < len(phase))
     next_backward_frees = (backwards[freed] == backwards[born] + 1) & (
         np.append(stage, 0)[freed] == _BACKWARD
     )
@@ -147,7 +151,7 @@ def _categories(
     kept = (made == _FORWARD) & (next_backward_frees | ended_inside)
     # The batches of a window are made between its backwards.
     forwards = _counted(trace, MarkKind.FORWARD)
-    between = (made == _UPDATE) & (phase[born] != _PHASES.index(Phase.OPTIMIZER))
+    between = (made == _UPDATE) & ~in_optimizer
     given = (made == _BEFORE) | (between & (forwards[freed] > forwards[born]))
     category[(category == Category.ACTIVATION) & given] = Category.INPUT  # saved, and not its own
     # Where nobody said what the script was doing, as in a snapshot, nothing can be told.

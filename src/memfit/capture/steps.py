@@ -88,7 +88,7 @@ class Steps:
         self._built: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: dict[int, int] = {}  # id(optimizer) -> steps; ids of those in use stay alive
         self._order: dict[int, int] = {}
-        self._inside: dict[int, int] = {}  # thread -> label to return to after the optimizer
+        self._inside: dict[int, tuple[int, int]] = {}  # thread -> labels before an optimizer's step and in it
         self._backwards = 0
         self._depth = 0
         self._called = False  # somebody called for a backward pass
@@ -157,9 +157,10 @@ class Steps:
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:
         """Label the calling thread with an optimizer that is about to step."""
-        self._inside[threading.get_ident()] = self._book.current()
+        before = self._book.current()
         self._before_optimizer(optimizer)
         self.enter(Phase.OPTIMIZER, f"{type(optimizer).__name__}.step")
+        self._inside[threading.get_ident()] = before, self._book.current()
 
     def leave_optimizer(self, optimizer: Optimizer) -> None:
         """Count an optimizer that has stepped.
@@ -167,7 +168,7 @@ class Steps:
         Raises:
             EnoughStepsReached: that was the last step wanted.
         """
-        before = self._inside.pop(threading.get_ident(), 0)
+        before, _ = self._inside.pop(threading.get_ident(), (0, 0))
         self._after_optimizer(optimizer)
         if self.in_backward:  # a step fused into the backward
             self._book.use(before)
@@ -236,7 +237,7 @@ class Steps:
             return original(*args, **kwargs)
         finally:
             self._called = False
-            self.enter(Phase.BETWEEN)
+            self._follow()
 
     def _backward(
         self, original: Callable[..., Any], roots: tuple[object, ...], *args: Any, **kwargs: Any
@@ -257,7 +258,16 @@ class Steps:
         finally:
             self._depth -= 1
             self._backwards += 1
-            self.enter(Phase.BACKWARD if self._called else Phase.BETWEEN)
+            if self._called:
+                self.enter(Phase.BACKWARD)
+            else:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Label the calling thread with what follows a backward pass: an optimizer goes on that wanted it."""
+        inside = self._inside.get(threading.get_ident())
+        self._book.use(self._book.intern(Phase.BETWEEN) if inside is None else inside[1])
+        self._on_change()
 
     def _backward_again(self) -> None:
         if not self._built:
