@@ -42,6 +42,13 @@ def test_a_copy_is_another_module_with_parts_of_the_same_names(names, monkeypatc
     assert names.outermost() == {twin, layer}
 
 
+def test_a_wrapper_goes_by_the_name_of_what_it_wraps(names):
+    fsdp = nn.ModuleDict({"_fsdp_wrapped_module": nn.Sequential(nn.Linear(2, 2))})
+    compiled = nn.ModuleDict({"_orig_mod": fsdp})
+    assert names.full_name(compiled["_orig_mod"]["_fsdp_wrapped_module"][0]) == "Sequential.0"
+    assert {names.full_name(one) for one in (compiled, fsdp)} == {"Sequential"}
+
+
 def test_a_module_that_lies_where_another_was_has_not_its_name(names):
     net = nn.Sequential(nn.Linear(2, 2))
     stranger = nn.ReLU()

@@ -19,6 +19,12 @@ def test_a_tensor_is_called_as_its_module_calls_it():
     assert describe([bias]) == Tensor("Net.0", "bias", "float32", (2,))
 
 
+def test_a_wrapped_module_goes_by_the_name_it_had():
+    wrapper = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(3, 2)})
+    weight, _ = named(nn.Sequential(wrapper))
+    assert describe([weight]) == Tensor("Net.0", "weight", "float32", (2, 3))
+
+
 def test_what_belongs_to_a_tensor_without_a_name_says_what_it_is():
     assert describe([Named(torch.zeros(3), Name(), ".grad")]) == Tensor("", "grad", "float32", (3,))
 

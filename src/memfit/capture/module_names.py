@@ -1,4 +1,4 @@
-"""What modules are called, as `named_modules` of the outermost one that holds them spells it."""
+"""What modules are called: as ``named_modules`` of the outermost one spells it, but for wrappers."""
 
 import weakref
 from dataclasses import replace
@@ -8,8 +8,21 @@ import torch
 
 from memfit.records import Label, Tensor
 
-_COMPILED = "_orig_mod"
-"""Where ``torch.compile(module)`` keeps the module that it wraps: both go by one name."""
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What wrappers call the module that they wrap: both go by one name.
+
+Source: ``OptimizedModule`` in torch/_dynamo/eval_frame.py, ``clean_tensor_name`` in
+torch/distributed/fsdp/_common_utils.py, PyTorch 2.14.1.
+"""
+
+
+def without_wrappers(path: str) -> str:
+    """Return the dotted path of a module or tensor as it would be if none had been wrapped.
+
+    >>> without_wrappers("_orig_mod.blocks.0._checkpoint_wrapped_module.fc.weight")
+    'blocks.0.fc.weight'
+    """
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 
 class ModuleNames:
@@ -57,13 +70,10 @@ class ModuleNames:
             parent, name = self._parent(module)
             if parent is None:
                 break
-            if name != _COMPILED:
+            if name not in _WRAPPED:
                 names.append(name)
             module = parent
-        inner = module._modules
-        if _COMPILED in inner:  # TorchScript's modules are in no dictionary, and there is no get
-            module = inner[_COMPILED] or module
-        return ".".join([type(module).__name__, *reversed(names)])
+        return ".".join([type(_unwrapped(module)).__name__, *reversed(names)])
 
     def _parent(self, module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
         """Return the module that holds a module, as far as is known, and what it calls it."""
@@ -75,6 +85,13 @@ class ModuleNames:
     def _knows(self, module: torch.nn.Module) -> bool:
         entry = self._parents.get(id(module))
         return entry is not None and entry[0]() is module
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return what a wrapper wraps, and any other module as it is."""
+    inner = module._modules  # TorchScript's modules are in no dictionary, and there is no get
+    wrapped = next((inner[name] for name in _WRAPPED if name in inner), None)
+    return module if wrapped is None else _unwrapped(wrapped)
 
 
 _Named = TypeVar("_Named", Label, Tensor)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.module_names import without_wrappers
 from memfit.records import Tensor
 
 
@@ -50,7 +51,7 @@ class Names:
         """Remember what the tensors of an outermost module are called; return them, each once."""
         found: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for path, tensor in named:
-            found.setdefault(id(tensor), (tensor, []))[1].append(path)
+            found.setdefault(id(tensor), (tensor, []))[1].append(without_wrappers(path))
         for tensor, paths in found.values():
             module, _, own = f"{root}.{paths[0]}".rpartition(".")
             self._names[id(tensor)] = weakref.ref(tensor), Name(own, module, tuple(paths))
