@@ -13,6 +13,28 @@ TRAIN = """
         optimizer.step()
 """
 
+WATCHED = """
+    import torch
+    from torch import nn
+    import memfit
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(64, 512), nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        def forward(self, x):
+            x = self.first(x).relu()
+            for block in self.blocks:
+                x = block(x).sin()
+            return x
+    def steps(model, optimizer, number, batch=256):
+        for _ in range(number):
+            loss = model(torch.ones(batch, 64, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+"""A model of 821,248 parameters, 4 bytes each, and training steps of it."""
+
 
 def figures(answer):
     """Return the terms of a JSON answer: bytes by name."""

@@ -6,10 +6,11 @@ import pkgutil
 
 import pytest
 
+import memfit.live
 import memfit.strategies
 import memfit.train
 
-PACKAGES = [memfit.strategies, memfit.train]
+PACKAGES = [memfit.live, memfit.strategies, memfit.train]
 MODULES = [
     "memfit.units",
     *(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
+    from memfit.live.watch import watch
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
     from memfit.strategies.checkpointing import Checkpointing
@@ -74,6 +75,7 @@ __all__ = [
     "revert",
     "summarize",
     "synthetic_batch",
+    "watch",
     "write_snapshot",
 ]
 _HOMES = {
@@ -99,6 +101,7 @@ _HOMES = {
     "force_fp32": "memfit.strategies.decorators",
     "revert": "memfit.strategies.apply",
     "synthetic_batch": "memfit.capture.synthetic",
+    "watch": "memfit.live.watch",
 }
 
 

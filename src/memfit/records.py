@@ -92,6 +92,9 @@ class Action(IntEnum):
     SNAPSHOT = 7
     OOM = 8
     ANNOTATE = 9
+    EARLIER = 10
+    """Not PyTorch's: an allocation that is older than the history and outlives it. It moves nothing; those of
+    a trace come first, and what is allocated counts up to what was there then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class Events:
     address: npt.NDArray[np.uint64]
     """Device address; for ``OOM`` the bytes the device still had free."""
     size: npt.NDArray[np.int64]
-    """Bytes: as requested for ``ALLOC``, ``FREE_*`` and ``OOM``; of the segment for ``SEGMENT_*``."""
+    """Bytes: as requested for ``ALLOC``, ``EARLIER``, ``FREE_*`` and ``OOM``; of the segment for
+    ``SEGMENT_*``."""
     stream: npt.NDArray[np.int32]
     """Streams in the order they were first seen; 0 is the default stream's first user."""
     time: npt.NDArray[np.int64]
@@ -113,12 +117,12 @@ class Events:
     stack: npt.NDArray[np.int32]
     """Index into ``Trace.stacks``; -1 where Python had no frame."""
     category: npt.NDArray[np.uint8]
-    """``Category`` of the block, on ``ALLOC`` events."""
+    """``Category`` of the block, on ``ALLOC`` and ``EARLIER`` events."""
     pool: npt.NDArray[np.int32] | None = None
     """Index into ``Trace.pools``: the pool that the memory is of, or was asked from. None where the history
     does not tell."""
     tensor: npt.NDArray[np.int32] | None = None
-    """Index into ``Trace.tensors``, on ``ALLOC`` events: what held it; -1 where nothing is known. None where
+    """Index into ``Trace.tensors``, on those events: what held it; -1 where nothing is known. None where
     nobody asked."""
 
     def __len__(self) -> int:
@@ -312,9 +316,10 @@ class Timeline:
     reserved: npt.NDArray[np.int64]
     """``torch.cuda.memory_reserved()`` after each event."""
     block_size: npt.NDArray[np.int64]
-    """Bytes of the block an ``ALLOC`` got (rounded, with an unsplit remainder); 0 on other events."""
+    """Bytes of the block of an ``ALLOC`` or ``EARLIER`` (rounded, with an unsplit remainder); 0 on other
+    events."""
     freed_by: npt.NDArray[np.int64]
-    """For an ``ALLOC``, the index of its ``FREE_REQUESTED``; ``n`` if it was never freed; -1 elsewhere."""
+    """For those, the index of their ``FREE_REQUESTED``; ``n`` if there was none; -1 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

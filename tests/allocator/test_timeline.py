@@ -54,6 +54,37 @@ def block_sizes(*requests, whole=20 * MIB, conf=""):
     return sizes
 
 
+def test_what_is_older_than_the_history_is_no_change():
+    live = segment(
+        BASE,
+        2 * MIB,
+        blocks=[Block(BASE, 512, 100, STATES[1]), Block(BASE + 512, 2 * MIB - 512, 0, STATES[0])],
+    )
+    rows = [(Action.EARLIER, BASE, 100), (Action.ALLOC, BASE + 512, 100), *freed(BASE + 512, 100)]
+    derived = timeline(trace_of(rows, [live]))
+    assert derived.allocated.tolist() == [512, 1024, 512, 512]
+    assert derived.block_size.tolist() == [512, 512, 0, 0]
+    assert derived.freed_by.tolist() == [4, 2, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(Action.EARLIER, BASE + 512, 100)],
+        [(Action.EARLIER, BASE, 100), (Action.EARLIER, BASE, 100)],
+        [(Action.ALLOC, BASE, 100), (Action.EARLIER, BASE, 100)],
+    ],
+)
+def test_older_than_the_history_is_what_it_begins_with(rows):
+    live = segment(
+        BASE,
+        2 * MIB,
+        blocks=[Block(BASE, 512, 100, STATES[1]), Block(BASE + 512, 2 * MIB - 512, 0, STATES[0])],
+    )
+    with pytest.raises(FileFormatError, match="older than the history"):
+        timeline(trace_of(rows, [live]))
+
+
 def test_a_large_remainder_is_split_off_beyond_1_mib():
     assert block_sizes(19 * MIB) == [20 * MIB]
     assert block_sizes(19 * MIB - 512) == [19 * MIB - 512]

@@ -44,3 +44,30 @@ def test_regions_nest(called):
         layer(x)
     assert not hooks.lifted
     assert names == ["script", "script"]
+
+
+class Owner:
+    """What is wrapped."""
+
+    def say(self):
+        """Say who was called."""
+        return ["original"]
+
+
+def test_what_was_wrapped_is_as_it_was_and_what_others_put_there_stays():
+    hooks, original = LiftedHooks(), Owner.say
+    hooks.wrap(Owner, "say", lambda original, owner: ["ours", *original(owner)])
+    ours = Owner.say
+    assert Owner().say() == ["ours", "original"]
+    try:
+        Owner.say = lambda owner: ["theirs", *ours(owner)]
+        hooks.remove()
+        assert Owner().say() == ["theirs", "original"]  # they have kept ours, which does nothing any more
+    finally:
+        Owner.say = original
+    hooks = LiftedHooks()
+    hooks.wrap(Owner, "say", lambda original, owner: ["ours", *original(owner)])
+    hooks.replace(Owner, "new", 1)
+    hooks.remove()
+    assert Owner.say is original
+    assert not hasattr(Owner, "new")

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from memfit.allocator.beginning import beginning
+from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.capture import snapshot as snapshots
 from memfit.capture.snapshot import read_snapshot, settings, snapshot_of, write_snapshot
@@ -88,6 +90,32 @@ def test_a_real_snapshot_goes_round(tmp_path, real):
     as_trace = tmp_path / "run.memfit"
     write_trace(trace, as_trace)
     assert_equal(read_trace(as_trace), trace)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 600])
+def test_what_is_older_than_the_history_and_outlives_it_is_told_first(real, kept):
+    """Told with it, a history that was cut counts the bytes of the whole, and ends with its blocks."""
+    snapshot = real["snapshot"]
+    events = snapshot["device_traces"][0]
+    cut = snapshot | {"device_traces": [events[len(events) - kept :]]}
+    whole, told = snapshots.trace_of(snapshot), snapshots.trace_of(snapshots.with_earlier(cut))
+    earlier = int((told.events.action == Action.EARLIER).sum())
+    assert len(told.events) == earlier + kept
+    assert (told.events.action[:earlier] == Action.EARLIER).all()
+    line, expected = timeline(told), timeline(whole)
+    np.testing.assert_array_equal(line.reserved[earlier:], expected.reserved[len(events) - kept :])
+    spare = beginning(told, AllocatorConfig.read(told.settings)).uncertain
+    short = expected.allocated[len(events) - kept :] - line.allocated[earlier:]
+    assert short.min(initial=0) >= 0
+    assert short.max(initial=0) <= spare
+
+    def left(trace, line):
+        born = np.isin(trace.events.action, (Action.ALLOC, Action.EARLIER))
+        there = born & (line.freed_by == len(trace.events))
+        columns = trace.events.address, trace.events.size, line.block_size
+        return sorted(zip(*(column[there].tolist() for column in columns), strict=True))
+
+    assert left(told, line) == left(whole, expected)
 
 
 def test_pytorchs_own_tools_say_the_same_of_ours(tmp_path, real):

@@ -105,7 +105,7 @@ def test_a_member_more_or_less(file, trace):
 
 
 def test_another_version(file, trace):
-    assert "newer memfit (version 4; this one reads 3). Upgrade" in refused(with_header(file, version=4))
+    assert "newer memfit (version 5; this one reads 4). Upgrade" in refused(with_header(file, version=5))
     write_trace(trace, file)
     assert "never was (0)" in refused(with_header(file, version=0))
     write_trace(trace, file)
@@ -166,7 +166,7 @@ def test_segments_out_of_range(file, trace):
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("action", 10, "event 1 of 2 has action 10, outside 0 to 9"),
+        ("action", 11, "event 1 of 2 has action 11, outside 0 to 10"),
         ("category", 12, "event 1 of 2 has category 12,"),
         ("size", -1, "event 1 of 2 has size -1,"),
         ("address", 1 << 63, "event 1 of 2 has address 9223372036854775808,"),

@@ -22,6 +22,7 @@ def timeline(trace: Trace) -> Timeline:
 
     Returns:
         ``torch.cuda.memory_allocated()`` and ``memory_reserved()`` after each event, to the byte.
+        What is told of the time before comes first (``EARLIER``), and is counted as it is told.
         Where PyTorch keeps no cache (``backend:cudaMallocAsync``, no caching), both are the sum of
         the sizes that were allocated and not yet freed.
 
@@ -36,9 +37,9 @@ def timeline(trace: Trace) -> Timeline:
     walk = Walk(trace.events, config, start)
     walk.to(len(trace.events))
     sizes = np.array(walk.change, np.int64)
-    allocated = start.allocated + np.cumsum(sizes)
+    allocated = start.allocated - sum(walk.earlier.values()) + np.cumsum(sizes)
     reserved = start.reserved + np.cumsum(reserved_change(trace.events)) if config.has_segments else allocated
-    born = trace.events.action == Action.ALLOC
+    born = np.isin(trace.events.action, (Action.ALLOC, Action.EARLIER))
     return Timeline(
         allocated=allocated,
         reserved=reserved,

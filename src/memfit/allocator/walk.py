@@ -6,6 +6,7 @@ says how much of that block it keeps.
 
     event             allocated      reserved     the block
     ALLOC             + its size                  taken, split
+    EARLIER                                       in use before the history: this event made it
     FREE_REQUESTED    - its size                  in use until other streams are done with it
     FREE_COMPLETED                                free, merged with its neighbours
     SEGMENT_ALLOC, SEGMENT_MAP       + size       free
@@ -24,8 +25,8 @@ from memfit.allocator.rounding import round_size, should_split
 from memfit.records import Action, Events
 
 # As plain ints: comparing with an enum's member costs more than the rest of a step.
-_ALLOC, _FREE_REQUESTED, _FREE_COMPLETED = map(
-    int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+_ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _EARLIER = map(
+    int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.EARLIER)
 )
 
 LIVE, PENDING, FREE = "active_allocated", "active_awaiting_free", "inactive"
@@ -56,8 +57,12 @@ class Walk:
     def __init__(self, events: Events, config: AllocatorConfig, start: Beginning) -> None:
         self.change = [0] * len(events)
         """Of allocated bytes, at each event that was met so far."""
-        self.freed_by: list[int] = np.where(events.action == Action.ALLOC, len(events), -1).tolist()
+        self.freed_by: list[int] = np.where(
+            np.isin(events.action, (_ALLOC, _EARLIER)), len(events), -1
+        ).tolist()
         """As ``Timeline.freed_by``, as far as the walk got."""
+        self.earlier: dict[int, int] = {}
+        """Bytes of the block of each ``EARLIER`` event, which ``start`` has counted already."""
         self.freed_old: dict[int, int] = {}
         """The event that freed it, for each block that is older than the history, by address."""
         self._events = events
@@ -88,6 +93,8 @@ class Walk:
                         self.freed_old[address] = position
                 elif action == _FREE_COMPLETED:
                     blocks.free_completed(address)
+                elif action == _EARLIER:
+                    change[position] = self.earlier[position] = blocks.earlier(position, address)
                 else:
                     blocks.segment(action, address, size)
         except ImpossibleError as error:
@@ -137,6 +144,14 @@ class _Blocks:
         self._live[address] = position, stop, segment
         return stop - address
 
+    def earlier(self, position: int, address: int) -> int:
+        """Have an event stand for the allocation of a block that was there before all; return its size."""
+        born, stop, segment = self._live.get(address, (position, 0, 0))
+        if born is not None:
+            raise ImpossibleError("no block in use there is older than the history")
+        self._live[address] = position, stop, segment
+        return stop - address
+
     def free_requested(self, address: int) -> tuple[int | None, int]:
         """Return which event allocated the block, None if it was there before all, and its size."""
         block = self._live.pop(address, None)
@@ -183,6 +198,10 @@ class _Uncached:
             raise ImpossibleError("there is memory in use at that address already")
         self._live[address] = position, size
         return size
+
+    def earlier(self, _position: int, _address: int) -> int:
+        """Refuse: without segments nothing tells what was there before."""
+        raise ImpossibleError("no block in use there is older than the history")
 
     def free_requested(self, address: int) -> tuple[int, int]:
         """Return which event allocated the piece, and its size."""

@@ -82,7 +82,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
         line: its ``timeline``.
     """
     events = trace.events
-    born = np.flatnonzero(events.action == Action.ALLOC)
+    born = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.EARLIER)))
     freed = line.freed_by[born]
     labels = [*trace.labels, _NOWHERE]
     phase = _phase_of_events(trace)
@@ -138,6 +138,10 @@ def _categories(
     made = stage[born]
     # What is never freed is freed after all events, in a stage of its own.
     until_same_stage = _runs(stage)[freed] == _runs(stage)[born]
+    if trace.end.reason == "out of memory" and len(failed):
+        # What the stage that failed was working with would have gone with it, unless somebody held it.
+        failing = (made >= _BACKWARD) & (_runs(stage)[born] == _runs(stage)[failed[-1]])
+        until_same_stage |= failing & (freed == len(phase))
     temporary = np.where(recomputed, _runs(phase)[freed] == _runs(phase)[born], until_same_stage)
     # A step may go through a closure's forward and backward, and keep what it works in meanwhile.
     steps = _counted(trace, MarkKind.OPTIMIZER_STEP)
@@ -153,8 +157,8 @@ def _categories(
     forwards = _counted(trace, MarkKind.FORWARD)
     between = (made == _UPDATE) & ~in_optimizer
     given = (made == _BEFORE) | (between & (forwards[freed] > forwards[born]))
+    given &= _is_labelled(trace)[born]  # where nobody said what the script was doing, nothing can be told
     category[(category == Category.ACTIVATION) & given] = Category.INPUT  # saved, and not its own
-    # Where nobody said what the script was doing, as in a snapshot, nothing can be told.
     unknown = (category == Category.UNKNOWN) & _is_labelled(trace)[born]
     for which, kind in (
         (given, Category.INPUT),

@@ -56,12 +56,13 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
     if at == "peak":
         return int(np.argmax(allocated))
     if at.isdecimal():
-        ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+        ends = {mark.index + 1: mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP}
         step = int(at)
-        begin = 0 if step <= 1 else ends[step - 2] if step - 2 < len(ends) else len(allocated)
-        end = ends[step - 1] if 0 < step <= len(ends) else len(allocated)
+        first = step == 1 and min(ends, default=1) == 1  # steps before the history are only counted
+        begin = 0 if first else ends.get(step - 1, len(allocated))
+        end = ends.get(step, len(allocated))
         if not step or begin >= end:
-            raise UsageError(f"--at {at}: this run has {len(ends)} training steps.")
+            raise UsageError(f"--at {at}: this run has {max(ends, default=0)} training steps.")
         return begin + int(np.argmax(allocated[begin:end]))
     if at not in _MOMENTS:
         raise UsageError(f"--at {at}: it is one of {', '.join(_MOMENTS)}, or the number of a training step.")

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.breakdown import NAMES
 from memfit.analysis.held import Change
-from memfit.records import Category, MarkKind, Phase, Timeline, Trace
+from memfit.analysis.place import steps_before
+from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
 
 _PHASES = tuple(Phase)
 
@@ -29,8 +30,9 @@ def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 
     phase[phase == _PHASES.index(Phase.RECOMPUTE)] = _PHASES.index(Phase.BACKWARD)
     if not events:
         return ()
-    edges = np.flatnonzero(np.diff(phase)) + 1
-    begins, stops = [0, *edges.tolist()], [*edges.tolist(), events]
+    first = int(np.argmax(trace.events.action != Action.EARLIER))  # what is older than all is no change
+    edges = np.flatnonzero(np.diff(phase[first:])) + 1 + first
+    begins, stops = [first, *edges.tolist()], [*edges.tolist(), events]
     levels = by_category(attribution, len(trace.events))
     changes = []
     for begin, stop in zip(begins, stops, strict=True):
@@ -38,7 +40,7 @@ def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 
         more = levels[:, stop - 1] - before
         after = int(line.allocated[stop - 1])
         was = int(line.allocated[begin - 1]) if begin else 0
-        step = sum(end <= begin for end in ends)
+        step = steps_before(trace, begin)
         found = _PHASES[phase[begin]]
         changes.append(
             Change(

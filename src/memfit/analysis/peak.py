@@ -13,7 +13,7 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import Attribution, attribute
 from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
 from memfit.analysis.held import By
-from memfit.analysis.place import how_sure, line_of, place_at
+from memfit.analysis.place import how_sure, line_of, place_at, steps_before
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -43,7 +43,7 @@ def summarize(trace: Trace) -> DryRun:
 
 def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return what ``summarize`` does, of a trace whose timeline and attribution are there already."""
-    steps = sum(mark.kind is MarkKind.TRAINING_STEP for mark in trace.marks)
+    steps = steps_before(trace, len(trace.events))
     peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
     allocated = int(line.allocated.max(initial=0))
     reserved = _reserved(trace, line)
@@ -135,7 +135,7 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     pool of a CUDA graph came to stay when the graph was captured, in whichever step that was.
     """
     ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
-    if len(ends) <= 1:
+    if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # who freed what is older is not known
         return Growth(None, 0, "", leak=False)
     held, own = _held(trace, line, ends)
     outlived = [after - new for after, new in zip(held[1:], own[1:], strict=True)]
@@ -201,10 +201,10 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         )
     before = beginning(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
-        text = (
-            f"The history begins with {before.reserved:,} bytes already reserved; allocated may be short by "
-        )
-        notes.append(Note(Provenance.ASSUMED, f"{text}up to {before.uncertain:,} bytes, reserved is exact."))
+        text = f"The history begins with {before.reserved:,} bytes already reserved"
+        short = f"; allocated may be short by up to {before.uncertain:,} bytes, reserved is exact."
+        sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
+        notes.append(Note(sure, text + (short if before.uncertain else ".")))
     # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):

@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable
 
-from memfit.records import Label, MarkKind, Note, Phase, Place, Provenance, Trace, worst
+import numpy as np
+import numpy.typing as npt
+
+from memfit.records import Action, Label, MarkKind, Note, Phase, Place, Provenance, Trace, worst
 
 _NOWHERE = Label(Phase.SETUP, "", "", -1)
 
 
 def place_at(trace: Trace, event: int) -> Place:
-    """Say where the script was at an event."""
-    step = sum(mark.kind is MarkKind.TRAINING_STEP and mark.position <= event for mark in trace.marks)
+    """Say where the script was at an event; of what is older than the history, when that begins."""
+    told = np.flatnonzero(trace.events.action[event:] != Action.EARLIER)
+    event += int(told[0]) if len(told) else 0
+    step = steps_before(trace, event)
     if not len(trace.events):
         return Place(0, Phase.SETUP, "", "", "")
     label = _label(trace, event)
@@ -20,6 +25,18 @@ def place_at(trace: Trace, event: int) -> Place:
         op=label.op,
         line=line_of(trace, event),
     )
+
+
+def steps_before(trace: Trace, event: int) -> int:
+    """Return how many training steps were completed up to an event, those before the history, too."""
+    return int(steps_at(trace, np.array([event]))[0])
+
+
+def steps_at(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many training steps were completed up to each of some events, as ``steps_before`` does."""
+    marks = [mark for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    completed = np.array([0, *(mark.index + 1 for mark in marks)])
+    return completed[np.searchsorted([mark.position for mark in marks], events, side="right")]
 
 
 def line_of(trace: Trace, event: int) -> str:

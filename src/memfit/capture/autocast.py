@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from memfit.capture.labels import LabelBook
-from memfit.capture.steps import wrap
+from memfit.capture.lifted import LiftedHooks
 from memfit.records import Action, Category, Events
 
 ENDS = "autocast's end"
 COPY = "autocast's copy of a parameter"
 
 
-def watch(book: LabelBook) -> None:
+def watch(hooks: LiftedHooks, book: LabelBook) -> None:
     """From now on label what happens at the end of each autocast of the process."""
 
     def leave(original: Callable[..., Any], *args: Any) -> Any:
         with book.doing(ENDS):
             return original(*args)
 
-    wrap(torch.amp.autocast_mode.autocast, "__exit__", leave)
+    hooks.wrap(torch.amp.autocast_mode.autocast, "__exit__", leave)
 
 
 def mark_copies(events: Events, book: LabelBook) -> None:

@@ -9,15 +9,16 @@ as it would without memfit: it is told where regions and graphs begin, and chang
 Everything is put in place when the script itself first imports ``torch._dynamo``.
 """
 
+import gc
 import re
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ModuleHooks, requires_grad
-from memfit.capture.steps import Steps, wrap
+from memfit.capture.steps import Steps
 from memfit.ghost.after_import import after_import
 from memfit.records import Phase
 
@@ -34,7 +35,8 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 _CAPTURE = "fullgraph_capture", "get_traced_fn"  # of a PyTorch that has them
 _STEP = "Optimizer.step#"  # what torch.optim calls the profiler range of every step
 _STEPPING = "memfit_stepping"  # what a graph that is being traced keeps its optimizers under
-_BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
+_COMPILES = "_torchdynamo_orig_callable"  # where what torch.compile returned keeps what it was given
+BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -80,7 +82,7 @@ class CompiledCode:
 
     def install(self) -> None:
         """Wait for the script to compile something."""
-        after_import("torch._dynamo", self._watch)
+        self._hooks.on_removal(after_import("torch._dynamo", self._watch))
 
     def summary(self) -> str:
         """Say what was compiled, in one sentence; empty if nothing was."""
@@ -101,15 +103,15 @@ class CompiledCode:
         from torch.nn.modules import module
 
         trace_rules.add(_PACKAGE)  # in plain Python inside a region, memfit's own frames are not compiled
-        wrap(OptimizeContext, "__call__", self._make_region)
+        self._hooks.wrap(OptimizeContext, "__call__", self._make_region)
         for user in (convert_frame, sys.modules.get("torch._dynamo.functional_export")):
             for name in _CAPTURE:
                 if hasattr(user, name):
-                    wrap(user, name, self._capture)
-        wrap(OutputGraph, "call_user_compiler", self._compile)
-        wrap(OptimizerVariable, "call_method", self._trace_optimizer)
-        wrap(record_function, "__enter__", self._enter_range)
-        wrap(record_function, "__exit__", self._leave_range)
+                    self._hooks.wrap(user, name, self._capture)
+        self._hooks.wrap(OutputGraph, "call_user_compiler", self._compile)
+        self._hooks.wrap(OptimizerVariable, "call_method", self._trace_optimizer)
+        self._hooks.wrap(record_function, "__enter__", self._enter_range)
+        self._hooks.wrap(record_function, "__exit__", self._leave_range)
         # Asked on every call of a compiled module, to warn of hooks that its author knows nothing of.
         any_hook = module._has_any_global_hook
 
@@ -117,7 +119,9 @@ class CompiledCode:
             with self._hooks.out_of_sight():
                 return any_hook()  # type: ignore[no-untyped-call]
 
-        module._has_any_global_hook = any_other_hook
+        self._hooks.replace(module, "_has_any_global_hook", any_other_hook)
+        for context, function in _made_before(OptimizeContext):
+            context.enter_exit_hooks.append(_Entry(self._enter_region, function))
 
     # -- regions ------------------------------------------------------------------------------
 
@@ -134,6 +138,8 @@ class CompiledCode:
             return original(*args, **options)
 
     def _enter_region(self, function: Any) -> Callable[[], None]:
+        if self._hooks.removed:
+            return _nothing
         module: Any = getattr(function, "__self__", None)
         thread = threading.get_ident()
         outer = self._differentiable.get(thread, False)
@@ -202,6 +208,8 @@ class CompiledCode:
     def _run(
         self, graph: Graph, compiled: Callable[..., Any], inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
+        if self._hooks.removed:
+            return compiled(*inputs, **keywords)
         if not graph.seen:
             graph.seen = True
             self._hold_parameters([value for value in inputs if isinstance(value, torch.nn.Parameter)])
@@ -211,7 +219,7 @@ class CompiledCode:
         label = self._book.labels[before]
         differentiable = torch.is_grad_enabled() and requires_grad(inputs)
         phase = label.phase
-        opens = differentiable and phase in _BEFORE_FORWARD and not self._steps.in_backward
+        opens = differentiable and phase in BEFORE_FORWARD and not self._steps.in_backward
         if opens:
             phase = Phase.FORWARD
             self._steps.enter_forward()
@@ -241,6 +249,19 @@ class _Entry:
 
     def __call__(self) -> Callable[[], None]:
         return self._enter(self._function)
+
+
+def _made_before(kind: type) -> Iterator[tuple[Any, Any]]:
+    """Yield the contexts of what was given to ``torch.compile`` already, each with that function."""
+    for candidate in gc.get_objects():
+        if type(candidate) is FunctionType and _COMPILES in vars(candidate):
+            for cell in candidate.__closure__ or ():
+                if isinstance(cell.cell_contents, kind):
+                    yield cell.cell_contents, vars(candidate)[_COMPILES]
+
+
+def _nothing() -> None:
+    """Do nothing, on the way out of a region that nobody watches any more."""
 
 
 def _in_compiled_autograd() -> bool:

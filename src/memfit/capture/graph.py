@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memfit.capture.lifted import LiftedHooks
 from memfit.capture.modules import ACCUMULATE, CLAIMED, tensors_in
-from memfit.capture.steps import wrap
 from memfit.ghost.after_import import after_import
 
 READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
@@ -89,9 +89,10 @@ class Checkpoints:
     def __init__(self) -> None:
         self._frames: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def watch(self) -> None:
+    def watch(self, hooks: LiftedHooks) -> None:
         """From now on know each checkpoint, as long as its backward is to come."""
-        after_import("torch.utils.checkpoint", self._wrap)
+        give_up = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
+        hooks.on_removal(give_up)
 
     def inputs(self) -> Iterator[Saved]:
         """Yield what checkpoints keep until their backward."""
@@ -103,12 +104,12 @@ class Checkpoints:
                 op = _op(node) if (node := _maker(tensor)) is not None else ""
                 yield Saved(tensor, "input of a checkpoint", op, now, None, by_autocast=False)
 
-    def _wrap(self) -> None:
+    def _wrap(self, hooks: LiftedHooks) -> None:
         def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
             original(frame, *args, **options)
             self._frames.add(frame)
 
-        wrap(sys.modules["torch.utils.checkpoint"]._CheckpointFrame, "__init__", build)
+        hooks.wrap(sys.modules["torch.utils.checkpoint"]._CheckpointFrame, "__init__", build)
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:

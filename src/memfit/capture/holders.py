@@ -48,6 +48,12 @@ class Holdings:
     _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _names: Names = field(default_factory=Names)
 
+    def forget(self) -> None:
+        """Forget all moments so far; what tensors are called stays known."""
+        for found in (self.tensors, self.held, self._backwards):
+            found.clear()
+        self.ops = {"": 0}
+
     def modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
         """Note the buffers, gradients and parameters of some modules.
 
@@ -121,6 +127,28 @@ class Holdings:
                 tensor, op = self._place(self._of_saved(saved)), self.ops.setdefault(saved.op, len(self.ops))
                 kept.extend((address, tensor, op, bisect_right(self._backwards, saved.sequence)))
         self.held.append(Held(serial, Category.ACTIVATION, kept))
+
+    @property
+    def graph_waits(self) -> bool:
+        """Whether a graph was found that keeps something for a backward."""
+        return any(held.category is Category.ACTIVATION and held.found for held in self.held)
+
+    def rest(self, serial: int, computed: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+        """Note tensors that somebody has: what nothing else is said to hold, they do.
+
+        Args:
+            serial: of this moment.
+            computed: those that a graph leads back from.
+            others: what is known of these is how they are made up.
+        """
+        results = (
+            Named(one, Name(f"result of {one.grad_fn.name()}")) for one in computed if one.grad_fn is not None
+        )
+        self._note(serial, Category.OUTPUT, results)
+        self._note(serial, Category.UNKNOWN, (Named(one, Name()) for one in others))
+
+    def went_backward(self) -> None:
+        """Note that a backward pass begins: what is made from now on is none of its graph."""
         self._backwards.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def gradients_of_graph(self, serial: int) -> None:

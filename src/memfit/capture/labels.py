@@ -7,7 +7,8 @@ sets that string to a serial number and keeps the meaning of every number here:
     label     setup  forward/h.0  ...        serial -> (phase, module, op, stack)
 
 Serials only ever grow, so they also date things: a mark taken at serial 40 lies before the first
-event that carries 40 or more, with no clock involved.
+event that carries 40 or more, with no clock involved. Whoever watches for hours forgets what is long
+past: serials are then counted from there, and what is older has none.
 """
 
 import threading
@@ -24,7 +25,10 @@ class LabelBook:
 
     def __init__(self) -> None:
         self._stamp: Callable[[int], None] | None = None
-        self._index: dict[Label, int] = {}
+        self.forgotten = 0
+        """How many serials came before the first that is kept."""
+        self._labels: list[Label] = []
+        self._index: dict[tuple[Phase, str, str, int], int] = {}
         self.serials: list[int] = []
         """Label index of each serial."""
         self.marks: list[tuple[int, MarkKind, int]] = []
@@ -32,37 +36,49 @@ class LabelBook:
         self._current: dict[int, int] = {}
         self.use(self.intern(Phase.SETUP))
 
-    def stamp_with(self, stamp: Callable[[int], None]) -> None:
-        """From now on stamp serials on the allocator's events.
+    def stamp_with(self, stamp: Callable[[int], None] | None) -> None:
+        """From now on stamp serials on the allocator's events; with None no longer.
 
         Not from the start: PyTorch's allocator reads its settings at the first call, and a script may
         still be setting them.
 
         Args:
-            stamp: takes the serial to put on the calling thread's events.
+            stamp: takes the serial to put on the calling thread's events, counted from the very first.
         """
         self._stamp = stamp
+        self.use(self.current())
+
+    def forget(self) -> None:
+        """Forget all serials and marks so far; what is in force on each thread stays so."""
+        self.forgotten += len(self.serials)
+        self.serials.clear()
+        self.marks.clear()
         self.use(self.current())
 
     @property
     def labels(self) -> tuple[Label, ...]:
         """Every label, in the order of first use."""
-        return tuple(self._index)
+        return tuple(self._labels)
 
     def intern(self, phase: Phase, module: str = "", op: str = "", stack: int = -1) -> int:
         """Return the index of a label, the same for equal labels."""
-        return self.add(Label(phase, module, op, stack))
+        key = (phase, module, op, stack)  # cheaper to look up than a Label, and this is done all the time
+        found = self._index.get(key)
+        if found is None:
+            found = self._index[key] = len(self._labels)
+            self._labels.append(Label(*key))
+        return found
 
     def add(self, label: Label) -> int:
         """Return the index of a label, the same for equal labels."""
-        return self._index.setdefault(label, len(self._index))
+        return self.intern(label.phase, label.module, label.op, label.stack)
 
     def use(self, label: int) -> None:
         """Put a label in force on the calling thread."""
         self._current[threading.get_ident()] = label
         self.serials.append(label)
         if self._stamp is not None:
-            self._stamp(len(self.serials) - 1)
+            self._stamp(self.forgotten + len(self.serials) - 1)
 
     @contextmanager
     def doing(self, op: str) -> Iterator[None]:
@@ -80,6 +96,11 @@ class LabelBook:
         # Keyed by thread identity: threads that PyTorch starts lose their Python thread-locals
         # every time they leave Python.
         return self._current.get(threading.get_ident(), 0)
+
+    @property
+    def phase(self) -> Phase:
+        """What the calling thread is doing."""
+        return self._labels[self.current()].phase
 
     def moment(self) -> int:
         """Return a fresh serial: events before now carry smaller ones."""

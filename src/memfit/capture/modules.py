@@ -29,7 +29,6 @@ from memfit.capture.history import StackTable
 from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
 from memfit.capture.module_names import ModuleNames
-from memfit.capture.steps import wrap
 from memfit.records import Phase
 
 CLAIMED = "memfit"
@@ -46,6 +45,7 @@ class ModuleHooks:
         in_backward: whether a backward pass is running, which makes a forward a recomputation.
         on_root: called when an outermost module is entered outside the backward.
         after_root: called with the label phase that follows an outermost module.
+        backward: label the backward by module, too: that takes longer than all the rest.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class ModuleHooks:
         in_backward: Callable[[], bool],
         on_root: Callable[[torch.nn.Module], None],
         after_root: Callable[[Phase], None],
+        backward: bool = True,
     ) -> None:
         self._book = book
         self._stacks = stacks
         self._in_backward = in_backward
         self._on_root = on_root
         self._after_root = after_root
+        self._by_module = backward
         self.names = ModuleNames()
         self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
@@ -70,7 +72,7 @@ class ModuleHooks:
         """Put hooks on every module of the process.
 
         Args:
-            hooks: where hooks go that compiled code must not see.
+            hooks: where everything goes that is put into PyTorch.
         """
         for handle in (
             register_module_module_registration_hook(self.names.learn),
@@ -78,7 +80,7 @@ class ModuleHooks:
             register_module_forward_hook(self._leave_hook, always_call=True),
         ):
             hooks.add(handle)
-        wrap(torch.nn.Module, "__setstate__", self._set_state)
+        hooks.wrap(torch.nn.Module, "__setstate__", self._set_state)
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
         """Claim what no module has claimed: nodes between the model's output and ``backward()``.
@@ -104,7 +106,7 @@ class ModuleHooks:
         _, since, path = active[-1]
         if torch.is_grad_enabled() and output is not None:
             self.claim((output,), since, path, sys._getframe(1))
-        self.leave(requires_grad=requires_grad(output))
+        self.leave(requires_grad=len(active) == 1 and requires_grad(output))
 
     def enter(self, module: torch.nn.Module) -> None:
         """Label the calling thread with a module that is about to run."""
@@ -126,7 +128,7 @@ class ModuleHooks:
         """Label the calling thread with what follows the module entered last.
 
         Args:
-            requires_grad: whether there may be a backward of what it returned.
+            requires_grad: of an outermost one, whether there may be a backward of what it returned.
         """
         active = self._active[threading.get_ident()]
         before, _, _ = active.pop()
@@ -156,7 +158,7 @@ class ModuleHooks:
             caller: the frame that called that.
             op: what its nodes are called; their own names if empty.
         """
-        if _backward_is_compiled():
+        if not self._by_module or _backward_is_compiled():
             return  # hooks on nodes would be compiled with it
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
@@ -179,6 +181,14 @@ class ModuleHooks:
                 ):
                     seen.add(following)
                     nodes.append(following)
+
+    def label_backward(self, roots: Iterable[object]) -> None:
+        """Have the thread that a backward runs on labelled as it begins, where modules do not label it."""
+        if self._by_module or _backward_is_compiled():
+            return
+        for tensor in tensors_in(roots):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._labeller("", "", -1))
 
     def _labeller(self, module: str, op: str, stack: int) -> Callable[[object], None]:
         label = self._book.intern(Phase.BACKWARD, module, op, stack)
@@ -204,6 +214,16 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
+
+
+def running_module(frame: FrameType | None) -> torch.nn.Module | None:
+    """Return the innermost module that is running, as its call is among the frames from one outwards."""
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module: torch.nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
 
 
 def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:

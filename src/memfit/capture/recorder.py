@@ -8,11 +8,10 @@ Nothing is touched before the script itself initialises CUDA: the history is swi
 PyTorch's own queue of calls for that moment.
 """
 
-import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,38 +19,34 @@ from torch.optim import Optimizer
 
 from memfit.capture import autocast, cublas
 from memfit.capture.calls import calls
-from memfit.capture.compiled import CompiledCode
-from memfit.capture.counted import CountedStamps
+from memfit.capture.compiled import BEFORE_FORWARD, CompiledCode
 from memfit.capture.graph import READABLE
 from memfit.capture.history import StackTable, columns, pools
 from memfit.capture.holders import Holdings, parameters_of
-from memfit.capture.labels import LabelBook, metadata_of, serial_of
+from memfit.capture.labels import LabelBook
 from memfit.capture.lifted import LiftedHooks
+from memfit.capture.living import living
 from memfit.capture.module_names import short_names
-from memfit.capture.modules import ModuleHooks
+from memfit.capture.modules import ModuleHooks, running_module
+from memfit.capture.recording import Recording
 from memfit.capture.settle import called, labelled, mark_spaces, placed
-from memfit.capture.snapshot import segments, settings
+from memfit.capture.snapshot import segments
 from memfit.capture.steps import Steps
 from memfit.ghost.before import before
-from memfit.ghost.load import Ghost, LogAction, Space
+from memfit.ghost.load import Ghost, Space
 from memfit.ghost.where import is_user_file
 from memfit.records import (
     DeviceUse,
     MarkKind,
     Note,
+    Phase,
     Provenance,
     ScriptEnd,
     Trace,
 )
 
-_UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-_UNLOGGED = {
-    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch counts nothing: figures are the CUDA "
-    "runtime's own, without source lines. How cudaMalloc rounds is assumed: to 512 bytes below 1 MiB, to "
-    "2 MiB from there on.",
-    False: "PyTorch keeps no history with backend:cudaMallocAsync: figures are the CUDA runtime's own, "
-    "without source lines. How CUDA's pool grows is assumed: by 32 MiB.",
-}
+_MOST = 1 << 20
+"""Events of a live run's history, should it not come to a training step's end before that."""
 _UNREADABLE = (
     "PyTorch before 2.10 does not show what a graph has saved: what the next backward frees counts as "
     "activations, and has no name."
@@ -61,14 +56,6 @@ _MARKED = {
     "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
     "_cuda_emptyCache": MarkKind.EMPTY_CACHE,
     "_accelerator_emptyCache": MarkKind.EMPTY_CACHE,
-}
-_FREED = ("free_requested", "free_completed")
-_HISTORY_NAMES = {
-    LogAction.MALLOC: ("alloc",),
-    LogAction.MALLOC_ASYNC: ("alloc",),
-    LogAction.FREE: _FREED,
-    LogAction.FREE_ASYNC: _FREED,
-    LogAction.OUT_OF_MEMORY: ("oom",),
 }
 
 
@@ -82,6 +69,9 @@ class Recorder:
             where they were made is unknown.
         on_change: called at changes of phase, for the progress line.
         end_now: ends the process, for a script that will not be ended by an exception.
+        live: the script trains in earnest, for as long as it likes, and what it does not need costs nothing:
+            objects are asked at the end alone, the backward is not labelled by module, what is long past is
+            forgotten (``forget``), and a history that the script itself records is left to it.
     """
 
     def __init__(
@@ -92,6 +82,7 @@ class Recorder:
         labels: bool,
         on_change: Callable[[], None],
         end_now: Callable[[], None],
+        live: bool = False,
     ) -> None:
         self._ghost = ghost
         self._notes: dict[tuple[str, str], Note] = {}
@@ -99,10 +90,10 @@ class Recorder:
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stacks = StackTable(is_user_file)
         self._with_labels = labels
-        self._history = False
-        self._counted: CountedStamps | None = None
+        self._live = live
         self.book = LabelBook()
         self._hooks = LiftedHooks()
+        self.recording = Recording(ghost, self.book, *((_MOST,) if live else ()))
         self.steps = Steps(
             self.book,
             steps,
@@ -120,6 +111,7 @@ class Recorder:
             in_backward=lambda: self.steps.in_backward,
             on_root=self._enter_root,
             after_root=self.steps.enter,
+            backward=not live,
         )
         self.compiled = CompiledCode(
             self.book,
@@ -130,15 +122,32 @@ class Recorder:
         )
 
     def install(self) -> None:
-        """Start watching the process: call once, when torch has just been imported."""
+        """Start watching the process: call once, when torch has been imported."""
+        _installed.append(self)
+        self._hooks.on_removal(lambda: _installed.remove(self))
         self.steps.install(self._hooks)
         if self._with_labels:
             self.modules.install(self._hooks)
-            autocast.watch(self.book)
-            self._held.checkpoints.watch()
+            autocast.watch(self._hooks, self.book)
+        if self._with_labels or self._live:
+            self._held.checkpoints.watch(self._hooks)
         self.compiled.install()
+        if self._live:
+            self.recording.give_way(self._hooks)
         torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
         self._mark_calls()
+
+    def remove(self) -> None:
+        """Watch no longer: PyTorch is as it was before."""
+        self._hooks.remove()
+        self.recording.stop()
+
+    def forget(self) -> None:
+        """Forget what is past, at the end of a training step or where no step ends."""
+        self.recording.forget()
+        self._held.forget()
+        if self.steps.completed:
+            self.book.mark(MarkKind.TRAINING_STEP, self.steps.completed - 1)
 
     def note(
         self,
@@ -165,36 +174,13 @@ class Recorder:
     # -- while the script runs ----------------------------------------------------------------
 
     def _start(self) -> None:
-        memory = torch.cuda.memory
-        self._history = torch.cuda.get_allocator_backend() == "native" and _UNCACHED not in os.environ
-        if self._history:
-            memory._record_memory_history("all", context="alloc", stacks="python")
-            memory._record_memory_history = self._leave_history_on
-            set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
-            if set_metadata is None:  # PyTorch 2.8 and 2.9
-                self._counted = CountedStamps()
-                self.book.stamp_with(self._and_for_workspaces(self._counted.stamp))
-            else:
-                self.book.stamp_with(
-                    self._and_for_workspaces(lambda serial: set_metadata(metadata_of(serial)))
-                )
-        elif self._ghost is not None:
-            self._ghost.log_allocations(True)
-            self.book.stamp_with(self._ghost.set_label)
+        if self._hooks.removed or (self._live and not self._with_labels):
+            return
+        self.recording.start()
+        if not self._live:
+            self.recording.pass_over(self._hooks, self._passed_over)
 
-    def _and_for_workspaces(self, stamp: Callable[[int], None]) -> Callable[[int], None]:
-        """Stamp the ghost's log of workspaces, too."""
-        ghost = self._ghost
-        if ghost is None:
-            return stamp
-
-        def both(serial: int) -> None:
-            stamp(serial)
-            ghost.set_label(serial)
-
-        return both
-
-    def _leave_history_on(self, *_args: object, **_kwargs: object) -> None:
+    def _passed_over(self) -> None:
         self.note(
             Provenance.EXACT,
             "The script's own call of _record_memory_history was passed over: memfit's recording is on.",
@@ -204,7 +190,7 @@ class Recorder:
         for name, kind in _MARKED.items():
             original = getattr(torch._C, name, None)
             if original is not None:
-                setattr(torch._C, name, before(self._marking(kind), original))
+                self._hooks.replace(torch._C, name, before(self._marking(kind), original))
 
     def _marking(self, kind: MarkKind) -> Callable[..., None]:
         return lambda *_args: self.book.mark(kind, 0)
@@ -213,71 +199,85 @@ class Recorder:
         named = {module: self.modules.names.full_name(module) for module in modules}
         self._held.modules(self.book.moment(), named)
 
+    @property
+    def _asks(self) -> bool:
+        """Whether objects are asked while the script runs."""
+        return self._with_labels and not self._live
+
     def _enter_root(self, module: torch.nn.Module) -> None:
-        if module not in self._roots:  # only modules that are labelled are entered
+        if self._asks and module not in self._roots:  # only modules that are labelled are entered
             self._roots.add(module)
             self._hold_modules((module,))
         self.steps.enter_forward()
 
     def _before_backward(self, roots: Iterable[object]) -> None:
-        if self._with_labels:
+        if self._asks:
             self._held.graph(self.book.moment(), roots)
             self.modules.claim_loss(roots, sys._getframe(1))
+        elif self._live:
+            self.modules.label_backward(roots)
+        self._held.went_backward()
 
     def _after_backward(self) -> None:
-        if self._with_labels:
+        if self._asks:
             self._held.gradients_of_graph(self.book.moment())
 
     def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        if self._with_labels:
+        if self._asks:
             self._held.scaler(self.book.moment(), scaler)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        if self._with_labels:
+        if self._asks:
             parameters, moment = list(parameters_of(optimizer)), self.book.moment()
             self._held.given(moment, optimizer)
             self._held.gradients(moment, parameters)
             self._held.parameters(moment, parameters)
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if self._with_labels:
+        if self._asks:
             self._held.optimizer_state(self.book.moment(), optimizer)
 
     # -- after it -----------------------------------------------------------------------------
 
     def finish(
-        self, device: DeviceUse, end: ScriptEnd, command: tuple[str, ...], versions: Mapping[str, str]
+        self,
+        device: DeviceUse,
+        end: ScriptEnd,
+        command: tuple[str, ...],
+        versions: Mapping[str, str],
+        *,
+        index: int = 0,
+        failed: Mapping[str, Any] | None = None,
     ) -> Trace:
-        """Turn what was seen into a Trace. The script has ended; its objects are still alive."""
-        if self._with_labels:
-            moment = self.book.moment()
-            for optimizer in self.steps.optimizers:
-                self._held.parameters(moment, parameters_of(optimizer))
-                self._held.optimizer_state(moment, optimizer)
-            self._hold_modules(self.modules.names.outermost())  # those that never ran, too: averages
-            self._hold_modules(self._roots)
-            if not READABLE:
-                self.note(Provenance.ASSUMED, _UNREADABLE)
+        """Turn what was seen into a Trace. The script has ended, or failed; its objects are still alive.
+
+        Args:
+            device: what the script ran on.
+            end: how it ended.
+            command: the script and its arguments.
+            versions: of what figures may depend on.
+            index: of the device.
+            failed: the allocation that has just failed, in the words of PyTorch's history.
+        """
+        self._ask()
         if compiled := self.compiled.summary():
             self.note(Provenance.EXACT, compiled)
         statistics = {
-            name: value for name, value in torch.cuda.memory_stats(0).items() if isinstance(value, int)
+            name: value
+            for name, value in torch.cuda.memory_stats(index).items()
+            if isinstance(value, int) and not (self._live and name.endswith(".peak"))  # of the whole run
         }
-        if self._history:
-            snapshot = torch.cuda.memory._snapshot()
+        with self._located():
+            snapshot, in_force = self.recording.read(index, failed)
+        history = snapshot["device_traces"][index]
+        if self.recording.on and not self._live:  # what runs on keeps what cuBLAS works in
             self._held.workspaces(self.book.moment(), cublas.workspaces(snapshot["segments"]))
-            in_force = settings(snapshot) | _environment() | _fraction()
-        else:
-            snapshot = {"device_traces": [self._logged()], "segments": []}
-            in_force = {
-                "backend": torch.cuda.get_allocator_backend(),
-                _UNCACHED: os.environ.get(_UNCACHED, ""),
-            }
-        history = snapshot["device_traces"][0]
+        if text := self.recording.caveat:
+            self.note(Provenance.ASSUMED, text, sizes=True)
         events, stacks, frames = columns(
-            history, label_of=serial_of, is_user_file=is_user_file, table=self._stacks
+            history, label_of=self.recording.serial_of, is_user_file=is_user_file, table=self._stacks
         )
-        serials = self._counted.serials(events.action) if self._counted else events.label
+        serials = self.recording.serials(events)
         events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
         autocast.mark_copies(events, self.book)
         labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
@@ -290,7 +290,7 @@ class Recorder:
             stacks=stacks,
             frames=frames,
             marks=placed(self.book.marks, serials),
-            segments=segments(snapshot),
+            segments=segments(snapshot, index),
             device=device,
             end=end,
             settings=in_force,
@@ -302,46 +302,52 @@ class Recorder:
             tensors=tensors,
         )
 
+    def _ask(self) -> None:
+        """Ask the objects: those that were met on the way, or where none was asked there, all."""
+        if self._live:
+            alive = living()
+            optimizers, modules = alive.optimizers, [alive.roots]
+            self._hold_modules(alive.roots)  # now, too: what optimizers keep goes by their names
+        elif self._with_labels:
+            never_ran = tuple(self.modules.names.outermost())  # among others: averages
+            optimizers, modules = self.steps.optimizers, [never_ran, tuple(self._roots)]
+        else:
+            return
+        if not READABLE:
+            self.note(Provenance.ASSUMED, _UNREADABLE)
+        moment = self.book.moment()
+        for optimizer in optimizers:
+            self._held.parameters(moment, parameters_of(optimizer))
+            self._held.optimizer_state(moment, optimizer)
+        for roots in modules:
+            self._hold_modules(roots)
+        if self._live:
+            moment = self.book.moment()
+            self._held.graph(moment, alive.differentiable)
+            self._held.rest(moment, alive.differentiable, alive.others)
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Label the calling thread with the module that it is in, or is done with, where nobody does."""
+        before = self.book.current()
+        module = None if self._with_labels else running_module(sys._getframe(1))
+        if module is not None:
+            phase = Phase.RECOMPUTE if self.steps.in_backward else Phase.FORWARD
+            self.book.use(self.book.intern(phase, self.modules.names.full_name(module)))
+        elif not self._with_labels and self.book.phase in BEFORE_FORWARD and self._held.graph_waits:
+            self.book.use(self.book.intern(Phase.LOSS))
+        try:
+            yield
+        finally:
+            self.book.use(before)
+
     def _spaces(self) -> list[Space]:
         return self._ghost.spaces() if self._ghost is not None else []
 
-    def _logged(self) -> list[dict[str, Any]]:
-        """Return the ghost's own log in the form of PyTorch's history, for back ends that keep none."""
-        if self._ghost is None:
-            return []
-        self.note(Provenance.ASSUMED, _UNLOGGED[_UNCACHED in os.environ], sizes=True)
-        return [
-            {
-                "action": action,
-                "addr": event.address,
-                "device_free": event.address,
-                "size": event.size,
-                "stream": event.stream,
-                "time_us": event.time_us,
-                "user_metadata": metadata_of(event.label),
-            }
-            for event in self._ghost.allocation_log()
-            for action in _HISTORY_NAMES[event.action]
-        ]
+
+def installed() -> Recorder | None:
+    """Return the recorder that watches this process; None if nobody does."""
+    return _installed[-1] if _installed else None
 
 
-def _environment() -> dict[str, str]:
-    """Return the settings that PyTorch began with: it knows only the last it was given."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return {"environment": next((os.environ[name] for name in names if name in os.environ), "")}
-
-
-def _fraction() -> dict[str, str]:
-    """Return the share of the GPU that may be reserved, as a setting; nothing if that is all of it.
-
-    PyTorch keeps it as whole bytes: the script's own number is the shortest within one of them.
-    """
-    fraction, total = (
-        torch.cuda.get_per_process_memory_fraction(0),
-        torch.cuda.get_device_properties(0).total_memory,
-    )
-    if fraction == 1:
-        return {}
-    shorter = (round(fraction, digits) for digits in range(1, 16))
-    said = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
-    return {"per_process_memory_fraction": format(Decimal(repr(said)), "f")}
+_installed: list[Recorder] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.lifted import LiftedHooks
 from memfit.records import MarkKind
 
 Happening = Callable[[], None]
@@ -29,26 +30,25 @@ class Replays:
             weakref.WeakKeyDictionary()
         )
 
-    def install(self, mark: Callable[[MarkKind, int], None]) -> None:
+    def install(self, hooks: LiftedHooks, mark: Callable[[MarkKind, int], None]) -> None:
         """Watch every graph and every ``MemPool`` of this process.
 
         Args:
+            hooks: where everything goes that is put into PyTorch.
             mark: takes what happens now, and its index.
         """
-        graph: Any = torch.cuda.CUDAGraph
-        begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
-        def capture_begin(self: Any, *args: Any, **options: Any) -> None:
+        def capture_begin(begin: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
             begin(self, *args, **options)
             mark(MarkKind.CAPTURE_BEGIN, 0)
             replays._capturing[threading.get_ident()] = replays._captured[self] = []
 
-        def capture_end(self: Any) -> None:
+        def capture_end(end: Callable[..., None], self: Any) -> None:
             replays._capturing.pop(threading.get_ident(), None)
             mark(MarkKind.CAPTURE_END, 0)
             end(self)
 
-        def replay_again(self: Any) -> None:
+        def replay_again(replay: Callable[..., None], self: Any) -> None:
             replay(self)
             for happening in replays._captured.get(self, ()):
                 happening()
@@ -58,10 +58,14 @@ class Replays:
                 mark(MarkKind.MEM_POOL_GONE, self.id[1])
 
         replays = self
-        graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_again
+        for name, around in (
+            ("capture_begin", capture_begin),
+            ("capture_end", capture_end),
+            ("replay", replay_again),
+        ):
+            hooks.wrap(torch.cuda.CUDAGraph, name, around)
         # Not a finalizer of weakref's: those come when the memory was given back already.
-        pool: Any = torch.cuda.MemPool
-        pool.__del__ = gone
+        hooks.replace(torch.cuda.MemPool, "__del__", gone)
 
     def captured(self, happening: Happening) -> bool:
         """Say whether the calling thread is capturing; if so, what happens now happens at each replay."""
@@ -79,4 +83,5 @@ def warming_up() -> bool:
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    return bool(torch.cuda.current_stream() != torch.cuda.default_stream())
+    # The default stream is 0; to make two Stream objects and compare them takes fifty times as long.
+    return bool(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))

@@ -18,6 +18,8 @@ from memfit.capture.labels import LabelBook
 from memfit.ghost.load import Space
 from memfit.records import Action, Category, Events, Label, Mark, MarkKind
 
+_RATHER_OTHERS = {Category.ACTIVATION, Category.OUTPUT, Category.UNKNOWN}
+
 
 def positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
     """Return, for each serial, the first event that carries it or a later one."""
@@ -34,7 +36,7 @@ def placed(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32
 def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, holdings: Holdings) -> Events:
     """Put labels, categories and tensors on the events.
 
-    What a graph saved may be something else, too: a parameter is one, and no activation.
+    What a graph saved, or anybody has, may be something else, too: a parameter is one, and no activation.
     """
     label_of = np.array([*book.serials, -1], dtype=np.int32)
     known = (serials >= 0) & (serials < len(book.serials))
@@ -48,19 +50,20 @@ def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, ho
     moments = positions(serials, [held.serial for held in holdings.held])
     for at, held in zip(moments, holdings.held, strict=True):
         for position in range(seen, at):
-            if actions[position] == Action.ALLOC:
+            if actions[position] in (Action.ALLOC, Action.EARLIER):
                 live[addresses[position]] = position
         seen = max(seen, at)
         for address, what, op, earlier in zip(*(held.found[place::4] for place in range(4)), strict=True):
             event = live.get(address)
             if event is None:
                 continue
-            if held.category is Category.ACTIVATION and (
-                category[event] or bisect_right(backwards, event) != earlier
-            ):
+            dated = label[event] >= 0
+            if held.category in _RATHER_OTHERS and tensor[event] >= 0:
+                continue
+            if held.category is Category.ACTIVATION and dated and bisect_right(backwards, event) != earlier:
                 continue
             category[event], tensor[event] = held.category, what
-            if op:
+            if op and dated:
                 made = labels[label[event]]
                 label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
     return replace(events, label=label, category=category, tensor=tensor)

@@ -6,7 +6,7 @@ keys and later ones may add some; neither matters here.
 
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,38 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     )
 
 
+def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, Any]:
+    """Return a snapshot whose history begins with the allocations that are older than it, and still there.
+
+    PyTorch keeps the line of each block that is in use, however long ago it was allocated, if that was
+    recorded.
+
+    Args:
+        snapshot: what ``torch.cuda.memory._snapshot()`` returns.
+        device: index of the device.
+    """
+    history = snapshot["device_traces"][device]
+    told = {event["addr"] for event in history if event["action"] == "alloc"}
+    begins = history[0].get("time_us", 0) if history else 0
+    earlier = [
+        {
+            "action": Action.EARLIER.name.lower(),
+            "addr": address,
+            "size": block.get("requested_size", block["size"]),
+            "stream": segment["stream"],
+            "time_us": begins,
+            "frames": block.get("frames", ()),
+            **({"pool_id": segment["segment_pool_id"]} if "segment_pool_id" in segment else {}),
+        }
+        for segment in _of_device(snapshot, device)
+        for address, block in _addressed(segment)
+        if block["state"] == _ALLOCATED and address not in told
+    ]
+    histories = list(snapshot["device_traces"])
+    histories[device] = [*earlier, *history]
+    return {**snapshot, "device_traces": histories}
+
+
 def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
     """Return the allocator's settings in force, in the names of ``PYTORCH_ALLOC_CONF``.
 
@@ -180,8 +212,10 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
     # One list per stack, shared by its events as PyTorch shares it: pickle writes it once.
     stacks = [[frames[index] for index in stack] for stack in trace.stacks]
     stacks.append([])  # for -1
-    history = _history(trace, stacks)
-    allocated_at = {event["addr"]: event["frames"] for event in history if event["action"] == "alloc"}
+    events = _history(trace, stacks)
+    made = ("alloc", Action.EARLIER.name.lower())
+    allocated_at = {event["addr"]: event["frames"] for event in events if event["action"] in made}
+    history = [event for event in events if event["action"] != made[1]]
     return {
         "segments": [_segment_dict(segment, allocated_at) for segment in trace.segments],
         "device_traces": [history],
@@ -220,15 +254,24 @@ def _looks_like_user_file(file: str) -> bool:
 
 
 def _blocks(segment: Mapping[str, Any]) -> tuple[Block, ...]:
-    blocks = []
+    return tuple(
+        Block(
+            address,
+            block["size"],
+            _number(block.get("requested_size", block["size"])),
+            _AS_READ[block["state"]],
+        )
+        for address, block in _addressed(segment)
+    )
+
+
+def _addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the blocks of a segment, each with its address."""
+    # Early versions give a block no address of its own: blocks follow each other.
     address = _number(segment["address"])
     for block in segment["blocks"]:
-        size = _number(block["size"])
-        state = _AS_READ[block["state"]]
-        # Early versions give a block no address of its own: blocks follow each other.
-        blocks.append(Block(address, size, _number(block.get("requested_size", size)), state))
-        address += size
-    return tuple(blocks)
+        yield address, block
+        address += _number(block["size"])
 
 
 def _of_device(snapshot: Mapping[str, Any], device: int) -> list[Mapping[str, Any]]:

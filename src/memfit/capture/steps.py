@@ -111,18 +111,18 @@ class Steps:
         """Put hooks on the optimizers, backward passes and gradient scalers of this process.
 
         Args:
-            hooks: where hooks go that compiled code must not see.
+            hooks: where everything goes that is put into PyTorch.
         """
         hooks.add(register_optimizer_step_pre_hook(lambda optimizer, *_: self.enter_optimizer(optimizer)))
         hooks.add(register_optimizer_step_post_hook(lambda optimizer, *_: self.leave_optimizer(optimizer)))
-        self._replays.install(self._book.mark)
-        wrap(Optimizer, "__init__", self._building)
+        self._replays.install(hooks, self._book.mark)
+        hooks.wrap(Optimizer, "__init__", self._building)
         for name in ("backward", "grad"):
-            wrap(torch.autograd, name, self._call_for_backward)
-        wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
-        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
-        wrap(torch.amp.GradScaler, "step", self._enter_scaler)
-        wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
+            hooks.wrap(torch.autograd, name, self._call_for_backward)
+        hooks.wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
+        hooks.replace(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward)
+        hooks.wrap(torch.amp.GradScaler, "step", self._enter_scaler)
+        hooks.wrap(torch.amp.GradScaler, "_maybe_opt_step", self._scaled_step)
 
     def enter_forward(self) -> None:
         """Mark that an outermost module is about to run."""
@@ -284,14 +284,3 @@ class Steps:
             if self._ends > FORBEARANCE:
                 self._end_now()
             raise EnoughStepsReached
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``; a method passes its object next."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)

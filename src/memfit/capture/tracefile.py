@@ -1,7 +1,7 @@
 """Trace files (``.memfit``): a zip of one JSON header and one raw column per member.
 
     header.json          format, version, and everything of a Trace that is not a column
-    columns/action       n x u1     |
+    columns/action       n x u1     |  EARLIER is among them from version 4 on
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
     ...                             |
@@ -43,7 +43,7 @@ from memfit.records import (
 )
 
 FORMAT = "memfit trace"
-VERSION = 3
+VERSION = 4
 MAX_EVENTS = 1 << 25
 MAX_HEADER_BYTES = 1 << 28
 

@@ -7,12 +7,18 @@ import types
 from collections.abc import Callable, Sequence
 
 
-def after_import(name: str, action: Callable[[], None]) -> None:
-    """Call a function once a module has been imported: now, if it has been."""
+def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Call a function once a module has been imported: now, if it has been.
+
+    Returns:
+        What gives up waiting.
+    """
+    finder = AfterImport(name, action)
     if name in sys.modules:
         action()
     else:
-        sys.meta_path.insert(0, AfterImport(name, action))
+        sys.meta_path.insert(0, finder)
+    return finder.give_up
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -21,6 +27,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
         self._action = action
+
+    def give_up(self) -> None:
+        """Wait no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -37,8 +48,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
             def execute_then_act(module: types.ModuleType) -> None:
                 # Not when it is found: many programs look whether a module is there and go on.
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
+                self.give_up()
                 execute(module)
                 self._action()
 

@@ -7,7 +7,6 @@ a formula begins with an apostrophe.
 import csv
 import io
 import json
-from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.breakdown import NAMES
 from memfit.analysis.ledger import by_category
+from memfit.analysis.place import steps_before
 from memfit.records import Category, MarkKind, Phase, Timeline, Trace
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -89,7 +89,6 @@ def table(trace: Trace, attribution: Attribution) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
-    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     tensors = attribution.tensor.tolist()
     columns = zip(
         *(column.tolist() for column in (attribution.born, attribution.freed, attribution.requested)),
@@ -100,7 +99,7 @@ def table(trace: Trace, attribution: Attribution) -> str:
     )
     for born, freed, requested, block, category, phase, module, op, line, tensor in columns:
         held = trace.tensors[tensor] if tensor >= 0 else None
-        step = bisect_right(ends, born)
+        step = steps_before(trace, born)
         row = (
             *(born, freed if freed < len(trace.events) else "", requested, block, NAMES[Category(category)]),
             step + 1 if step or _PHASES[phase] is not Phase.SETUP else 0,

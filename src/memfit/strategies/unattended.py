@@ -44,14 +44,15 @@ def main() -> None:
 def _intervene(change: Intervention) -> None:
     import torch
 
-    from memfit.capture.steps import wrap
+    from memfit.capture.lifted import LiftedHooks
 
+    hooks = LiftedHooks()
     if change.strategies:
-        wrap(torch.nn.Module, "__call__", _Planning(change.strategies))
+        hooks.wrap(torch.nn.Module, "__call__", _Planning(change.strategies))
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
-                wrap(kind, "__init__", _fused)
+                hooks.wrap(kind, "__init__", _fused)
 
 
 class _Planning:

@@ -111,9 +111,11 @@ def _old(trace: Trace, start: Beginning) -> Numbers:
     freeing = np.flatnonzero(events.action == Action.FREE_REQUESTED)[::-1]
     # A block that is alive at the beginning is the first to be freed at its address.
     first_free = dict(zip(events.address[freeing].tolist(), freeing.tolist(), strict=True))
+    told = set(events.address[events.action == Action.EARLIER].tolist())
     rows = [
         (address, stop - address, first_free.get(address, len(events)))
         for address, (stop, _) in start.live.items()
+        if address not in told
     ]
     rows.extend((address, stop - address, -1) for address, (stop, _) in start.pending.items())
     return np.array(rows, np.int64).reshape(-1, 3)

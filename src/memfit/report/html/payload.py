@@ -21,8 +21,8 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.folding import folded
 from memfit.analysis.held import Moment
-from memfit.analysis.place import line_of
-from memfit.records import DryRun, MarkKind, Phase, Timeline, Trace
+from memfit.analysis.place import line_of, steps_at
+from memfit.records import DryRun, Phase, Timeline, Trace
 from memfit.report.html.blocks import Numbers, blocks_of
 from memfit.report.html.facts import Facts, facts, layers_of, shortcuts
 from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
@@ -95,8 +95,7 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
     _, first, place = np.unique(key, return_index=True, return_inverse=True)
     at = events[first].tolist()
     labels = [trace.labels[label] if (label := int(rows.label[event])) >= 0 else None for event in at]
-    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
-    ended = np.searchsorted(ends, events, side="right")
+    ended = steps_at(trace, events)
     return {
         "moment.event": events,
         "moment.phase": phase,

@@ -1,0 +1,112 @@
+"""What watching a run costs: a step watched, one that is not, and one of which PyTorch keeps its own history.
+
+    python benchmarks/watch_overhead.py [--rounds 100] [--gpu A100-80GB]
+
+On the ghost nothing is computed: a step is what Python and PyTorch need to ask for its work, and what is
+added to it shows in full. On a GPU that is busy, it is hidden behind the work. Each figure is the median over
+rounds of the processor time that a step took beyond those just before and after, unwatched.
+"""
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from pathlib import Path
+
+from memfit.devices import find_device
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the models of another benchmark
+_STEPS = 4
+
+
+@contextmanager
+def history() -> Iterator[None]:
+    """Have PyTorch record what it allocates, and from which line: what labels cannot do without."""
+    import torch
+
+    record = torch.cuda.memory._record_memory_history
+    record("all", context="alloc", stacks="python", max_entries=100_000)
+    yield
+    record(None, clear_history=True)
+
+
+def step_of(make: Callable[[], tuple]) -> Callable[[], None]:
+    """Return a training step of a model of ``engine_overhead.py``, on the GPU."""
+    import torch
+    from engine_overhead import loss_of
+
+    model, batch = make()
+    model, batch = model.cuda(), batch.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Return the processor seconds of a step: the mean of a few, after one that is not counted."""
+    step()
+    start = time.process_time()
+    for _ in range(_STEPS):
+        step()
+    return (time.process_time() - start) / _STEPS
+
+
+def compare(
+    name: str, step: Callable[[], None], ways: dict[str, Callable[[], AbstractContextManager]], rounds: int
+) -> None:
+    """Print what each way to watch adds to a step."""
+    alone, more = [timed(step)], {way: [] for way in ways}
+    gc.disable()
+    for _ in range(rounds):
+        gc.collect()
+        for way, watched in random.sample(list(ways.items()), len(ways)):
+            with watched():
+                seconds = timed(step)
+            alone.append(timed(step))
+            more[way].append(seconds - (alone[-1] + alone[-2]) / 2)
+    base = statistics.median(alone)
+    print(f"{name:8} {base * 1e3:7.2f} ms a step")
+    for way, seconds in more.items():
+        median = statistics.median(seconds)
+        print(f"  {way:34} {median * 1e6:+8.0f} µs {median / base:+7.1%}")
+
+
+def main() -> None:
+    """Put the ghost in the place of a GPU, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--gpu", default="A100-80GB")
+    parameters = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from memfit.ghost.build import build
+    from memfit.ghost.load import GhostDevice, load
+
+    device = find_device(parameters.gpu)
+    ghost = load(build())
+    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)
+    from engine_overhead import medium, small
+
+    import memfit
+
+    ways = {
+        "watch()": memfit.watch,
+        "PyTorch's own history": history,
+        "watch(labels=True)": lambda: memfit.watch(labels=True),
+    }
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        for make in (small, medium):
+            compare(make.__name__, step_of(make), ways, parameters.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What held the memory when there was no more: a trace and a report, written while all of it is alive.
+
+    the allocator fails ── PyTorch's observer ──> trace, report, three lines on standard error
+                        ── PyTorch's exception ──> the script
+
+PyTorch calls observers where an allocation has failed for good, with everything still in its place and no
+lock held, before it raises. An observer cannot be taken away again; memfit adds one for the process.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from memfit import __version__
+from memfit.allocator.timeline import timeline
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import held
+from memfit.analysis.held import By
+from memfit.analysis.peak import summary
+from memfit.capture.atomic import write_bytes
+from memfit.capture.card import is_rehearsal
+from memfit.capture.outside import BY_CARD
+from memfit.capture.recorder import Recorder
+from memfit.capture.recording import UNCACHED
+from memfit.capture.tracefile import write_trace
+from memfit.errors import UsageError
+from memfit.ghost.where import user_line
+from memfit.records import DeviceUse, Figure, Machine, Provenance, ScriptEnd
+from memfit.report.html import page
+from memfit.report.terminal import in_words, short_path
+from memfit.units import format_bytes
+
+_ROWS = 3
+
+Observer = Callable[["Failure"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An allocation that failed, as PyTorch tells its observers. Bytes."""
+
+    device: int
+    requested: int
+    total: int
+    """What the process may use at most."""
+    free: int
+    """What the device still has."""
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Have a function called at each failure from now on; return what ends that.
+
+    Call it when CUDA is initialised: PyTorch would do it now.
+
+    Raises:
+        RuntimeError: PyTorch's allocator has no observers here (backend:cudaMallocAsync), or does not come
+            to know of failures.
+
+    Source: ``malloc`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1, and
+    ``_cuda_attach_out_of_memory_observer`` in torch/csrc/cuda/Module.cpp.
+    """
+    if UNCACHED in os.environ:
+        raise RuntimeError(f"PyTorch tells of none without its cache ({UNCACHED}).")
+    if not _attached:
+        torch._C._cuda_attach_out_of_memory_observer(_tell)  # type: ignore[attr-defined]
+        _attached.append(True)
+    _observers.append(observer)
+    return lambda: _observers.remove(observer)
+
+
+_attached: list[bool] = []
+_observers: list[Observer] = []
+
+
+def _tell(device: int, requested: int, total: int, free: int) -> None:
+    for observer in tuple(_observers):
+        observer(Failure(device, requested, total, free))
+
+
+def write(recorder: Recorder, failure: Failure, folder: Path) -> list[str]:
+    """Write a trace and a report of this moment, which is a failure's.
+
+    Args:
+        recorder: what has watched so far.
+        failure: that of this moment.
+        folder: where the files go.
+
+    Returns:
+        What to say of it, in lines.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    where = user_line()
+    asked = f"{format_bytes(failure.requested)} asked for, {format_bytes(failure.free)} free"
+    trace = recorder.finish(
+        _device(failure.device),
+        ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {asked}", where),
+        tuple(sys.argv),
+        _versions(),
+        index=failure.device,
+        failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
+    )
+    name = _reserve(folder)
+    try:
+        write_trace(trace, name)
+    except BaseException:
+        name.unlink(missing_ok=True)
+        raise
+    line = timeline(trace)
+    attribution = attribute(trace, line)
+    report = name.with_suffix(".html")
+    text = page(trace, line, attribution, summary(trace, line, attribution))
+    write_bytes(report, text.encode(errors="replace"))
+    found = held(trace, line, attribution, len(trace.events) - 1)
+    rows = [row for row in found.rows[By.CATEGORY] if row.bytes][:_ROWS]
+    most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
+    place = replace(found.place, line=found.place.line or where)
+    return [
+        f"out of memory: {asked}, in {in_words(place)}",
+        f"{format_bytes(found.allocated)} are allocated: {most}",
+        f"written: {short_path(str(name))} (memfit explain) and {short_path(str(report))}",
+    ]
+
+
+def _device(index: int) -> DeviceUse:
+    free, total = torch.cuda.mem_get_info(index)
+    outside = max(0, total - free - torch.cuda.memory_reserved(index))
+    if is_rehearsal():
+        sure, way, machine = Provenance.ASSUMED, "rehearsal: the ghost's", Machine.REHEARSAL
+    else:
+        sure, way, machine = Provenance.MEASURED, BY_CARD, Machine.CARD
+    return DeviceUse(
+        name=torch.cuda.get_device_name(index),
+        total=Figure(total, sure, "cudaMemGetInfo"),
+        context=Figure(outside, sure, way),
+        in_use=0,
+        machine=machine,
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "memfit": __version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "",
+        "python": platform.python_version(),
+    }
+
+
+def _reserve(folder: Path) -> Path:
+    """Return the first name of its kind that nobody has in a folder, taken by an empty file."""
+    number = 0
+    while True:
+        number += 1
+        path = folder / f"memfit-oom-{number}.memfit"
+        if path.with_suffix(".html").exists():
+            continue
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(
+                f"Cannot write {path}: {error.strerror}. Name another folder: memfit.watch(folder=...)."
+            ) from None
+        return path

@@ -1,0 +1,60 @@
+"""What a watch says, on standard error."""
+
+from memfit.live.prediction import Held, Prediction
+from memfit.records import Machine
+from memfit.units import format_bytes
+
+_WHERE = {
+    Machine.GHOST: "on the ghost",
+    Machine.CARD: "recorded on a GPU",
+    Machine.REHEARSAL: "of a rehearsal",
+    Machine.UNKNOWN: "",
+}
+
+
+def difference(measured: int, predicted: int) -> float:
+    """Return by how many percent what was measured exceeds what was predicted."""
+    return 100 * (measured - predicted) / predicted if predicted else 0.0
+
+
+def state(step: int, measured: Held, predicted: Held | None) -> str:
+    """Say in a line how far a run is and what it held at most.
+
+    >>> state(7, Held(peak=3 << 30, allocated=1 << 30), Held(peak=2 << 30, allocated=1 << 30))
+    'memfit: step 7 · peak 3.0 GiB measured · 2.0 GiB predicted · +50.00 %'
+    """
+    line = f"memfit: step {step:,} · peak {format_bytes(measured.peak)} measured"
+    if predicted is None:
+        return f"{line} · {format_bytes(measured.allocated)} at its end"
+    more = difference(measured.peak, predicted.peak)
+    return f"{line} · {format_bytes(predicted.peak)} predicted · {more:+.2f} %"
+
+
+def differences(measured: Held, predicted: Held, tolerance: float) -> str:
+    """Name what differs from its prediction by more than so many percent; empty if nothing does.
+
+    >>> differences(Held(peak=3 << 30, allocated=1 << 30), Held(peak=2 << 30, allocated=1 << 30), 1.0)
+    'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
+    """
+    pairs = (
+        ("peak", measured.peak, predicted.peak),
+        ("allocated at its end", measured.allocated, predicted.allocated),
+    )
+    return "; ".join(
+        f"{what} {format_bytes(found)} measured, {format_bytes(expected)} predicted, {more:+.2f} %"
+        for what, found, expected in pairs
+        if abs(more := difference(found, expected)) > tolerance
+    )
+
+
+def source(prediction: Prediction, torch: str) -> str:
+    """Say where a prediction comes from, for a run with a version of torch.
+
+    >>> from memfit.records import Provenance
+    >>> source(Prediction((), Provenance.EXACT, Machine.GHOST, "2.14.1"), "2.14.1")
+    'predicted: exact on the ghost'
+    """
+    made = f"predicted: {prediction.provenance} {_WHERE[prediction.machine]}".strip()
+    if prediction.torch in ("", torch):
+        return made
+    return f"{made} with torch {prediction.torch}; this is {torch}"
