@@ -4,6 +4,8 @@ import pytest
 
 from memfit.capture.calls import Call, call_of, calls
 from memfit.capture.history import torch_folder
+from memfit.capture.settle import with_op
+from memfit.records import Label, Phase
 
 T = "/site/torch/"
 
@@ -66,6 +68,21 @@ def test_what_communicates(file, communicates):
 )
 def test_how_an_optimizer_steps_is_in_the_name(name, how):
     assert Call(name).how == how
+
+
+@pytest.mark.parametrize(
+    ("phase", "op", "call", "better"),
+    [
+        (Phase.OPTIMIZER, "Adam.step", Call("adam/_fused_adam"), "Adam.step (fused)"),
+        (Phase.OPTIMIZER, "Adam.step", Call("step/_init_group"), "Adam.step"),
+        (Phase.BACKWARD, "TBackward0", Call("adam/_multi_tensor_adam"), "adam/_multi_tensor_adam"),
+        (Phase.BACKWARD, "TBackward0", Call("checkpoint/backward"), "TBackward0"),
+        (Phase.BACKWARD, "TBackward0", Call("foreach_reduce/allocate", True), "foreach_reduce/allocate"),
+        (Phase.FORWARD, "", Call("relu"), "relu"),
+    ],
+)
+def test_what_is_known_better(phase, op, call, better):
+    assert with_op(Label(phase, "fc", op, 0), call) == Label(phase, "fc", better, 0)
 
 
 def test_events_of_a_stack_share_a_call():

@@ -16,7 +16,7 @@ from memfit.capture.calls import Call
 from memfit.capture.holders import Holdings
 from memfit.capture.labels import LabelBook
 from memfit.ghost.load import Space
-from memfit.records import Action, Category, Events, Label, Mark, MarkKind
+from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phase
 
 _RATHER_OTHERS = {Category.ACTIVATION, Category.OUTPUT, Category.UNKNOWN}
 
@@ -86,15 +86,17 @@ def called(events: Events, book: LabelBook, column: npt.NDArray[np.int32], table
     category[made & communicates & (category == Category.UNKNOWN)] = Category.COMMUNICATION
     known = np.flatnonzero(made & (column > 0))
     pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)
-    better = [_with_op(labels[one], table[call]) for one, call in pairs.T.tolist()]
+    better = [with_op(labels[one], table[call]) for one, call in pairs.T.tolist()]
     label[known] = np.array([book.add(one) for one in better], np.int32)[inverse.reshape(-1)]
     return replace(events, label=label, category=category)
 
 
-def _with_op(label: Label, call: Call) -> Label:
-    if call.communicates or not label.op:
-        return replace(label, op=call.name)
-    return replace(label, op=f"{label.op} ({call.how})") if call.how else label
+def with_op(label: Label, call: Call) -> Label:
+    """Return a label with the op that is better known: its own, or what of PyTorch was called."""
+    if call.how and label.phase is Phase.OPTIMIZER:
+        return replace(label, op=f"{label.op} ({call.how})")
+    # An optimizer's functions under a node of the backward are a step that is fused into it.
+    return replace(label, op=call.name) if call.communicates or call.how or not label.op else label
 
 
 def mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:
