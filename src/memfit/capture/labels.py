@@ -27,8 +27,10 @@ class LabelBook:
         self._stamp: Callable[[int], None] | None = None
         self.forgotten = 0
         """How many serials came before the first that is kept."""
-        self._labels: list[Label] = []
+        self.labels: list[Label] = []
+        """Every label, in the order of first use."""
         self._index: dict[tuple[Phase, str, str, int], int] = {}
+        self._adding = threading.Lock()
         self.serials: list[int] = []
         """Label index of each serial."""
         self.marks: list[tuple[int, MarkKind, int]] = []
@@ -55,18 +57,16 @@ class LabelBook:
         self.marks.clear()
         self.use(self.current())
 
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        """Every label, in the order of first use."""
-        return tuple(self._labels)
-
     def intern(self, phase: Phase, module: str = "", op: str = "", stack: int = -1) -> int:
         """Return the index of a label, the same for equal labels."""
         key = (phase, module, op, stack)  # cheaper to look up than a Label, and this is done all the time
         found = self._index.get(key)
         if found is None:
-            found = self._index[key] = len(self._labels)
-            self._labels.append(Label(*key))
+            with self._adding:  # a backward runs on threads of its own
+                found = self._index.get(key, len(self.labels))
+                if found == len(self.labels):
+                    self.labels.append(Label(*key))
+                    self._index[key] = found
         return found
 
     def add(self, label: Label) -> int:
@@ -100,7 +100,7 @@ class LabelBook:
     @property
     def phase(self) -> Phase:
         """What the calling thread is doing."""
-        return self._labels[self.current()].phase
+        return self.labels[self.current()].phase
 
     def moment(self) -> int:
         """Return a fresh serial: events before now carry smaller ones."""

@@ -19,6 +19,8 @@ import torch
 from memfit.capture.module_names import without_wrappers
 from memfit.records import Tensor
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 @dataclass(frozen=True, slots=True)
 class Name:
@@ -65,7 +67,8 @@ class Names:
 
 def local(tensor: Any) -> Any:
     """Return this rank's piece of a DTensor, and anything else as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    # Most are plain, and to miss an attribute of a tensor takes longer than all else here.
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def describe(found: Sequence[Named]) -> Tensor:
@@ -74,21 +77,24 @@ def describe(found: Sequence[Named]) -> Tensor:
     Args:
         found: at least one tensor, all of the same storage.
     """
-    places: dict[int, list[Named]] = {}
-    for named in found:
-        places.setdefault(local(named.tensor).storage_offset(), []).append(named)
     first = found[0]
-    text = _names(places[local(first.tensor).storage_offset()])
-    module, shape = first.name.module, tuple(local(first.tensor).shape)
-    if len(places) > 1:
-        levels = zip(*(named.name.module.split(".") for named in found), strict=False)
-        common = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
-        text = f"{module}.{text}".removeprefix(f"{common}.") + f" and {len(places) - 1} more"
-        module, shape = common, (max(map(_end, found)) - min(places),)
-    return Tensor(module, text, str(first.tensor.dtype).removeprefix("torch."), shape)
+    here = local(first.tensor)
+    dtype, module = str(here.dtype).removeprefix("torch."), first.name.module
+    if len(found) == 1:
+        return Tensor(module, _names(found), dtype, tuple(here.shape))
+    begins = [local(named.tensor).storage_offset() for named in found]
+    text = _names([named for named, begin in zip(found, begins, strict=True) if begin == begins[0]])
+    others = len(set(begins)) - 1
+    if not others:
+        return Tensor(module, text, dtype, tuple(here.shape))
+    levels = zip(*(named.name.module.split(".") for named in found), strict=False)
+    common = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    text = f"{module}.{text}".removeprefix(f"{common}.") + f" and {others} more"
+    return Tensor(common, text, dtype, (max(map(_end, found)) - min(begins),))
 
 
 def _names(found: Sequence[Named]) -> str:
+    """Return all names of tensors that are in the same place."""
     first = found[0]
     others = [path for named in found for path in named.name.paths][1:]
     text = " = ".join((name + first.suffix).lstrip(".") for name in dict.fromkeys([first.name.own, *others]))

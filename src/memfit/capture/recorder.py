@@ -280,7 +280,7 @@ class Recorder:
         serials = self.recording.serials(events)
         events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
         autocast.mark_copies(events, self.book)
-        labels, tensors = short_names(self.book.labels, tuple(self._held.tensors))
+        labels, tensors = short_names(tuple(self.book.labels), tuple(self._held.tensors))
         if missed := mark_spaces(events, serials, self._spaces()):
             text = "workspaces were not found in the allocator's history: they count with the rest."
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
