@@ -342,7 +342,8 @@ def diff(
         UsageError: there is no such moment in a run.
         FileFormatError: a file is neither, or contradicts itself.
     """
-    return Differing.of(difference(explain(before, at), explain(after, at), By(by)))
+    runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
+    return Differing.of(difference(runs[0], runs[1], at, By(by)))
 
 
 def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:

@@ -73,17 +73,28 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
     return int(np.argmax(np.where(within, allocated, -1)))
 
 
-def held(trace: Trace, line: Timeline, attribution: Attribution, event: int) -> Held:
-    """Say who holds what is allocated just after an event."""
+def held(
+    trace: Trace, line: Timeline, attribution: Attribution, event: int, *, beside: Sequence[str] = ()
+) -> Held:
+    """Say who holds what is allocated just after an event.
+
+    Args:
+        trace: what was recorded.
+        line: its timeline.
+        attribution: whose its allocations are.
+        event: of the trace.
+        beside: modules of another run that rows are to be compared with: repetition is folded over both.
+    """
     alive = attribution.alive(event)
     requested = attribution.requested[alive]
     allocated = int(line.allocated[event])
     sure = certainty(trace)
     category = attribution.category[alive]
     rest = _rest(attribution, alive, allocated, sure)
+    modules = folded([*attribution.modules, *beside])[: len(attribution.modules)]
     names = {
         By.CATEGORY: (list(NAMES.values()), np.array([list(NAMES).index(one) for one in Category])[category]),
-        By.MODULE: (folded(attribution.modules), attribution.module[alive]),
+        By.MODULE: (modules, attribution.module[alive]),
         By.LINE: (attribution.lines, attribution.line[alive]),
         By.OP: (attribution.ops, attribution.op[alive]),
     }
@@ -157,6 +168,12 @@ def _rows(
             row[1] += blocks
     rows = [Row(name, size, blocks, sure.get(name, otherwise)) for name, (size, blocks) in sums.items()]
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def parted(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Part the rows of something named from what is nobody's: rounding, and what was there before."""
+    rest = 2 if rows[-1].name == EARLIER else 1
+    return rows[:-rest], rows[-rest:]
 
 
 def _rest(

@@ -1,10 +1,13 @@
 """What changed between two runs: who holds what at a moment of each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.analysis.explanation import Explanation
-from memfit.analysis.held import By
-from memfit.records import Place
+from memfit.allocator.timeline import timeline
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import held, moment, parted
+from memfit.analysis.held import By, Row
+from memfit.records import Place, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,40 @@ class Difference:
     """Those that changed most first; those that did not, too."""
 
 
-def difference(before: Explanation, after: Explanation, by: By) -> Difference:
-    """Compare two runs, at the moment that both were explained at."""
-    found = [{row.name: row.bytes for row in run.held.rows[by]} for run in (before, after)]
-    names = dict.fromkeys([*found[0], *found[1]])
-    rows = [Changed(name, found[0].get(name, 0), found[1].get(name, 0)) for name in names]
+def difference(before: Trace, after: Trace, at: str = "peak", by: By = By.CATEGORY) -> Difference:
+    """Compare two runs.
+
+    Args:
+        before: one.
+        after: the other.
+        at: ``peak``, a phase (``backward``), or a training step (``2``): the moment in it that holds most,
+            of each.
+        by: what rows sum.
+
+    Raises:
+        UsageError: a run has no such moment.
+        FileFormatError: a history contradicts itself.
+    """
+    runs = (before, after)
+    lines = [timeline(run) for run in runs]
+    attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
+    found = [
+        held(run, line, own, moment(run, line, at), beside=other.modules)
+        for run, line, own, other in zip(runs, lines, attributions, reversed(attributions), strict=True)
+    ]
+    named, rest = zip(*(parted(one.rows[by]) for one in found), strict=True)
+    changed = [*_changed(*named), *_changed(*rest)]
     return Difference(
-        at=before.at,
+        at=at,
         by=by,
-        places=(before.held.place, after.held.place),
-        allocated=(before.held.allocated, after.held.allocated),
-        reserved=(before.summary.peak_reserved, after.summary.peak_reserved),
-        rows=tuple(sorted(rows, key=lambda row: -abs(row.after - row.before))),
+        places=(found[0].place, found[1].place),
+        allocated=(found[0].allocated, found[1].allocated),
+        reserved=(int(lines[0].reserved.max()), int(lines[1].reserved.max())),
+        rows=tuple(sorted(changed, key=lambda row: -abs(row.after - row.before))),
     )
+
+
+def _changed(before: Sequence[Row], after: Sequence[Row]) -> list[Changed]:
+    found = [{row.name: row.bytes for row in rows} for rows in (before, after)]
+    names = dict.fromkeys([*found[0], *found[1]])
+    return [Changed(name, found[0].get(name, 0), found[1].get(name, 0)) for name in names]

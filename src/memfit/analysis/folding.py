@@ -5,7 +5,7 @@ blocks.0-1.fc                 blocks.0-1.norm               head
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Tree = dict[str, "Tree"]
 
@@ -20,21 +20,33 @@ def folded(paths: Sequence[str]) -> list[str]:
     ['blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'mlp.0', 'mlp.2']
     """
     tree: Tree = {}
+    ends = []
     for path in paths:
         node = tree
         for part in path.split("."):
             node = node.setdefault(part, {})
-    names: dict[str, str] = {}
-    # By a list of its own, for paths may be deeper than Python's stack.
-    waiting: list[tuple[Tree, str, str]] = [(tree, "", "")]
-    while waiting:
-        node, before, named = waiting.pop()
-        ranges = _ranges(node)
-        for part, below in node.items():
-            path, name = f"{before}{part}", f"{named}{ranges.get(part, part)}"
-            names[path] = name
-            waiting.append((below, f"{path}.", f"{name}."))
-    return [names[path] for path in paths]
+        ends.append(node)
+    names = dict.fromkeys(map(id, ends), "")
+    # Names are put together where paths end, and by a list of its own: paths may be deeper than Python's
+    # stack, and all their beginnings longer than memory.
+    spoken: list[str] = []
+    levels = [_named(tree)]
+    while levels:
+        name, below = next(levels[-1], (None, tree))
+        if name is None:
+            levels.pop()
+            del spoken[-1:]
+            continue
+        spoken.append(name)
+        if id(below) in names:
+            names[id(below)] = ".".join(spoken)
+        levels.append(_named(below))
+    return [names[id(end)] for end in ends]
+
+
+def _named(node: Tree) -> Iterator[tuple[str | None, Tree]]:
+    ranges = _ranges(node)
+    return ((ranges.get(part, part), below) for part, below in node.items())
 
 
 def _ranges(node: Tree) -> dict[str, str]:

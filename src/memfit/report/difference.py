@@ -8,9 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.analysis.difference import Difference
+from memfit.analysis.difference import Changed, Difference
+from memfit.analysis.held import By
+from memfit.records import Place
 from memfit.report.explanation import named
 from memfit.report.printed import Printed
+from memfit.report.schema import SCHEMA
 from memfit.report.terminal import in_words
 
 _ROWS = 20
@@ -50,6 +53,22 @@ def print_difference(found: Difference, console: Console) -> None:
     console.print(table)
 
 
+class Differs(msgspec.Struct, frozen=True):
+    """The public JSON of ``memfit diff``; docs/diff.schema.json is made from it.
+
+    What ``schema.py`` promises of a dry run's holds of it, too. Fields are those of ``Difference``.
+    """
+
+    schema: int
+    at: str
+    by: By
+    places: tuple[Place, Place]
+    allocated: tuple[int, int]
+    reserved: tuple[int, int]
+    rows: tuple[Changed, ...]
+
+
 def to_json(found: Difference) -> bytes:
     """Encode a difference: one line of ASCII, whatever names are."""
-    return json.dumps(msgspec.to_builtins(found), separators=(",", ":")).encode("ascii")
+    public = Differs(SCHEMA, *(getattr(found, name) for name in Differs.__struct_fields__[1:]))
+    return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")
