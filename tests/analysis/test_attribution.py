@@ -157,7 +157,7 @@ def test_a_moment_is_when_most_is_held(at, event):
     assert moment(trace, line, at) == event
 
 
-@pytest.mark.parametrize("at", ["3", "0", "lunch", "recompute"])
+@pytest.mark.parametrize("at", ["3", "0", "lunch", "recompute", "9" * 5000])
 def test_a_moment_that_is_not_there_is_refused(at):
     trace = run(*HELD)
     with pytest.raises(UsageError, match=f"--at {at}"):

@@ -15,6 +15,7 @@ from memfit.analysis.held import By
 from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, Tensor
 from memfit.report.difference import print_difference, to_json
 from memfit.report.export import COLUMNS
+from memfit.report.inert import inert
 from traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -82,7 +83,8 @@ def test_the_table_has_a_row_for_each_allocation():
 def test_a_cell_is_no_formula_and_a_name_is_text():
     text = api.table(named(run(module=HOSTILE), HOSTILE))
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert rows[0]["name"] == rows[1]["module"] == f"'{HOSTILE}"
+    assert "\x1b" not in text
+    assert rows[0]["name"] == rows[1]["module"] == f"'{inert(HOSTILE)}"
     names = {event["name"] for event in json.loads(api.chrome_trace(run(module=HOSTILE)))["traceEvents"]}
     assert HOSTILE not in names  # modules are in no counter
 

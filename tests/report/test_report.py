@@ -88,7 +88,17 @@ def test_any_width_will_do(answer, width):
 
 @pytest.mark.parametrize(
     "name",
-    ["\x1b[31mred", "a\rb", "bell\x07", "\u202egnp.exe", "[bold]x[/bold]", ":smiley:", "\x9b31m", "\ud800"],
+    [
+        "\x1b[31mred",
+        "a\rb",
+        "bell\x07",
+        "\u202egnp.exe",
+        "[bold]x[/bold]",
+        ":smiley:",
+        "\x9b31m",
+        "\ud800",
+        "x" * 9999,
+    ],
 )
 def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
     place = Place(1, Phase.FORWARD, name, name, name + ":3")
@@ -105,6 +115,12 @@ def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
     assert inert(name) in text
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
     assert json.loads(to_json(to_public(hostile)))["peak"]["module"] == name
+
+
+def test_names_that_would_fill_the_screen_are_cut(answer):
+    text = printed(replace(answer, peak_place=Place(1, Phase.FORWARD, "x" * 10_000, "", "")), 200)
+    assert len(text) < 4_000
+    assert "[9,500 more]" in text.replace("\n", "")
 
 
 def test_the_json_is_the_public_schema(answer):

@@ -37,6 +37,7 @@ LARGEST = 20
 """How many allocations are named."""
 _HELD_BY_OBJECTS = {Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE}
 _MOMENTS = ("peak", *Phase)
+_DIGITS = 10  # of a step's number: Python refuses to read thousands of them
 
 
 def moment(trace: Trace, line: Timeline, at: str) -> int:
@@ -55,7 +56,7 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
         raise UsageError("Nothing was allocated in this run: there is no moment to look at.")
     if at == "peak":
         return int(np.argmax(allocated))
-    if at.isdecimal():
+    if at.isdecimal() and len(at) < _DIGITS:
         ends = {mark.index + 1: mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP}
         step = int(at)
         first = step == 1 and min(ends, default=1) == 1  # steps before the history are only counted

@@ -18,6 +18,7 @@ from memfit.analysis.breakdown import NAMES
 from memfit.analysis.ledger import by_category
 from memfit.analysis.place import steps_before
 from memfit.records import Category, MarkKind, Phase, Timeline, Trace
+from memfit.report.inert import inert
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _PHASES = tuple(Phase)
@@ -118,5 +119,5 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.encode(errors="replace").decode()
+    text = inert(text.encode(errors="replace").decode(), whole=True)
     return f"'{text}" if text.startswith(_FORMULA) else text

@@ -44,7 +44,7 @@ class Words:
 
     def shown(self, text: str) -> str:
         """Return text as the page may show it: inert, without home folders or, if so asked, file names."""
-        text = _HOMES.sub("~", inert(short_path(text)))
+        text = _HOMES.sub("~", inert(short_path(text), whole=True))
         return text if self.source else _FILES.sub(NO_FILE, text)
 
     def index(self, text: str) -> int:
