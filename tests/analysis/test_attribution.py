@@ -82,6 +82,8 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
         ([made(0, 100, R), gone(0, 100, R)], "TEMPORARY"),
         ([made(0, 100, R), gone(0, 100, B)], "RECOMPUTED"),
         ([made(0, 100, O), gone(0, 100, O)], "TEMPORARY"),
+        ([made(0, 100, O), made(1, 9, F), gone(0, 100, O)], "TEMPORARY"),  # a closure's forward
+        ([made(0, 100, O), made(1, 9, F)], "UNKNOWN"),
         ([made(0, 100, F, Category.PARAMETER), gone(0, 100, F)], "PARAMETER"),
     ],
 )
