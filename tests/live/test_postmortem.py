@@ -36,6 +36,18 @@ GOES_ON = """
             return
         raise AssertionError
 
+    def too_much(*_):
+        torch.empty(1 << 40, device="cuda")
+
+    def after_the_model():
+        result = model(torch.ones(8, 64, device="cuda"))
+        too_much()
+
+    def in_the_backward():
+        result = model(torch.ones(8, 64, device="cuda"))
+        result.register_hook(too_much)
+        result.sum().backward()
+
     def retried():
         model = Net().cuda()
         engine = memfit.Engine(
@@ -60,10 +72,9 @@ GOES_ON = """
     os.mkdir("more")
     model = Net().cuda()
     with memfit.watch(folder="more"):
-        for made in (lambda: None, lambda: model(torch.ones(8, 64, device="cuda"))):
-            there = made()
+        for fails in (too_much, after_the_model, in_the_backward):
             try:
-                torch.empty(1 << 40, device="cuda")
+                fails()
             except torch.OutOfMemoryError:
                 pass
     os.mkdir("gone")
@@ -125,6 +136,10 @@ def test_a_script_that_goes_on(rehearse, tmp_path):
     left = {path.name for path in tmp_path.iterdir()} - {"script.py", "more"}
     written = {f"memfit-oom-{number}.{kind}" for number in (2, 3) for kind in ("memfit", "html")}
     assert left == written | {"memfit-oom-1.memfit"}
-    assert re.findall(r"4\.0 TiB asked for, .* in (.*) · script", done.stderr) == ["setup", "step 1 · loss"]
+    assert re.findall(r"4\.0 TiB asked for, .* in (.*) · script", done.stderr) == [
+        "setup",
+        "step 1 · loss",
+        "step 1 · backward",
+    ]
     assert done.stderr.count("memfit: out of memory again; no more than 2 post-mortems are written") == 1
     assert done.stderr.count("memfit: no post-mortem was written: UsageError: Cannot write ") == 1

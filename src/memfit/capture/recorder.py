@@ -214,7 +214,7 @@ class Recorder:
         if self._asks:
             self._held.graph(self.book.moment(), roots)
             self.modules.claim_loss(roots, sys._getframe(1))
-        elif self._live:
+        elif self._with_labels:
             self.modules.label_backward(roots)
         self._held.went_backward()
 
@@ -328,14 +328,19 @@ class Recorder:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Label the calling thread with the module that it is in, or is done with, where nobody does."""
+        """Label the calling thread with what it does, and in which module, where nobody labels modules."""
         before = self.book.current()
-        module = None if self._with_labels else running_module(sys._getframe(1))
-        if module is not None:
-            phase = Phase.RECOMPUTE if self.steps.in_backward else Phase.FORWARD
-            self.book.use(self.book.intern(phase, self.modules.names.full_name(module)))
-        elif not self._with_labels and self.book.phase in BEFORE_FORWARD and self._held.graph_waits:
-            self.book.use(self.book.intern(Phase.LOSS))
+        if not self._with_labels:
+            phase, name = self.book.phase, ""
+            module = running_module(sys._getframe(1))
+            if module is not None:
+                name = self.modules.names.full_name(module)
+                phase = Phase.RECOMPUTE if self.steps.in_backward else Phase.FORWARD
+            elif self.steps.in_backward:
+                phase = Phase.BACKWARD
+            elif phase in BEFORE_FORWARD and self._held.graph_waits:
+                phase = Phase.LOSS
+            self.book.use(self.book.intern(phase, name))
         try:
             yield
         finally:
