@@ -41,6 +41,7 @@ PUBLIC = {
     "revert",
     "summarize",
     "synthetic_batch",
+    "watch",
     "write_snapshot",
 }
 
