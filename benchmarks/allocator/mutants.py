@@ -13,6 +13,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from memfit.allocator import native
+from memfit.ghost.compiler import compile_library
 
 # In the order in which they import each other.
 _MODULES = ("rounding", "device", "blocks", "events", "expandable", "segments", "shortage", "caching")
@@ -73,7 +74,7 @@ def mutated_c(mutant: Mutant) -> Iterator[None]:
         sources = Path(shutil.copytree(native.SOURCES, Path(folder) / "c"))
         changed = sources / mutant.module
         changed.write_text(_replaced(mutant, changed.read_text()))
-        library = native.opened_library(native.compile_library(sources, Path(folder) / "mutant.so"))
+        library = native.opened_library(compile_library(sources, Path(folder) / "mutant.so"))
         with mock.patch.object(native, "load", return_value=library):
             yield
 

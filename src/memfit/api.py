@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import json
 from msgspec.structs import replace
 
+from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
 from memfit.analysis import peak
 from memfit.analysis.advice import Candidate, Change, advice
@@ -37,6 +38,10 @@ from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
+from memfit.packing import best
+from memfit.packing.arenas import Packed, pack_run
+from memfit.packing.best import Packing
+from memfit.packing.table import packed_table, read_buffers
 from memfit.records import Advice, DryRun, Note, Provenance, Trace
 from memfit.report import export
 from memfit.report.difference import Differing
@@ -61,6 +66,9 @@ __all__ = [
     "html",
     "keep_context",
     "measure_context",
+    "pack",
+    "pack_table",
+    "packed_table",
     "read",
     "record",
     "replay",
@@ -411,6 +419,53 @@ def replay(
             on_progress=on_progress,
         )
     )
+
+
+def pack(
+    target: Trace | str | Path,
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Packed:
+    """Say how small a run's memory is if offsets are planned from when each of its buffers lives.
+
+    Args:
+        target: a trace, or the path of one, or of a memory snapshot that PyTorch wrote.
+        capacity: bytes that are enough; None looks for as few as there can be.
+        seconds: that are spent at most, about.
+        on_progress: called with what is being tried.
+
+    Returns:
+        Bytes planned, what lives at once, what PyTorch's allocator reserves, and each buffer's offset.
+
+    Raises:
+        FileFormatError: the file is neither, or does not tell what was asked for.
+        GhostError: the packers could not be compiled.
+
+    >>> found = pack("run.memfit")  # doctest: +SKIP
+    >>> found.planned, found.live  # doctest: +SKIP
+    (6424867328, 6424867328)
+    """
+    trace = target if isinstance(target, Trace) else read(target)
+    without = compare(trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress)
+    asked = requests(trace)
+    return pack_run(asked, without.outcomes, capacity=capacity, seconds=seconds, on_progress=on_progress)
+
+
+def pack_table(
+    path: Path,
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Packing:
+    """Pack the buffers of a table, as ``pack`` does those of a run: ``packing/table.py`` says what it holds.
+
+    Raises:
+        FileFormatError: the file is no such table.
+    """
+    return best.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)
 
 
 def diagnose() -> tuple[Check, ...]:

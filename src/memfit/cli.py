@@ -169,7 +169,7 @@ def record(
     return exit_code(result, fail=fail)
 
 
-for command in (reading.explain, reading.diff, reading.replay, reading.allocator):
+for command in (reading.explain, reading.diff, reading.replay, reading.allocator, reading.pack):
     app.command(command)
 
 

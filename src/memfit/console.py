@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from memfit.analysis.difference import Difference
     from memfit.analysis.explanation import Explanation
     from memfit.capture.run import Progress
+    from memfit.packing.arenas import Packed
+    from memfit.packing.best import Packing
     from memfit.records import DryRun
 
 
@@ -50,6 +52,14 @@ def write_difference(found: "Difference", json: str | None) -> None:
 
     if not _written(to_json(found), json):
         print_difference(found, stdout())
+
+
+def write_packing(found: "Packing | Packed", capacity: int | None, json: str | None) -> None:
+    """Print a packing, and write it as JSON if asked to; ``-`` is standard output, and nothing else."""
+    from memfit.report.packing import print_packing, to_json
+
+    if not _written(to_json(found), json):
+        print_packing(found, capacity, stdout())
 
 
 def _written(content: bytes, json: str | None) -> bool:

@@ -132,6 +132,42 @@ def allocator(
     return _replay(path, None, gpu, memory, in_use, json, fail=False, smallest=True)
 
 
+def pack(
+    path: Path,
+    /,
+    *,
+    capacity: str | None = None,
+    seconds: float = 10.0,
+    csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+) -> int:
+    """Say how small memory is if the offset of each buffer is planned from when it lives.
+
+    Args:
+        path: A trace (run.memfit), a memory snapshot that PyTorch wrote (snapshot.pickle), or a table of
+            buffers (problem.csv) with the columns id, lower, upper and size, which lives in [lower, upper).
+        capacity: What is enough: 8GiB, or a number in the table's units. By default as little as is found.
+        seconds: How long it may look.
+        csv: Write each buffer with its offset to this file.
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with 1 if what was found is above the capacity.
+    """
+    from memfit import api
+    from memfit.console import write_packing
+    from memfit.report.progress import progress_line
+    from memfit.units import parse_bytes
+
+    room = None if capacity is None else parse_bytes(capacity)
+    with progress_line() as show:
+        run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
+        found = run(path, room, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
+    if csv is not None:
+        api.write_bytes(csv, api.packed_table(found.buffers, found.offset).encode())
+    write_packing(found, room, json)
+    return int(fail and room is not None and found.height > room)
+
+
 def _replay(  # noqa: PLR0913 - what two commands share
     path: Path,
     confs: list[str] | None,

@@ -9,12 +9,9 @@ compiler, ``caching.py`` does the same, more slowly.
 
 import ctypes
 import functools
-import hashlib
-import os
-import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,7 +23,7 @@ from memfit.allocator.device import Calls
 from memfit.allocator.requests import Requests
 from memfit.allocator.statistics import COUNTERS, NAMES
 from memfit.errors import MemfitError, UsageError
-from memfit.ghost.compiler import COMPILE_FLAGS, cache_folder, find_compiler, run_compiler
+from memfit.ghost.compiler import kept_library
 from memfit.records import Segment
 
 SOURCES = Path(__file__).with_name("c")
@@ -48,31 +45,10 @@ _MAPPED, _FIRST = 5, 6
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Return the library, compiled if need be; None where it cannot be."""
-    digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
-    for source in sorted(SOURCES.glob("*.[ch]")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    path = cache_folder("allocator") / f"{digest.hexdigest()[:16]}.so"
     try:
-        if path.exists():
-            with suppress(OSError, AttributeError):  # whoever tidies caches left half of it
-                return opened_library(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compile_library(SOURCES, Path(folder) / path.name).replace(path)
-        return opened_library(path)
+        return kept_library("allocator", SOURCES, opened_library)
     except (MemfitError, OSError):
         return None
-
-
-def compile_library(sources: Path, library: Path) -> Path:
-    """Compile the C files of a folder.
-
-    Raises:
-        MemfitError: there is no compiler, or it failed.
-    """
-    files = map(str, sorted(sources.glob("*.c")))
-    run_compiler(*find_compiler(), *COMPILE_FLAGS, "-shared", *files, "-o", str(library))
-    return library
 
 
 def opened_library(path: Path) -> ctypes.CDLL:

@@ -1,12 +1,15 @@
 """The user's C compiler, and the folder where what it made is kept."""
 
+import ctypes
 import fcntl
+import hashlib
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -69,6 +72,37 @@ def run_compiler(*command: str) -> None:
             f"Cannot build memfit's C code: {command[0]} failed (exit code {done.returncode}). "
             f"Try another compiler by setting CC. Its last lines:\n{output}"
         )
+
+
+def kept_library(kind: str, sources: Path, opened: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
+    """Return the library of a folder's C files, compiled when first needed and kept in the cache folder.
+
+    Raises:
+        MemfitError: there is no compiler, or it failed.
+        OSError: the cache folder cannot be written, or the library not be loaded.
+    """
+    digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
+    for source in sorted(sources.glob("*.[ch]")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    path = cache_folder(kind) / f"{digest.hexdigest()[:16]}.so"
+    if path.exists():
+        with suppress(OSError, AttributeError):  # whoever tidies caches left half of it
+            return opened(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compile_library(sources, Path(folder) / path.name).replace(path)
+    return opened(path)
+
+
+def compile_library(sources: Path, library: Path) -> Path:
+    """Compile the C files of a folder.
+
+    Raises:
+        MemfitError: there is no compiler, or it failed.
+    """
+    files = map(str, sorted(sources.glob("*.c")))
+    run_compiler(*find_compiler(), *COMPILE_FLAGS, "-shared", *files, "-o", str(library))
+    return library
 
 
 @contextmanager

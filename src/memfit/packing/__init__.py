@@ -1,0 +1,6 @@
+"""Buffers with lives and sizes to offsets in one arena.
+
+Trace ── lifetimes ─┐                  ┌─ greedy ─┐
+CSV ──── table ─────┴─> Buffers ───────┤          ├──> Packing ── validator, table, report
+                          └─ sections  └─ exact ──┘
+"""

@@ -1,0 +1,108 @@
+"""A packing, on a terminal and as JSON."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.packing.arenas import Packed
+from memfit.packing.best import Packing
+from memfit.records import DEFAULT_POOL, Provenance
+from memfit.units import format_bytes, format_gib
+
+
+def print_packing(found: Packing | Packed, capacity: int | None, console: Console) -> None:
+    """Print how buffers pack; those of a run beside what it takes without."""
+    console.print(_verdict(found, capacity))
+    if isinstance(found, Packed):
+        console.print(_beside(found))
+        if len(found.arenas) > 1:
+            console.print(_arenas(found))
+    else:
+        console.print(Text(f"{len(found.buffers):,} buffers, packed {found.how}"))
+
+
+def _verdict(found: Packing | Packed, capacity: int | None) -> Text:
+    if capacity is None or found.height <= capacity:
+        verdict = Text("PACKED" if capacity is None else "FITS", style="bold green")
+        verdict.append(f"   {_amount(found, found.height)}", style="not bold default")
+        if capacity is not None:
+            verdict.append(f" of {_amount(found, capacity)}", style="not bold default")
+        verdict.append(f", {_ratio(found)}", style="not bold default")
+        return verdict
+    none = "none does" if found.bound > capacity else "none was found that does"
+    return Text("DOES NOT FIT", style="bold red").append(
+        f"   {_amount(found, capacity)}: {none}; the least found is {_amount(found, found.height)}, "
+        f"{_ratio(found)}",
+        style="not bold default",
+    )
+
+
+def _amount(found: Packing | Packed, size: int) -> str:
+    return format_bytes(size) if isinstance(found, Packed) else f"{size:,}"  # a table's units are its own
+
+
+def _ratio(found: Packing | Packed) -> str:
+    if found.height == found.bound:
+        return "and no packing is smaller"
+    return f"{found.height / found.bound:.4f} times what none can be below"
+
+
+def _beside(found: Packed) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    whose = f"step {found.unshared_step}" if found.unshared_step else "the run"
+    rows = [
+        (f"each buffer of {whose} by itself", found.unshared, Provenance.EXACT),
+        ("live at once", found.live, Provenance.EXACT),
+        ("planned", found.height, Provenance.SIMULATED),
+    ]
+    for outcome in found.reserved:
+        name = f"reserved, {outcome.setting.name or 'default settings'}"
+        rows.append((name, outcome.replay.peak_reserved, Provenance.SIMULATED))
+    for name, size, provenance in rows:
+        ratio = f"{size / max(found.live, 1):.3f}"
+        table.add_row(Text(name), format_gib(size), ratio, Text(provenance, style="dim"))
+    return table
+
+
+def _arenas(found: Packed) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("stream", "pool", "buffers", "planned", "bound"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for arena in found.arenas:
+        pool = "" if arena.pool == DEFAULT_POOL else str(arena.pool)
+        sizes = map(format_bytes, (arena.packing.height, arena.packing.bound))
+        table.add_row(str(arena.stream), pool, f"{len(arena.packing.buffers):,}", *sizes)
+    return table
+
+
+def to_json(found: Packing | Packed) -> bytes:
+    """Encode a packing."""
+    content = _packing(found) if isinstance(found, Packing) else _packed(found)
+    return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def _packed(found: Packed) -> dict[str, Any]:
+    return {
+        "height": found.height,
+        "bound": found.bound,
+        "live": found.live,
+        "unshared": {"bytes": found.unshared, "step": found.unshared_step},
+        "reserved": {row.setting.name: row.replay.peak_reserved for row in found.reserved},
+        "arenas": [
+            {"stream": arena.stream, "pool": arena.pool, **_packing(arena.packing)} for arena in found.arenas
+        ],
+    }
+
+
+def _packing(found: Packing) -> dict[str, Any]:
+    return {
+        "height": found.height,
+        "bound": found.bound,
+        "how": found.how,
+        "buffers": len(found.buffers),
+    }
