@@ -16,7 +16,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests
 from memfit.errors import UsageError
-from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler
+from sanitized import build
 
 CHECK = Path(__file__).with_name("serve.c")
 GIB = 1 << 30
@@ -151,15 +151,8 @@ def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):
 
 
 def test_under_sanitizers(tmp_path):
-    check = tmp_path / "check"
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover")
-    (tmp_path / "nothing.c").write_text("int main(void) { return 0; }\n")
-    trial = [*find_compiler(), *sanitizers, str(tmp_path / "nothing.c"), "-o", str(tmp_path / "nothing")]
-    if subprocess.run(trial, capture_output=True, check=False).returncode:
-        pytest.skip("this compiler has no sanitizers")
-    command = [*find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{native.SOURCES}"]
     sources = [CHECK, *sorted(native.SOURCES.glob("*.c"))]
-    subprocess.run([*command, *map(str, sources), "-o", str(check)], check=True)
+    check = build(tmp_path / "check", sources, f"-I{native.SOURCES}")
     done = subprocess.run([str(check), "0", "40"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout

@@ -7,31 +7,17 @@ from pathlib import Path
 import pytest
 
 from memfit.ghost.build import RUNTIME
-from memfit.ghost.compiler import COMPILE_FLAGS, find_compiler
+from sanitized import build
 
 CHECKS = Path(__file__).with_name("checks")
 NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover")
 
 
 @pytest.fixture(scope="session")
 def checks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checks")
-    (folder / "nothing.c").write_text("int main(void) { return 0; }")
-    trial = [*find_compiler(), *SANITIZERS, str(folder / "nothing.c"), "-o", str(folder / "nothing")]
-    sanitizers = SANITIZERS if subprocess.run(trial, capture_output=True, check=False).returncode == 0 else ()
-    if not sanitizers:
-        print("without sanitizers: this compiler has none")
-    command = [*find_compiler(), *COMPILE_FLAGS, "-Werror", "-g", *sanitizers, f"-I{RUNTIME}"]
-    command += [
-        *map(str, [*CHECKS.glob("*.c"), *RUNTIME.glob("*.c")]),
-        "-lpthread",
-        "-ldl",
-        "-o",
-        str(folder / "checks"),
-    ]
-    subprocess.run(command, check=True)
-    return folder / "checks"
+    sources = [*CHECKS.glob("*.c"), *RUNTIME.glob("*.c")]
+    program = tmp_path_factory.mktemp("checks") / "checks"
+    return build(program, sources, f"-I{RUNTIME}", "-lpthread", "-ldl")
 
 
 def test_every_check_is_run(checks):

@@ -104,7 +104,7 @@ def _searched(
             out_of_reach = target
             if found.answer is Answer.INFEASIBLE:
                 best = replace(best, bound=target + 1)
-        if (best.height - out_of_reach) * _CLOSE < out_of_reach:
+        if (best.height - out_of_reach - 1) * _CLOSE <= out_of_reach:
             break
         target = max(enough, (out_of_reach + best.height) // 2)
     return best

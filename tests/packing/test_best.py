@@ -1,0 +1,121 @@
+"""The best packing: against every order of small problems, and against problems whose answer is known."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from guillotine import cut
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.packing import exact
+from memfit.packing.best import pack
+from memfit.packing.buffers import Buffers, sections
+from memfit.packing.exact import Answer
+from memfit.packing.greedy import ORDERS, packings
+from memfit.packing.validator import wrong
+
+
+def buffers(*rows: tuple[int, int, int]) -> Buffers:
+    lower, upper, size = np.array(rows, np.int64).T
+    return Buffers(lower.copy(), upper.copy(), size.copy(), tuple(f"b{n}" for n in range(len(rows))))
+
+
+def smallest(problem: Buffers) -> int:
+    """Return the height of the smallest packing: in some order, each buffer falls onto those before it."""
+    rows = list(zip(problem.lower, problem.upper, problem.size, strict=True))
+    best = int(problem.size.sum())
+    for order in itertools.permutations(range(len(rows))):
+        ends: list[tuple[int, int, int]] = []
+        for lower, upper, size in (rows[index] for index in order):
+            at = max((end for low, up, end in ends if low < upper and lower < up), default=0)
+            ends.append((lower, upper, at + size))
+        best = min(best, max(end for *_, end in ends))
+    return best
+
+
+rows = st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6)).map(
+    lambda row: (row[0], row[0] + row[1], row[2])
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(rows, min_size=1, max_size=6))
+def test_it_finds_the_smallest_and_proves_it(given_rows):
+    problem = buffers(*given_rows)
+    found = pack(problem, seconds=60)
+    assert found.height == smallest(problem)
+    assert found.is_smallest
+    below = exact.find(problem, sections(problem), found.height - 1, time.monotonic() + 60)
+    assert below.answer is Answer.INFEASIBLE
+
+
+@pytest.mark.parametrize(("seed", "count"), [(1, 30), (2, 60), (3, 90), (4, 120), (5, 150)])
+def test_it_packs_without_a_gap_what_was_cut_without_one(seed, count):
+    problem = cut(seed, count)
+    found = pack(problem, seconds=120)
+    assert found.height == found.bound == 10_000
+    assert wrong(problem, found.offset, 10_000) == ""
+
+
+def test_what_no_fast_packer_solves_is_searched():
+    problem = cut(3, 90)
+    assert all((offset + problem.size).max() > 10_000 for _, offset in packings(problem, float("inf")))
+    assert pack(problem, seconds=120).how == "by search"
+
+
+def test_a_capacity_is_enough():
+    problem = cut(3, 90)
+    easy = pack(problem, 20_000)
+    assert easy.how != "by search"
+    assert 10_000 < easy.height <= 20_000
+    too_little = pack(problem, 9_999, seconds=120)
+    assert too_little.height == too_little.bound == 10_000
+
+
+def test_each_fast_packer_packs():
+    problem = cut(6, 400)
+    names = []
+    for name, offset in packings(problem, float("inf")):
+        assert wrong(problem, offset, int((offset + problem.size).max())) == ""
+        names.append(name)
+    assert len(names) == len(set(names)) == 2 * len(ORDERS)
+
+
+def test_time_ends_the_search_with_the_best_there_is():
+    problem = cut(7, 3000)
+    begun = time.monotonic()
+    found = pack(problem, seconds=0.2)
+    assert time.monotonic() - begun < 60  # far from the hours that the search would take
+    assert wrong(problem, found.offset, found.height) == ""
+    assert found.bound == 10_000 < found.height
+
+
+def test_a_search_that_is_too_large_is_not_begun(monkeypatch):
+    monkeypatch.setattr(exact, "MOST", 29)
+    problem = cut(1, 30)
+    answer = exact.find(problem, sections(problem), 10_000, time.monotonic() + 60)
+    assert (answer.answer, answer.nodes) == (Answer.UNKNOWN, 0)
+
+
+def test_sections_are_the_moments_that_matter():
+    found = sections(buffers((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4)))
+    assert found.count == 3
+    assert found.live.tolist() == [12, 12, 8]
+    assert found.bound == 12
+    assert list(zip(found.first.tolist(), found.last.tolist(), strict=True)) == [
+        (0, 1),
+        (1, 2),
+        (0, 2),
+        (2, 3),
+        (0, 3),
+    ]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(rows, min_size=1, max_size=20))
+def test_the_bound_is_the_peak_of_what_lives(given_rows):
+    problem = buffers(*given_rows)
+    live = [sum(size for lower, upper, size in given_rows if lower <= moment < upper) for moment in range(15)]
+    assert sections(problem).bound == max(live)
