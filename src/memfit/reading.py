@@ -163,7 +163,7 @@ def pack(
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
         found = run(path, room, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
     if csv is not None:
-        api.write_bytes(csv, api.packed_table(found.buffers, found.offset).encode())
+        api.write_bytes(csv, api.packed_table(found.parts).encode())
     write_packing(found, room, json)
     return int(fail and room is not None and found.height > room)
 

@@ -2,13 +2,14 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from guillotine import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guillotine import cut
 from memfit.packing import exact
 from memfit.packing.best import pack
 from memfit.packing.buffers import Buffers, sections
@@ -24,14 +25,18 @@ def buffers(*rows: tuple[int, int, int]) -> Buffers:
 
 def smallest(problem: Buffers) -> int:
     """Return the height of the smallest packing: in some order, each buffer falls onto those before it."""
-    rows = list(zip(problem.lower, problem.upper, problem.size, strict=True))
+    period = problem.period or 100
+    moments = [
+        {moment % period for moment in range(lower, upper)}
+        for lower, upper in zip(problem.lower, problem.upper, strict=True)
+    ]
     best = int(problem.size.sum())
-    for order in itertools.permutations(range(len(rows))):
-        ends: list[tuple[int, int, int]] = []
-        for lower, upper, size in (rows[index] for index in order):
-            at = max((end for low, up, end in ends if low < upper and lower < up), default=0)
-            ends.append((lower, upper, at + size))
-        best = min(best, max(end for *_, end in ends))
+    for order in itertools.permutations(range(len(problem))):
+        ends: dict[int, int] = {}
+        for index in order:
+            at = max((end for other, end in ends.items() if moments[other] & moments[index]), default=0)
+            ends[index] = at + int(problem.size[index])
+        best = min(best, max(ends.values()))
     return best
 
 
@@ -41,9 +46,9 @@ rows = st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6)).map(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(rows, min_size=1, max_size=6))
-def test_it_finds_the_smallest_and_proves_it(given_rows):
-    problem = buffers(*given_rows)
+@given(st.lists(rows, min_size=1, max_size=6), st.sampled_from((0, 10)))
+def test_it_finds_the_smallest_and_proves_it(given_rows, period):
+    problem = replace(buffers(*given_rows), period=period)
     found = pack(problem, seconds=60)
     assert found.height == smallest(problem)
     assert found.is_smallest
@@ -114,8 +119,10 @@ def test_sections_are_the_moments_that_matter():
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(rows, min_size=1, max_size=20))
-def test_the_bound_is_the_peak_of_what_lives(given_rows):
-    problem = buffers(*given_rows)
-    live = [sum(size for lower, upper, size in given_rows if lower <= moment < upper) for moment in range(15)]
-    assert sections(problem).bound == max(live)
+@given(st.lists(rows, min_size=1, max_size=20), st.sampled_from((0, 10)))
+def test_the_bound_is_the_peak_of_what_lives(given_rows, period):
+    live = [0] * (period or 20)
+    for lower, upper, size in given_rows:
+        for moment in range(lower, upper):
+            live[moment % len(live)] += size
+    assert sections(replace(buffers(*given_rows), period=period)).bound == max(live)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from guillotine import cut
 
+from guillotine import cut
 from memfit.packing import library
 from sanitized import build
 

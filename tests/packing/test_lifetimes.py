@@ -1,7 +1,10 @@
-"""Lives read from what a script asked: streams and pools apart, sizes as blocks are."""
+"""Lives read from what a script asked: streams and pools apart, sizes as blocks are, one step as a circle."""
+
+import numpy as np
 
 from memfit.allocator.requests import Ask, Requests
-from memfit.packing.lifetimes import lifetimes
+from memfit.packing.buffers import Buffers, sections
+from memfit.packing.lifetimes import last_step, lifetimes, one_step
 
 
 def asked(*rows, pools=((0, 0),)):
@@ -55,3 +58,46 @@ def test_a_malloc_that_failed_is_no_buffer():
 
 def test_nothing_asked_is_nothing_to_pack():
     assert lifetimes(asked((Ask.STEP, -1, 0))) == {}
+
+
+def test_the_last_full_step():
+    step = (Ask.STEP, -1, 0)
+    assert last_step(asked((Ask.MALLOC, 0, 512), step)) is None
+    assert last_step(asked(step, (Ask.MALLOC, 0, 512), step, (Ask.FREE, 0, 0))) == (2, 0, 2)
+
+
+def test_one_step_as_the_docstring_draws_it():
+    """Step 3 is [100, 200); what is of step 2 or 4 alone is no part of it."""
+    rows = {
+        "weight": (0, 300),
+        "gradient of step 2": (60, 110),
+        "gradient of step 3": (160, 210),
+        "activation": (120, 150),
+        "loss of step 2": (40, 145),
+        "loss of step 3": (140, 245),
+        "of step 2": (70, 100),
+        "of step 4": (200, 220),
+        "kept from step 1": (5, 130),
+        "kept from step 3": (170, 290),
+    }
+    sizes = {"gradient": 2, "loss": 3, "kept": 5}
+    size = [next((s for start, s in sizes.items() if name.startswith(start)), 1) for name in rows]
+    lower, upper = np.array(list(rows.values())).T
+    found = one_step(Buffers(lower, upper, np.array(size), tuple(rows)), 100, 200)
+    lives = dict(zip(found.names, zip(found.lower.tolist(), found.upper.tolist(), strict=True), strict=True))
+    assert lives == {
+        "weight": (0, 100),
+        "gradient of step 3": (60, 110),  # from here over the end to the next step's 10
+        "activation": (20, 50),
+        "loss of step 2": (0, 100),
+        "loss of step 3": (0, 100),
+        "kept from step 3": (70, 130),
+    }
+    assert found.period == 100
+    assert sections(found).bound == 1 + 2 + 3 + 3 + 5  # the activation is gone when the gradient comes
+
+
+def test_what_has_no_twin_lives_as_far_as_it_is_seen():
+    rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
+    found = one_step(rows, 100, 200)
+    assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]

@@ -24,7 +24,7 @@ def test_what_is_read_comes_back(written):
     found = read_buffers(path)
     assert found.names == ("b1", "b, 2")
     assert [column.tolist() for column in (found.lower, found.upper, found.size)] == [[0, -3], [3, 9], [4, 4]]
-    rows = list(csv.DictReader(io.StringIO(packed_table(found, np.array([0, 4])))))
+    rows = list(csv.DictReader(io.StringIO(packed_table([(found, np.array([0, 4]))]))))
     assert rows[1] == {"id": "b, 2", "lower": "-3", "upper": "9", "size": "4", "offset": "4"}
 
 

@@ -1,15 +1,17 @@
 """A run's memory, each stream and pool of it packed into an arena of its own."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from memfit.allocator.compare import Outcome
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import Requests
+from memfit.errors import UsageError
 from memfit.packing.best import Packing, pack
-from memfit.packing.buffers import Buffers, Column, sections
-from memfit.packing.lifetimes import lifetimes
+from memfit.packing.buffers import Buffers, Column, joined, sections
+from memfit.packing.lifetimes import last_step, lifetimes, one_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,29 +27,15 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A run's memory, packed, beside what it takes without."""
+    """The memory of a training step, packed, beside what it takes without; of a whole run without steps."""
 
+    step: int
+    """The last full training step, from 1: its plan is good for all that repeat it. 0: the whole run."""
     arenas: tuple[Arena, ...]
-    unshared: int
-    """Bytes if each allocation of the last full training step, and what lives through it, had memory of its
-    own; of the whole run if there was no such step."""
-    unshared_step: int
-    """That training step; 0 if there was none."""
     live: int
-    """Bytes that live at once, at most, rounded up to ``lifetimes.ALIGNMENT`` each."""
-    buffers: Buffers
-    """All of them."""
+    """Bytes that live at once, at most, each buffer's rounded up to ``lifetimes.ALIGNMENT``."""
     reserved: tuple[Outcome, ...]
-    """What PyTorch's allocator reserves: as recorded, then under other settings."""
-
-    @property
-    def offset(self) -> Column:
-        """Each buffer's offset, with the arenas one above the other."""
-        heights = [arena.packing.height for arena in self.arenas]
-        bases = np.cumsum([0, *heights])[:-1]
-        return np.concatenate(
-            [arena.packing.offset + base for arena, base in zip(self.arenas, bases, strict=True)]
-        )
+    """What PyTorch's allocator reserves in the whole run: as recorded, then under other settings."""
 
     @property
     def height(self) -> int:
@@ -58,6 +46,20 @@ class Packed:
     def bound(self) -> int:
         """Bytes that no arenas are below: each stream's and pool's peak of what lives at once."""
         return sum(arena.packing.bound for arena in self.arenas)
+
+    @property
+    def unshared(self) -> int:
+        """Bytes if each buffer had memory of its own."""
+        return sum(int(arena.packing.buffers.size.sum()) for arena in self.arenas)
+
+    @property
+    def parts(self) -> tuple[tuple[Buffers, Column], ...]:
+        """Buffers and their offsets, with the arenas one above the other."""
+        packings = [arena.packing for arena in self.arenas]
+        bases = itertools.accumulate((packing.height for packing in packings), initial=0)
+        return tuple(
+            (packing.buffers, packing.offset + base) for packing, base in zip(packings, bases, strict=False)
+        )
 
 
 def pack_run(
@@ -76,33 +78,33 @@ def pack_run(
         capacity: bytes that are enough for all arenas; None: as few as there can be.
         seconds: that are spent at most, about.
         on_progress: called with what is being tried.
+
+    Raises:
+        UsageError: nothing was asked.
     """
-    groups = lifetimes(asked)
-    others = sum(sections(buffers).bound for buffers in groups.values())
+    lives = lifetimes(asked)
+    step, begin, end = last_step(asked) or (0, 0, len(asked.ask))
+    # What a CUDA graph's pool holds is used again, whenever it was freed; all else comes anew in each step.
+    groups = {
+        (stream, pool): one_step(buffers, begin, end) if step and not pool else buffers
+        for (stream, pool), buffers in lives.items()
+    }
+    groups = {group: buffers for group, buffers in groups.items() if len(buffers)}
+    if not groups:
+        raise UsageError("There is nothing to pack: the run asked for no memory.")
+    count = sum(map(len, groups.values()))
+    slack = None if capacity is None else capacity - sum(sections(group).bound for group in groups.values())
     arenas = []
     for (stream, pool), buffers in groups.items():
-        own = sections(buffers).bound
-        enough = None if capacity is None else own + max(capacity - others, 0) // len(groups)
-        share = seconds * len(buffers) / sum(map(len, groups.values()))
-        packing = pack(buffers, enough, seconds=share, on_progress=on_progress)
+        share = len(buffers) / count
+        enough = None if slack is None else sections(buffers).bound + max(int(slack * share), 0)
+        packing = pack(buffers, enough, seconds=seconds * share, on_progress=on_progress)
         arenas.append(Arena(stream, asked.pools[pool], packing))
-    together = _together(tuple(groups.values()))
-    unshared, step = _unshared(asked, together)
-    return Packed(tuple(arenas), unshared, step, sections(together).bound, together, reserved)
+    return Packed(step, tuple(arenas), _live(joined(list(lives.values())), begin, end), reserved)
 
 
-def _together(groups: tuple[Buffers, ...]) -> Buffers:
-    lower, upper, size = (
-        np.concatenate([getattr(buffers, name) for buffers in groups]) for name in ("lower", "upper", "size")
-    )
-    return Buffers(lower, upper, size, tuple(name for buffers in groups for name in buffers.names))
-
-
-def _unshared(asked: Requests, buffers: Buffers) -> tuple[int, int]:
-    """Return the sizes of all buffers of the last full training step, and which step that is."""
-    ends = np.flatnonzero(np.array(asked.ask) == Ask.STEP)
-    if len(ends) <= 1:
-        return int(buffers.size.sum()), 0
-    begin, end = ends[-2], ends[-1]
-    within = (buffers.lower < end) & (buffers.upper > begin)
-    return int(buffers.size[within].sum()), len(ends)
+def _live(buffers: Buffers, begin: int, end: int) -> int:
+    """Return the bytes that live at once, at most, between two moments."""
+    within = buffers.where((buffers.lower < end) & (buffers.upper > begin))
+    lower, upper = np.maximum(within.lower, begin), np.minimum(within.upper, end)
+    return sections(Buffers(lower, upper, within.size, within.names)).bound

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from memfit.errors import MemfitError
 from memfit.packing import exact, greedy
@@ -27,6 +26,11 @@ class Packing:
     """No packing is below: the peak of what lives at once, or more where that is proved."""
     how: str
     """What found it."""
+
+    @property
+    def parts(self) -> tuple[tuple[Buffers, Column], ...]:
+        """Buffers and their offsets."""
+        return ((self.buffers, self.offset),)
 
     @property
     def is_smallest(self) -> bool:
@@ -61,8 +65,9 @@ def pack(
     cut = sections(buffers)
     enough = max(capacity or 0, cut.bound)
     best = _fast(buffers, cut, enough, deadline, on_progress)
-    if best.height > enough:
-        best = _searched(best, cut, enough, deadline, on_progress)
+    if best.height > enough and len(buffers) <= exact.MOST:
+        look = _within if capacity is not None else _least
+        best = look(best, cut, enough, deadline, on_progress)
     fault = wrong(buffers, best.offset, best.height)
     if fault:  # the packers' fault, and whoever uses the offsets must not find out
         raise MemfitError(f"The packing found {best.how} is none: {fault}. Please report this.")
@@ -82,36 +87,37 @@ def _fast(
     return min(found, key=lambda packing: packing.height)
 
 
-def _searched(
-    best: Packing, cut: Sections, enough: int, deadline: float, on_progress: Callable[[str], None]
+def _least(
+    best: Packing, cut: Sections, bound: int, deadline: float, on_progress: Callable[[str], None]
 ) -> Packing:
-    """Search for a packing that is good enough; failing that, for a better one, halfway again and again."""
-    target, out_of_reach = enough, enough
-    while best.height > target and len(best.buffers) <= exact.MOST:
+    """Search for the smallest packing: at the bound, then halfway to it again and again.
+
+    Each search has half of the time that is left: at the bound it may be endless, and a little above it easy.
+    """
+    target, out_of_reach = bound, bound
+    while best.height > target and time.monotonic() < deadline:
         now = time.monotonic()
-        if now >= deadline:
-            break
-        found = exact.find(
-            best.buffers,
-            cut,
-            target,
-            now + (deadline - now) / 2,
-            partial(_told, on_progress, target),
-        )
-        if found.offset is not None:
-            best = _packing(best.buffers, found.offset, best.bound, "by search")
-        else:
+        best = _within(best, cut, target, now + (deadline - now) / 2, on_progress)
+        if best.height > target:
             out_of_reach = target
-            if found.answer is Answer.INFEASIBLE:
-                best = replace(best, bound=target + 1)
         if (best.height - out_of_reach - 1) * _CLOSE <= out_of_reach:
             break
-        target = max(enough, (out_of_reach + best.height) // 2)
+        target = max(bound, (out_of_reach + best.height) // 2)
     return best
 
 
-def _told(on_progress: Callable[[str], None], target: int, nodes: int) -> None:
-    on_progress(f"search for {target:,} · {nodes:,} nodes")
+def _within(
+    best: Packing, cut: Sections, capacity: int, deadline: float, on_progress: Callable[[str], None]
+) -> Packing:
+    """Search for a packing within a capacity; return the best one known, and what was proved."""
+
+    def told(nodes: int) -> None:
+        on_progress(f"search for {capacity:,} · {nodes:,} nodes")
+
+    found = exact.find(best.buffers, cut, capacity, deadline, told)
+    if found.offset is not None:
+        return _packing(best.buffers, found.offset, best.bound, "by search")
+    return replace(best, bound=capacity + 1) if found.answer is Answer.INFEASIBLE else best
 
 
 def _packing(buffers: Buffers, offset: Column, bound: int, how: str) -> Packing:

@@ -10,9 +10,12 @@
       └─┬──┬──┬──┬──┬──┬──> time
         1  2  3  4  5  6
 
-Lives are half-open, ``[lower, upper)``: d begins where b ends, and they never meet.
+Lives are half-open, ``[lower, upper)``: d begins where b ends, and they never meet. What repeats is a circle
+of time: with a period of 7, what lives in [5, 9) lives at 5, 6, 0 and 1.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +33,43 @@ class Buffers:
     size: Column
     """Bytes, or whatever the capacity is counted in."""
     names: tuple[str, ...]
+    period: int = 0
+    """Length of the circle of time, from 0 on: lives begin within it and go at most once around; 0 if time is
+    a line."""
 
     def __len__(self) -> int:
         return len(self.size)
+
+    def where(self, which: npt.NDArray[np.bool_]) -> "Buffers":
+        """Return some of them."""
+        names = tuple(itertools.compress(self.names, which))
+        return Buffers(self.lower[which], self.upper[which], self.size[which], names, self.period)
+
+    def pieces(self) -> tuple[Column, Column, Column]:
+        """Return ``lower`` and ``upper`` of lives that end where the circle does, and whose each is.
+
+        A life that goes beyond it is two: until the end, and from the beginning on.
+        """
+        beyond = np.flatnonzero(self.upper > self.period) if self.period else np.zeros(0, np.int64)
+        upper = self.upper.copy()
+        upper[beyond] = self.period
+        return (
+            np.concatenate([self.lower, np.zeros(len(beyond), np.int64)]),
+            np.concatenate([upper, self.upper[beyond] - self.period]),
+            np.concatenate([np.arange(len(self)), beyond]),
+        )
+
+
+def joined(parts: Sequence[Buffers]) -> Buffers:
+    """Return the buffers of several, which have the same time.
+
+    Args:
+        parts: at least one.
+    """
+    lower, upper, size = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("lower", "upper", "size")
+    )
+    return Buffers(lower, upper, size, tuple(name for part in parts for name in part.names), parts[0].period)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +82,7 @@ class Sections:
 
     count: int
     first: npt.NDArray[np.int32]
-    """A buffer lives in the sections ``[first, last)``."""
+    """A buffer lives in the sections ``[first, last)``; on a circle the first ones follow the last one."""
     last: npt.NDArray[np.int32]
     live: Column
     """Bytes that live in each section."""
@@ -64,17 +101,20 @@ def sections(buffers: Buffers) -> Sections:
     >>> found.count, found.bound
     (1, 7)
     """
-    times = np.concatenate([buffers.upper, buffers.lower])
-    begins = np.repeat([False, True], len(buffers))
+    lower, upper, whose = buffers.pieces()
+    times = np.concatenate([upper, lower])
+    begins = np.repeat([False, True], len(whose))
     order = np.lexsort((begins, times))  # at the same time, ends come first: lives are half-open
     times, begins = times[order], begins[order]
     ends_next = np.append(~begins[1:], True) if len(begins) else begins
     moments = times[begins & ends_next]
-    first = np.searchsorted(moments, buffers.lower, "left")
-    last = np.searchsorted(moments, buffers.upper, "left")
+    first = np.searchsorted(moments, lower, "left")
+    last = np.searchsorted(moments, upper, "left")
     change = np.zeros(len(moments) + 1, np.int64)
-    np.add.at(change, first, buffers.size)
-    np.add.at(change, last, -buffers.size)
-    return Sections(
-        len(moments), first.astype(np.int32), last.astype(np.int32), np.cumsum(change)[: len(moments)]
-    )
+    np.add.at(change, first, buffers.size[whose])
+    np.add.at(change, last, -buffers.size[whose])
+    live = np.cumsum(change)[: len(moments)]
+    count = len(buffers)
+    first, last, beyond = first[:count], last[:count], last[count:]
+    last[whose[count:]] += beyond  # of a life in two pieces, the first ends with the last section
+    return Sections(len(moments), first.astype(np.int32), last.astype(np.int32), live)

@@ -33,7 +33,7 @@ def opened_library(path: Path) -> ctypes.CDLL:
     """Load the compiled library, and tell the types of its functions."""
     library = ctypes.CDLL(str(path))
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    library.pack_place.argtypes = (int32, *[pointer] * 4, ctypes.c_int, pointer, pointer)
+    library.pack_place.argtypes = (int32, *[pointer] * 4, int64, ctypes.c_int, pointer, pointer)
     library.pack_search.argtypes = (
         *[int32] * 2,
         *[pointer] * 5,
@@ -54,7 +54,14 @@ def place(
     cancelled = ctypes.c_int()
     status = _call(
         load().pack_place,
-        (len(buffers), *_pointers(columns), tightest, ctypes.byref(cancelled), offset.ctypes.data),
+        (
+            len(buffers),
+            *_pointers(columns),
+            buffers.period,
+            tightest,
+            ctypes.byref(cancelled),
+            offset.ctypes.data,
+        ),
         cancelled,
         deadline,
     )

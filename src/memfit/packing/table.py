@@ -8,6 +8,7 @@ A fourth column may come in any order; what else is in the file is passed over.
 
 import csv
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +65,12 @@ def _buffer(path: Path, line: int, row: dict[str, str | None]) -> tuple[str, int
     return row["id"] or "", lower, upper, size
 
 
-def packed_table(buffers: Buffers, offset: Column) -> str:
+def packed_table(parts: Iterable[tuple[Buffers, Column]]) -> str:
     """Return buffers with their offsets."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow((*_COLUMNS, "offset"))
-    columns = (column.tolist() for column in (buffers.lower, buffers.upper, buffers.size, offset))
-    writer.writerows(zip(buffers.names, *columns, strict=True))
+    for buffers, offset in parts:
+        columns = (column.tolist() for column in (buffers.lower, buffers.upper, buffers.size, offset))
+        writer.writerows(zip(buffers.names, *columns, strict=True))
     return text.getvalue()

@@ -19,15 +19,17 @@ def wrong(buffers: Buffers, offset: Column, capacity: int) -> str:
     for what, bad in (("lies below 0", offset < 0), ("ends beyond the capacity", end > capacity)):
         if bad.any():
             return f"{_called(buffers, int(np.argmax(bad)))} {what}"
+    lower, upper, whose = buffers.pieces()
     leaving: list[tuple[int, int]] = []
     alive = _Alive()
-    for index in np.argsort(buffers.lower, kind="stable").tolist():
-        while leaving and leaving[0][0] <= buffers.lower[index]:
-            alive.remove(int(offset[heapq.heappop(leaving)[1]]))
+    for piece in np.argsort(lower, kind="stable").tolist():
+        while leaving and leaving[0][0] <= lower[piece]:
+            alive.remove(heapq.heappop(leaving)[1])
+        index = int(whose[piece])
         met = alive.add(int(offset[index]), int(end[index]), index)
         if met is not None:
             return f"{_called(buffers, index)} and {_called(buffers, met)} meet"
-        heapq.heappush(leaving, (int(buffers.upper[index]), index))
+        heapq.heappush(leaving, (int(upper[piece]), int(offset[index])))
     return ""
 
 

@@ -54,7 +54,7 @@ def _beside(found: Packed) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
-    whose = f"step {found.unshared_step}" if found.unshared_step else "the run"
+    whose = f"step {found.step}" if found.step else "the run"
     rows = [
         (f"each buffer of {whose} by itself", found.unshared, Provenance.EXACT),
         ("live at once", found.live, Provenance.EXACT),
@@ -90,8 +90,9 @@ def _packed(found: Packed) -> dict[str, Any]:
     return {
         "height": found.height,
         "bound": found.bound,
+        "step": found.step,
         "live": found.live,
-        "unshared": {"bytes": found.unshared, "step": found.unshared_step},
+        "unshared": found.unshared,
         "reserved": {row.setting.name: row.replay.peak_reserved for row in found.reserved},
         "arenas": [
             {"stream": arena.stream, "pool": arena.pool, **_packing(arena.packing)} for arena in found.arenas

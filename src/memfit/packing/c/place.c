@@ -9,8 +9,12 @@ typedef struct {
   int64_t lower, upper, offset, end;
 } placed;
 
+static int meet(const placed *other, int64_t lower, int64_t upper) {
+  return other->lower < upper && lower < other->upper;
+}
+
 int pack_place(int32_t count, const int32_t *order, const int64_t *lower, const int64_t *upper, const int64_t *size,
-               int tightest, const atomic_int *cancelled, int64_t *offset) {
+               int64_t period, int tightest, const atomic_int *cancelled, int64_t *offset) {
   placed *all = malloc((size_t)count * sizeof *all);
   int32_t *by_offset = malloc((size_t)count * sizeof *by_offset);
   int status = all && by_offset ? FOUND : NO_HOST_MEMORY;
@@ -25,7 +29,11 @@ int pack_place(int32_t count, const int32_t *order, const int64_t *lower, const 
     int64_t chosen = -1, chosen_gap = INT64_MAX;
     for (int32_t i = 0; i < done; i++) {
       const placed *other = &all[by_offset[i]];
-      if (other->upper <= lower[buffer] || upper[buffer] <= other->lower) continue;
+      int meets = meet(other, lower[buffer], upper[buffer]);
+      if (!meets && period)
+        meets = meet(other, lower[buffer] + period, upper[buffer] + period) ||
+                meet(other, lower[buffer] - period, upper[buffer] - period);
+      if (!meets) continue;
       int64_t gap = other->offset - top;
       if (gap >= least && gap < chosen_gap) {
         chosen = top;

@@ -5,7 +5,6 @@
 //   settle    placed; what is left may fall into parts, each searched for itself
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "pack.h"
 
@@ -30,6 +29,7 @@ typedef struct {
   int64_t capacity;
   const char *preference;
   int64_t nodes, node_limit;
+  int32_t wrapping;  // buffers not placed that live beyond the last section, in the first ones
   const atomic_int *cancelled;
   int64_t *solution;
 
@@ -77,6 +77,24 @@ static void undo(trail *t, int64_t *values, int64_t count) {
   }
 }
 
+// ------------------------------------------------------------------------------------------------- the circle of time
+
+static int wraps(const search *s, int32_t buffer) { return s->last[buffer] > s->sections; }
+
+static int32_t on_circle(const search *s, int32_t section) {
+  return section < s->sections ? section : section - s->sections;
+}
+
+// Count a buffer in, or out, of those that are in both of two neighbouring sections.
+static int held_across(search *s, int32_t buffer, int32_t change) {
+  int any_free = 0;
+  for (int32_t i = s->first[buffer]; i + 1 < s->last[buffer]; i++) {
+    int32_t section = on_circle(s, i);
+    if (section + 1 < s->sections) any_free |= (s->across[section] += change) == 0;
+  }
+  return any_free;
+}
+
 // ------------------------------------------------------------------------------------------------- one buffer placed
 
 static int has_room(search *s, int32_t buffer) {
@@ -88,18 +106,21 @@ static int has_room(search *s, int32_t buffer) {
 static void place(search *s, int32_t buffer) {
   int64_t end = s->lowest[buffer] + s->size[buffer];
   s->placed[buffer] = s->lowest[buffer];
-  for (int32_t section = s->first[buffer]; section < s->last[buffer]; section++) {
+  for (int32_t i = s->first[buffer]; i < s->last[buffer]; i++) {
+    int32_t section = on_circle(s, i);
     set(&s->floors, s->floor, section, end);
     s->left[section] -= s->size[buffer];
   }
+  s->wrapping -= wraps(s, buffer);
   int32_t from = s->sections, to = 0;
   for (int32_t i = s->overlaps_from[buffer]; i < s->overlaps_from[buffer + 1]; i++) {
     int32_t other = s->overlaps[i];
     if (s->placed[other] != UNPLACED || s->lowest[other] >= end) continue;
     set(&s->lowests, s->lowest, other, end);
-    memset(s->raised + s->first[other], 1, (size_t)(s->last[other] - s->first[other]));
+    for (int32_t j = s->first[other]; j < s->last[other]; j++) s->raised[on_circle(s, j)] = 1;
+    if (wraps(s, other)) from = 0;
     if (s->first[other] < from) from = s->first[other];
-    if (s->last[other] > to) to = s->last[other];
+    if (s->last[other] > to) to = s->last[other] < s->sections ? s->last[other] : s->sections;
   }
   for (int32_t section = from; section < to; section++) {
     if (!s->raised[section]) continue;
@@ -116,7 +137,8 @@ static void place(search *s, int32_t buffer) {
 static void take_back(search *s, int32_t buffer, int64_t floors, int64_t lowests) {
   undo(&s->floors, s->floor, floors);
   undo(&s->lowests, s->lowest, lowests);
-  for (int32_t section = s->first[buffer]; section < s->last[buffer]; section++) s->left[section] += s->size[buffer];
+  for (int32_t i = s->first[buffer]; i < s->last[buffer]; i++) s->left[on_circle(s, i)] += s->size[buffer];
+  s->wrapping += wraps(s, buffer);
   s->placed[buffer] = UNPLACED;
 }
 
@@ -133,15 +155,14 @@ static int may_fit(const search *s, int32_t from, int32_t to, int64_t offset) {
 
 static int descend(search *s, const part *p, int64_t least, int32_t least_rank);
 
-// Search what is left of a part whose sections this buffer held together.
-static int search_parts(search *s, const part *p, int32_t buffer) {
+// Search what is left of a part that falls apart where nothing is held across.
+static int search_parts(search *s, const part *p) {
   int32_t *inside = malloc((size_t)p->count * sizeof *inside);
   if (!inside) return NO_HOST_MEMORY;
   int status = FOUND;
   int32_t from = p->from;
   for (int32_t section = p->from; section < p->to && status == FOUND; section++) {
-    int held = section >= s->first[buffer] && section + 1 < s->last[buffer];
-    if (section + 1 < p->to && !(held && s->across[section] == 0)) continue;
+    if (section + 1 < p->to && s->across[section]) continue;
     part piece = {.from = from, .to = section + 1, .order = inside, .count = 0};
     for (int32_t i = 0; i < p->count; i++) {
       int32_t other = p->order[i];
@@ -159,11 +180,11 @@ static int search_parts(search *s, const part *p, int32_t buffer) {
 static int settle(search *s, const part *p, int32_t buffer) {
   int64_t offset = s->placed[buffer];
   s->solution[buffer] = offset;
-  int falls_apart = 0;
-  for (int32_t section = s->first[buffer]; section + 1 < s->last[buffer]; section++)
-    falls_apart |= --s->across[section] == 0;
-  int status = falls_apart ? search_parts(s, p, buffer) : descend(s, p, offset, s->rank[buffer]);
-  for (int32_t section = s->first[buffer]; section + 1 < s->last[buffer]; section++) s->across[section]++;
+  int falls_apart = held_across(s, buffer, -1);
+  // What wraps holds both ends together; when the last such buffer is placed, all that came apart before counts.
+  int in_parts = !s->wrapping && (falls_apart || wraps(s, buffer));
+  int status = in_parts ? search_parts(s, p) : descend(s, p, offset, s->rank[buffer]);
+  held_across(s, buffer, 1);
   return status;
 }
 
@@ -223,8 +244,8 @@ static double key(const search *s, int32_t buffer, char letter) {
   if (letter == 'A') return s->area[buffer];
   if (letter == 'L') return s->length[buffer];
   int64_t most = 0;  // 'T': bytes left in the fullest of its sections
-  for (int32_t section = s->first[buffer]; section < s->last[buffer]; section++)
-    if (s->left[section] > most) most = s->left[section];
+  for (int32_t i = s->first[buffer]; i < s->last[buffer]; i++)
+    if (s->left[on_circle(s, i)] > most) most = s->left[on_circle(s, i)];
   return (double)most;
 }
 
@@ -253,8 +274,12 @@ static int search_part(search *s, const part *p) {
 
 // ------------------------------------------------------------------------------------------------- from the beginning
 
+static int meet(const search *s, int32_t one, int32_t two, int32_t later) {
+  return s->first[one] < s->last[two] + later && s->first[two] + later < s->last[one];
+}
+
 static int overlap(const search *s, int32_t one, int32_t two) {
-  return one != two && s->first[one] < s->last[two] && s->first[two] < s->last[one];
+  return one != two && (meet(s, one, two, 0) || meet(s, one, two, s->sections) || meet(s, one, two, -s->sections));
 }
 
 // Make the lists of who meets whom and who is where; false if there is no memory for them.
@@ -278,33 +303,26 @@ static int make_lists(search *s) {
   for (int32_t section = 0; section < s->sections; section++) {
     s->members_from[section] = next;
     for (int32_t b = 0; b < s->buffers; b++)
-      if (s->first[b] <= section && section < s->last[b]) s->members[next++] = b;
+      if ((s->first[b] <= section && section < s->last[b]) || section + s->sections < s->last[b])
+        s->members[next++] = b;
   }
   s->members_from[s->sections] = next;
   for (int32_t b = 0; b < s->buffers; b++) {
     s->placed[b] = UNPLACED;
-    for (int32_t section = s->first[b]; section < s->last[b]; section++) {
-      s->left[section] += s->size[b];
-      s->across[section] += section + 1 < s->last[b];
-    }
+    for (int32_t i = s->first[b]; i < s->last[b]; i++) s->left[on_circle(s, i)] += s->size[b];
+    s->wrapping += wraps(s, b);
+    held_across(s, b, 1);
   }
   return 1;
 }
 
 static int search_all(search *s) {
-  int32_t *inside = malloc((size_t)s->buffers * sizeof *inside);
-  if (!inside) return NO_HOST_MEMORY;
-  int status = FOUND;
-  int32_t from = 0;
-  for (int32_t section = 0; section < s->sections && status == FOUND; section++) {
-    if (s->across[section]) continue;
-    part piece = {.from = from, .to = section + 1, .order = inside, .count = 0};
-    for (int32_t b = 0; b < s->buffers; b++)
-      if (s->first[b] >= from && s->last[b] <= section + 1) inside[piece.count++] = b;
-    status = !may_fit(s, from, section + 1, 0) ? INFEASIBLE : search_part(s, &piece);
-    from = section + 1;
-  }
-  free(inside);
+  if (!may_fit(s, 0, s->sections, 0)) return INFEASIBLE;
+  part all = {.from = 0, .to = s->sections, .order = malloc((size_t)s->buffers * sizeof *all.order)};
+  if (!all.order) return NO_HOST_MEMORY;
+  for (; all.count < s->buffers; all.count++) all.order[all.count] = all.count;
+  int status = s->wrapping ? search_part(s, &all) : search_parts(s, &all);
+  free(all.order);
   return status;
 }
 
