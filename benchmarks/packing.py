@@ -4,9 +4,10 @@
 
 ``--instances``: a folder of minimalloc's CSV files (``A.1048576.csv``: the capacity is in the name); each
 must fit within ten seconds. The models run on the ghost, three training steps with SGD or three forwards. Of
-each, how high the arena is in terms of what lives at once, how long it took to come within half a per cent of
-that, and how it compares with memory of its own for each buffer of a step (what Caffe's memory sharing is
-compared with) and with what PyTorch's allocator reserves.
+each: the bound of a plan that every step repeats (it is above what lives at once where a batch is kept until
+the next one is there), how close to it the arena is, and how soon it is within half a per cent; what PyTorch's
+allocator reserves; and the arena's share of memory of its own for each buffer of a step, which is what Caffe's
+memory sharing is compared with.
 """
 
 import argparse
@@ -61,7 +62,16 @@ def instances(folder: Path) -> Iterator[dict[str, Any]]:
 
 def models(names: list[str]) -> Iterator[dict[str, Any]]:
     """Pack what each model's training and inference ask for."""
-    columns = ("buffers", "live", "height/live", "within 1.005", "default", "expandable", "planned/unshared")
+    columns = (
+        "buffers",
+        "live",
+        "bound/live",
+        "height/bound",
+        "within 1.005",
+        "default",
+        "expandable",
+        "planned/unshared",
+    )
     print(f"{'':24}" + "".join(f"{name:>17}" for name in columns))
     for name in names:
         for mode in ("training", "inference"):
@@ -73,12 +83,13 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
                 run = api.read(trace)
             best = api.pack(run, seconds=SECONDS)
             begin = time.perf_counter()
-            close = api.pack(run, int(CLOSE * best.live), seconds=SECONDS)
+            close = api.pack(run, int(CLOSE * best.bound), seconds=SECONDS)
             seconds = time.perf_counter() - begin
             default, expandable = (row.replay.peak_reserved for row in best.reserved)
             row = {
                 "buffers": sum(len(buffers) for buffers, _ in best.parts),
                 "live": best.live,
+                "bound": best.bound,
                 "height": best.height,
                 "seconds": seconds,
                 "default": default,
@@ -88,7 +99,8 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
             cells = (
                 f"{row['buffers']:,}",
                 f"{best.live / 2**20:,.1f} MiB",
-                f"{best.height / best.live:.4f}",
+                f"{best.bound / best.live:.4f}",
+                f"{best.height / best.bound:.4f}",
                 f"{seconds:.2f} s",
                 f"{default / best.live:.3f}",
                 f"{expandable / best.live:.3f}",
@@ -96,7 +108,7 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
             )
             print(f"{name + ' ' + mode:24}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
             limit = SOON if row["buffers"] <= FEW else SECONDS
-            ok = close.height <= CLOSE * best.live and seconds <= limit
+            ok = close.height <= CLOSE * best.bound and seconds <= limit
             yield {"name": name, "mode": mode, **row, "ok": ok}
 
 
