@@ -4,10 +4,10 @@
 
 ``--instances``: a folder of minimalloc's CSV files (``A.1048576.csv``: the capacity is in the name); each
 must fit within ten seconds. The models run on the ghost, three training steps with SGD or three forwards. Of
-each: the bound of a plan that every step repeats (it is above what lives at once where a batch is kept until
-the next one is there), how close to it the arena is, and how soon it is within half a per cent; what PyTorch's
-allocator reserves; and the arena's share of memory of its own for each buffer of a step, which is what Caffe's
-memory sharing is compared with.
+each: the bound of a plan that every step repeats (above what lives at once where a batch is kept until the
+next one is there), how close to it the arena is, and how soon it is within half a per cent; what PyTorch's
+allocator reserves; and the arena's share of memory of its own for each buffer of a step, which is what
+Caffe's memory sharing is compared with.
 """
 
 import argparse
@@ -39,6 +39,10 @@ BATCHES = {
 SECONDS = 10.0
 CLOSE = 1.005
 """Times what lives at once."""
+COLUMNS = (
+    *("buffers", "live", "bound/live", "height/bound", "within 1.005"),
+    *("default", "expandable", "planned/unshared"),
+)
 FEW, SOON = 2_000, 1.0
 """So many buffers, at most, are packed in so many seconds."""
 
