@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from guillotine import cut
 
+from guillotine import cut
 from memfit.packing.best import pack
 from memfit.packing.buffers import Buffers
 from memfit.packing.validator import wrong

@@ -1,0 +1,91 @@
+"""`memfit pack`: what it says of a run and of a table, and the offsets that it writes."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
+PROBLEM = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
+
+
+def memfit(*arguments):
+    command = [sys.executable, "-m", "memfit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "run.memfit"
+    done = memfit("dry-run", "-o", path, EXAMPLE, "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture
+def problem(tmp_path):
+    (tmp_path / "problem.csv").write_text(PROBLEM)
+    return tmp_path / "problem.csv"
+
+
+def test_a_run_is_packed_at_what_lives_at_once(trace, tmp_path):
+    done = memfit("pack", trace, "--json", "-", "--csv", tmp_path / "packed.csv")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["step"] == 3
+    # Above what lives at once by what is kept until its successor is there: it has two places.
+    assert answer["live"] <= answer["bound"] == answer["height"] < 1.03 * answer["live"]
+    assert answer["height"] < min(answer["reserved"].values())
+    assert answer["height"] < answer["unshared"]
+    rows = table(tmp_path / "packed.csv")
+    assert len(rows) == sum(arena["buffers"] for arena in answer["arenas"])
+    ends = [int(row["offset"]) + int(row["size"]) for row in rows]
+    assert max(ends) == answer["height"]
+    assert all(int(row[name]) % 512 == 0 for row in rows for name in ("offset", "size"))
+
+
+def test_what_it_prints_of_a_run(trace):
+    done = memfit("pack", trace)
+    assert done.stdout.startswith("PACKED   ")
+    for text in ("and no packing is smaller", "live at once", "planned", "reserved, default settings"):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("capacity", "code", "said"),
+    [
+        ("12", 0, "FITS   12 of 12, and no packing is smaller"),
+        ("13", 0, "FITS   12 of 13, and no packing is smaller"),
+        ("11", 1, "DOES NOT FIT   11: none does; the least found is 12, and no packing is smaller"),
+    ],
+)
+def test_a_table_and_a_capacity(problem, capacity, code, said):
+    done = memfit("pack", problem, "--capacity", capacity, "--fail")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (code, said)
+
+
+def test_a_table_comes_back_with_offsets(problem, tmp_path):
+    done = memfit("pack", problem, "--csv", tmp_path / "packed.csv", "--json", "-")
+    answer = {"height": 12, "bound": 12, "how": "by size, lowest gap", "buffers": 5}
+    assert json.loads(done.stdout) == answer
+    rows = table(tmp_path / "packed.csv")
+    assert [row.pop("id") for row in rows] == ["b1", "b2", "b3", "b4", "b5"]
+    for moment in range(21):
+        alive = [int(row["offset"]) for row in rows if int(row["lower"]) <= moment < int(row["upper"])]
+        assert len(alive) == len(set(alive))
+        assert set(alive) <= {0, 4, 8}
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    done = memfit("pack", tmp_path / "x.csv")
+    assert done.returncode == 2
+    assert "its first line names no column id, lower, upper, size" in done.stderr
+    assert not done.stdout
