@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memfit import pack
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 PROBLEM = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 
@@ -54,6 +56,7 @@ def test_a_run_is_packed_at_what_lives_at_once(trace, tmp_path):
 def test_what_it_prints_of_a_run(trace):
     done = memfit("pack", trace)
     assert done.stdout.startswith("PACKED   ")
+    assert str(pack(trace)).split() == done.stdout.split()
     for text in ("and no packing is smaller", "live at once", "planned", "reserved, default settings"):
         assert text in done.stdout
 

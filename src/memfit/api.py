@@ -39,7 +39,7 @@ from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
 from memfit.packing import best
-from memfit.packing.arenas import Packed, pack_run
+from memfit.packing.arenas import pack_run
 from memfit.packing.best import Packing
 from memfit.packing.table import packed_table, read_buffers
 from memfit.records import Advice, DryRun, Note, Provenance, Trace
@@ -48,6 +48,7 @@ from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
 from memfit.report.explanation import Explained
 from memfit.report.html import page
+from memfit.report.packing import PackedRun
 from memfit.report.replay import Compared
 from memfit.report.terminal import Answer
 from memfit.strategies.unattended import Intervention
@@ -427,7 +428,7 @@ def pack(
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Packed:
+) -> PackedRun:
     """Say how small a run's memory is if offsets are planned from when each of its buffers lives.
 
     Args:
@@ -450,7 +451,9 @@ def pack(
     trace = target if isinstance(target, Trace) else read(target)
     without = compare(trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress)
     asked = requests(trace)
-    return pack_run(asked, without.outcomes, capacity=capacity, seconds=seconds, on_progress=on_progress)
+    return PackedRun.of(
+        pack_run(asked, without.outcomes, capacity=capacity, seconds=seconds, on_progress=on_progress)
+    )
 
 
 def pack_table(

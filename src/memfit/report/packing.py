@@ -1,6 +1,7 @@
 """A packing, on a terminal and as JSON."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,17 @@ from rich.text import Text
 from memfit.packing.arenas import Packed
 from memfit.packing.best import Packing
 from memfit.records import DEFAULT_POOL, Provenance
+from memfit.report.printed import Printed
 from memfit.units import format_bytes, format_gib
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class PackedRun(Printed, Packed):
+    """A run's packing, and prints itself."""
+
+    def show(self, console: Console) -> None:
+        """Print how it packs."""
+        print_packing(self, None, console)
 
 
 def print_packing(found: Packing | Packed, capacity: int | None, console: Console) -> None:
