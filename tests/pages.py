@@ -128,10 +128,10 @@ def evil():
     )
 
 
-def report(trace, advice=None, **options):
+def report(trace, *, advice=None, in_all=None, untried=None, **options):
     """Return a trace's page."""
     line = timeline(trace)
-    found = replace(summarize(trace), advice=advice)
+    found = replace(summarize(trace), advice=advice, in_all=in_all, untried=untried)
     return page(trace, line, attribute(trace, line), found, **options)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 
 NO_LIMIT = ("--memory", "2TiB")
 TRAIN = """
@@ -90,14 +91,35 @@ def test_who_follows_it_until_it_fits_gets_what_it_says(dry_run):
     assert dry_run(script, *LONG, options=small, env=environment).answer["verdict"] == "fits"
 
 
-def test_what_is_done_already_is_no_advice(dry_run):
-    script = TRAIN.replace(
-        "    print(", "    import memfit; memfit.apply(model, memfit.Checkpointing())\n    print("
-    )
+def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
+    """What is advised is written for the model, and goes into what is compiled."""
+    begin, net, rest = TRAIN.partition("class Net")
+    script = begin + net + rest.replace("forward", "training_step")
+    script = script.replace("while", 'step = torch.compile(model.training_step, backend="eager")\n    while')
+    script = script.replace("loss = model(", "loss = step(")
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    run = dry_run(script, *LONG, options=("--advise",), env=environment)
-    assert run.answer["advice"] == []
-    assert "Nothing was found that saves 1 %" in run.out
+    once = ("--steps", "1")
+    (one,) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
+    assert one["how"] == "memfit.apply(model, [memfit.Checkpointing()])  # once made: Net"
+    script, _ = followed(script, [one])
+    again = dry_run(script, *LONG, options=once, env=environment).answer
+    assert again["peak"]["process"] == one["needs"]["bytes"]
+
+
+def test_a_script_that_does_not_run_again_alone_says_so(dry_run):
+    """It waits for an answer that is not given twice."""
+    reader, writer = os.pipe()
+    os.write(writer, b"y\n")
+    script = "answer = input()\n" + textwrap.dedent(TRAIN)
+    run = dry_run(script, *LONG, options=("--advise", "--memory", "600MiB"), stdin=reader)
+    os.close(writer)
+    os.close(reader)
+    assert run.code == 0
+    assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
+    assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
+    assert "No advice: run again, without input, script.py failed" in run.out
+    assert "What it needs in all could not be measured: see below." in run.out
+    assert run.err.count("the script runs again, silently, without input") == 1
 
 
 def test_explaining_a_trace_runs_nothing_and_tries_settings_alone(dry_run):

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import json
 from msgspec.structs import replace
 
 from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
 from memfit.analysis import peak
-from memfit.analysis.advice import Candidate, Change, advice
+from memfit.analysis.advice import Change, Trial, advised
 from memfit.analysis.attribution import attribute
 from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
@@ -33,7 +32,7 @@ from memfit.capture.options import ghost_settings
 from memfit.capture.run import Progress, check_output, check_script
 from memfit.capture.settings import ChildSettings
 from memfit.capture.snapshot import read_snapshot, write_snapshot
-from memfit.capture.traced import traced, tried
+from memfit.capture.traced import traced
 from memfit.capture.tracefile import is_trace, read_trace
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import TargetError, UsageError
@@ -42,7 +41,7 @@ from memfit.packing import best
 from memfit.packing.arenas import pack_run
 from memfit.packing.best import Packing
 from memfit.packing.table import packed_table, read_buffers
-from memfit.records import Advice, DryRun, Note, Provenance, Trace
+from memfit.records import DryRun, Note, Provenance, ScriptEnd, Trace
 from memfit.report import export
 from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
@@ -51,7 +50,7 @@ from memfit.report.html import page
 from memfit.report.packing import PackedRun
 from memfit.report.replay import Compared
 from memfit.report.terminal import Answer
-from memfit.strategies.unattended import Intervention
+from memfit.strategies.again import run_again
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +125,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: record modules and phases; the figures are the same without.
         output: where the trace is kept; nowhere by default.
         html: where a report for browsers is written; nowhere by default.
-        advise: run the script again, silently and up to about six times, with what may lower its peak and
-            leaves its loop alone; what helps is in the result's ``advice``.
+        advise: run the script again, silently, without input and up to about six times, with what may lower
+            its peak and leaves its loop alone; what helps is in the result's ``advice``. The script writes
+            its files again. If that is interrupted, the result holds what was found by then.
         stdout_to_stderr: keep standard output free of what the script prints.
         on_progress: called about ten times a second.
 
@@ -155,7 +155,14 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if advise:
         roomy = replace(settings, ghost=ghost(memory=NO_LIMIT))
-        found = dataclasses.replace(found, advice=_advised(command, roomy, trace, found, on_progress))
+
+        def again(change: Change, what: str) -> Trial | ScriptEnd:
+            def show(progress: Progress) -> None:
+                on_progress(dataclasses.replace(progress, trying=what))
+
+            return run_again(command, roomy, change, show)
+
+        found = advised(trace, found, again)
     if html is not None:
         write_html(trace, found, html)
     return found
@@ -487,30 +494,3 @@ def _checked(
     if output is not None:
         check_output(output)
     return command
-
-
-def _advised(
-    command: tuple[str, ...],
-    settings: ChildSettings,
-    trace: Trace,
-    found: DryRun,
-    on_progress: Callable[[Progress], None],
-) -> tuple[Advice, ...]:
-    """Run a script again with what may lower its peak; ``settings`` are those of a device without limit."""
-
-    def run(candidate: Candidate) -> Trace | None:
-        change = candidate.change
-        told = Intervention(settings.module, change.strategies, change.fused)
-        return tried(
-            ("memfit.strategies.unattended", json.encode(told).decode(), *command),
-            replace(settings, module=True),
-            lambda progress: on_progress(dataclasses.replace(progress, trying=candidate.what)),
-        )
-
-    total = trace.device.total.bytes
-    if found.verdict != "fits":
-        whole = run(Candidate(Change(), "with memory enough", how="", costs=""))
-        if whole is None:
-            return ()
-        trace, found = whole, summarize(whole)
-    return advice(trace, found, total, run)

@@ -69,7 +69,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write a report to look at in a browser, one file that loads nothing, to this file.
         fail: Exit with 1 if it does not fit.
         advise: Say what lowers what it needs, with no change in its loop: each is tried in a run of its own,
-            up to about six more.
+            up to about six more, silent and without input. The script writes its files again.
         values: What the script is told when it reads a GPU value:
             float=1,int=1,bool=false,all=true,count=upper.
         fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from memfit.records import DryRun
 
 
+AGAIN = "memfit: to try advice the script runs again, silently, without input; it writes its files again."
+
+
 def write(result: "DryRun", json: str | None) -> None:
     """Print a summary, and write it as JSON if asked to; ``-`` is standard output, and no summary."""
     from memfit.report.schema import to_json, to_public
@@ -78,7 +81,7 @@ def _written(content: bytes, json: str | None) -> bool:
 
 def exit_code(result: "DryRun", *, fail: bool) -> int:
     """Return the exit code of a run."""
-    if result.end.reason == "interrupted":
+    if "interrupted" in (result.end.reason, result.untried.reason if result.untried else ""):
         return 130
     if result.end.reason == "exception" or (result.end.reason == "end" and result.end.exit_code):
         return TargetError.exit_code
@@ -110,8 +113,17 @@ def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
     from memfit.report.progress import progress_line
 
     begun = time.monotonic()
+    told = False
     with progress_line() as show:
-        yield lambda progress: show(_state(progress, steps, begun))
+
+        def tell(progress: "Progress") -> None:
+            nonlocal told
+            if progress.trying and not told:
+                told = True
+                print(AGAIN, file=sys.stderr, flush=True)
+            show(_state(progress, steps, begun))
+
+        yield tell
 
 
 def _state(progress: "Progress", steps: int | None, since: float) -> str:

@@ -409,3 +409,8 @@ class DryRun:
     command: tuple[str, ...] = field(default=())
     advice: tuple[Advice, ...] | None = None
     """What would lower the peak; None where nobody asked."""
+    in_all: Figure | None = None
+    """Bytes of the process at its peak where memory does not end, if that is known: advice counts from it."""
+    untried: ScriptEnd | None = None
+    """Why advice that needs a run of its own is missing: how the script ended, or that run (``refused``: it
+    could not be run)."""

@@ -1,21 +1,56 @@
 """Which advice is given, and when it ends: cheapest first, what saves a hundredth, until the run fits."""
 
+from dataclasses import replace
+
 import pytest
 
-from memfit.analysis.advice import advice
+from memfit.analysis.advice import Change, Trial, advised
+from memfit.analysis.comparison import compare
 from memfit.analysis.peak import summarize
-from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, ScriptEnd
+from memfit.console import exit_code
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    Figure,
+    Label,
+    Mark,
+    MarkKind,
+    Phase,
+    Provenance,
+    ScriptEnd,
+    Trace,
+)
 from traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 CONTEXT = Figure(100 * MIB, Provenance.ASSUMED, "a table")
-DEVICE = DeviceUse("A100-80GB", Figure(80 << 30, Provenance.EXACT), CONTEXT, 0)
 STEPS = ScriptEnd("steps", 0)
+FAILED = ScriptEnd("exception", 1, "FileExistsError: outdir", "train.py:3")
 LABELS = (Label(Phase.BACKWARD, "", "", -1), Label(Phase.OPTIMIZER, "", "", -1))
 
 
-def trace(size, *, phase=0, category=Category.ACTIVATION, cached=0, end=STEPS):
-    """Return a run that holds so many MiB at its peak, after it has cached others that do not serve it."""
+def device(total):
+    """Return a device of so many MiB."""
+    return DeviceUse("A100-80GB", Figure(total * MIB, Provenance.EXACT), CONTEXT, 0)
+
+
+def trace(  # noqa: PLR0913 - each test is about one or two
+    size,
+    *,
+    phase=0,
+    category=Category.ACTIVATION,
+    cached=0,
+    given_back=False,
+    oom=False,
+    end=STEPS,
+    total=80 << 10,
+    conf="",
+):
+    """Return a run that holds so many MiB at its peak.
+
+    Before that it has cached others that do not serve it, and gives them back where memory is short.
+    """
     history, segments = [], []
     for index, mib in enumerate((cached, size)):
         if mib:
@@ -24,66 +59,116 @@ def trace(size, *, phase=0, category=Category.ACTIVATION, cached=0, end=STEPS):
             history.append(Event(Action.SEGMENT_ALLOC, address, block, label=phase))
             history.append(Event(Action.ALLOC, address, block, label=phase, category=category))
             history += freed(address, block, label=phase) if index == 0 else []
-    return trace_of(history, segments, labels=LABELS, device=DEVICE, end=end)
+        if given_back and index == 0:
+            history.append(Event(Action.SEGMENT_FREE, address, block, label=phase))
+            segments.clear()
+    history += [Event(Action.OOM, 0, 1 << 30, label=phase)] * oom
+    settings = {"conf": conf, "environment": conf}
+    return trace_of(history, segments, labels=LABELS, device=device(total), end=end, settings=settings)
 
 
-def given(first, *others, total=80 << 30, **more):
-    """Return what is advised where each thing tried leads to one of some traces, or fails if that is None."""
+def given(first, *others):
+    """Return the answer where each thing tried leads to one of some traces or ends, and what was tried."""
     results, tried = list(others), []
 
-    def run(candidate):
-        tried.append(candidate.change)
-        return results.pop(0)
+    def run(change, _what):
+        tried.append(change)
+        result = results.pop(0)
+        if result is KeyboardInterrupt:
+            raise result
+        return Trial(result, ("Net",)) if isinstance(result, Trace) else result
 
-    found = advice(first, summarize(first), total, run, **more)
+    answer = advised(first, summarize(first), run)
     assert not results
-    return [(one.what, one.saves.bytes // MIB, one.needs.bytes // MIB, one.fits) for one in found], tried
+    return answer, tried
+
+
+def told(answer):
+    """Return advice: what, MiB that it saves, MiB needed then, whether that fits."""
+    return [(one.what, one.saves.bytes // MIB, one.needs.bytes // MIB, one.fits) for one in answer.advice]
 
 
 def test_each_saves_beyond_those_above_it():
-    found, tried = given(trace(400), trace(300), trace(50))
-    assert found == [
+    answer, tried = given(trace(400), trace(300), trace(50))
+    assert told(answer) == [
         ("checkpoint the repeated blocks", 100, 400, True),
         ("offload activations", 250, 150, True),
     ]
     assert [change.strategies for change in tried] == [("checkpointing",), ("checkpointing", "offload")]
+    assert (answer.in_all.bytes, answer.untried) == (500 * MIB, None)
+
+
+def test_it_says_which_models_were_changed():
+    results = iter((Trial(trace(300), ("Net",)), Trial(trace(100), ("Net", "Net"))))
+    first = trace(400)
+    assert [one.how for one in advised(first, summarize(first), lambda *_: next(results)).advice] == [
+        "memfit.apply(model, [memfit.Checkpointing()])  # once made: Net",
+        "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # each, once made: Net, Net",
+    ]
 
 
 def test_what_saves_less_than_a_hundredth_or_fails_is_passed_over():
-    found, tried = given(trace(400), trace(396), trace(390), None)
-    assert found == [("offload activations", 10, 490, True)]
+    answer, tried = given(trace(400), trace(396), trace(390), FAILED)
+    assert told(answer) == [("offload activations", 10, 490, True)]
+    assert answer.untried == FAILED
     both = ("offload", "checkpointing")
     assert [change.strategies for change in tried] == [("checkpointing",), ("offload",), both]
-    assert given(trace(400), None, None)[0] == []
+    answer, _ = given(trace(400), FAILED, ScriptEnd("end", 3))
+    assert (answer.advice, answer.untried) == ((), FAILED)
 
 
 @pytest.mark.parametrize(("total", "pieces"), [(450, 1), (300, 2), (600, 2)])
 def test_it_ends_when_the_run_fits_that_did_not(total, pieces):
     results = [trace(300), trace(50)][:pieces]
-    found, _ = given(trace(400), *results, total=total * MIB)
-    assert len(found) == pieces
-    assert found[-1][-1] is True
+    answer, _ = given(trace(400, total=total), *results)
+    assert len(answer.advice) == pieces
+    assert answer.advice[-1].fits is True
 
 
 def test_a_peak_in_the_optimizer_asks_for_a_fused_one():
     temporaries = {"phase": 1, "category": Category.TEMPORARY}
-    found, (change,) = given(trace(400, **temporaries), trace(200, **temporaries))
-    assert found == [("fused optimizer", 200, 300, True)]
+    answer, (change,) = given(trace(400, **temporaries), trace(200, **temporaries))
+    assert told(answer) == [("fused optimizer", 200, 300, True)]
     assert change.fused
 
 
+PARAMETERS = {"category": Category.PARAMETER}
+
+
 def test_settings_are_replayed_not_run():
-    """Expandable segments grow into what was cached."""
-    parameters = {"category": Category.PARAMETER}
-    found, tried = given(trace(400, cached=300, **parameters))
-    assert found == [("expandable segments", 300, 500, True)]
+    """Expandable segments grow into what was cached. Settings that are there already stay."""
+    answer, tried = given(trace(400, cached=300, conf="max_split_size_mb:128", **PARAMETERS))
+    assert told(answer) == [("expandable segments", 300, 500, True)]
+    assert answer.advice[0].how == "PYTORCH_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True"
     assert tried == []
+
+
+def test_settings_that_are_there_already_are_no_advice():
+    assert given(trace(400, cached=300, conf="expandable_segments:True", **PARAMETERS))[0].advice == ()
+
+
+def test_what_settings_cost_is_what_the_replay_calls():
+    """A script that empties its cache in each step has its segments mapped anew in each."""
+    history, marks = [], []
+    blocks = [(BASE, 300 * MIB), (BASE + (1 << 40), 400 * MIB)]
+    for step in range(3):
+        for block in blocks:
+            history += [Event(Action.SEGMENT_ALLOC, *block), Event(Action.ALLOC, *block), *freed(*block)]
+        history += [Event(Action.SEGMENT_FREE, *block) for block in blocks]
+        marks.append(Mark(len(history), MarkKind.TRAINING_STEP, step))
+    first = trace_of(history, marks=tuple(marks), device=device(80 << 10), end=STEPS)
+    before, after = (row.seconds_per_step for row in compare(first, "expandable_segments:True").outcomes)
+    assert after - before > 0.5e-3
+    (one,) = given(first)[0].advice
+    assert one.costs == f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
+    answer, _ = given(trace(400, cached=300, **PARAMETERS))
+    assert answer.advice[0].costs == "what is not known: fewer than two steps ended"
 
 
 def test_at_most_three():
     """Of four that help: the last would be to offload."""
-    found, tried = given(trace(800, cached=300, phase=1), trace(700), trace(600))
-    assert [one[0] for one in found] == [
+    answer, tried = given(trace(800, cached=300, phase=1), trace(700), trace(600))
+    assert [one.what for one in answer.advice] == [
         "expandable segments",
         "fused optimizer",
         "checkpoint the repeated blocks",
@@ -92,20 +177,62 @@ def test_at_most_three():
 
 
 def test_what_is_tried_next_is_about_the_peak_that_is_left():
-    found, tried = given(trace(400, phase=1), trace(200, category=Category.PARAMETER))
-    assert [one[0] for one in found] == ["fused optimizer"]
+    answer, tried = given(trace(400, phase=1), trace(200, category=Category.PARAMETER))
+    assert [one.what for one in answer.advice] == ["fused optimizer"]
     assert len(tried) == 1
 
 
-@pytest.mark.parametrize("reason", ["out of memory", "exception", "interrupted"])
-def test_half_a_run_gets_none(reason):
-    assert given(trace(400, end=ScriptEnd(reason, 1))) == ([], [])
+@pytest.mark.parametrize(
+    "end", [ScriptEnd("exception", 1), ScriptEnd("interrupted", 130), ScriptEnd("end", 3)]
+)
+def test_half_a_run_gets_none_and_is_not_run_again(end):
+    answer, tried = given(trace(400, end=end))
+    assert (answer.advice, answer.in_all, answer.untried, tried) == ((), None, end, [])
+
+
+@pytest.mark.parametrize("end", [STEPS, ScriptEnd("out of memory", 1)])
+def test_what_memory_ran_out_for_is_run_whole_first(end):
+    """Also if the script caught it: it may have done less since."""
+    short = trace(200, oom=True, end=end, total=300)
+    answer, tried = given(short, trace(400), trace(150))
+    assert told(answer) == [("checkpoint the repeated blocks", 250, 250, True)]
+    assert tried[0] == Change()
+    assert answer.in_all.bytes == 500 * MIB
+    assert (answer.verdict, answer.peak_reserved) == (summarize(short).verdict, 200 * MIB)
+    answer, _ = given(short, FAILED)
+    assert (answer.advice, answer.in_all, answer.untried) == ((), None, FAILED)
+    assert advised(short, summarize(short)).advice == ()
+
+
+def test_who_interrupts_it_gets_what_was_found_by_then():
+    answer, _ = given(trace(400), trace(300), KeyboardInterrupt)
+    assert told(answer) == [("checkpoint the repeated blocks", 100, 400, True)]
+    assert answer.untried == ScriptEnd("interrupted", 130)
+    assert exit_code(answer, fail=False) == 130
+    assert exit_code(replace(answer, untried=FAILED), fail=False) == 0
+
+
+def test_what_cannot_be_replayed_says_why():
+    answer, tried = given(trace(400, conf="backend:cudaMallocAsync"))
+    assert (answer.advice, tried) == ((), [])
+    assert "it was made with backend:cudaMallocAsync" in answer.untried.exception
 
 
 def test_figures_say_how_sure_they_are():
-    first = trace(400, cached=300)
-    (one,) = advice(first, summarize(first), 0)
+    first = trace(400, cached=300, total=0)
+    (one,) = advised(first, summarize(first)).advice
     assert (one.saves.provenance, one.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
     assert one.fits is None
-    (run, *_) = advice(trace(400), summarize(trace(400)), 0, lambda _: trace(200))
-    assert run.saves.provenance is Provenance.EXACT
+    (one,) = given(trace(400), trace(200, **PARAMETERS))[0].advice
+    assert one.saves.provenance is Provenance.EXACT
+    *_, last = given(trace(400, cached=300), trace(300), trace(100))[0].advice
+    assert last.saves.provenance is Provenance.SIMULATED  # run without the settings, which are replayed
+
+
+def test_what_no_run_reserved_is_simulated():
+    """Where memory was short, the cache was given back; where it does not end, it is kept."""
+    first = trace(4000, cached=2, given_back=True, total=4101)
+    answer, _ = given(first, trace(200, **PARAMETERS))
+    (one,) = answer.advice
+    assert (answer.in_all.bytes, one.saves.bytes) == (4120 * MIB, 3820 * MIB)
+    assert one.saves.provenance is Provenance.SIMULATED

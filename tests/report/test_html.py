@@ -18,7 +18,19 @@ from memfit.analysis.held import By
 from memfit.analysis.peak import summarize
 from memfit.analysis.place import place_at
 from memfit.errors import FileFormatError
-from memfit.records import Action, Advice, Block, Figure, Label, Mark, MarkKind, Note, Phase, Provenance
+from memfit.records import (
+    Action,
+    Advice,
+    Block,
+    Figure,
+    Label,
+    Mark,
+    MarkKind,
+    Note,
+    Phase,
+    Provenance,
+    ScriptEnd,
+)
 from memfit.report.advice import advice_in_words
 from memfit.report.html.payload import payload
 from memfit.report.html.words import NO_FILE, Words
@@ -228,7 +240,7 @@ def test_advice_is_told_as_on_a_terminal():
     second = replace(CHECKPOINT, what="more of it", needs=Figure(7 * GIB, Provenance.EXACT), fits=True)
     text = report(run(), advice=(CHECKPOINT, second))
     assert re.findall(r"<li><b>(.*?)</b>", text) == [CHECKPOINT.what, second.what]
-    lines = advice_in_words((CHECKPOINT, second))
+    lines = advice_in_words(replace(summarize(run()), advice=(CHECKPOINT, second)), "")
     for told in (Elements(text).text, " ".join(line.plain for line in lines)):
         words = " ".join(told.replace("·", " ").split())
         assert "saves 3.0 GiB measured needs 9.0 GiB does not fit yet --checkpoint <0-2>" in words
@@ -250,10 +262,37 @@ def test_a_run_out_of_memory_says_what_it_needs_in_all():
     small = replace(trace.device, total=replace(trace.device.total, bytes=256 * MIB))
     failed = [Event(Action.OOM, 1000, 5 * GIB)]
     trace = trace_of([Event(Action.SEGMENT_ALLOC, BASE, 20 * MIB), *failed], device=small)
-    saves, needs = Figure(GIB, Provenance.EXACT), Figure(2 * GIB, Provenance.EXACT)
-    advice = (Advice("so", "so", "nothing", saves=saves, needs=needs, fits=True),)
-    assert "In all it needs 3.00 GiB" in Elements(report(trace, advice=advice)).text
+    trace = replace(trace, end=ScriptEnd("out of memory", 1))
+    in_all = Figure(3 * GIB, Provenance.EXACT)
+    for advice in ((), (CHECKPOINT,)):
+        text = Elements(report(trace, advice=advice, in_all=in_all)).text
+        assert "In all it needs 3.00 GiB" in text
+        assert ("it needs 3.0 GiB where memory does not end" in text) == bool(advice)
     assert "In all" not in Elements(report(trace)).text
+    assert "What would make it fit: run again with --advise" in Elements(report(trace)).text
+    assert "--advise" not in Elements(report(trace, advice=())).text
+
+
+@pytest.mark.parametrize(
+    ("untried", "said"),
+    [
+        (ScriptEnd("end", 3), "run again, without input, the script ended with exit code 3"),
+        (
+            ScriptEnd("exception", 1, "ValueError: no\nmore", "train.py:3"),
+            "with ValueError: no ... train.py:3",
+        ),
+        (ScriptEnd("refused", 3, "train.py died"), "advice: train.py died"),
+        (ScriptEnd("interrupted", 130), "interrupted."),
+    ],
+)
+def test_why_there_is_no_more_advice(untried, said):
+    for advice in ((), (CHECKPOINT,)):
+        text = " ".join(Elements(report(run(), advice=advice, untried=untried)).text.split())
+        assert f"No {'more ' * bool(advice)}advice: " in text
+        assert said in text
+        assert "Nothing was found" not in text
+    text = report(run(), advice=(), untried=run().end)
+    assert "No advice: the script ended with" in text
 
 
 def test_a_device_that_is_too_small_says_what_is_short():

@@ -8,18 +8,18 @@ came from elsewhere names a script, and nobody asked for that to be run.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
-from memfit.allocator.compare import Setting
+from memfit.allocator.compare import Rates, Setting
 from memfit.allocator.config import AllocatorConfig, of_the_environment, of_the_script
 from memfit.allocator.replay import Replay, replay
 from memfit.allocator.requests import Requests, requests
 from memfit.analysis.comparison import torch_version
 from memfit.analysis.peak import summarize
 from memfit.analysis.place import how_sure
+from memfit.capture.script import INTERRUPTED
 from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError
-from memfit.records import Advice, DryRun, Figure, Phase, Provenance, Trace, worst
+from memfit.records import Advice, DryRun, Figure, Phase, Provenance, ScriptEnd, Trace, worst
 
 _MOST = 3
 _WORTH = 0.01
@@ -47,101 +47,158 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A run that came to its end."""
+
+    trace: Trace
+    models: tuple[str, ...] = ()
+    """Classes of the models that strategies were applied to."""
+
+
+Run = Callable[[Change, str], Trial | ScriptEnd | None]
+"""Runs the script again where memory does not end: with a change, and what that is called. Returns how the
+script ended where that was not its end; None where it is not to be run."""
+
+
+def completed(end: ScriptEnd) -> bool:
+    """Say whether a script has shown all that it needs: it came to its end, or to that of its steps."""
+    return end.reason in ("steps", "end") and not end.exit_code
+
+
+def advised(trace: Trace, found: DryRun, run: Run = lambda _change, _what: None) -> DryRun:
+    """Say what would lower what a run needs, until it fits if it does not.
+
+    Args:
+        trace: of the run as it is.
+        found: its summary.
+        run: by default nothing is run, and only settings are tried.
+
+    Returns:
+        The summary with ``advice``, ``in_all`` and ``untried``, as far as it came where somebody interrupts.
+    """
+    answer = replace(found, advice=())
+    try:
+        for more in _advised(trace, answer, run):
+            answer = more
+    except KeyboardInterrupt:
+        return replace(answer, untried=ScriptEnd("interrupted", INTERRUPTED))
+    except MemfitError as error:  # no history to replay, or an allocator that is not PyTorch's
+        return replace(answer, untried=ScriptEnd("refused", error.exit_code, str(error)))
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """What may be worth trying."""
 
     change: Change
     what: str
     how: str
-    costs: str
-
-
-def advice(
-    trace: Trace, found: DryRun, total: int, run: Callable[[Candidate], Trace | None] = lambda _: None
-) -> tuple[Advice, ...]:
-    """Say what would lower what a run needs, until it fits if it does not.
-
-    Args:
-        trace: of the run as it is, on a device where it came to its end.
-        found: its summary.
-        total: bytes of the device that it is to fit; 0 if there is none.
-        run: runs the script again where memory does not end, None if that fails; by default nothing is run,
-            and only settings are tried.
-    """
-    if trace.end.reason not in ("steps", "end"):
-        return ()
-    try:
-        return tuple(islice(_advice(Attempt(trace, found, requests(trace), Change(), total), run), _MOST))
-    except MemfitError:  # the trace does not tell what a replay asks for, or its allocator is not PyTorch's
-        return ()
+    costs: str = ""
+    """Empty where a replay tells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A run under a change, and how it fares."""
 
-    trace: Trace
+    trial: Trial
     found: DryRun
     asked: Requests
     change: Change
-    total: int
-    """Bytes of the device that it is to fit; 0 if there is none."""
+    roomy: Replay
+    """Where memory does not end."""
+
+    @classmethod
+    def of(cls, trial: Trial, change: Change) -> "Attempt":
+        """Look at a run that has been made under a change."""
+        asked = requests(trial.trace)
+        return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 
     def reserved(self) -> Figure:
         """Return the most bytes reserved where memory does not end."""
-        sure = how_sure(note for note in self.trace.notes if note.sizes)
-        return Figure(
-            self._replay(NO_LIMIT).peak_reserved,
-            worst(sure, Provenance.SIMULATED) if self.change.conf else sure,
-        )
+        sure = how_sure(note for note in self.trial.trace.notes if note.sizes)
+        most = self.roomy.peak_reserved
+        seen = not self.change.conf and most == self.found.peak_reserved  # by the run, which had no model
+        return Figure(most, sure if seen else worst(sure, Provenance.SIMULATED))
 
-    def fits(self) -> bool | None:
-        """Say whether it fits its device; None if there is none."""
-        return self._replay(self.total).fits if self.total else None
+    def seconds(self) -> float | None:
+        """Return what calls of the driver take in a steady step; None if too few steps were seen."""
+        calls = self.roomy.calls_per_step
+        return Rates().seconds(calls) if calls is not None else None
 
-    def under(self, candidate: Candidate, run: Callable[[Candidate], Trace | None]) -> "Attempt | None":
-        """Try something more: settings by a replay, all else by running again; None if that fails."""
-        if candidate.change.conf != self.change.conf:
-            return replace(self, change=candidate.change)
-        trace = run(candidate)
-        if trace is None:
-            return None
-        return Attempt(trace, summarize(trace), requests(trace), candidate.change, self.total)
+    def fits(self, total: int) -> bool | None:
+        """Say whether it fits so many bytes of device; None for 0, where there is none."""
+        return _replay(self.trial, self.asked, self.change, total).fits if total else None
 
-    def _replay(self, total: int) -> Replay:
-        settings, device = self.trace.settings, self.trace.device
-        setting = Setting(self.change.conf or of_the_environment(settings), script=of_the_script(settings))
-        return replay(
-            self.asked,
-            setting.config(),
-            total=total,
-            taken=device.context.bytes + device.in_use,
-            version=torch_version(self.trace),
-        )
+    def under(self, candidate: Candidate, run: Run) -> "Attempt | ScriptEnd | None":
+        """Try something more: settings by a replay, all else by running again, with what comes of that."""
+        change = candidate.change
+        if change.conf != self.change.conf:
+            return replace(self, change=change, roomy=_replay(self.trial, self.asked, change, NO_LIMIT))
+        tried = run(change, candidate.what)
+        return Attempt.of(tried, change) if isinstance(tried, Trial) else tried
 
 
-def _advice(now: Attempt, run: Callable[[Candidate], Trace | None]) -> Iterator[Advice]:
-    context = now.trace.device.context
-    reserved, fits = now.reserved(), now.fits()
-    least, fitted = _WORTH * (reserved.bytes + context.bytes), fits
-    while fitted or not fits:
+def _replay(trial: Trial, asked: Requests, change: Change, total: int) -> Replay:
+    settings, device = trial.trace.settings, trial.trace.device
+    setting = Setting(change.conf or of_the_environment(settings), script=of_the_script(settings))
+    return replay(
+        asked,
+        setting.config(),
+        total=total,
+        taken=device.context.bytes + device.in_use,
+        version=torch_version(trial.trace),
+    )
+
+
+def _advised(trace: Trace, answer: DryRun, run: Run) -> Iterator[DryRun]:
+    """Yield the answer anew whenever more of it is known."""
+    first: Trial | ScriptEnd | None = Trial(trace) if completed(trace.end) else trace.end
+    if answer.verdict in ("out of memory", "does not fit"):
+        first = run(Change(), "with memory enough")
+    if not isinstance(first, Trial):
+        yield replace(answer, untried=first)
+        return
+    now, total = Attempt.of(first, Change()), trace.device.total.bytes
+    context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
+    in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
+    yield (answer := replace(answer, in_all=in_all))
+    # What fits as it is, or has no device, is told whatever saves; what does not, as much as it takes to fit.
+    fitted = fits
+    while len(answer.advice or ()) < _MOST and (fitted or not fits):
         for candidate in _candidates(now):
             then = now.under(candidate, run)
-            less = then.reserved() if then is not None else reserved
-            if then is not None and reserved.bytes - less.bytes >= least:
+            if isinstance(then, ScriptEnd):
+                yield (answer := replace(answer, untried=answer.untried or then))
+            elif then is not None and reserved.bytes - then.reserved().bytes >= _WORTH * in_all.bytes:
                 break
         else:
             return
-        fits = then.fits()
-        saves = Figure(reserved.bytes - less.bytes, less.provenance)
+        less, fits = then.reserved(), then.fits(total)
+        saves = Figure(reserved.bytes - less.bytes, worst(reserved.provenance, less.provenance))
         needs = Figure(less.bytes + context.bytes, worst(less.provenance, context.provenance))
-        yield Advice(candidate.what, candidate.how, candidate.costs, saves, needs, fits)
+        how = candidate.how
+        if then.change.strategies != now.change.strategies:
+            how += f"  # {'each, ' * (len(then.trial.models) > 1)}once made: {', '.join(then.trial.models)}"
+        costs = candidate.costs or _costs(now.seconds(), then.seconds())
+        advice = Advice(candidate.what, how, costs, saves, needs, fits)
+        yield (answer := replace(answer, advice=(*(answer.advice or ()), advice)))
         now, reserved = then, less
+
+
+def _costs(before: float | None, after: float | None) -> str:
+    """Say what settings cost."""
+    if before is None or after is None:
+        return "what is not known: fewer than two steps ended"
+    if after <= before:
+        return "no time in a steady step"
+    return f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
 
 
 def _candidates(now: Attempt) -> Iterator[Candidate]:
     """Yield what may lower a peak and is not done already, cheapest first."""
-    change, settings = now.change, now.trace.settings
+    change, settings = now.change, now.trial.trace.settings
     at_peak = {term.name: term.figure.bytes for term in now.found.terms}
     if not change.conf and not AllocatorConfig.read(settings).expandable_segments:
         conf = ",".join(filter(None, (of_the_environment(settings), _EXPANDABLE)))
@@ -149,7 +206,6 @@ def _candidates(now: Attempt) -> Iterator[Candidate]:
             replace(change, conf=conf),
             "expandable segments",
             f"PYTORCH_ALLOC_CONF={conf}",
-            "nothing in a steady step",
         )
     if now.found.peak_place.phase is Phase.OPTIMIZER and not change.fused:
         yield Candidate(
@@ -163,5 +219,5 @@ def _candidates(now: Attempt) -> Iterator[Candidate]:
             if name not in change.strategies:
                 strategies = (*change.strategies, name)
                 plan = ", ".join(f"memfit.{_STRATEGIES[one][0]}()" for one in strategies)
-                how = f"memfit.apply(model, [{plan}])  # once the model is made"
+                how = f"memfit.apply(model, [{plan}])"
                 yield Candidate(replace(change, strategies=strategies), what, how, costs)

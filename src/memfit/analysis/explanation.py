@@ -1,9 +1,9 @@
 """From a trace to everything that ``memfit explain`` says of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.advice import advice
+from memfit.analysis.advice import advised
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held, moment
 from memfit.analysis.fragmentation import fragmentation
@@ -47,9 +47,9 @@ def explanation(trace: Trace, at: str = "peak", *, fragments: bool = False) -> E
     line = timeline(trace)
     attribution = attribute(trace, line)
     found = summary(trace, line, attribution)
-    settings = advice(trace, found, trace.device.total.bytes)  # nothing is run for it
+    settings = advised(trace, found)  # nothing is run for it
     return Explanation(
-        summary=replace(found, advice=settings or None),
+        summary=settings if settings.advice else found,
         below_peak=below_peak(trace, line),
         at=at,
         held=held(trace, line, attribution, moment(trace, line, at)),

@@ -4,27 +4,34 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memfit.records import Advice
+from memfit.records import DryRun
 from memfit.report.inert import inert
 from memfit.units import format_bytes
 
 NONE = "Nothing was found that saves 1 % and leaves the training loop alone."
 FITS = {True: "fits", False: "does not fit yet", None: ""}
-EACH = "each was tried, with those above it"
 
 
-def advice_in_words(found: tuple[Advice, ...]) -> Iterator[Text]:
-    """Yield lines that give advice in its order; what each saves is beyond those above it.
+def heading(result: DryRun) -> str:
+    """Say how advice came about, and what its savings are counted from where that is not shown already."""
+    counted = ""
+    if result.in_all is not None and result.in_all.bytes != result.peak_process.bytes:
+        counted = f"; it needs {format_bytes(result.in_all.bytes)} where memory does not end"
+    return f"each was tried, with those above it{counted}"
 
-    >>> [line.plain for line in advice_in_words(())][1:]
-    ['Nothing was found that saves 1 % and leaves the training loop alone.']
+
+def advice_in_words(result: DryRun, untried: str) -> Iterator[Text]:
+    """Yield lines that give a result's advice in its order; what each saves is beyond those above it.
+
+    Args:
+        result: where advice was asked for.
+        untried: what keeps more from being advised, if anything does.
     """
+    found = result.advice or ()
     yield Text()
-    if not found:
-        yield Text(NONE)
-        return
-    yield Text(f"Do next: {EACH}")
-    width = max(len(one.what) for one in found)
+    if found:
+        yield Text(f"Do next: {heading(result)}")
+    width = max((len(one.what) for one in found), default=0)
     for number, one in enumerate(found, 1):
         line = Text(f"  {number} {one.what:<{width}}  saves {format_bytes(one.saves.bytes):>10}")
         line.append(f" {one.saves.provenance:<9}", style="dim")
@@ -33,3 +40,7 @@ def advice_in_words(found: tuple[Advice, ...]) -> Iterator[Text]:
         yield line
         yield Text(f"    {inert(one.how)}")
         yield Text(f"    costs {one.costs}", style="dim")
+    if untried:
+        yield Text(untried, style="yellow")
+    elif not found:
+        yield Text(NONE)

@@ -1,7 +1,7 @@
 """What ``memfit.estimate`` answers: a dry run, and the questions people ask of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -46,4 +46,4 @@ class Estimate(Printed):
 
     def show(self, console: Console) -> None:
         """Print the summary, with what it needs where memory does not end."""
-        print_summary(self.run, console, in_all=None if self.unlimited is self.run else self.total)
+        print_summary(replace(self.run, in_all=self.total), console)

@@ -12,7 +12,7 @@ import msgspec
 from memfit.analysis.explanation import Explanation
 from memfit.analysis.held import Change, Held, Moment
 from memfit.analysis.reserved import Fragmentation
-from memfit.records import Advice, DryRun, Note, OutOfMemory, Place
+from memfit.records import Advice, DryRun, Figure, Note, OutOfMemory, Place
 
 SCHEMA = 1
 
@@ -115,6 +115,12 @@ class Result(msgspec.Struct, frozen=True):
     advice: tuple[Advice, ...] | None
     """What lowers what it needs, each beyond those before it; null where nobody asked. ``explain``
     tries settings alone, and has null where none helps."""
+    in_all: Figure | None
+    """Bytes of the process at its peak where memory does not end: advice counts from it. Null where it is not
+    known."""
+    untried: End | None
+    """Where advice is missing because the script could not be run for it: how it ended. Reasons are those of
+    ``end``, and ``refused``: it could not be run at all."""
 
 
 class Explained(Result, frozen=True):
@@ -179,10 +185,12 @@ def to_public(result: DryRun) -> Result:
         ),
         growth=Growth(*astuple(result.growth)),
         notes=tuple(remark(note) for note in result.notes),
-        end=End(result.end.reason, result.end.exit_code, result.end.exception, result.end.where),
+        end=End(*astuple(result.end)),
         command=result.command,
         versions=dict(result.versions),
         advice=result.advice,
+        in_all=result.in_all,
+        untried=None if result.untried is None else End(*astuple(result.untried)),
     )
 
 

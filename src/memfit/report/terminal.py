@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Figure, Machine, Place
+from memfit.records import DryRun, Machine, Place, ScriptEnd
 from memfit.report.advice import advice_in_words
 from memfit.report.inert import inert
 from memfit.report.printed import Printed
@@ -45,15 +45,14 @@ class Answer(Printed, DryRun):
         print_summary(self, console)
 
 
-def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = None) -> None:
+def print_summary(result: DryRun, console: Console) -> None:
     """Print the verdict, the ladder from allocated to process, and what the reader must know.
 
     Args:
         result: what to print.
         console: where to.
-        in_all: what it needs where memory does not end, if that is known.
     """
-    console.print(verdict(result, in_all))
+    console.print(verdict(result))
     console.print(subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
@@ -62,7 +61,7 @@ def print_summary(result: DryRun, console: Console, *, in_all: Figure | None = N
     for line in _notes(result):
         console.print(line)
     if result.advice is not None:
-        for line in advice_in_words(result.advice):
+        for line in advice_in_words(result, untried(result)):
             console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
@@ -81,11 +80,8 @@ def short_path(line: str) -> str:
     return line
 
 
-def verdict(result: DryRun, in_all: Figure | None = None) -> Text:
+def verdict(result: DryRun) -> Text:
     """Say whether it fits, and what it needs or where it ran out."""
-    if result.advice and in_all is None:
-        first = result.advice[0]
-        in_all = Figure(first.needs.bytes + first.saves.bytes, first.needs.provenance)
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
@@ -94,11 +90,29 @@ def verdict(result: DryRun, in_all: Figure | None = None) -> Text:
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
-        ended = inert(_first_line(result.end.exception)) + (
-            f"  {inert(short_path(result.end.where))}" * bool(result.end.where)
-        )
-        return text.append(f"\nThe script ended with {ended}", style="not bold default")
-    return _failure(result, in_all)
+        return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
+    return _failure(result)
+
+
+def untried(result: DryRun) -> str:
+    """Say what kept more from being advised; nothing where nothing did."""
+    end = result.untried
+    if end is None:
+        return ""
+    what = "No more advice" if result.advice else "No advice"
+    if end.reason == "interrupted":
+        return f"{what}: interrupted."
+    if end.reason == "refused":
+        return f"{what}: {inert(_first_line(end.exception))}"
+    again = "" if end == result.end else "run again, without input, "
+    return f"{what}: {again}the script ended with {_ended(end)}"
+
+
+def _ended(end: ScriptEnd) -> str:
+    """Say what a script ended with, and where."""
+    if not end.exception:
+        return f"exit code {end.exit_code}"
+    return inert(_first_line(end.exception)) + f"  {inert(short_path(end.where))}" * bool(end.where)
 
 
 def _first_line(text: str) -> str:
@@ -115,7 +129,7 @@ def _needs(result: DryRun) -> str:
     return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
 
 
-def _failure(result: DryRun, in_all: Figure | None) -> Text:
+def _failure(result: DryRun) -> Text:
     text = Text(result.verdict.upper(), style="bold red")
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
@@ -129,17 +143,19 @@ def _failure(result: DryRun, in_all: Figure | None) -> Text:
     if failure.shortfall:
         text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
-    if in_all is not None:
-        advice = f"In all it needs {format_gib(in_all.bytes)}, on a GPU that has as much."
+    if result.in_all is not None:
+        advice = f"In all it needs {format_gib(result.in_all.bytes)}, on a GPU that has as much."
     elif result.verdict != "out of memory":
         advice = "The script caught this and carried on."
-    elif failure.shortfall:
-        again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
-        advice = f"What would make it fit: {again} --advise. What it needs in all: --memory 1TiB."
-    else:
+    elif not failure.shortfall:
         advice = (
             "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
         )
+    elif result.advice is not None:
+        advice = "What it needs in all could not be measured: see below."
+    else:
+        again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
+        advice = f"What would make it fit: {again} --advise. What it needs in all: --memory 1TiB."
     return text.append(f"\n{advice}", style="not bold default")
 
 

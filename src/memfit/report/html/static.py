@@ -5,11 +5,11 @@ from html import escape
 
 from memfit.analysis.breakdown import NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.report.advice import EACH, FITS, NONE
+from memfit.report.advice import FITS, NONE, heading
 from memfit.report.html.facts import Facts
 from memfit.report.html.payload import Payload
 from memfit.report.html.words import Words
-from memfit.report.terminal import MACHINES, growth, in_words, subject, verdict
+from memfit.report.terminal import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # units of the bar: SVG's own, the page scales them
@@ -146,8 +146,10 @@ def advice(result: DryRun, words: Words) -> str:
     """Return what would lower the peak, as the terminal tells it; nothing where nobody asked."""
     if result.advice is None:
         return ""
+    rest = _text(words, untried(result)) or NONE * (not result.advice)
+    rest = f'<p class="peak">{rest}</p>' * bool(rest)
     if not result.advice:
-        return f'<p class="peak">{NONE}</p>'
+        return rest
     items = [
         f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="sure">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
@@ -155,7 +157,7 @@ def advice(result: DryRun, words: Words) -> str:
         f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
     ]
-    return f'<h2>Do next <small>{EACH}</small></h2><ol class="advice">{"".join(items)}</ol>'
+    return f'<h2>Do next <small>{heading(result)}</small></h2><ol class="advice">{"".join(items)}</ol>{rest}'
 
 
 def sums(facts: Facts) -> str:
