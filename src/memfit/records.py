@@ -413,4 +413,4 @@ class DryRun:
     """Bytes of the process at its peak where memory does not end, if that is known: advice counts from it."""
     untried: ScriptEnd | None = None
     """Why advice that needs a run of its own is missing: how the script ended, or that run (``refused``: it
-    could not be run)."""
+    could not be run, or not with what was to be tried)."""

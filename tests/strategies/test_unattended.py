@@ -86,7 +86,7 @@ def test_an_optimizer_is_fused_where_the_script_does_not_choose(chosen, fused):
 def run_again(monkeypatch):
     """Return a function that runs a script again, whose run ends in a way."""
 
-    def run(end):
+    def run(end, models="Net\nNet\n"):
         def traced(command, settings, _output, _on_progress):
             if isinstance(end, TargetError):
                 raise end
@@ -94,7 +94,7 @@ def run_again(monkeypatch):
             assert command[2:] == ("train.py", "--fast")
             told = json.decode(command[1], type=Intervention)
             assert (told.strategies, told.fused, told.module) == (("offload",), True, False)
-            Path(told.models).write_text("Net\nNet\n")
+            Path(told.models).write_text(models)
             return trace_of((), end=end)
 
         monkeypatch.setattr(again, "traced", traced)
@@ -116,6 +116,12 @@ def test_a_run_to_the_end_says_which_models_were_changed(run_again, end):
 )
 def test_a_run_that_fails_says_how_it_ended(run_again, end):
     assert run_again(end) == end
+
+
+def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_again):
+    found = run_again(ScriptEnd("end", 0), models="")
+    why = "offload suits no model whose parameters an optimizer takes"
+    assert found == ScriptEnd("refused", 0, why)
 
 
 def test_a_run_that_cannot_be_made_says_why_in_the_scripts_name(run_again):

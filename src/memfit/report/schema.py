@@ -120,7 +120,7 @@ class Result(msgspec.Struct, frozen=True):
     known."""
     untried: End | None
     """Where advice is missing because the script could not be run for it: how it ended. Reasons are those of
-    ``end``, and ``refused``: it could not be run at all."""
+    ``end``, and ``refused``: it could not be run, or not with what was to be tried."""
 
 
 class Explained(Result, frozen=True):

@@ -33,7 +33,7 @@ def run_again(
         on_progress: as for ``run_script``.
 
     Returns:
-        The run, or how it ended if that was not its end.
+        The run; how it ended if that was not its end; or why it was not run with the change.
 
     Raises:
         KeyboardInterrupt: somebody has had enough.
@@ -54,4 +54,10 @@ def run_again(
             return ScriptEnd("refused", error.exit_code, f"run again, without input, {why}")
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
-        return Trial(trace, tuple(models.read_text().split())) if completed(trace.end) else trace.end
+        if not completed(trace.end):
+            return trace.end
+        changed = tuple(models.read_text().split())
+        if change.strategies and not changed:  # updates by hand, a plan of its own, no blocks
+            suits = f"{' with '.join(change.strategies)} suits no model whose parameters an optimizer takes"
+            return ScriptEnd("refused", 0, suits)
+        return Trial(trace, changed)
