@@ -77,6 +77,21 @@ GOES_ON = """
                 fails()
             except torch.OutOfMemoryError:
                 pass
+    import memfit.live.postmortem as postmortem
+
+    def no_page(*_):
+        raise OSError(28, "No space left on device")
+
+    os.mkdir("small")
+    def nothing_yet(trace, path):
+        assert not [name for name in os.listdir("small") if name.endswith(".memfit")]
+        write_trace(trace, path)
+
+    page, write_trace = postmortem.page, postmortem.write_trace
+    postmortem.page, postmortem.write_trace = no_page, nothing_yet
+    with memfit.watch(folder="small"):
+        fail()
+    postmortem.page, postmortem.write_trace = page, write_trace
     os.mkdir("gone")
     with memfit.watch(folder="gone"):
         os.rmdir("gone")
@@ -99,9 +114,12 @@ def test_who_held_it(rehearse, tmp_path, labels):
     where = r"step 3 · forward · Net · (\w+ · )?script\.py:12"
     assert re.fullmatch(rf"memfit: out of memory: 16\.0 GiB asked for, 12\.7 GiB free, in {where}", said[0])
     assert said[1].startswith("memfit: 66.0 GiB are allocated: activations ")
-    assert said[2] == "memfit: written: memfit-oom-1.memfit (memfit explain) and memfit-oom-1.html"
-    assert said[3].startswith("memfit: step 2 · peak ")
-    assert len(said) == 4
+    assert said[2:4] == [
+        "memfit: written: memfit-oom-1.memfit (memfit explain)",
+        "memfit: written: memfit-oom-1.html",
+    ]
+    assert said[4].startswith("memfit: step 2 · peak ")
+    assert len(said) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
     assert disagreement(trace, timeline(trace)) == ""  # what PyTorch itself counted
@@ -133,7 +151,7 @@ def test_a_script_that_goes_on(rehearse, tmp_path):
     done = rehearse(WATCHED + GOES_ON)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "memfit-oom-1.memfit").read_text() == "mine"
-    left = {path.name for path in tmp_path.iterdir()} - {"script.py", "more"}
+    left = {path.name for path in tmp_path.iterdir()} - {"script.py", "more", "small"}
     written = {f"memfit-oom-{number}.{kind}" for number in (2, 3) for kind in ("memfit", "html")}
     assert left == written | {"memfit-oom-1.memfit"}
     assert re.findall(r"4\.0 TiB asked for, .* in (.*) · script", done.stderr) == [
@@ -142,4 +160,6 @@ def test_a_script_that_goes_on(rehearse, tmp_path):
         "step 1 · backward",
     ]
     assert done.stderr.count("memfit: out of memory again; no more than 2 post-mortems are written") == 1
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["memfit-oom-1.memfit"]
+    assert done.stderr.count("memfit: no report was written: OSError: ") == 1
     assert done.stderr.count("memfit: no post-mortem was written: UsageError: Cannot write ") == 1

@@ -62,13 +62,13 @@ def find_card(purpose: str) -> Card:
     )
 
 
-def bus_id() -> str:
-    """Return where the first GPU is on the bus; an empty string if the driver does not say.
+def bus_id(device: int = 0) -> str:
+    """Return where a GPU is on the bus; an empty string if the driver does not say.
 
     Call it when CUDA is initialised already: a process that initialises it may not fork any more.
     """
     text = ctypes.create_string_buffer(_TEXT)
-    status = ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(text, _TEXT, 0)
+    status = ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(text, _TEXT, device)
     return text.value.decode() if status == _SUCCESS else ""
 
 

@@ -74,6 +74,21 @@ class Outside:
         return Figure(most.outside, Provenance.MEASURED, f"{most.way}, less PyTorch's reserved")
 
 
+def glance(device: int) -> Reading:
+    """Read what this process holds on a card, once: CUDA was initialised before anybody looked."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    taken, reserved = total - free, torch.cuda.memory_reserved(device)
+    nvml = Nvml.open()
+    index = nvml.index_of(bus_id(device)) if nvml else None
+    now = nvml.usage().get(index) if nvml and index is not None else None
+    mine = now.processes.get(os.getpid()) if now is not None else None
+    if mine is None:
+        return Reading(taken, reserved, 0, BY_CARD)
+    return Reading(mine, reserved, max(0, taken - mine), BY_PROCESS)
+
+
 def _reading(taken: int, reserved: int, *, before: Usage | None, now: Usage | None, pid: int) -> Reading:
     """Tell this process's bytes from the others'.
 

@@ -9,8 +9,9 @@ lock held, before it raises. An observer cannot be taken away again; memfit adds
 
 import os
 import platform
+import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +25,13 @@ from memfit.analysis.held import By
 from memfit.analysis.peak import summary
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import is_rehearsal
-from memfit.capture.outside import BY_CARD
+from memfit.capture.outside import BY_CARD, glance
 from memfit.capture.recorder import Recorder
 from memfit.capture.recording import UNCACHED
 from memfit.capture.tracefile import write_trace
 from memfit.errors import UsageError
 from memfit.ghost.where import user_line
-from memfit.records import DeviceUse, Figure, Machine, Provenance, ScriptEnd
+from memfit.records import DeviceUse, Figure, Machine, Provenance, ScriptEnd, Trace
 from memfit.report.html import page
 from memfit.report.terminal import in_words, short_path
 from memfit.units import format_bytes
@@ -82,16 +83,15 @@ def _tell(device: int, requested: int, total: int, free: int) -> None:
         observer(Failure(device, requested, total, free))
 
 
-def write(recorder: Recorder, failure: Failure, folder: Path) -> list[str]:
-    """Write a trace and a report of this moment, which is a failure's.
+def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
+    """Write a trace and a report of this moment, which is a failure's; yield what to say of it, in lines.
+
+    What is known is said before anything is written, and the report is written after the trace is there.
 
     Args:
         recorder: what has watched so far.
         failure: that of this moment.
         folder: where the files go.
-
-    Returns:
-        What to say of it, in lines.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -106,41 +106,51 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> list[str]:
         index=failure.device,
         failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
     )
-    name = _reserve(folder)
-    try:
-        write_trace(trace, name)
-    except BaseException:
-        name.unlink(missing_ok=True)
-        raise
     line = timeline(trace)
     attribution = attribute(trace, line)
-    report = name.with_suffix(".html")
-    text = page(trace, line, attribution, summary(trace, line, attribution))
-    write_bytes(report, text.encode(errors="replace"))
     found = held(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[By.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     place = replace(found.place, line=found.place.line or where)
-    return [
-        f"out of memory: {asked}, in {in_words(place)}",
-        f"{format_bytes(found.allocated)} are allocated: {most}",
-        f"written: {short_path(str(name))} (memfit explain) and {short_path(str(report))}",
-    ]
+    yield f"out of memory: {asked}, in {in_words(place)}"
+    yield f"{format_bytes(found.allocated)} are allocated: {most}"
+    name = _written(trace, folder)
+    yield f"written: {short_path(str(name))} (memfit explain)"
+    report = name.with_suffix(".html")
+    try:
+        text = page(trace, line, attribution, summary(trace, line, attribution))
+        write_bytes(report, text.encode(errors="replace"))
+    except Exception as error:  # noqa: BLE001 - the trace is there, and tells as much
+        yield f"no report was written: {type(error).__name__}: {error}"
+    else:
+        yield f"written: {short_path(str(report))}"
+
+
+def _written(trace: Trace, folder: Path) -> Path:
+    """Write a trace to the first name of its kind that nobody has: one that is taken is of a whole file."""
+    beside = folder / f".memfit-oom.{secrets.token_hex(4)}"
+    try:
+        write_trace(trace, beside)
+        name = _reserve(folder)
+        beside.replace(name)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    return name
 
 
 def _device(index: int) -> DeviceUse:
-    free, total = torch.cuda.mem_get_info(index)
-    outside = max(0, total - free - torch.cuda.memory_reserved(index))
+    seen = glance(index)
+    sure, way = Provenance.MEASURED, f"{seen.way}, less PyTorch's reserved"
     if is_rehearsal():
-        sure, way, machine = Provenance.ASSUMED, "rehearsal: the ghost's", Machine.REHEARSAL
-    else:
-        sure, way, machine = Provenance.MEASURED, BY_CARD, Machine.CARD
+        sure, way = Provenance.ASSUMED, "rehearsal: the ghost's"
+    told_apart = sure if seen.way != BY_CARD else Provenance.ASSUMED
     return DeviceUse(
         name=torch.cuda.get_device_name(index),
-        total=Figure(total, sure, "cudaMemGetInfo"),
-        context=Figure(outside, sure, way),
-        in_use=0,
-        machine=machine,
+        total=Figure(torch.cuda.mem_get_info(index)[1], sure, "cudaMemGetInfo"),
+        context=Figure(seen.outside, told_apart, way),
+        in_use=seen.others,
+        machine=Machine.REHEARSAL if is_rehearsal() else Machine.CARD,
     )
 
 
