@@ -12,7 +12,7 @@ from rich.console import Console
 from memfit import api
 from memfit.allocator.timeline import timeline
 from memfit.analysis.held import By
-from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, Tensor
+from memfit.records import Action, Block, Category, Frame, Label, Mark, MarkKind, Phase, Tensor
 from memfit.report.difference import print_difference, to_json
 from memfit.report.export import COLUMNS
 from memfit.report.inert import inert
@@ -78,6 +78,13 @@ def test_the_table_has_a_row_for_each_allocation():
     assert rows[0] == dict(zip(COLUMNS, (*expected, "train.py:3"), strict=True))
     assert (rows[1]["category"], rows[1]["freed"], rows[1]["op"]) == ("activations", "3", "Addmm")
     assert rows[1]["line"] == "train.py:3"
+
+
+def test_what_is_older_than_the_history_was_made_nobody_knows_when():
+    live = segment(BASE, 2 * MIB, "small", blocks=[Block(BASE, 2 * MIB, 600, "active_allocated")])
+    trace = trace_of([(Action.EARLIER, BASE, 600), (Action.OOM, 0, 1 << 30)], [live])
+    (row,) = csv.DictReader(io.StringIO(api.table(trace)))
+    assert (row["born"], row["step"], row["phase"], row["requested"]) == ("", "", "", "600")
 
 
 def test_a_cell_is_no_formula_and_a_name_is_text():

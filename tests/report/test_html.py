@@ -411,3 +411,28 @@ def test_what_no_device_has_is_refused(where):
     history = [Event(Action.SEGMENT_ALLOC, address, size), Event(Action.ALLOC, address, size)]
     with pytest.raises(FileFormatError, match="beyond what any device has"):
         report(trace_of(history))
+
+
+# -- what is older than the history ----------------------------------------------------------------
+
+
+def test_what_is_older_than_the_history_is_there_from_its_beginning():
+    """A post-mortem begins with what was there: no time passed while it was told."""
+    parts = [Block(BASE + 1024 * n, 1024, 600, "active_allocated") for n in range(3)]
+    rest = Block(BASE + 3072, 2 * MIB - 3072, 0, "inactive")
+    trace = trace_of(
+        [
+            *[Event(Action.EARLIER, BASE + 1024 * n, 600) for n in range(3)],
+            Event(Action.OOM, 0, GIB, label=0),
+        ],
+        [segment(BASE, 2 * MIB, "small", blocks=[*parts, rest])],
+        labels=(Label(Phase.FORWARD, "fc", "", -1),),
+        marks=(Mark(3, MarkKind.TRAINING_STEP, 4),),
+        end=ScriptEnd("out of memory", 1),
+    )
+    held = drawn(trace)
+    assert held.facts["old"] == 3
+    assert held.columns["block.born"].tolist() == [0, 0, 0]
+    assert (held.columns["moment.phase"] == tuple(Phase).index(Phase.FORWARD)).all()
+    assert held.columns["moment.step"].tolist() == [6] * len(held.columns["moment.step"])
+    check_sums(trace, held, range(len(held.columns["moment.event"])))

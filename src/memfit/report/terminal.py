@@ -238,7 +238,8 @@ def growth(result: DryRun) -> Text:
         )
     if growth.steady_from is not None:
         return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
-    return Text("Fewer than two training steps were seen: whether memory grows is not known.", style="dim")
+    seen = "are in this history" if result.steps > 1 else "were seen"  # a watch forgets the older ones
+    return Text(f"Fewer than two training steps {seen}: whether memory grows is not known.", style="dim")
 
 
 def _notes(result: DryRun) -> list[Text]:

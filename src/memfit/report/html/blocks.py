@@ -86,7 +86,7 @@ def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Block
     address = everywhere.astype(np.int64)
     freed = np.concatenate((old[:, 2], attribution.freed))
     return Blocks(
-        born=np.concatenate((unknown, born)),
+        born=np.concatenate((unknown, np.where(events.action[born] == Action.EARLIER, -1, born))),
         freed=freed,
         done=_done(trace, address, freed),
         address=address,

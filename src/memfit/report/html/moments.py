@@ -79,7 +79,9 @@ def drawn(
             [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))
     )  # fmt: skip
-    events = events[(events >= 0) & (events < count)]
+    # What is older than the history is told before it, one event each, and is all there when it begins.
+    begin = max(int((trace.events.action == Action.EARLIER).sum()) - 1, 0)
+    events = np.unique(np.maximum(events[(events >= 0) & (events < count)], begin))
     return Drawn(
         events=events,
         blocks=_in_moments(kept, events),

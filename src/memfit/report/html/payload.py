@@ -22,7 +22,7 @@ from memfit.analysis.attribution import Attribution
 from memfit.analysis.folding import folded
 from memfit.analysis.held import Moment
 from memfit.analysis.place import line_of, steps_at
-from memfit.records import DryRun, Phase, Timeline, Trace
+from memfit.records import Action, DryRun, Phase, Timeline, Trace
 from memfit.report.html.blocks import Numbers, blocks_of
 from memfit.report.html.facts import Facts, facts, layers_of, shortcuts
 from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
@@ -90,12 +90,14 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
     """Return where the script was at each moment; what was reserved then."""
     events = picture.events
     rows = trace.events
-    phase = attribution.phase_of_event[events].astype(np.int64)
-    key = (rows.label[events].astype(np.int64) + 1) * (len(trace.stacks) + 1) + rows.stack[events] + 1
+    # What is older than the history has no place of its own: the script is where the history begins.
+    where = np.maximum(events, int(np.argmax(rows.action != Action.EARLIER)) if len(rows) else 0)
+    phase = attribution.phase_of_event[where].astype(np.int64)
+    key = (rows.label[where].astype(np.int64) + 1) * (len(trace.stacks) + 1) + rows.stack[where] + 1
     _, first, place = np.unique(key, return_index=True, return_inverse=True)
-    at = events[first].tolist()
+    at = where[first].tolist()
     labels = [trace.labels[label] if (label := int(rows.label[event])) >= 0 else None for event in at]
-    ended = steps_at(trace, events)
+    ended = steps_at(trace, where)
     return {
         "moment.event": events,
         "moment.phase": phase,
