@@ -96,7 +96,6 @@ def print_largest(held: Held, console: Console) -> None:
 
 def print_ledger(changes: tuple[Change, ...], console: Console) -> None:
     """Print what each phase changed, in bytes; its categories' changes add up to its own."""
-    console.print(Text("\nWhat each phase changed, in bytes of blocks:"))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     for name in ("allocated", "change", "at its peak"):
@@ -114,7 +113,9 @@ def print_ledger(changes: tuple[Change, ...], console: Console) -> None:
         )
         for name, size in change.by_category:
             table.add_row(f"    {name}", "", f"{size:+,}", style="dim")
-    console.print(table)
+    if table.rows:  # of a failure alone, as a watch writes it, there is no phase
+        console.print(Text("\nWhat each phase changed, in bytes of blocks:"))
+        console.print(table)
 
 
 def _described(live: Live) -> str:
