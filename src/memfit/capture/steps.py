@@ -3,12 +3,14 @@
     setup ─> forward ─> loss ─> backward ─> between ─> optimizer ─> input ─> forward ─> ...
 
 A training step is complete when every optimizer in use has stepped once more: with two optimizers
-(a GAN) that is after the slower one. A step that GradScaler skips counts, since the script goes on.
-Where parameters are updated by hand there is no optimizer, and each backward pass is a step. What a CUDA
-graph captured is counted when it is replayed, and the warm-up before a capture is not counted at all.
+(a GAN) that is after the slower one, and one that stays behind for long is in use no longer. A step that
+GradScaler skips counts, since the script goes on. Where parameters are updated by hand there is no
+optimizer, and each backward pass is a step. What a CUDA graph captured is counted when it is replayed, and
+the warm-up before a capture is not counted at all.
 """
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,8 +30,8 @@ from memfit.capture.replays import Replays, warming_up
 from memfit.records import MarkKind, Phase
 
 PATIENCE = 8
-"""Steps that other optimizers may make while one that has never stepped is waited for. A critic that
-steps five times per generator step is common; an optimizer built and never used must not run forever.
+"""Steps that other optimizers may make while one is waited for. A critic that steps five times per generator
+step is common; an optimizer built and never used, or that of an earlier training, must not run forever.
 As many may be made on a side stream before they are taken for training, not for a warm-up."""
 
 FORBEARANCE = 3
@@ -85,9 +87,12 @@ class Steps:
         self._seen = 0  # steps of any optimizer
         self._warm_ups = 0
         self._replays = Replays()
-        self._built: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: dict[int, int] = {}  # id(optimizer) -> steps; ids of those in use stay alive
-        self._order: dict[int, int] = {}
+        self._turn = 0  # a new one begins with each optimizer that steps twice in one
+        # The turn in which each was built or stepped last.
+        self._built: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # -> steps
+        self._order: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._met = itertools.count()
         self._inside: dict[int, tuple[int, int]] = {}  # thread -> labels before an optimizer's step and in it
         self._backwards = 0
         self._depth = 0
@@ -153,7 +158,7 @@ class Steps:
         self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
-        self._built.add(optimizer)
+        self._built.setdefault(optimizer, self._turn)
 
     def enter_optimizer(self, optimizer: Optimizer) -> None:
         """Label the calling thread with an optimizer that is about to step."""
@@ -200,19 +205,23 @@ class Steps:
 
     def _count(self, optimizer: Optimizer) -> None:
         self._seen += 1
-        self._built.add(optimizer)  # one that was unpickled was never built here
+        self._built.setdefault(optimizer, self._turn)  # one that was unpickled was never built here
         again = functools.partial(self._count_again, weakref.ref(optimizer))
         if self._replays.captured(again) or self._warms_up():
             return
-        key = id(optimizer)
-        self._stepped[key] = self._stepped.get(key, 0) + 1
-        index = self._order.setdefault(key, len(self._order))
-        self._book.mark(MarkKind.OPTIMIZER_STEP, index)
-        alive = {id(built) for built in self._built}
-        in_use = [steps for key, steps in self._stepped.items() if key in alive]
-        waiting = len(alive) > len(in_use) and max(in_use) < (self._wanted or 0) + PATIENCE
-        if not waiting:
-            self._complete(min(in_use))
+        if self._built[optimizer] == self._turn:
+            self._turn += 1
+        self._built[optimizer] = self._turn
+        # So many steps are wanted of one: those of another that warmed up, and is gone, do not count for it.
+        before = self.completed if self._wanted is None else 0
+        self._stepped[optimizer] = max(self._stepped.get(optimizer, 0), before) + 1
+        if optimizer not in self._order:
+            self._order[optimizer] = next(self._met)
+        self._book.mark(MarkKind.OPTIMIZER_STEP, self._order[optimizer])
+        since = self._turn - PATIENCE - (self._wanted or 0)
+        self._complete(
+            min(self._stepped.get(one, 0) for one, turn in list(self._built.items()) if turn > since)
+        )
 
     def _count_again(self, optimizer: "weakref.ref[Optimizer]") -> None:
         stepped = optimizer()

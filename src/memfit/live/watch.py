@@ -152,7 +152,10 @@ class Watch:
             return
         self._recorder = self._show = None
         self._until_stop.close()
-        self._conclude()
+        try:
+            self._conclude()
+        except Exception as error:  # noqa: BLE001 - of CUDA that an error has ended, say
+            _say(f"there is no last line: {type(error).__name__}: {error}")
 
     # -- while the script runs ----------------------------------------------------------------
 
@@ -195,10 +198,9 @@ class Watch:
 
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
-        counted = torch._C._cuda_memoryStats(torch.cuda.current_device())["allocated_bytes"]["all"]
-        if not counted["peak"]:  # it trains on the CPU, or PyTorch was told to count nothing
+        measured = _counted()
+        if not measured.peak:  # it trains on the CPU, or PyTorch was told to count nothing
             return
-        measured = Held(counted["peak"], counted["current"])
         self._last = step, measured
         expected = self._expected(step)
         if self._show is not None:
@@ -243,12 +245,22 @@ class Watch:
             _say("no training step with memory of a GPU was completed while watching.")
             return
         step, measured = self._last
-        line = words.state(step, measured, self._expected(step))
+        # Since then there may have been more, or a step that none followed.
+        most = Held(max(measured.peak, _counted().peak), measured.allocated)
+        line = words.state(step, most, self._expected(step))
         if self._prediction is not None:
             import torch
 
             line += f" ({words.source(self._prediction, torch.__version__)})"
         _say(line.removeprefix("memfit: "))
+
+
+def _counted() -> Held:
+    """Return what PyTorch counts now. CUDA is initialised."""
+    import torch
+
+    counted = torch._C._cuda_memoryStats(torch.cuda.current_device())["allocated_bytes"]["all"]
+    return Held(counted["peak"], counted["current"])
 
 
 def _say(text: str) -> None:
