@@ -229,6 +229,8 @@ class Note:
     """Whether bytes depend on it: figures that it touches are no surer than it is."""
     workspaces: bool = False
     """Of those, whether it touches ``Category.WORKSPACE`` and totals alone."""
+    activations: bool = False
+    """Of ``workspaces``, whether graphs saved some: it touches ``Category.ACTIVATION``, too."""
     objects: bool = False
     """Of those, whether it touches what live objects hold, too: parameters and all that follows them."""
 

@@ -120,6 +120,14 @@ def test_an_assumed_size_of_the_objects_themselves_leaves_no_figure_exact():
     assert {term.figure.provenance for term in result.terms} == {Provenance.ASSUMED}
 
 
+def test_an_assumed_size_that_a_graph_saved_shows_in_the_activations():
+    note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=True, activations=True)
+    result = summarize(trace(alloc(0, 4096, category=Category.ACTIVATION), notes=(note,)))
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    assert sure["activations"] is sure["workspaces"] is Provenance.ASSUMED
+    assert sure["inputs"] is sure["parameters"] is Provenance.EXACT
+
+
 @pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
 def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
     notes = [

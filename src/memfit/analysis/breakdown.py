@@ -14,9 +14,9 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution, Numbers
 from memfit.analysis.folding import folded
 from memfit.analysis.held import By, Held, Live, Row
-from memfit.analysis.place import how_sure, place_at
+from memfit.analysis.place import how_sure, phases, place_at, steps_at, steps_before
 from memfit.errors import UsageError
-from memfit.records import Category, MarkKind, Phase, Provenance, Timeline, Trace
+from memfit.records import Category, Phase, Provenance, Timeline, Trace, worst
 
 NAMES = {
     Category.PARAMETER: "parameters",
@@ -57,20 +57,15 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
     if at == "peak":
         return int(np.argmax(allocated))
     if at.isdecimal() and len(at) < _DIGITS:
-        ends = {mark.index + 1: mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP}
-        step = int(at)
-        first = step == 1 and min(ends, default=1) == 1  # steps before the history are only counted
-        begin = 0 if first else ends.get(step - 1, len(allocated))
-        end = ends.get(step, len(allocated))
-        if not step or begin >= end:
-            raise UsageError(f"--at {at}: this run has {max(ends, default=0)} training steps.")
-        return begin + int(np.argmax(allocated[begin:end]))
-    if at not in _MOMENTS:
+        within = steps_at(trace, np.arange(len(allocated))) == int(at) - 1
+        none = f"{steps_before(trace, len(allocated))} training steps"
+    elif at in _MOMENTS:
+        within = phases(trace) == list(Phase).index(Phase(at))
+        none = "no such phase"
+    else:
         raise UsageError(f"--at {at}: it is one of {', '.join(_MOMENTS)}, or the number of a training step.")
-    phases = np.array([label.phase == at for label in trace.labels] + [False])
-    within = phases[trace.events.label]
     if not within.any():
-        raise UsageError(f"--at {at}: this run has no such phase.")
+        raise UsageError(f"--at {at}: this run has {none}.")
     return int(np.argmax(np.where(within, allocated, -1)))
 
 
@@ -100,7 +95,7 @@ def held(
         By.OP: (attribution.ops, attribution.op[alive]),
     }
     by_name = {NAMES[kind]: provenance for kind, provenance in sure.items()}
-    unsure = max(sure.values(), key=list(Provenance).index)
+    unsure = worst(*sure.values())
     rows = {
         by: (*_rows(table, index, requested, by_name if by is By.CATEGORY else {}, unsure), *rest)
         for by, (table, index) in names.items()
@@ -138,7 +133,8 @@ def certainty(trace: Trace) -> dict[Category, Provenance]:
     """Return how sure the bytes of each category are.
 
     What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
-    theirs, and otherwise in the rest. One that the objects themselves were made in shows everywhere.
+    theirs (in the activations as well, where a graph saved one), and otherwise in the rest. One that the
+    objects themselves were made in shows everywhere.
     """
     unsure = [note for note in trace.notes if note.sizes]
     rest = how_sure(note for note in unsure if not note.workspaces)
@@ -146,10 +142,9 @@ def certainty(trace: Trace) -> dict[Category, Provenance]:
         return dict.fromkeys(NAMES, rest)  # every row is what CUDA took, and how CUDA rounds is assumed
     objects = how_sure(note for note in unsure if note.objects)
     workspaces = how_sure(note for note in unsure if note.workspaces or note.objects)
-    return {
-        kind: workspaces if kind is Category.WORKSPACE else objects if kind in _HELD_BY_OBJECTS else rest
-        for kind in NAMES
-    }
+    saved = worst(rest, how_sure(note for note in unsure if note.activations))
+    by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
+    return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in NAMES}
 
 
 def _rows(
@@ -181,8 +176,7 @@ def _rest(
     attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
 ) -> list[Row]:
     requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
-    worst = max(sure.values(), key=list(Provenance).index)
-    rows = [Row(ROUNDING, block - requested, len(alive), worst)]
+    rows = [Row(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
     if allocated != block:
         rows.append(Row(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.breakdown import NAMES
 from memfit.analysis.held import Change
-from memfit.analysis.place import steps_before
-from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
+from memfit.analysis.place import step_ends, step_of
+from memfit.records import Action, Category, Phase, Timeline, Trace
 
 _PHASES = tuple(Phase)
 
@@ -24,7 +24,7 @@ def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 
 
     A module's calls in a row are one forward; recomputations are part of their backward.
     """
-    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    ends = step_ends(trace)
     events = len(trace.events) if len(ends) <= steps else ends[steps - 1]
     phase = attribution.phase_of_event[:events].copy()
     phase[phase == _PHASES.index(Phase.RECOMPUTE)] = _PHASES.index(Phase.BACKWARD)
@@ -40,11 +40,10 @@ def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 
         more = levels[:, stop - 1] - before
         after = int(line.allocated[stop - 1])
         was = int(line.allocated[begin - 1]) if begin else 0
-        step = steps_before(trace, begin)
         found = _PHASES[phase[begin]]
         changes.append(
             Change(
-                step=step + 1 if step or found is not Phase.SETUP else 0,
+                step=step_of(trace, begin, found),
                 phase=found,
                 by_category=tuple((NAMES[kind], int(more[kind])) for kind in NAMES if more[kind]),
                 change=after - was,

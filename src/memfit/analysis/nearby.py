@@ -10,8 +10,8 @@ allocated     /\  peak
 import numpy as np
 
 from memfit.analysis.held import Moment
-from memfit.analysis.place import place_at
-from memfit.records import MarkKind, Timeline, Trace
+from memfit.analysis.place import place_at, step_ends
+from memfit.records import Timeline, Trace
 
 MOST = 3
 APART = 0.05
@@ -30,7 +30,7 @@ def below_peak(trace: Trace, line: Timeline) -> tuple[Moment, ...]:
     if not len(line.allocated):
         return ()
     peak = int(np.argmax(line.allocated))
-    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    ends = step_ends(trace)
     step = int(np.searchsorted(ends, peak, side="right"))
     begin = ends[step - 1] if step else 0
     end = ends[step] if step < len(ends) else None

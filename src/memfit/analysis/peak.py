@@ -13,7 +13,7 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import Attribution, attribute
 from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
 from memfit.analysis.held import By
-from memfit.analysis.place import how_sure, line_of, place_at, steps_before
+from memfit.analysis.place import how_sure, line_of, place_at, step_ends, steps_before
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -134,7 +134,7 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
     should stay the same, while a step's own tensors may be of any size (batches of varying length). The
     pool of a CUDA graph came to stay when the graph was captured, in whichever step that was.
     """
-    ends = [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
+    ends = step_ends(trace)
     if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # who freed what is older is not known
         return Growth(None, 0, "", leak=False)
     held, own = _held(trace, line, ends)

@@ -16,7 +16,7 @@ import numpy as np
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.breakdown import NAMES
 from memfit.analysis.ledger import by_category
-from memfit.analysis.place import steps_before
+from memfit.analysis.place import step_of
 from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
 from memfit.report.inert import inert
 
@@ -101,13 +101,11 @@ def table(trace: Trace, attribution: Attribution) -> str:
     for born, freed, requested, block, category, phase, module, op, line, tensor in columns:
         held = trace.tensors[tensor] if tensor >= 0 else None
         earlier = trace.events.action[born] == Action.EARLIER
-        step = steps_before(trace, born)
-        step += step > 0 or _PHASES[phase] is not Phase.SETUP
         row = (
             "" if earlier else born,
             freed if freed < len(trace.events) else "",
             *(requested, block, NAMES[Category(category)]),
-            *(("", "") if earlier else (step, _PHASES[phase])),
+            *(("", "") if earlier else (step_of(trace, born, _PHASES[phase]), _PHASES[phase])),
             _cell(attribution.modules[module]),
             _cell(attribution.ops[op]),
             *(("", "", "") if held is None else (_cell(held.name), _cell(held.dtype), _sizes(held.shape))),

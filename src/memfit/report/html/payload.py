@@ -21,8 +21,8 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.folding import folded
 from memfit.analysis.held import Moment
-from memfit.analysis.place import line_of, steps_at
-from memfit.records import Action, DryRun, Phase, Timeline, Trace
+from memfit.analysis.place import line_of, steps_of
+from memfit.records import Action, DryRun, Timeline, Trace
 from memfit.report.html.blocks import Numbers, blocks_of
 from memfit.report.html.facts import Facts, facts, layers_of, shortcuts
 from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
@@ -97,11 +97,10 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
     _, first, place = np.unique(key, return_index=True, return_inverse=True)
     at = where[first].tolist()
     labels = [trace.labels[label] if (label := int(rows.label[event])) >= 0 else None for event in at]
-    ended = steps_at(trace, where)
     return {
         "moment.event": events,
         "moment.phase": phase,
-        "moment.step": np.where((ended == 0) & (phase == tuple(Phase).index(Phase.SETUP)), 0, ended + 1),
+        "moment.step": steps_of(trace, where, phase),
         "moment.place": place.reshape(-1),
         "moment.reserved": line.reserved[events],
         "place.module": _indices(words.index(label.module if label else "") for label in labels),
