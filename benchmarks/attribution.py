@@ -52,26 +52,20 @@ def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str
     found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
     for mark in trace.marks:
         if mark.kind is MarkKind.BACKWARD:
-            sizes = bytes_of(trace, attribution, mark.position - 1)
+            sizes = bytes_of(attribution, mark.position - 1)
             found["backward"].append({name: sizes[name] for name in ("saved", "parameters")})
         if mark.kind is MarkKind.OPTIMIZER_STEP:
-            sizes = bytes_of(trace, attribution, mark.position - 1)
+            sizes = bytes_of(attribution, mark.position - 1)
             found["optimizer step"].append({name: sizes[name] for name in ("gradients", "optimizer state")})
     return found
 
 
-def bytes_of(trace: Trace, attribution: Attribution, event: int) -> dict[str, int]:
-    """Return bytes requested by kind; what cuDNN keeps for its backward is saved, too."""
+def bytes_of(attribution: Attribution, event: int) -> dict[str, int]:
+    """Return bytes requested by kind."""
     alive = attribution.alive(event)
     category = attribution.category[alive]
     requested = attribution.requested[alive]
-    found = {name: int(requested[category == kind].sum()) for name, kind in KINDS.items()}
-    tensor = trace.events.tensor
-    if tensor is not None:
-        named = tensor[attribution.born[alive]]
-        kept = [at >= 0 and " of " in trace.tensors[at].name for at in named.tolist()]
-        found["saved"] += int(requested[(category == Category.WORKSPACE) & np.array(kept, bool)].sum())
-    return found
+    return {name: int(requested[category == kind].sum()) for name, kind in KINDS.items()}
 
 
 def run(options: list[str], script: list[str]) -> None:

@@ -10,6 +10,7 @@ from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import LARGEST, held, moment
 from memfit.analysis.held import By
 from memfit.analysis.ledger import ledger
+from memfit.analysis.place import place_at
 from memfit.errors import UsageError
 from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, ScriptEnd, Tensor
 from traces import BASE, Event, freed, segment, trace_of
@@ -74,11 +75,18 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
         ([made(0, 100, F), made(1, 9, B)], "OUTPUT"),
         ([made(0, 100, S), made(1, 9, F)], "INPUT"),
         ([made(0, 100, I), made(1, 9, F), gone(0, 100, F)], "INPUT"),
-        ([made(0, 100, S, Category.ACTIVATION), made(1, 9, F)], "INPUT"),
+        ([made(0, 100, S, Category.INPUT), made(1, 9, F)], "INPUT"),
+        ([made(0, 100, S, Category.ACTIVATION), made(1, 9, F)], "ACTIVATION"),  # computed outside modules
+        ([made(0, 100, F, Category.INPUT), made(1, 9, B)], "ACTIVATION"),  # a mask
+        ([made(0, 100, B, Category.INPUT), made(1, 9, F)], "ACTIVATION"),
+        ([made(0, 9, B), made(1, 100, W, Category.INPUT), made(2, 9, F)], "INPUT"),
         ([made(0, 9, B), made(1, 100, W), made(2, 9, F)], "INPUT"),  # a window's next batch
         ([made(0, 9, B), made(1, 100, W), gone(1, 100, O)], "TEMPORARY"),
         ([made(0, 100, B), gone(0, 100, B)], "TEMPORARY"),
-        ([made(0, 100, B), made(1, 9, O)], "UNKNOWN"),
+        ([made(0, 9, B), made(1, 100, W)], "INPUT"),  # as far as the run went
+        ([made(0, 100, B), made(1, 9, O)], "GRADIENT"),
+        ([made(0, 100, B), made(1, 9, F), gone(0, 100, F)], "GRADIENT"),
+        ([made(0, 100, B), made(1, 9, F), gone(0, 100, B)], "ACTIVATION"),  # the graph of a gradient
         ([made(0, 100, R), gone(0, 100, R)], "TEMPORARY"),
         ([made(0, 100, R), gone(0, 100, B)], "RECOMPUTED"),
         ([made(0, 100, O), gone(0, 100, O)], "TEMPORARY"),
@@ -101,9 +109,26 @@ def test_what_is_there_when_memory_runs_out_in_a_forward_was_there_to_stay():
     assert categories(run(*history)) == ["TEMPORARY", "TEMPORARY"]
 
 
-def test_a_label_that_is_missing_is_that_of_the_event_before():
+def test_where_an_event_has_no_label_nothing_can_be_told():
     trace = run(made(0, 100, F)._replace(label=-1), made(1, 9, F), gone(0, 100, F))
-    assert categories(trace)[0] == "INPUT"  # made in the setup, as far as is known
+    assert categories(trace)[0] == "UNKNOWN"
+    saved = made(0, 100, F, Category.ACTIVATION)._replace(label=-1)
+    assert categories(run(saved, made(1, 9, F)))[0] == "ACTIVATION"
+
+
+def test_a_phase_is_one_wherever_it_is_asked_for():
+    trace = run(made(0, 1000, S), made(2, 9, F), made(3, 9, F)._replace(label=-1), made(4, 9, B))
+    line = timeline(trace)
+    attribution = attribute(trace, line)
+    told = [tuple(Phase)[one] for one in attribution.phase_of_event]
+    assert told == [place_at(trace, event).phase for event in range(len(trace.events))]
+    for phase in dict.fromkeys(told):
+        at = moment(trace, line, phase)
+        assert told[at] is phase
+        assert line.allocated[at] == max(
+            level for one, level in zip(told, line.allocated.tolist(), strict=True) if one is phase
+        )
+    assert [change.phase for change in ledger(trace, line, attribution)] == [S, F, S, B]
 
 
 HELD = (

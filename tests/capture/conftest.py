@@ -20,6 +20,7 @@ from memfit.records import (
     Tensor,
     Trace,
 )
+from told import all_told
 
 
 @pytest.fixture
@@ -61,3 +62,14 @@ def file(tmp_path, trace):
     path = tmp_path / "run.memfit"
     write_trace(trace, path)
     return path
+
+
+@pytest.fixture
+def told(dry_run):
+    """Return a function that runs a script: what every allocation is, and the script's own truth."""
+
+    def run(script, **options):
+        found, _, truth = all_told(dry_run, script, **options)
+        return found, truth
+
+    return run

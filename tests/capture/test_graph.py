@@ -65,6 +65,21 @@ def test_who_made_it_and_who_wants_it_are_named():
     assert normed["result1 of NativeLayerNormBackward0"] == "NativeLayerNorm"
 
 
+def test_what_no_graph_computed_was_given():
+    x, weight = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
+    hidden = (x @ weight).exp()
+    found = {one.what: one.given for one in saved(hidden * (x > 0))}
+    assert found == {
+        "self of MmBackward0": True,
+        "result of ExpBackward0": False,
+        "other of MulBackward0": True,
+    }
+    normed = {one.what: one.given for one in saved(nn.LayerNorm(4)(hidden))}
+    assert not normed["result1 of NativeLayerNormBackward0"]
+    assert normed["weight of NativeLayerNormBackward0"]
+    assert [one.given for one in saved(weight.t().sin())] == [True]  # a view of a leaf lies where that does
+
+
 def test_a_copy_in_another_dtype_knows_its_parameter():
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):

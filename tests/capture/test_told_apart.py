@@ -1,23 +1,13 @@
 """What a user must be able to tell apart, on the ghost: each script says its own truth, in bytes."""
 
-import json
 from collections import Counter
 
 import pytest
 
-from memfit.allocator.timeline import timeline
-from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import live
-from memfit.capture.tracefile import read_trace
+from memfit.analysis.breakdown import certainty
+from memfit.records import Category, Provenance
+from told import all_told, bytes_of
 
-BEGIN = """
-import json, os, sys, torch
-from torch import nn
-def size(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-def truth(**figures):
-    open("truth.json", "w").write(json.dumps(figures))
-"""
 GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,34 +15,6 @@ dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 torch.cuda.set_device(0)
 """
 MLP = "nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).cuda()"
-
-
-@pytest.fixture
-def told(dry_run):
-    """Return a function that runs a script: what every allocation is, and the script's own truth."""
-
-    def run(script):
-        done = dry_run(BEGIN + script, options=("-o", "run.memfit", "--steps", "1000"))
-        assert done.code == 0, done.err
-        trace = read_trace(done.folder / "run.memfit")
-        attribution = attribute(trace, timeline(trace))
-        found = [live(trace, attribution, index) for index in range(len(attribution.born))]
-        assert not [one for one in found if one.category == "unknown"]
-        return found, json.loads((done.folder / "truth.json").read_text())
-
-    return run
-
-
-def bytes_of(found, **wanted):
-    """Sum allocations whose fields are as wanted; a phase is that in which it was made."""
-    fields = [
-        (one, {"phase": one.born.phase.value} | {name: getattr(one, name) for name in FIELDS})
-        for one in found
-    ]
-    return sum(one.requested for one, has in fields if wanted.items() <= has.items())
-
-
-FIELDS = ("category", "module", "op", "name")
 
 
 def test_what_an_optimizer_works_in_says_how_it_steps(told):
@@ -326,8 +288,8 @@ truth(parameters=sum(storages.values()), recurrent=size(net.recurrent.parameters
 """
 
 
-def test_shared_memory_counts_once_and_goes_by_all_names(told):
-    found, truth = told(SHARED)
+def test_shared_memory_counts_once_and_goes_by_all_names(dry_run):
+    found, trace, truth = all_told(dry_run, SHARED)
     parameters = {one.name: (one.module, one.requested) for one in found if one.category == "parameters"}
     assert sum(size for _, size in parameters.values()) == truth["parameters"]
     assert parameters == {
@@ -338,6 +300,11 @@ def test_shared_memory_counts_once_and_goes_by_all_names(told):
     }
     assert bytes_of(found, category="optimizer state") == truth["states"]
     assert bytes_of(found, name="weight.grad = head.weight.grad") == 256_000
+    # What cuDNN keeps for its backward: its size is memfit's rule, and so is the sum of which it is a part.
+    assert bytes_of(found, category="activations", name="result3 of CudnnRnnBackward0", module="recurrent")
+    assert {one.name for one in found if one.category == "workspaces"} <= {"", "cuBLAS workspace"}
+    assert certainty(trace)[Category.ACTIVATION] is Provenance.ASSUMED
+    assert certainty(trace)[Category.INPUT] is Provenance.EXACT
     # Written to in place: one allocation each, made by a layer, last computed by what came after it.
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]

@@ -6,9 +6,10 @@
     what live objects held             parameter, buffer, gradient, optimizer state, workspace
     what a graph saved                 activation
     gone before its stage is           temporary; of a recomputation, before that is
-    made before a forward              input, saved or not
-    made in a forward, alive after it  activation if the next backward frees it: it was kept in a way that
-                                       cannot be seen; otherwise output: the script holds it
+    made before a forward              input
+    made in a forward, alive after it  activation if a graph saved it, or the next backward frees it (it was
+                                       kept out of sight, then); otherwise output: the script holds it
+    made in a backward, alive after    activation if the next backward frees it; otherwise gradient
 
 Live objects and graphs were asked while the script ran; the rest follows from when an allocation was made
 and freed. What none of it tells is ``UNKNOWN``.
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.place import line_of
-from memfit.records import Action, Category, Label, MarkKind, Phase, Timeline, Trace
+from memfit.analysis.place import NOWHERE, line_of, phases
+from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {
     Phase.SETUP: 0,
@@ -34,7 +35,6 @@ _STAGES = {
 }
 _BEFORE, _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2, 3
 _PHASES = tuple(Phase)
-_NOWHERE = Label(Phase.SETUP, "", "", -1)
 Numbers = npt.NDArray[np.int64]
 
 
@@ -84,8 +84,8 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     events = trace.events
     born = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.EARLIER)))
     freed = line.freed_by[born]
-    labels = [*trace.labels, _NOWHERE]
-    phase = _phase_of_events(trace)
+    labels = [*trace.labels, NOWHERE]
+    phase = phases(trace)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1, np.int32)
     label = events.label[born]
     # A tensor that a module owns is that module's, wherever it was allocated.
@@ -109,19 +109,6 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
         ops=ops,
         lines=lines,
     )
-
-
-def _phase_of_events(trace: Trace) -> npt.NDArray[np.uint8]:
-    """Return each event's phase; without a label, that of the event before."""
-    index = np.array([_PHASES.index(label.phase) for label in trace.labels] + [0], np.uint8)
-    known = np.where(trace.events.label >= 0, np.arange(len(trace.events)), -1)
-    latest = np.maximum.accumulate(known) if len(known) else known
-    return index[np.where(latest >= 0, trace.events.label[latest], -1)]
-
-
-def _is_labelled(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Say whether each event, or one before it, has a label."""
-    return np.logical_or.accumulate(trace.events.label >= 0)
 
 
 def _categories(
@@ -153,16 +140,17 @@ def _categories(
     no_backward = backwards[born] == backwards[-1]
     ended_inside = no_backward & (freed == len(phase)) & (trace.end.reason not in ("end", "steps"))
     kept = (made == _FORWARD) & (next_backward_frees | ended_inside)
-    # The batches of a window are made between its backwards.
-    forwards = _counted(trace, MarkKind.FORWARD)
-    between = (made == _UPDATE) & ~in_optimizer
-    given = (made == _BEFORE) | (between & (forwards[freed] > forwards[born]))
-    given &= _is_labelled(trace)[born]  # where nobody said what the script was doing, nothing can be told
-    category[(category == Category.ACTIVATION) & given] = Category.INPUT  # saved, and not its own
-    unknown = (category == Category.UNKNOWN) & _is_labelled(trace)[born]
+    kept |= (made == _BACKWARD) & next_backward_frees  # the graph of a gradient
+    # What is made between, and stays, waits for the forward: the next batch of a window.
+    given = (made == _BEFORE) | ((made == _UPDATE) & ~in_optimizer)
+    # What no graph computed and one saved was given to it, unless a forward or backward made it: a mask.
+    category[(category == Category.INPUT) & ~given] = Category.ACTIVATION
+    # Where nobody said what the script was doing, nothing can be told.
+    unknown = (category == Category.UNKNOWN) & (trace.events.label[born] >= 0)
     for which, kind in (
         (given, Category.INPUT),
         (made == _FORWARD, Category.OUTPUT),
+        (made == _BACKWARD, Category.GRADIENT),
         (kept, Category.ACTIVATION),
         (recomputed, Category.RECOMPUTED),
         (temporary, Category.TEMPORARY),

@@ -26,6 +26,7 @@ READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
 """Whether this PyTorch shows what a node has saved without unpacking it: 2.10 and later do."""
 _RAW = "_raw_saved_"
 _ALL = "_raw_saved_tensors"
+_RESULT = "result"  # what the op of a node itself returned: ``result1 of NativeDropoutBackward0``
 _CAST = "ToCopyBackward0"
 _VIEWS = frozenset(
     f"{name}Backward{number}"
@@ -48,6 +49,8 @@ class Saved(NamedTuple):
     op: str
     """What computed it: ``Addmm``; of what no node shows as its result, such as the mean that a normalization
     keeps, that which saved it."""
+    given: bool
+    """Whether nothing in a graph is known to have computed it: a leaf, or what wants no gradient."""
     sequence: int
     """Autograd's number of the node that saved it: nodes are numbered as they are made."""
     cast_of: torch.Tensor | None
@@ -102,7 +105,7 @@ class Checkpoints:
             kept = saver._raw_saved_tensors if saver is not None else getattr(frame, "saved_args", ())
             for tensor in (tensor for raw in kept if hasattr(raw, "data") for tensor in _tensors_of(raw)):
                 op = _op(node) if (node := _maker(tensor)) is not None else ""
-                yield Saved(tensor, "input of a checkpoint", op, now, None, by_autocast=False)
+                yield Saved(tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False)
 
     def _wrap(self, hooks: LiftedHooks) -> None:
         def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
@@ -156,6 +159,7 @@ def _saved(tensor: torch.Tensor, what: str, saver: Any) -> Saved:
         tensor,
         what,
         _op(maker or saver),
+        maker is None and not what.startswith(_RESULT),
         saver._sequence_nr(),
         getattr(maker.next_functions[0][0], "variable", None) if is_cast else None,
         by_autocast=is_cast and maker.metadata.get(CLAIMED, False),
@@ -167,7 +171,7 @@ def _maker(tensor: torch.Tensor) -> Any:
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS and node.next_functions:
         node = node.next_functions[0][0]
-    return node
+    return None if node is None or node.name().endswith(ACCUMULATE) else node
 
 
 def _op(node: Any) -> str:

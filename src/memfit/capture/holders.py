@@ -9,7 +9,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from memfit.capture.graph import Checkpoints, Saved, leaves_of, nodes_of, saved_by
 from memfit.capture.modules import tensors_in
-from memfit.capture.names import Name, Named, Names, describe, local
+from memfit.capture.names import Name, Named, Names, describe, local, parts
 from memfit.ghost.known import storage_start
 from memfit.records import Category, Tensor
 
@@ -46,6 +46,9 @@ class Holdings:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each
     _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    _met: "weakref.WeakValueDictionary[int, torch.Tensor]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     _names: Names = field(default_factory=Names)
 
     def forget(self) -> None:
@@ -116,17 +119,32 @@ class Holdings:
         )
         self._note_all(serial, kept)
 
-    def graph(self, serial: int, roots: Iterable[object]) -> None:
-        """Note what autograd keeps for the backward of some tensors, and whose gradients that will make."""
-        nodes = [] if _is_traced() else list(nodes_of(roots))
-        self._leaves = [weakref.ref(leaf) for leaf in leaves_of(nodes)]
-        kept = array("q")
+    def graph(self, serial: int, roots: Iterable[object], *, by_hand: bool = False) -> None:
+        """Note what autograd keeps for the backward of some tensors, and whose gradients that will make.
+
+        Args:
+            serial: of this moment.
+            roots: tensors, however nested: what a backward pass starts from.
+            by_hand: the script has no optimizer. Leaves that one graph after another leads to are parameters
+                then, whatever they are.
+        """
+        ends = list(tensors_in(roots))
+        nodes = [] if _is_traced() else list(nodes_of(ends))
+        leaves = list(leaves_of(nodes))
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        again = [leaf for leaf in leaves if by_hand and self._met.get(id(leaf)) is leaf]
+        self._met.update((id(leaf), leaf) for leaf in leaves)
+        self.parameters(serial, [*again, *(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))])
+        kept = {Category.ACTIVATION: array("q"), Category.INPUT: array("q")}
         for saved in chain(self.checkpoints.inputs(), *map(saved_by, nodes)):
-            address = _address(saved.tensor)
-            if address:
-                tensor, op = self._place(self._of_saved(saved)), self.ops.setdefault(saved.op, len(self.ops))
-                kept.extend((address, tensor, op, bisect_right(self._backwards, saved.sequence)))
-        self.held.append(Held(serial, Category.ACTIVATION, kept))
+            earlier = bisect_right(self._backwards, saved.sequence)
+            op = self.ops.setdefault(saved.op, len(self.ops))
+            found = kept[Category.INPUT if saved.given else Category.ACTIVATION]
+            for _, address, part in _memory(saved.tensor):
+                found.extend((address, self._place(self._of_saved(saved, part)), op, earlier))
+        for category, found in kept.items():
+            self.held.append(Held(serial, category, found))
+        self._results(serial, ends)
 
     @property
     def graph_waits(self) -> bool:
@@ -141,10 +159,7 @@ class Holdings:
             computed: those that a graph leads back from.
             others: what is known of these is how they are made up.
         """
-        results = (
-            Named(one, Name(f"result of {one.grad_fn.name()}")) for one in computed if one.grad_fn is not None
-        )
-        self._note(serial, Category.OUTPUT, results)
+        self._results(serial, computed)
         self._note(serial, Category.UNKNOWN, (Named(one, Name()) for one in others))
 
     def went_backward(self) -> None:
@@ -162,12 +177,19 @@ class Holdings:
             found.extend((address, self._place(Tensor("", "cuBLAS workspace", "uint8", (size,))), 0, 0))
         self.held.append(Held(serial, Category.WORKSPACE, found))
 
-    def _of_saved(self, saved: Saved) -> Tensor:
-        """Describe what was saved; copies of parameters in another dtype after them."""
+    def _results(self, serial: int, computed: Iterable[torch.Tensor]) -> None:
+        """Note what a graph leads back from."""
+        results = (
+            Named(one, Name(f"result of {one.grad_fn.name()}")) for one in computed if one.grad_fn is not None
+        )
+        self._note(serial, Category.OUTPUT, results)
+
+    def _of_saved(self, saved: Saved, part: torch.Tensor) -> Tensor:
+        """Describe a part of what was saved; copies of parameters in another dtype after them."""
         original = self._names.of(saved.cast_of) if saved.cast_of is not None else Name()
         whose = "autocast's copy of" if saved.by_autocast else "copy of"
         name = Name(f"{whose} {original.own}", original.module) if original.own else Name(saved.what)
-        return describe([Named(saved.tensor, name)])
+        return describe([Named(part, name)])
 
     def _note(self, serial: int, category: Category, found: Iterable[Named]) -> None:
         """Keep the addresses of some tensors."""
@@ -175,9 +197,9 @@ class Holdings:
             return
         together: dict[int, list[Named]] = {}
         for named in found:
-            address = _address(named.tensor)
-            if address:
-                together.setdefault(address, []).append(named)
+            for what, address, part in _memory(named.tensor):
+                one = replace(named, tensor=part, suffix=f"{named.suffix}.{what}") if what else named
+                together.setdefault(address, []).append(one)
         kept = array("q")
         for address, tensors in together.items():
             kept.extend((address, self._place(describe(tensors)), 0, 0))
@@ -203,12 +225,20 @@ def _is_traced() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 if it is on the CPU, sparse, or a stand-in for others."""
-    here = local(tensor)
-    if not here.is_cuda or here.layout is not torch.strided:
-        return 0
-    try:
-        return storage_start(here)
-    except RuntimeError:  # under torch.func parameters are wrappers; NotImplementedError is one
-        return 0
+def _memory(tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield where a tensor's memory begins: nowhere if it is on the CPU, or a stand-in for others.
+
+    Of a sparse one it is in several places.
+
+    Yields:
+        What of the tensor it is (``values``), its address, and the tensor that lies there.
+    """
+    if not local(tensor).is_cuda:
+        return
+    for name, part in parts(tensor):
+        try:
+            address = storage_start(local(part))
+        except RuntimeError:  # under torch.func parameters are wrappers; NotImplementedError is one
+            continue
+        if address:
+            yield name, address, part if name else tensor

@@ -9,7 +9,7 @@ Of a tensor that is spread over ranks it is the piece that lies here.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,6 +19,22 @@ import torch
 from memfit.capture.module_names import without_wrappers
 from memfit.records import Tensor
 
+_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "crow_indices": torch.Tensor.crow_indices,
+    "col_indices": torch.Tensor.col_indices,
+}
+_COLUMNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ccol_indices": torch.Tensor.ccol_indices,
+    "row_indices": torch.Tensor.row_indices,
+}
+_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"values": torch.Tensor.values}
+_SPARSE: dict[torch.layout, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    torch.sparse_coo: {"indices": torch.Tensor._indices, "values": torch.Tensor._values},
+    torch.sparse_csr: _ROWS | _VALUES,
+    torch.sparse_bsr: _ROWS | _VALUES,
+    torch.sparse_csc: _COLUMNS | _VALUES,
+    torch.sparse_bsc: _COLUMNS | _VALUES,
+}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -69,6 +85,19 @@ def local(tensor: Any) -> Any:
     """Return this rank's piece of a DTensor, and anything else as it is."""
     # Most are plain, and to miss an attribute of a tensor takes longer than all else here.
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+
+
+def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a tensor's memory is in, and what each is to it: of a strided one, itself.
+
+    >>> [name for name, _ in parts(torch.eye(2).to_sparse())]
+    ['indices', 'values']
+    """
+    here = local(tensor)
+    if here.layout is torch.strided:
+        yield "", here
+    for name, part in _SPARSE.get(here.layout, {}).items():
+        yield name, part(here)
 
 
 def describe(found: Sequence[Named]) -> Tensor:

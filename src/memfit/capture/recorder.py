@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from memfit.capture.lifted import LiftedHooks
 from memfit.capture.living import living
 from memfit.capture.module_names import short_names
 from memfit.capture.modules import ModuleHooks, running_module
+from memfit.capture.phases import begin_forwards
 from memfit.capture.recording import Recording
 from memfit.capture.settle import called, labelled, mark_spaces, placed
 from memfit.capture.snapshot import segments
@@ -212,7 +214,7 @@ class Recorder:
 
     def _before_backward(self, roots: Iterable[object]) -> None:
         if self._asks:
-            self._held.graph(self.book.moment(), roots)
+            self._held.graph(self.book.moment(), roots, by_hand=not self.steps.optimizers)
             self.modules.claim_loss(roots, sys._getframe(1))
         elif self._with_labels:
             self.modules.label_backward(roots)
@@ -280,8 +282,10 @@ class Recorder:
         serials = self.recording.serials(events)
         events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
         autocast.mark_copies(events, self.book)
+        events = begin_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._held.tensors))
-        if missed := mark_spaces(events, serials, self._spaces()):
+        missed, saved = mark_spaces(events, serials, self._spaces())
+        if missed:
             text = "workspaces were not found in the allocator's history: they count with the rest."
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
@@ -297,7 +301,9 @@ class Recorder:
             statistics=statistics,
             versions=versions,
             command=command,
-            notes=tuple(self._notes.values()),
+            notes=tuple(
+                replace(note, activations=note.workspaces and len(saved) > 0) for note in self._notes.values()
+            ),
             pools=pools(history, snapshot["segments"]),
             tensors=tensors,
         )

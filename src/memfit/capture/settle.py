@@ -15,10 +15,13 @@ import numpy.typing as npt
 from memfit.capture.calls import Call
 from memfit.capture.holders import Holdings
 from memfit.capture.labels import LabelBook
+from memfit.capture.phases import complete
 from memfit.ghost.load import Space
 from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phase
 
-_RATHER_OTHERS = {Category.ACTIVATION, Category.OUTPUT, Category.UNKNOWN}
+_OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}
+_RATHER_OTHERS = {*_OF_GRAPHS, Category.OUTPUT, Category.UNKNOWN}
+_COMPUTE = {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE}
 
 
 def positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
@@ -39,8 +42,8 @@ def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, ho
     What a graph saved, or anybody has, may be something else, too: a parameter is one, and no activation.
     """
     label_of = np.array([*book.serials, -1], dtype=np.int32)
-    known = (serials >= 0) & (serials < len(book.serials))
-    label = label_of[np.where(known, serials, len(book.serials))]
+    dated = (serials >= 0) & (serials < len(book.serials))
+    label = complete(label_of[np.where(dated, serials, len(book.serials))], book)
     category = np.zeros(len(events), dtype=np.uint8)
     tensor = np.full(len(events), -1, dtype=np.int32)
     live: dict[int, int] = {}
@@ -57,15 +60,16 @@ def labelled(events: Events, serials: npt.NDArray[np.int32], book: LabelBook, ho
             event = live.get(address)
             if event is None:
                 continue
-            dated = label[event] >= 0
             if held.category in _RATHER_OTHERS and tensor[event] >= 0:
                 continue
-            if held.category is Category.ACTIVATION and dated and bisect_right(backwards, event) != earlier:
+            # Threads number their nodes each for itself: of one that is made in a backward (a graph of
+            # gradients) the number may be too low, and then nothing is told from it.
+            if held.category in _OF_GRAPHS and dated[event] and bisect_right(backwards, event) < earlier:
                 continue
             category[event], tensor[event] = held.category, what
-            if op and dated:
-                made = labels[label[event]]
-                label[event] = book.intern(made.phase, made.module, ops[op], made.stack)
+            made = labels[label[event]] if label[event] >= 0 else None
+            if op and made and (held.category is Category.ACTIVATION or made.phase in _COMPUTE):
+                label[event] = book.add(replace(made, op=ops[op]))
     return replace(events, label=label, category=category, tensor=tensor)
 
 
@@ -99,22 +103,29 @@ def with_op(label: Label, call: Call) -> Label:
     return replace(label, op=call.name) if call.communicates or call.how or not label.op else label
 
 
-def mark_spaces(events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]) -> int:
+def mark_spaces(
+    events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]
+) -> tuple[int, npt.NDArray[np.int64]]:
     """Mark the allocations that libraries worked in: of that address and size, under that label.
+
+    What a graph saved of them (what a recurrent layer reserves for its backward) is an activation.
 
     A library is called right after its memory was allocated, on the same thread and with no hook between.
     A thread that was never stamped has no label in the history and label 0 in the ghost's log.
 
     Returns:
-        How many were not found.
+        How many were not found, and the events that made those that a graph saved.
     """
     used = {(space.address, space.size, space.label) for space in spaces}
-    found = set()
+    found, kept = set(), []
     of_their_size = np.isin(events.size, list({space.size for space in spaces}))
     for position in np.flatnonzero((events.action == Action.ALLOC) & of_their_size).tolist():
         label = max(int(serials[position]), 0)
         allocation = int(events.address[position]), int(events.size[position]), label
         if allocation in used:
-            events.category[position] = Category.WORKSPACE
             found.add(allocation)
-    return len(used - found)
+            if events.category[position] in _OF_GRAPHS:
+                kept.append(position)
+            else:
+                events.category[position] = Category.WORKSPACE
+    return len(used - found), np.array(kept, np.int64)

@@ -255,7 +255,11 @@ class Steps:
         if self.in_backward or threading.get_ident() in self._tracing:
             return original(roots, *args, **kwargs)
         if not self._built and not self._replays.captured(self._backward_again) and not self._warms_up():
-            self._complete(self._backwards)  # the last backward's update by hand has now been made
+            try:
+                self._complete(self._backwards)  # the last backward's update by hand has now been made
+            except EnoughStepsReached:
+                self._before_backward(roots)  # of this forward, too, it is known what it has kept
+                raise
         self._book.mark(MarkKind.BACKWARD, self._backwards)
         self._before_backward(roots)
         self.enter(Phase.BACKWARD)
