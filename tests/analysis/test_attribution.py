@@ -207,6 +207,14 @@ def test_the_ledger_says_what_each_phase_changed():
     assert changes[1].peak == 1024 + 512 + 1024
 
 
+def test_recomputation_is_part_of_its_backward_in_the_ledger():
+    trace = run(made(0, 9, F), made(1, 9, B), made(2, 9, R), made(3, 9, B), made(4, 9, O))
+    line = timeline(trace)
+    changes = ledger(trace, line, attribute(trace, line))
+    assert [(one.phase, one.step) for one in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
+    assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
+
+
 def test_of_a_trace_without_events_there_is_nothing_to_say():
     trace = trace_of([])
     line = timeline(trace)
