@@ -9,6 +9,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -44,6 +45,8 @@ class Holdings:
     """Ops that made what a graph saved; values are places, the first is that of none."""
     held: list[Held] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    incomplete: bool = False
+    """Whether there was an object that could not be asked."""
     _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each
     _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _met: "weakref.WeakValueDictionary[int, torch.Tensor]" = field(
@@ -57,6 +60,14 @@ class Holdings:
             found.clear()
         self.ops = {"": 0}
 
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Pass over an object that cannot be asked: one that is being built, or whose own code raises."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - the classes of a script may do anything
+            self.incomplete = True
+
     def modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
         """Note the buffers, gradients and parameters of some modules.
 
@@ -67,8 +78,9 @@ class Holdings:
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
         for root, name in roots.items():
-            parameters += self._names.learn(name, root.named_parameters(remove_duplicate=False))
-            buffers += self._names.learn(name, root.named_buffers(remove_duplicate=False))
+            with self.sparing():
+                parameters += self._names.learn(name, root.named_parameters(remove_duplicate=False))
+                buffers += self._names.learn(name, root.named_buffers(remove_duplicate=False))
         self._note(serial, Category.BUFFER, (Named(one, self._names.of(one)) for one in buffers))
         self.gradients(serial, parameters)
         self.parameters(serial, parameters)
@@ -137,11 +149,12 @@ class Holdings:
         self.parameters(serial, [*again, *(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))])
         kept = {Category.ACTIVATION: array("q"), Category.INPUT: array("q")}
         for saved in chain(self.checkpoints.inputs(), *map(saved_by, nodes)):
-            earlier = bisect_right(self._backwards, saved.sequence)
-            op = self.ops.setdefault(saved.op, len(self.ops))
-            found = kept[Category.INPUT if saved.given else Category.ACTIVATION]
-            for _, address, part in _memory(saved.tensor):
-                found.extend((address, self._place(self._of_saved(saved, part)), op, earlier))
+            with self.sparing():
+                earlier = bisect_right(self._backwards, saved.sequence)
+                op = self.ops.setdefault(saved.op, len(self.ops))
+                found = kept[Category.INPUT if saved.given else Category.ACTIVATION]
+                for _, address, part in _memory(saved.tensor):
+                    found.extend((address, self._place(self._of_saved(saved, part)), op, earlier))
         for category, found in kept.items():
             self.held.append(Held(serial, category, found))
         self._results(serial, ends)
@@ -197,12 +210,14 @@ class Holdings:
             return
         together: dict[int, list[Named]] = {}
         for named in found:
-            for what, address, part in _memory(named.tensor):
-                one = replace(named, tensor=part, suffix=f"{named.suffix}.{what}") if what else named
-                together.setdefault(address, []).append(one)
+            with self.sparing():
+                for what, address, part in _memory(named.tensor):
+                    one = replace(named, tensor=part, suffix=f"{named.suffix}.{what}") if what else named
+                    together.setdefault(address, []).append(one)
         kept = array("q")
         for address, tensors in together.items():
-            kept.extend((address, self._place(describe(tensors)), 0, 0))
+            with self.sparing():
+                kept.extend((address, self._place(describe(tensors)), 0, 0))
         self.held.append(Held(serial, category, kept))
 
     def _note_all(self, serial: int, kept: Iterable[tuple[str, object]]) -> None:
@@ -238,7 +253,7 @@ def _memory(tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
     for name, part in parts(tensor):
         try:
             address = storage_start(local(part))
-        except RuntimeError:  # under torch.func parameters are wrappers; NotImplementedError is one
+        except (RuntimeError, ValueError):  # wrappers of torch.func (NotImplementedError is one); lazy ones
             continue
         if address:
             yield name, address, part if name else tensor

@@ -53,6 +53,9 @@ _UNREADABLE = (
     "PyTorch before 2.10 does not show what a graph has saved: what the next backward frees counts as "
     "activations, and has no name."
 )
+_INCOMPLETE = (
+    "Objects were passed over that cannot be asked what they hold: their own code raises, or builds them now."
+)
 _MARKED = {
     "_cuda_resetPeakMemoryStats": MarkKind.RESET_PEAK,
     "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
@@ -198,7 +201,10 @@ class Recorder:
         return lambda *_args: self.book.mark(kind, 0)
 
     def _hold_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        named = {module: self.modules.names.full_name(module) for module in modules}
+        named: dict[torch.nn.Module, str] = {}
+        for module in modules:
+            with self._held.sparing():
+                named[module] = self.modules.names.full_name(module)
         self._held.modules(self.book.moment(), named)
 
     @property
@@ -311,26 +317,34 @@ class Recorder:
     def _ask(self) -> None:
         """Ask the objects: those that were met on the way, or where none was asked there, all."""
         if self._live:
-            alive = living()
-            optimizers, modules = alive.optimizers, [alive.roots]
-            self._hold_modules(alive.roots)  # now, too: what optimizers keep goes by their names
+            with self._held.sparing(), torch._C.DisableTorchFunctionSubclass():  # as in living()
+                self._ask_living()
         elif self._with_labels:
             never_ran = tuple(self.modules.names.outermost())  # among others: averages
-            optimizers, modules = self.steps.optimizers, [never_ran, tuple(self._roots)]
+            self._ask_each(self.steps.optimizers, never_ran, tuple(self._roots))
         else:
             return
         if not READABLE:
             self.note(Provenance.ASSUMED, _UNREADABLE)
+        if self._held.incomplete:
+            self.note(Provenance.ASSUMED, _INCOMPLETE)
+
+    def _ask_living(self) -> None:
+        alive = living()
+        self._hold_modules(alive.roots)  # now, too: what optimizers keep goes by their names
+        self._ask_each(alive.optimizers, alive.roots)
+        moment = self.book.moment()
+        self._held.graph(moment, alive.differentiable)
+        self._held.rest(moment, alive.differentiable, alive.others)
+
+    def _ask_each(self, optimizers: Iterable[Optimizer], *roots: Iterable[torch.nn.Module]) -> None:
         moment = self.book.moment()
         for optimizer in optimizers:
-            self._held.parameters(moment, parameters_of(optimizer))
-            self._held.optimizer_state(moment, optimizer)
-        for roots in modules:
-            self._hold_modules(roots)
-        if self._live:
-            moment = self.book.moment()
-            self._held.graph(moment, alive.differentiable)
-            self._held.rest(moment, alive.differentiable, alive.others)
+            with self._held.sparing():
+                self._held.parameters(moment, parameters_of(optimizer))
+                self._held.optimizer_state(moment, optimizer)
+        for modules in roots:
+            self._hold_modules(modules)
 
     @contextmanager
     def _located(self) -> Iterator[None]:
