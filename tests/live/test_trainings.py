@@ -32,3 +32,57 @@ def test_one_after_another(rehearse):
     done = rehearse(WATCHED + IN_TURN)
     assert done.returncode == 0, done.stderr
     assert "memfit: step 72 · peak 1.0 GiB measured" in done.stderr
+
+
+AGAIN = """
+    import os, signal, sys
+    import memfit.live.postmortem
+
+    def fail():
+        try:
+            torch.empty(1 << 40, device="cuda")
+        except torch.OutOfMemoryError:
+            return
+        raise AssertionError
+
+    seen = []
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            seen.append(step)
+            if len(seen) == 3:
+                raise OSError("disk full")
+
+    run = memfit.watch(writer=Writer(), files=1)
+    with run:
+        if os.fork() == 0:
+            sys.exit(0)  # as Python ends: with what atexit has
+        os.wait()
+        model = Net().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        steps(model, optimizer, 4)
+        fail()
+    with run:
+        steps(model, optimizer, 2)
+        fail()
+        assert seen == [1, 1, 2, 1, 1, 2, 2], seen
+
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    memfit.live.postmortem.page = interrupted
+    with memfit.watch():
+        try:
+            fail()
+        except KeyboardInterrupt:
+            print("interrupted")
+"""
+
+
+def test_begun_again_forked_and_interrupted(rehearse):
+    done = rehearse(WATCHED + AGAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("memfit: no training step") == 1  # by the last watch, and by no child
+    assert "memfit: step 2 · peak" in done.stderr
+    assert done.stderr.count("memfit: written: memfit-oom-") == 5
+    assert done.stdout == "interrupted\n"

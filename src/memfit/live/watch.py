@@ -8,6 +8,7 @@ Nothing that goes wrong here is the script's business: it is said once, and the 
 
 import atexit
 import functools
+import os
 import sys
 import threading
 from contextlib import ExitStack
@@ -108,7 +109,16 @@ class Watch:
         self._recorder: Recorder | None = None
         self._until_stop = ExitStack()
         self._show: Show | None = None
+        self._process = 0
         self._writing = threading.Lock()
+        self._begin_anew()
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is a process that was forked from the one that is watched."""
+        return self._process != os.getpid()
+
+    def _begin_anew(self) -> None:
         self._failures = 0
         self._step = 0
         self._last: tuple[int, Held] | None = None
@@ -137,6 +147,8 @@ class Watch:
             None, None, labels=self._labels, on_change=self._changed, end_now=lambda: None, live=True
         )
         self._recorder, until_stop = recorder, self._until_stop
+        self._process = os.getpid()
+        self._begin_anew()
         until_stop.callback(recorder.remove)
         recorder.install()
         # Not at once: it would initialise CUDA, and a process that did so cannot fork.
@@ -147,8 +159,11 @@ class Watch:
         until_stop.callback(atexit.unregister, self.stop)
 
     def stop(self) -> None:
-        """Watch no longer: everything is as it was before. To stop twice is to stop once."""
-        if self._recorder is None:
+        """Watch no longer: everything is as it was before. To stop twice is to stop once.
+
+        In a process that was forked from this one it does nothing: the terminal is not its own.
+        """
+        if self._recorder is None or self._elsewhere:
             return
         self._recorder = self._show = None
         self._until_stop.close()
@@ -185,7 +200,7 @@ class Watch:
             recorder.forget()
 
     def _try_to_compare(self, step: int) -> None:
-        if self._broken:
+        if self._broken or self._elsewhere:
             return
         try:
             self._compare(step)
@@ -226,7 +241,7 @@ class Watch:
         """Write a post-mortem: called where an allocation has failed, before PyTorch raises."""
         from memfit.live.postmortem import write
 
-        if self._recorder is None or not self._writing.acquire(blocking=False):
+        if self._recorder is None or self._elsewhere or not self._writing.acquire(blocking=False):
             return  # one that another thread meets meanwhile has the same reasons
         try:
             self._failures += 1
@@ -235,8 +250,10 @@ class Watch:
                     _say(line)
             elif self._failures == self._files + 1:
                 _say(f"out of memory again; no more than {self._files} post-mortems are written (files=).")
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the exception that is due goes on
+        except BaseException as error:
             _say(f"no post-mortem was written: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C: the script gets that, and not the exception that is due
         finally:
             self._writing.release()
 
