@@ -1,5 +1,7 @@
 """Several trainings in one process, watched: every step of each is seen."""
 
+import re
+
 from scripts import WATCHED
 
 IN_TURN = """
@@ -53,6 +55,8 @@ AGAIN = """
             if len(seen) == 3:
                 raise OSError("disk full")
 
+    with memfit.watch(files=1):
+        fail()  # with nothing there yet
     run = memfit.watch(writer=Writer(), files=1)
     with run:
         if os.fork() == 0:
@@ -70,6 +74,12 @@ AGAIN = """
     def interrupted(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    with memfit.watch(files=0):
+        fail()
+        fail()
+    with memfit.watch():
+        fail()
     memfit.live.postmortem.page = interrupted
     with memfit.watch():
         try:
@@ -82,7 +92,11 @@ AGAIN = """
 def test_begun_again_forked_and_interrupted(rehearse):
     done = rehearse(WATCHED + AGAIN)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("memfit: no training step") == 1  # by the last watch, and by no child
+    assert done.stderr.count("memfit: no training step") == 4  # by watches of no step, and by no child
     assert "memfit: step 2 · peak" in done.stderr
-    assert done.stderr.count("memfit: written: memfit-oom-") == 5
+    assert done.stderr.count("memfit: written: memfit-oom-") == 9
+    assert "memfit: 0 B are allocated\n" in done.stderr
+    assert done.stderr.count("memfit: out of memory; no more than 0 post-mortems are written") == 1
+    allowed = re.findall(r"TiB asked for, .* free, (.*) in ", done.stderr)
+    assert allowed == ["19.8 GiB allowed (per_process_memory_fraction),"] * 2
     assert done.stdout == "interrupted\n"

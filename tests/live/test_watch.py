@@ -4,6 +4,7 @@ import pytest
 
 from memfit import watch
 from memfit.errors import UsageError
+from memfit.records import Action, Mark, MarkKind
 from scripts import WATCHED
 from traces import trace_of
 
@@ -140,3 +141,8 @@ def test_refusals(tmp_path):
         watch(folder=tmp_path / "gone")
     with pytest.raises(UsageError, match="holds no training step"):
         watch(trace_of([]))
+    with pytest.raises(UsageError, match="as a post-mortem does"):
+        watch(trace_of([(Action.EARLIER, 0, 512)], marks=(Mark(1, MarkKind.TRAINING_STEP, 0),)))
+    for wrong in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}=|no folder None"):
+            watch(**wrong)

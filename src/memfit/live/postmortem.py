@@ -97,9 +97,12 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
         UsageError: the folder cannot be written to.
     """
     where = user_line()
+    device = _device(failure.device)
     asked = f"{format_bytes(failure.requested)} asked for, {format_bytes(failure.free)} free"
+    if failure.total < device.total.bytes:
+        asked += f", {format_bytes(failure.total)} allowed (per_process_memory_fraction)"
     trace = recorder.finish(
-        _device(failure.device),
+        device,
         ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {asked}", where),
         tuple(sys.argv),
         _versions(),
@@ -113,7 +116,7 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     place = replace(found.place, line=found.place.line or where)
     yield f"out of memory: {asked}, in {in_words(place)}"
-    yield f"{format_bytes(found.allocated)} are allocated: {most}"
+    yield f"{format_bytes(found.allocated)} are allocated: {most}".removesuffix(": ")
     name = _written(trace, folder)
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")

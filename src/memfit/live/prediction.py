@@ -8,7 +8,7 @@ import numpy as np
 from memfit.allocator.timeline import timeline
 from memfit.analysis.place import how_sure
 from memfit.errors import UsageError
-from memfit.records import Machine, MarkKind, Provenance, Trace
+from memfit.records import Action, Machine, MarkKind, Provenance, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,14 @@ class Prediction:
         """Read a prediction from the trace of a dry run, or of a recording.
 
         Raises:
-            UsageError: it holds no training step.
+            UsageError: it holds no training step, or begins in the middle of a run, as a post-mortem does.
             FileFormatError: its history contradicts itself.
         """
+        if np.any(trace.events.action == Action.EARLIER):
+            raise UsageError(
+                "The trace to compare with begins in the middle of a run, as a post-mortem does. Compare "
+                "with that of a dry run: memfit dry-run -o run.memfit."
+            )
         line = timeline(trace)
         level = np.concatenate((np.zeros(1, np.int64), line.allocated))  # before each event, and after all
         resets = [0, *(mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK)]

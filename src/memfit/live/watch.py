@@ -75,13 +75,20 @@ def watch(
         A context manager; ``start()`` and ``stop()`` do the same where a block does not fit.
 
     Raises:
-        UsageError: there is no such folder, or the trace holds no training step.
+        UsageError: there is no such folder, an argument is not what it should be, or the trace holds no
+            training step, or is a post-mortem.
         FileFormatError: the file is no trace.
 
     >>> with watch("run.memfit"):  # doctest: +SKIP
     ...     train()
     """
-    if not Path(folder).is_dir():
+    if not isinstance(prediction, Trace | str | Path | None):
+        raise UsageError(f"prediction={prediction!r}: give the trace of a dry run, or its path.")
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise UsageError(f"writer={writer!r} has no add_scalar. Give a SummaryWriter, or nothing.")
+    if not isinstance(files, int) or files < 0:
+        raise UsageError(f"files={files!r}: give a whole number, 0 for no post-mortem.")
+    if not isinstance(folder, str | Path) or not Path(folder).is_dir():
         raise UsageError(f"There is no folder {folder} for post-mortems. Make it, or name another.")
     if isinstance(prediction, str | Path):
         prediction = read(prediction)
@@ -249,7 +256,8 @@ class Watch:
                 for line in write(self._recorder, failure, self._folder):
                     _say(line)
             elif self._failures == self._files + 1:
-                _say(f"out of memory again; no more than {self._files} post-mortems are written (files=).")
+                again = " again" if self._files else ""
+                _say(f"out of memory{again}; no more than {self._files} post-mortems are written (files=).")
         except BaseException as error:
             _say(f"no post-mortem was written: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):

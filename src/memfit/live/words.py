@@ -1,5 +1,7 @@
 """What a watch says, on standard error."""
 
+import math
+
 from memfit.live.prediction import Held, Prediction
 from memfit.records import Machine
 from memfit.units import format_bytes
@@ -13,8 +15,10 @@ _WHERE = {
 
 
 def difference(measured: int, predicted: int) -> float:
-    """Return by how many percent what was measured exceeds what was predicted."""
-    return 100 * (measured - predicted) / predicted if predicted else 0.0
+    """Return by how many percent what was measured exceeds what was predicted; inf where that is nothing."""
+    if predicted:
+        return 100 * (measured - predicted) / predicted
+    return math.inf if measured else 0.0
 
 
 def state(step: int, measured: Held, predicted: Held | None) -> str:
@@ -27,7 +31,7 @@ def state(step: int, measured: Held, predicted: Held | None) -> str:
     if predicted is None:
         return f"{line} · {format_bytes(measured.allocated)} at its end"
     more = difference(measured.peak, predicted.peak)
-    return f"{line} · {format_bytes(predicted.peak)} predicted · {more:+.2f} %"
+    return f"{line} · {format_bytes(predicted.peak)} predicted" + _percent(" · ", more)
 
 
 def differences(measured: Held, predicted: Held, tolerance: float) -> str:
@@ -35,16 +39,22 @@ def differences(measured: Held, predicted: Held, tolerance: float) -> str:
 
     >>> differences(Held(peak=3 << 30, allocated=1 << 30), Held(peak=2 << 30, allocated=1 << 30), 1.0)
     'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
+    >>> differences(Held(peak=3 << 30, allocated=1 << 30), Held(peak=3 << 30, allocated=0), 1.0)
+    'allocated at its end 1.0 GiB measured, 0 B predicted'
     """
     pairs = (
         ("peak", measured.peak, predicted.peak),
         ("allocated at its end", measured.allocated, predicted.allocated),
     )
     return "; ".join(
-        f"{what} {format_bytes(found)} measured, {format_bytes(expected)} predicted, {more:+.2f} %"
+        f"{what} {format_bytes(found)} measured, {format_bytes(expected)} predicted{_percent(', ', more)}"
         for what, found, expected in pairs
         if abs(more := difference(found, expected)) > tolerance
     )
+
+
+def _percent(separator: str, more: float) -> str:
+    return f"{separator}{more:+.2f} %" if math.isfinite(more) else ""
 
 
 def source(prediction: Prediction, torch: str) -> str:
