@@ -55,6 +55,10 @@ AGAIN = """
             if len(seen) == 3:
                 raise OSError("disk full")
 
+    with memfit.watch():
+        pass  # over before CUDA is initialised
+    torch.empty(1, device="cuda")
+    assert memfit.live.postmortem._observers == []
     with memfit.watch(files=1):
         fail()  # with nothing there yet
     run = memfit.watch(writer=Writer(), files=1)
@@ -86,13 +90,14 @@ AGAIN = """
             fail()
         except KeyboardInterrupt:
             print("interrupted")
+    memfit.watch().start()  # and stopped by nobody
 """
 
 
 def test_begun_again_forked_and_interrupted(rehearse):
     done = rehearse(WATCHED + AGAIN)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("memfit: no training step") == 4  # by watches of no step, and by no child
+    assert done.stderr.count("memfit: no training step") == 6  # by watches of no step, and by no child
     assert "memfit: step 2 · peak" in done.stderr
     assert done.stderr.count("memfit: written: memfit-oom-") == 9
     assert "memfit: 0 B are allocated\n" in done.stderr
