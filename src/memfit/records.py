@@ -229,10 +229,10 @@ class Note:
     """Whether bytes depend on it: figures that it touches are no surer than it is."""
     workspaces: bool = False
     """Of those, whether it touches ``Category.WORKSPACE`` and totals alone."""
-    activations: bool = False
-    """Of ``workspaces``, whether graphs saved some: it touches ``Category.ACTIVATION``, too."""
     objects: bool = False
     """Of those, whether it touches what live objects hold, too: parameters and all that follows them."""
+    activations: bool = False
+    """Of ``workspaces``, whether graphs saved some: it touches ``Category.ACTIVATION``, too."""
 
 
 @dataclass(frozen=True, slots=True)

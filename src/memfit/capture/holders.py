@@ -117,9 +117,9 @@ class Holdings:
     def scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
         """Note what a gradient scaler keeps."""
         kept = (
-            ("loss scale", scaler._scale),
-            ("loss scale's growth", scaler._growth_tracker),
-            ("whether a gradient is infinite", scaler._per_optimizer_states),
+            ("loss scale", getattr(scaler, "_scale", None)),  # one that is switched off has none
+            ("loss scale's growth", getattr(scaler, "_growth_tracker", None)),
+            ("whether a gradient is infinite", getattr(scaler, "_per_optimizer_states", None)),
         )
         self._note_all(serial, kept)
 

@@ -165,7 +165,9 @@ class Recorder:
         objects: bool = False,
     ) -> None:
         """Keep a note for the result, once."""
-        self._notes.setdefault((text, where), Note(provenance, text, where, sizes, workspaces, objects))
+        self._notes.setdefault(
+            (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects)
+        )
 
     def place(self) -> str:
         """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""
