@@ -76,7 +76,8 @@ AGAIN = """
         assert seen == [1, 1, 2, 1, 1, 2, 2], seen
 
     def interrupted(*_):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+        signal.raise_signal(signal.SIGINT)
 
     torch.cuda.set_per_process_memory_fraction(0.25)
     with memfit.watch(files=0):
