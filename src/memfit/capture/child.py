@@ -8,7 +8,6 @@ does, so that a script which sets environment variables first finds them honoure
 import atexit
 import faulthandler
 import os
-import platform
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from memfit import __version__
 from memfit.capture.ground import Ground, OnCard, OnGhost
 from memfit.capture.script import end_of, print_as_python_does, run_as_main
 from memfit.capture.settings import ChildSettings, read_settings
@@ -164,9 +162,10 @@ class Run:
         if self._recorder is None or import_done is None or not import_done.cuda.is_initialized():
             return False
         from memfit.capture.tracefile import write_trace
+        from memfit.capture.versions import versions
 
-        versions = _versions() | self._ground.versions()
-        trace = self._recorder.finish(self._ground.device(), end, self._command, versions)
+        told = versions() | self._ground.versions()
+        trace = self._recorder.finish(self._ground.device(), end, self._command, told)
         write_trace(trace, Path(self._settings.output))
         return True
 
@@ -213,14 +212,3 @@ def _flush() -> None:
             stream.flush()
         except (OSError, ValueError):
             continue  # closed, or nobody reads it: Python itself ends silently then
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    return {
-        "memfit": __version__,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda or "",
-        "python": platform.python_version(),
-    }

@@ -8,7 +8,6 @@ lock held, before it raises. An observer cannot be taken away again; memfit adds
 """
 
 import os
-import platform
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from memfit import __version__
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held
@@ -29,6 +27,7 @@ from memfit.capture.outside import BY_CARD, glance
 from memfit.capture.recorder import Recorder
 from memfit.capture.recording import UNCACHED
 from memfit.capture.tracefile import write_trace
+from memfit.capture.versions import versions
 from memfit.errors import UsageError
 from memfit.ghost.where import user_line
 from memfit.records import DeviceUse, Figure, Machine, Provenance, ScriptEnd, Trace
@@ -105,7 +104,7 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
         device,
         ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {asked}", where),
         tuple(sys.argv),
-        _versions(),
+        versions(),
         index=failure.device,
         failed={"action": "oom", "device_free": failure.free, "size": failure.requested, "stream": 0},
     )
@@ -155,15 +154,6 @@ def _device(index: int) -> DeviceUse:
         in_use=seen.others,
         machine=Machine.REHEARSAL if is_rehearsal() else Machine.CARD,
     )
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "memfit": __version__,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda or "",
-        "python": platform.python_version(),
-    }
 
 
 def _reserve(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from memfit.records import Action, Machine, MarkKind, Provenance, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Counted:
     """What PyTorch's allocator has counted when a training step ends. Bytes."""
 
     peak: int
@@ -25,7 +25,7 @@ class Held:
 class Prediction:
     """What is expected of a run, step by step."""
 
-    steps: tuple[Held, ...]
+    steps: tuple[Counted, ...]
     """At least one."""
     provenance: Provenance
     machine: Machine
@@ -54,7 +54,7 @@ class Prediction:
             if mark.kind is MarkKind.TRAINING_STEP:
                 since = max(reset for reset in resets if reset <= mark.position)
                 peak = level[since : mark.position + 1].max()
-                steps.append(Held(int(peak), int(level[mark.position])))
+                steps.append(Counted(int(peak), int(level[mark.position])))
         if not steps:
             raise UsageError(
                 "The trace to compare with holds no training step. Make one: memfit dry-run -o run.memfit."
@@ -66,6 +66,6 @@ class Prediction:
             trace.versions.get("torch", ""),
         )
 
-    def at(self, step: int) -> Held:
+    def at(self, step: int) -> Counted:
         """Return what is expected of a step, from 1; after the last that was tried, what that one held."""
         return self.steps[min(step, len(self.steps)) - 1]

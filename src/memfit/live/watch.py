@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from memfit.api import read
 from memfit.errors import UsageError
 from memfit.live import words
-from memfit.live.prediction import Held, Prediction
+from memfit.live.prediction import Counted, Prediction
 from memfit.records import Phase, Trace
 from memfit.report.inert import inert
 from memfit.report.progress import Show, progress_line
@@ -128,7 +128,7 @@ class Watch:
     def _begin_anew(self) -> None:
         self._failures = 0
         self._step = 0
-        self._last: tuple[int, Held] | None = None
+        self._last: tuple[int, Counted] | None = None
         self._differs = False
         self._broken = False
 
@@ -235,10 +235,10 @@ class Watch:
         if self._writer is not None:
             self._write_scalars(self._writer, step, {"measured": measured, "predicted": expected})
 
-    def _expected(self, step: int) -> Held | None:
+    def _expected(self, step: int) -> Counted | None:
         return None if self._prediction is None else self._prediction.at(step)
 
-    def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, Held | None]) -> None:
+    def _write_scalars(self, writer: ScalarWriter, step: int, found: dict[str, Counted | None]) -> None:
         for whose, held in found.items():
             if held is not None:
                 writer.add_scalar(f"memfit/peak_allocated_GiB/{whose}", held.peak / GIB, step)
@@ -271,7 +271,7 @@ class Watch:
             return
         step, measured = self._last
         # Since then there may have been more, or a step that none followed.
-        most = Held(max(measured.peak, _counted().peak), measured.allocated)
+        most = Counted(max(measured.peak, _counted().peak), measured.allocated)
         line = words.state(step, most, self._expected(step))
         if self._prediction is not None:
             import torch
@@ -280,12 +280,12 @@ class Watch:
         _say(line.removeprefix("memfit: "))
 
 
-def _counted() -> Held:
+def _counted() -> Counted:
     """Return what PyTorch counts now. CUDA is initialised."""
     import torch
 
     counted = torch._C._cuda_memoryStats(torch.cuda.current_device())["allocated_bytes"]["all"]
-    return Held(counted["peak"], counted["current"])
+    return Counted(counted["peak"], counted["current"])
 
 
 def _say(text: str) -> None:

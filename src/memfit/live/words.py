@@ -2,7 +2,7 @@
 
 import math
 
-from memfit.live.prediction import Held, Prediction
+from memfit.live.prediction import Counted, Prediction
 from memfit.records import Machine
 from memfit.units import format_bytes
 
@@ -21,10 +21,10 @@ def difference(measured: int, predicted: int) -> float:
     return math.inf if measured else 0.0
 
 
-def state(step: int, measured: Held, predicted: Held | None) -> str:
+def state(step: int, measured: Counted, predicted: Counted | None) -> str:
     """Say in a line how far a run is and what it held at most.
 
-    >>> state(7, Held(peak=3 << 30, allocated=1 << 30), Held(peak=2 << 30, allocated=1 << 30))
+    >>> state(7, Counted(peak=3 << 30, allocated=1 << 30), Counted(peak=2 << 30, allocated=1 << 30))
     'memfit: step 7 · peak 3.0 GiB measured · 2.0 GiB predicted · +50.00 %'
     """
     line = f"memfit: step {step:,} · peak {format_bytes(measured.peak)} measured"
@@ -34,12 +34,12 @@ def state(step: int, measured: Held, predicted: Held | None) -> str:
     return f"{line} · {format_bytes(predicted.peak)} predicted" + _percent(" · ", more)
 
 
-def differences(measured: Held, predicted: Held, tolerance: float) -> str:
+def differences(measured: Counted, predicted: Counted, tolerance: float) -> str:
     """Name what differs from its prediction by more than so many percent; empty if nothing does.
 
-    >>> differences(Held(peak=3 << 30, allocated=1 << 30), Held(peak=2 << 30, allocated=1 << 30), 1.0)
+    >>> differences(Counted(peak=3 << 30, allocated=1 << 30), Counted(peak=2 << 30, allocated=1 << 30), 1.0)
     'peak 3.0 GiB measured, 2.0 GiB predicted, +50.00 %'
-    >>> differences(Held(peak=3 << 30, allocated=1 << 30), Held(peak=3 << 30, allocated=0), 1.0)
+    >>> differences(Counted(peak=3 << 30, allocated=1 << 30), Counted(peak=3 << 30, allocated=0), 1.0)
     'allocated at its end 1.0 GiB measured, 0 B predicted'
     """
     pairs = (
