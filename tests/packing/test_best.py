@@ -66,7 +66,7 @@ def test_it_packs_without_a_gap_what_was_cut_without_one(seed, count):
 
 def test_what_no_fast_packer_solves_is_searched():
     problem = cut(3, 90)
-    assert all((offset + problem.size).max() > 10_000 for _, offset in packings(problem, float("inf")))
+    assert all((offset + problem.size).max() > 10_000 for _, offset in packings(problem, sections(problem), float("inf")))
     assert pack(problem, seconds=120).how == "by search"
 
 
@@ -82,7 +82,7 @@ def test_a_capacity_is_enough():
 def test_each_fast_packer_packs():
     problem = cut(6, 400)
     names = []
-    for name, offset in packings(problem, float("inf")):
+    for name, offset in packings(problem, sections(problem), float("inf")):
         assert wrong(problem, offset, int((offset + problem.size).max())) == ""
         names.append(name)
     assert len(names) == len(set(names)) == 2 * len(ORDERS)

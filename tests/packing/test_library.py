@@ -11,6 +11,7 @@ import pytest
 
 from guillotine import cut
 from memfit.packing import library
+from memfit.packing.buffers import sections
 from sanitized import build
 
 CHECK = Path(__file__).with_name("check.c")
@@ -52,4 +53,4 @@ def test_a_library_that_is_short_of_memory_says_so(monkeypatch):
     monkeypatch.setattr(library, "load", Short)
     problem = cut(1, 30)
     with pytest.raises(MemoryError):
-        library.place(problem, problem.size, tightest=True)
+        library.place(problem, sections(problem), problem.size, tightest=True)

@@ -79,7 +79,7 @@ def _fast(
 ) -> Packing:
     """Return the best of the fast packers' packings, or the first that is good enough."""
     found: list[Packing] = []
-    for how, offset in greedy.packings(buffers, deadline):
+    for how, offset in greedy.packings(buffers, cut, deadline):
         on_progress(how)
         found.append(_packing(buffers, offset, cut.bound, how))
         if found[-1].height <= enough:

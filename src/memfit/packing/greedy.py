@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from memfit.packing.buffers import Buffers, Column
+from memfit.packing.buffers import Buffers, Column, Sections
 from memfit.packing.library import place
 
 ORDERS: dict[str, Callable[[Buffers], tuple[npt.NDArray[np.number], ...]]] = {
@@ -20,7 +20,7 @@ ORDERS: dict[str, Callable[[Buffers], tuple[npt.NDArray[np.number], ...]]] = {
 """What comes first: the most of the first key, then of the second."""
 
 
-def packings(buffers: Buffers, deadline: float) -> Iterator[tuple[str, Column]]:
+def packings(buffers: Buffers, cut: Sections, deadline: float) -> Iterator[tuple[str, Column]]:
     """Yield what each order and each kind of gap is called, and the offsets that it gives.
 
     The first is always given, whatever the deadline (``time.monotonic``).
@@ -30,7 +30,7 @@ def packings(buffers: Buffers, deadline: float) -> Iterator[tuple[str, Column]]:
         order = np.lexsort([-key for key in reversed(keys(buffers))])
         for gap in ("lowest", "tightest"):
             until = float("inf") if first else deadline
-            offset = place(buffers, order, tightest=gap == "tightest", deadline=until)
+            offset = place(buffers, cut, order, tightest=gap == "tightest", deadline=until)
             if offset is None:
                 return
             yield f"by {name}, {gap} gap", offset

@@ -33,7 +33,7 @@ def opened_library(path: Path) -> ctypes.CDLL:
     """Load the compiled library, and tell the types of its functions."""
     library = ctypes.CDLL(str(path))
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    library.pack_place.argtypes = (int32, *[pointer] * 4, int64, ctypes.c_int, pointer, pointer)
+    library.pack_place.argtypes = (*[int32] * 2, *[pointer] * 4, ctypes.c_int, *[pointer] * 2)
     library.pack_search.argtypes = (
         *[int32] * 2,
         *[pointer] * 5,
@@ -46,18 +46,18 @@ def opened_library(path: Path) -> ctypes.CDLL:
 
 
 def place(
-    buffers: Buffers, order: Column, *, tightest: bool, deadline: float = float("inf")
+    buffers: Buffers, cut: Sections, order: Column, *, tightest: bool, deadline: float = float("inf")
 ) -> Column | None:
     """Place buffers in the order given; None if the deadline (``time.monotonic``) came first."""
-    offset = np.zeros(len(buffers), np.int64)
-    columns: list[npt.NDArray[Any]] = [np.ascontiguousarray(order, np.int32), *_columns(buffers)]
-    cancelled = ctypes.c_int()
+    offset, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int()
+    size = np.ascontiguousarray(buffers.size)
+    columns: list[npt.NDArray[Any]] = [cut.first, cut.last, size, np.ascontiguousarray(order, np.int32)]
     status = _call(
         load().pack_place,
         (
             len(buffers),
+            cut.count,
             *_pointers(columns),
-            buffers.period,
             tightest,
             ctypes.byref(cancelled),
             offset.ctypes.data,
@@ -73,8 +73,8 @@ def search(
 ) -> tuple[int, int, Column]:
     """Search for offsets within a capacity; return the status, the nodes looked at and the offsets."""
     offset, nodes, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int64(), ctypes.c_int()
-    lower, upper, size = _columns(buffers)
-    length = (upper - lower).astype(np.float64)
+    size = np.ascontiguousarray(buffers.size)
+    length = (buffers.upper - buffers.lower).astype(np.float64)
     columns: list[npt.NDArray[Any]] = [cut.first, cut.last, size, size * length, length]
     status = _call(
         load().pack_search,
@@ -93,10 +93,6 @@ def search(
         deadline,
     )
     return status, nodes.value, offset
-
-
-def _columns(buffers: Buffers) -> list[Column]:
-    return [np.ascontiguousarray(column) for column in (buffers.lower, buffers.upper, buffers.size)]
 
 
 def _pointers(columns: Iterable[npt.NDArray[Any]]) -> Iterator[int]:

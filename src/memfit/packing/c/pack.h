@@ -8,23 +8,28 @@
 
 enum status { FOUND, INFEASIBLE, NODE_LIMIT, CANCELLED, NO_HOST_MEMORY };
 
-// Time may be a circle: what lives beyond its end lives on from its beginning, and no longer than once around.
+// Time is cut into sections, and a buffer is in the sections [first, last). Time may be a circle: those beyond the
+// last section are the first again, and a life goes at most once around.
 
-// Give each buffer, in the order given, an offset at which it meets none that was placed before it while both live.
-//   count                 buffers
+// Whether two lives have a section in common.
+static inline int meet(int32_t first, int32_t last, int32_t other_first, int32_t other_last, int32_t sections) {
+  return (first < other_last && other_first < last) ||
+         (first < other_last - sections) || (other_first < last - sections);
+}
+
+// Give each buffer, in the order given, an offset at which it meets none that was placed before it.
+//   buffers, sections     how many of each; at least one
+//   first, last, size     of each buffer
 //   order                 each of them once
-//   lower, upper, size    of each buffer; it lives in [lower, upper)
-//   period                length of the circle, from 0 on; 0 if time is a line
 //   tightest              in the smallest gap that holds it; otherwise in the lowest
 //   offset                result
 // Returns FOUND, CANCELLED or NO_HOST_MEMORY.
-API int pack_place(int32_t count, const int32_t *order, const int64_t *lower, const int64_t *upper, const int64_t *size,
-                   int64_t period, int tightest, const atomic_int *cancelled, int64_t *offset);
+API int pack_place(int32_t buffers, int32_t sections, const int32_t *first, const int32_t *last, const int64_t *size,
+                   const int32_t *order, int tightest, const atomic_int *cancelled, int64_t *offset);
 
 // Look for offsets that need no more than capacity, exhaustively: src/memfit/packing/exact.py says how.
-//   buffers, sections     how many of each; at least one
-//   first, last           a buffer is in the sections [first, last); those beyond the last are the first again
-//   size, area, length    of each buffer; the last two only order the search
+//   buffers, sections, first, last, size    as above
+//   area, length          of each buffer; they only order the search
 //   preference            three letters that order buffers, see key() in search.c
 //   node_limit            nodes after which it gives up
 //   offset                result, if FOUND

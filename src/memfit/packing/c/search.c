@@ -274,12 +274,8 @@ static int search_part(search *s, const part *p) {
 
 // ------------------------------------------------------------------------------------------------- from the beginning
 
-static int meet(const search *s, int32_t one, int32_t two, int32_t later) {
-  return s->first[one] < s->last[two] + later && s->first[two] + later < s->last[one];
-}
-
 static int overlap(const search *s, int32_t one, int32_t two) {
-  return one != two && (meet(s, one, two, 0) || meet(s, one, two, s->sections) || meet(s, one, two, -s->sections));
+  return one != two && meet(s->first[one], s->last[one], s->first[two], s->last[two], s->sections);
 }
 
 // Make the lists of who meets whom and who is where; false if there is no memory for them.
