@@ -65,8 +65,11 @@ def test_it_packs_without_a_gap_what_was_cut_without_one(seed, count):
 
 
 def test_what_no_fast_packer_solves_is_searched():
-    problem = cut(3, 90)
-    assert all((offset + problem.size).max() > 10_000 for _, offset in packings(problem, sections(problem), float("inf")))
+    problem = cut(4, 90)
+    assert all(
+        (offset + problem.size).max() > 10_000
+        for _, offset in packings(problem, sections(problem), float("inf"))
+    )
     assert pack(problem, seconds=120).how == "by search"
 
 

@@ -2,5 +2,6 @@
 
 Trace ── lifetimes ─┐                  ┌─ greedy ─┐
 CSV ──── table ─────┴─> Buffers ───────┤          ├──> Packing ── validator, table, report
-                          └─ sections  └─ exact ──┘
+                          └─ sections, └─ exact ──┘
+                             apart
 """

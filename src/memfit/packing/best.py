@@ -4,8 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from memfit.errors import MemfitError
 from memfit.packing import exact, greedy
+from memfit.packing.apart import apart, lives_always, stretched
 from memfit.packing.buffers import Buffers, Column, Sections, sections
 from memfit.packing.exact import Answer
 from memfit.packing.validator import wrong
@@ -63,28 +67,88 @@ def pack(
     """
     deadline = time.monotonic() + seconds
     cut = sections(buffers)
-    enough = max(capacity or 0, cut.bound)
-    best = _fast(buffers, cut, enough, deadline, on_progress)
-    if best.height > enough and len(buffers) <= exact.MOST:
-        look = _within if capacity is not None else _least
-        best = look(best, cut, enough, deadline, on_progress)
+    always = lives_always(cut)
+    is_large = len(buffers) - int(always.sum()) > exact.MOST
+    if is_large:  # to be searched at all, it has to come apart
+        always = stretched(cut, buffers.size)
+    base = int(buffers.size[always].sum())
+    offset = np.where(always, np.cumsum(np.where(always, buffers.size, 0)) - buffers.size, base)
+    best = Packing(buffers, offset, base, base, "one above the other")
+    if not always.all():
+        room = None if capacity is None else max(capacity - base, 0)
+        above = _parts(buffers.where(~always), apart(cut, always), room, deadline, on_progress)
+        offset[~always] += above.offset
+        bound = cut.bound if is_large else base + above.bound
+        best = Packing(buffers, offset, base + above.height, bound, above.how)
     fault = wrong(buffers, best.offset, best.height)
     if fault:  # the packers' fault, and whoever uses the offsets must not find out
         raise MemfitError(f"The packing found {best.how} is none: {fault}. Please report this.")
     return best
 
 
-def _fast(
-    buffers: Buffers, cut: Sections, enough: int, deadline: float, on_progress: Callable[[str], None]
+def _parts(
+    buffers: Buffers,
+    part: Column,
+    capacity: int | None,
+    deadline: float,
+    on_progress: Callable[[str], None],
 ) -> Packing:
-    """Return the best of the fast packers' packings, or the first that is good enough."""
-    found: list[Packing] = []
+    """Pack buffers of several parts, which have the same memory one after the other."""
+    cut = sections(buffers)
+    bound, enough = cut.bound, max(capacity or 0, cut.bound)
+    offset, hows = _fast(buffers, cut, part, enough, deadline, on_progress)
+    heights = _heights(buffers, offset, part)
+    look = _least if capacity is None else _within
+    known: dict[bytes, Packing] = {}
+    too_high = [one for one in np.argsort(-heights).tolist() if heights[one] > enough]
+    for left, one in zip(range(len(too_high), 0, -1), too_high, strict=True):
+        inside = part == one
+        its = buffers.where(inside)
+        if heights[one] <= enough or len(its) > exact.MOST:
+            continue
+        begin = its.lower.min()
+        shape = np.stack([its.lower - begin, its.upper - begin, its.size]).tobytes()
+        if shape not in known:
+            now = time.monotonic()
+            its_cut = sections(its)
+            greedy_one = _packing(its, offset[inside], its_cut.bound, str(hows[one]))
+            until = now + (deadline - now) / left
+            known[shape] = look(greedy_one, its_cut, enough, until, on_progress)
+        found = known[shape]
+        offset[inside], heights[one], hows[one] = found.offset, found.height, found.how
+        bound = max(bound, found.bound)
+        enough = max(enough, found.height)  # where one part needs as much, no other need be smaller
+    return _packing(buffers, offset, bound, str(hows[np.argmax(heights)]))
+
+
+def _fast(
+    buffers: Buffers,
+    cut: Sections,
+    part: Column,
+    enough: int,
+    deadline: float,
+    on_progress: Callable[[str], None],
+) -> tuple[Column, npt.NDArray[np.object_]]:
+    """Return for each part the best of the fast packers' packings, or the first that is good enough."""
+    best = np.zeros(len(buffers), np.int64)
+    heights = np.full(int(part.max()) + 1, np.iinfo(np.int64).max)
+    hows = np.full(len(heights), "", object)
     for how, offset in greedy.packings(buffers, cut, deadline):
         on_progress(how)
-        found.append(_packing(buffers, offset, cut.bound, how))
-        if found[-1].height <= enough:
+        found = _heights(buffers, offset, part)
+        better = found < heights
+        best = np.where(better[part], offset, best)
+        heights[better], hows[better] = found[better], how
+        if heights.max() <= enough:
             break
-    return min(found, key=lambda packing: packing.height)
+    return best, hows
+
+
+def _heights(buffers: Buffers, offset: Column, part: Column) -> Column:
+    """Return where the highest buffer of each part ends."""
+    heights = np.zeros(int(part.max()) + 1, np.int64)
+    np.maximum.at(heights, part, offset + buffers.size)
+    return heights
 
 
 def _least(
