@@ -25,6 +25,7 @@ from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
 from memfit.analysis.held import By
+from memfit.analysis.place import how_sure
 from memfit.capture.atomic import write_bytes
 from memfit.capture.card import find_card
 from memfit.capture.context import keep_context, measure_context
@@ -449,17 +450,24 @@ def pack(
 
     Raises:
         FileFormatError: the file is neither, or does not tell what was asked for.
-        GhostError: the packers could not be compiled.
+        UsageError: no such time, or the run asked for nothing.
+        MemfitError: the packers could not be compiled.
 
     >>> found = pack("run.memfit")  # doctest: +SKIP
-    >>> found.planned, found.live  # doctest: +SKIP
+    >>> found.height, found.live  # doctest: +SKIP
     (6424867328, 6424867328)
     """
     trace = target if isinstance(target, Trace) else read(target)
     without = compare(trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress)
-    asked = requests(trace)
     return PackedRun.of(
-        pack_run(asked, without.outcomes, capacity=capacity, seconds=seconds, on_progress=on_progress)
+        pack_run(
+            requests(trace),
+            without.outcomes,
+            how_sure(note for note in trace.notes if note.sizes),
+            capacity=capacity,
+            seconds=seconds,
+            on_progress=on_progress,
+        )
     )
 
 
@@ -474,6 +482,7 @@ def pack_table(
 
     Raises:
         FileFormatError: the file is no such table.
+        UsageError: no such time.
     """
     return best.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)
 

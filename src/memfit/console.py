@@ -59,9 +59,10 @@ def write_difference(found: "Difference", json: str | None) -> None:
 
 def write_packing(found: "Packing | Packed", capacity: int | None, json: str | None) -> None:
     """Print a packing, and write it as JSON if asked to; ``-`` is standard output, and nothing else."""
-    from memfit.report.packing import print_packing, to_json
+    from memfit.report.packed import to_json
+    from memfit.report.packing import print_packing
 
-    if not _written(to_json(found), json):
+    if not _written(to_json(found, capacity), json):
         print_packing(found, capacity, stdout())
 
 

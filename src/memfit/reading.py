@@ -146,7 +146,8 @@ def pack(
 
     Args:
         path: A trace (run.memfit), a memory snapshot that PyTorch wrote (snapshot.pickle), or a table of
-            buffers (problem.csv) with the columns id, lower, upper and size, which lives in [lower, upper).
+            buffers (its name ends in .csv) with the columns id, lower, upper and size: each lives in
+            [lower, upper).
         capacity: What is enough: 8GiB, or a number in the table's units. By default as little as is found.
         seconds: How long it may look.
         csv: Write each buffer with its offset to this file.
@@ -155,9 +156,15 @@ def pack(
     """
     from memfit import api
     from memfit.console import write_packing
+    from memfit.errors import UsageError
     from memfit.report.progress import progress_line
     from memfit.units import parse_bytes
 
+    if fail and capacity is None:
+        raise UsageError("--fail needs a capacity to fail at: --capacity 8GiB.")
+    for output in (None if json == "-" else json, csv):
+        if output is not None:
+            api.check_output(Path(output))
     room = None if capacity is None else parse_bytes(capacity)
     with progress_line() as show:
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack

@@ -12,6 +12,7 @@ from memfit.errors import UsageError
 from memfit.packing.best import Packing, pack
 from memfit.packing.buffers import Buffers, Column, joined, sections
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
+from memfit.records import Provenance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,8 @@ class Packed:
     """Bytes that live at once, at most, each buffer's rounded up to ``lifetimes.ALIGNMENT``."""
     reserved: tuple[Outcome, ...]
     """What PyTorch's allocator reserves in the whole run: as recorded, then under other settings."""
+    sure: Provenance
+    """How sure the sizes are that were asked for."""
 
     @property
     def height(self) -> int:
@@ -50,7 +53,7 @@ class Packed:
     @property
     def unshared(self) -> int:
         """Bytes if each buffer had memory of its own."""
-        return sum(int(arena.packing.buffers.size.sum()) for arena in self.arenas)
+        return sum(arena.packing.unshared for arena in self.arenas)
 
     @property
     def parts(self) -> tuple[tuple[Buffers, Column], ...]:
@@ -65,6 +68,7 @@ class Packed:
 def pack_run(
     asked: Requests,
     reserved: tuple[Outcome, ...],
+    sure: Provenance,
     *,
     capacity: int | None = None,
     seconds: float,
@@ -75,6 +79,7 @@ def pack_run(
     Args:
         asked: ``requests(trace)``.
         reserved: how the same run fares without.
+        sure: how sure the sizes are.
         capacity: bytes that are enough for all arenas; None: as few as there can be.
         seconds: that are spent at most, about.
         on_progress: called with what is being tried.
@@ -100,7 +105,7 @@ def pack_run(
         enough = None if slack is None else sections(buffers).bound + max(int(slack * share), 0)
         packing = pack(buffers, enough, seconds=seconds * share, on_progress=on_progress)
         arenas.append(Arena(stream, asked.pools[pool], packing))
-    return Packed(step, tuple(arenas), _live(joined(list(lives.values())), begin, end), reserved)
+    return Packed(step, tuple(arenas), _live(joined(list(lives.values())), begin, end), reserved, sure)
 
 
 def _live(buffers: Buffers, begin: int, end: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.packing import exact, greedy
 from memfit.packing.apart import apart, lives_always, stretched
 from memfit.packing.buffers import Buffers, Column, Sections, sections
@@ -37,6 +37,16 @@ class Packing:
         return ((self.buffers, self.offset),)
 
     @property
+    def live(self) -> int:
+        """What lives at once, at most."""
+        return sections(self.buffers).bound
+
+    @property
+    def unshared(self) -> int:
+        """What it would be if each buffer had memory of its own."""
+        return int(self.buffers.size.sum())
+
+    @property
     def is_smallest(self) -> bool:
         """Whether it is proved that none is smaller."""
         return self.height == self.bound
@@ -61,10 +71,15 @@ def pack(
         The best packing found, and checked. It may be above the capacity: there is none within it if that is
         below ``bound``, and otherwise none was found.
 
+    Raises:
+        UsageError: ``seconds`` is no time.
+
     >>> two = Buffers(np.array([0, 1]), np.array([2, 3]), np.array([4, 4]), ("a", "b"))
     >>> pack(two).height
     8
     """
+    if not seconds >= 0:  # nan is none, either
+        raise UsageError(f"The time to look must be 0 seconds or more, not {seconds}.")
     deadline = time.monotonic() + seconds
     cut = sections(buffers)
     always = lives_always(cut)

@@ -1,8 +1,6 @@
-"""A packing, on a terminal and as JSON."""
+"""A packing, on a terminal."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +8,7 @@ from rich.text import Text
 
 from memfit.packing.arenas import Packed
 from memfit.packing.best import Packing
-from memfit.records import DEFAULT_POOL, Provenance
+from memfit.records import DEFAULT_POOL, Provenance, worst
 from memfit.report.printed import Printed
 from memfit.units import format_bytes, format_gib
 
@@ -66,14 +64,15 @@ def _beside(found: Packed) -> Table:
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
     whose = f"step {found.step}" if found.step else "the run"
+    planned = worst(Provenance.SIMULATED, found.sure)
     rows = [
-        (f"each buffer of {whose} by itself", found.unshared, Provenance.EXACT),
-        ("live at once", found.live, Provenance.EXACT),
-        ("planned", found.height, Provenance.SIMULATED),
+        (f"each buffer of {whose} by itself", found.unshared, found.sure),
+        ("live at once", found.live, found.sure),
+        ("planned", found.height, planned),
     ]
     for outcome in found.reserved:
         name = f"reserved, {outcome.setting.name or 'default settings'}"
-        rows.append((name, outcome.replay.peak_reserved, Provenance.SIMULATED))
+        rows.append((name, outcome.replay.peak_reserved, planned))
     for name, size, provenance in rows:
         ratio = f"{size / max(found.live, 1):.3f}"
         table.add_row(Text(name), format_gib(size), ratio, Text(provenance, style="dim"))
@@ -89,32 +88,3 @@ def _arenas(found: Packed) -> Table:
         sizes = map(format_bytes, (arena.packing.height, arena.packing.bound))
         table.add_row(str(arena.stream), pool, f"{len(arena.packing.buffers):,}", *sizes)
     return table
-
-
-def to_json(found: Packing | Packed) -> bytes:
-    """Encode a packing."""
-    content = _packing(found) if isinstance(found, Packing) else _packed(found)
-    return json.dumps(content, separators=(",", ":")).encode("ascii")
-
-
-def _packed(found: Packed) -> dict[str, Any]:
-    return {
-        "height": found.height,
-        "bound": found.bound,
-        "step": found.step,
-        "live": found.live,
-        "unshared": found.unshared,
-        "reserved": {row.setting.name: row.replay.peak_reserved for row in found.reserved},
-        "arenas": [
-            {"stream": arena.stream, "pool": arena.pool, **_packing(arena.packing)} for arena in found.arenas
-        ],
-    }
-
-
-def _packing(found: Packing) -> dict[str, Any]:
-    return {
-        "height": found.height,
-        "bound": found.bound,
-        "how": found.how,
-        "buffers": len(found.buffers),
-    }
