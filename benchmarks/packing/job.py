@@ -1,6 +1,6 @@
 """A few steps of a model that people train, or a few of its forwards: what ``packing.py`` packs.
 
-python job.py resnet50 training [--batch-size 32] [--steps 3]
+python job.py resnet50 training [--batch-size 32] [--steps 3] [--accumulate 1]
 """
 
 import argparse
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("training", "inference"))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a training step")
     arguments = parser.parse_args()
     model, size = model_of(arguments.model).cuda(), arguments.batch_size
     is_text = arguments.model == "gpt2"
@@ -39,10 +40,12 @@ def main() -> None:
         return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(arguments.steps):
-        inputs = batch.cuda()
-        output = model(inputs, labels=inputs).loss if is_text else model(inputs).sum()
-        optimizer.zero_grad()
-        output.backward()
+        for micro in range(arguments.accumulate):
+            inputs = batch.cuda()
+            output = model(inputs, labels=inputs).loss if is_text else model(inputs).sum()
+            if not micro:
+                optimizer.zero_grad()
+            output.backward()
         optimizer.step()
 
 

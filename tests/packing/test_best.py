@@ -73,6 +73,27 @@ def test_what_no_fast_packer_solves_is_searched():
     assert pack(problem, seconds=120).how == "by search"
 
 
+def rotated(problem: Buffers) -> Buffers:
+    lower = (problem.lower + 37) % 200
+    return replace(problem, lower=lower, upper=lower + problem.upper - problem.lower, period=200)
+
+
+@pytest.mark.parametrize(
+    ("problem", "nodes"),
+    [
+        (cut(1, 60), 774),
+        (cut(6, 60), 1_470),
+        (cut(0, 70).where(np.arange(70) % 8 > 0), 237_921),  # with gaps
+        (rotated(cut(0, 40)), 75),
+    ],
+)
+def test_the_search_looks_at_no_more_than_it_did(problem, nodes):
+    """Each thing that keeps it small can be left out and the answer is the same, some day."""
+    found = exact.find(problem, sections(problem), 10_000, time.monotonic() + 60)
+    assert found.answer is Answer.FOUND
+    assert found.nodes <= nodes
+
+
 def test_a_capacity_is_enough():
     problem = cut(3, 90)
     easy = pack(problem, 20_000)

@@ -101,3 +101,11 @@ def test_what_has_no_twin_lives_as_far_as_it_is_seen():
     rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
     found = one_step(rows, 100, 200)
     assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]
+
+
+def test_twins_are_paired_as_they_come():
+    """The first of the step before with the first of this one, which may begin just when that ends."""
+    lower, upper = np.array([60, 70, 110, 130]), np.array([110, 130, 220, 230])
+    rows = Buffers(lower, upper, np.array([4, 4, 4, 4]), ("old a", "old b", "a", "b"))
+    found = one_step(rows, 100, 200)
+    assert columns(found) == [("a", 10, 110, 4), ("b", 30, 130, 4)]

@@ -111,7 +111,9 @@ def _parts(
     """Pack buffers of several parts, which have the same memory one after the other."""
     cut = sections(buffers)
     bound, enough = cut.bound, max(capacity or 0, cut.bound)
-    offset, hows = _fast(buffers, cut, part, enough, deadline, on_progress)
+    now, searchable = time.monotonic(), np.bincount(part).max() <= exact.MOST
+    fast_until = now + (deadline - now) / 2 if searchable else deadline  # and what is left is for the search
+    offset, hows = _fast(buffers, cut, part, enough, fast_until, on_progress)
     heights = _heights(buffers, offset, part)
     look = _least if capacity is None else _within
     known: dict[bytes, Packing] = {}
