@@ -1,7 +1,7 @@
 """Buffers with lives and sizes to offsets in one arena.
 
-Trace ── lifetimes ─┐                  ┌─ greedy ─┐
-CSV ──── table ─────┴─> Buffers ───────┤          ├──> Packing ── validator, table, report
-                          └─ sections, └─ exact ──┘
-                             apart
+Trace ──── lifetimes ─┐                  ┌─ greedy ─┐
+Dataflow ─ aliases ───┼─> Buffers ───────┤          ├──> Packing ── validator, table, report
+CSV ────── table ─────┘     └─ sections, └─ exact ──┘
+                               apart
 """

@@ -1,8 +1,9 @@
-"""A run's memory, each stream and pool of it packed into an arena of its own."""
+"""A run's memory, each stream and pool of it packed into an arena of its own; or a graph's, each device's."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -26,8 +27,44 @@ class Arena:
     packing: Packing
 
 
+class _Arena(Protocol):
+    @property
+    def packing(self) -> Packing: ...
+
+
+class Arenas:
+    """Packings that have nothing in common: each has memory of its own."""
+
+    __slots__ = ()
+    arenas: tuple[_Arena, ...]
+
+    @property
+    def height(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.packing.height for arena in self.arenas)
+
+    @property
+    def bound(self) -> int:
+        """Bytes that no arenas are below: each one's peak of what lives at once."""
+        return sum(arena.packing.bound for arena in self.arenas)
+
+    @property
+    def unshared(self) -> int:
+        """Bytes if each buffer had memory of its own."""
+        return sum(arena.packing.unshared for arena in self.arenas)
+
+    @property
+    def parts(self) -> tuple[tuple[Buffers, Column], ...]:
+        """Buffers and their offsets, with the arenas one above the other."""
+        bases = itertools.accumulate((arena.packing.height for arena in self.arenas), initial=0)
+        return tuple(
+            (arena.packing.buffers, arena.packing.offset + base)
+            for arena, base in zip(self.arenas, bases, strict=False)
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class Packed(Arenas):
     """The memory of a training step, packed, beside what it takes without; of a whole run without steps."""
 
     step: int
@@ -39,30 +76,6 @@ class Packed:
     """What PyTorch's allocator reserves in the whole run: as recorded, then under other settings."""
     sure: Provenance
     """How sure the sizes are that were asked for."""
-
-    @property
-    def height(self) -> int:
-        """Bytes of all arenas."""
-        return sum(arena.packing.height for arena in self.arenas)
-
-    @property
-    def bound(self) -> int:
-        """Bytes that no arenas are below: each stream's and pool's peak of what lives at once."""
-        return sum(arena.packing.bound for arena in self.arenas)
-
-    @property
-    def unshared(self) -> int:
-        """Bytes if each buffer had memory of its own."""
-        return sum(arena.packing.unshared for arena in self.arenas)
-
-    @property
-    def parts(self) -> tuple[tuple[Buffers, Column], ...]:
-        """Buffers and their offsets, with the arenas one above the other."""
-        packings = [arena.packing for arena in self.arenas]
-        bases = itertools.accumulate((packing.height for packing in packings), initial=0)
-        return tuple(
-            (packing.buffers, packing.offset + base) for packing, base in zip(packings, bases, strict=False)
-        )
 
 
 def pack_run(
@@ -97,15 +110,33 @@ def pack_run(
     groups = {group: buffers for group, buffers in groups.items() if len(buffers)}
     if not groups:
         raise UsageError("There is nothing to pack: the run asked for no memory.")
-    count = sum(map(len, groups.values()))
-    slack = None if capacity is None else capacity - sum(sections(group).bound for group in groups.values())
-    arenas = []
-    for (stream, pool), buffers in groups.items():
+    packings = pack_each(list(groups.values()), capacity, seconds=seconds, on_progress=on_progress)
+    arenas = tuple(
+        Arena(stream, asked.pools[pool], packing)
+        for (stream, pool), packing in zip(groups, packings, strict=True)
+    )
+    return Packed(step, arenas, _live(joined(list(lives.values())), begin, end), reserved, sure)
+
+
+def pack_each(
+    groups: Sequence[Buffers], capacity: int | None, *, seconds: float, on_progress: Callable[[str], None]
+) -> tuple[Packing, ...]:
+    """Pack what has nothing in common, each by itself, within what is enough for all and in the time for all.
+
+    Args:
+        groups: at least one, none of them empty.
+        capacity: as of ``pack_run``.
+        seconds: as of ``pack_run``.
+        on_progress: as of ``pack_run``.
+    """
+    count = sum(map(len, groups))
+    slack = None if capacity is None else capacity - sum(sections(group).bound for group in groups)
+    packings = []
+    for buffers in groups:
         share = len(buffers) / count
         enough = None if slack is None else sections(buffers).bound + max(int(slack * share), 0)
-        packing = pack(buffers, enough, seconds=seconds * share, on_progress=on_progress)
-        arenas.append(Arena(stream, asked.pools[pool], packing))
-    return Packed(step, tuple(arenas), _live(joined(list(lives.values())), begin, end), reserved, sure)
+        packings.append(pack(buffers, enough, seconds=seconds * share, on_progress=on_progress))
+    return tuple(packings)
 
 
 def _live(buffers: Buffers, begin: int, end: int) -> int:
