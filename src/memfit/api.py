@@ -12,7 +12,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from msgspec.structs import replace
 
@@ -41,6 +41,7 @@ from memfit.ghost.doctor import Check, checks
 from memfit.packing import best
 from memfit.packing.arenas import pack_run
 from memfit.packing.best import Packing
+from memfit.packing.graphs import pack_graph
 from memfit.packing.table import packed_table, read_buffers
 from memfit.records import DryRun, Note, Provenance, ScriptEnd, Trace
 from memfit.report import export
@@ -48,7 +49,7 @@ from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
 from memfit.report.explanation import Explained
 from memfit.report.html import page
-from memfit.report.packing import PackedRun
+from memfit.report.packing import PackedModule, PackedRun
 from memfit.report.replay import Compared
 from memfit.report.terminal import Answer
 from memfit.strategies.again import run_again
@@ -430,33 +431,61 @@ def replay(
     )
 
 
+@overload
 def pack(
     target: Trace | str | Path,
     capacity: int | None = None,
     *,
     seconds: float = 10.0,
+    on_progress: Callable[[str], None] = ...,
+) -> PackedRun: ...
+@overload
+def pack(
+    target: "torch.fx.GraphModule",
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = ...,
+) -> PackedModule: ...
+def pack(
+    target: "Trace | str | Path | torch.fx.GraphModule",
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> PackedRun:
+) -> PackedRun | PackedModule:
     """Say how small a run's memory is if offsets are planned from when each of its buffers lives.
 
     Args:
-        target: a trace, or the path of one, or of a memory snapshot that PyTorch wrote.
+        target: a trace, or the path of one, or of a memory snapshot that PyTorch wrote; or a graph whose
+            inputs' sizes are known, of ``torch.export``, of ``make_fx``, or what AOTAutograd hands to a
+            compiler.
         capacity: bytes that are enough; None looks for as few as there can be.
         seconds: that are spent at most, about.
         on_progress: called with what is being tried.
 
     Returns:
-        Bytes planned, what lives at once, what PyTorch's allocator reserves, and each buffer's offset.
+        Bytes planned, what lives at once, each buffer's offset; of a run what PyTorch's allocator reserves;
+        of a graph which of its values lie in one memory. Of a graph neither the memory of its inputs and
+        parameters is planned nor what an operation takes and gives back inside itself.
 
     Raises:
         FileFormatError: the file is neither, or does not tell what was asked for.
-        UsageError: no such time, or the run asked for nothing.
+        TargetError: an operation of the graph cannot be followed; the message names it.
+        UsageError: no such time, or there is nothing to pack.
         MemfitError: the packers could not be compiled.
 
     >>> found = pack("run.memfit")  # doctest: +SKIP
     >>> found.height, found.live  # doctest: +SKIP
     (6424867328, 6424867328)
+    >>> graph = torch.export.export(model, inputs).run_decompositions({}).graph_module  # doctest: +SKIP
+    >>> pack(graph).sets  # doctest: +SKIP
     """
+    if not isinstance(target, Trace | str | Path):
+        from memfit.capture.fx import dataflow
+
+        flow = dataflow(target)
+        return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))
     trace = target if isinstance(target, Trace) else read(target)
     without = compare(trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress)
     return PackedRun.of(
