@@ -1,0 +1,57 @@
+"""A graph's memory, packed: each device's by itself, and nothing of what is given to it."""
+
+import pytest
+
+from memfit.capture.dataflow import Dataflow, Value
+from memfit.errors import UsageError
+from memfit.packing.graphs import pack_graph
+from memfit.packing.validator import wrong
+
+CHAIN = (  # two live at once, three come
+    Value("x", 0, 2, 4096, "cuda:0", given=True),
+    Value("a", 1, 3, 1000, "cuda:0", given=False),
+    Value("b", 2, 4, 1000, "cuda:0", given=False),
+    Value("c", 3, 5, 1000, "cuda:0", given=False),
+)
+
+
+def test_two_that_never_meet_share():
+    found = pack_graph(Dataflow(CHAIN, ()), seconds=10)
+    assert (found.height, found.bound, found.live) == (2048, 2048, 2048)
+    assert found.unshared == 3072
+    assert found.given == 4096
+    ((buffers, offset),) = found.parts
+    assert buffers.names == ("a", "b", "c")
+    assert wrong(buffers, offset, found.height) == ""
+
+
+def test_values_that_share_are_one_buffer():
+    found = pack_graph(Dataflow(CHAIN, ((1, 2),)), seconds=10)
+    ((buffers, _),) = found.parts
+    assert (buffers.names, buffers.lower.tolist(), buffers.upper.tolist()) == (("a", "c"), [1, 3], [4, 5])
+
+
+def test_each_device_has_its_own_arena():
+    values = (*CHAIN, Value("seed", 2, 4, 8, "cpu", given=False))
+    found = pack_graph(Dataflow(values, ()), seconds=10)
+    assert [(arena.device, arena.packing.height) for arena in found.arenas] == [
+        ("cuda:0", 2048),
+        ("cpu", 512),
+    ]
+    assert found.height == found.live == 2560
+    assert {int(offset.min()) for _, offset in found.parts} == {0, 2048}
+
+
+def test_what_has_no_bytes_is_no_buffer():
+    values = (*CHAIN, Value("empty", 2, 4, 0, "cuda:0", given=False))
+    assert pack_graph(Dataflow(values, ()), seconds=10).parts[0][0].names == ("a", "b", "c")
+
+
+def test_a_capacity_is_enough():
+    assert pack_graph(Dataflow(CHAIN, ()), capacity=4096, seconds=10).height <= 4096
+
+
+@pytest.mark.parametrize("values", [(), CHAIN[:1]])
+def test_nothing_of_its_own_is_nothing_to_pack(values):
+    with pytest.raises(UsageError, match="nothing to pack"):
+        pack_graph(Dataflow(values, ()), seconds=10)
