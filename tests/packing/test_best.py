@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from guillotine import cut
 from memfit.packing import exact
 from memfit.packing.best import pack
-from memfit.packing.buffers import Buffers, sections
+from memfit.packing.buffers import Buffers, joined, sections
 from memfit.packing.exact import Answer
 from memfit.packing.greedy import ORDERS, packings
 from memfit.packing.validator import wrong
@@ -101,6 +101,23 @@ def test_a_capacity_is_enough():
     assert 10_000 < easy.height <= 20_000
     too_little = pack(problem, 9_999, seconds=120)
     assert too_little.height == too_little.bound == 10_000
+
+
+def test_one_above_the_bound_is_searched_as_well():
+    problem = cut(0, 16, length=30, height=12)
+    heights = [
+        (offset + problem.size).max() for _, offset in packings(problem, sections(problem), float("inf"))
+    ]
+    assert min(heights) == 13
+    assert pack(problem, seconds=60).height == 12
+
+
+def test_what_lives_always_takes_its_part_of_a_capacity():
+    hard = cut(4, 90)
+    weight = buffers((0, 200, 1_000))
+    problem = joined([hard, weight])
+    assert pack(problem, 20_000).how != "by search"
+    assert pack(problem, 11_000, seconds=60).height == 11_000
 
 
 def test_each_fast_packer_packs():
