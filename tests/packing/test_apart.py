@@ -12,7 +12,8 @@ from memfit.packing.apart import apart, lives_always, stretched
 from memfit.packing.best import pack
 from memfit.packing.buffers import Buffers, joined, sections
 
-rows = st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(1, 6)).map(
+lengths = st.one_of(st.integers(1, 3), st.integers(1, 10))
+rows = st.tuples(st.integers(0, 9), lengths, st.integers(1, 6)).map(
     lambda row: (row[0], row[0] + row[1], row[2])
 )
 
@@ -92,6 +93,20 @@ def test_many_hard_parts_are_solved_one_by_one(monkeypatch):
     assert found.height == found.bound == 11_000
     assert found.how == "by search"
     assert len(looked) == 1  # the others are like it
+
+
+def test_parts_of_other_sizes_are_not_alike():
+    hard, end = cut(4, 90), 200
+    lives = {}
+    one, two = next(
+        (lives[life], index)
+        for index, life in enumerate(zip(hard.lower.tolist(), hard.upper.tolist(), strict=True))
+        if lives.setdefault(life, index) != index and hard.size[lives[life]] != hard.size[index]
+    )
+    size = hard.size.copy()
+    size[[one, two]] = size[[two, one]]
+    other = replace(hard, lower=hard.lower + end, upper=hard.upper + end, size=size)
+    assert pack(joined([hard, other]), seconds=60).height == 10_000
 
 
 def test_the_highest_part_decides():

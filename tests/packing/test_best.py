@@ -103,6 +103,26 @@ def test_a_capacity_is_enough():
     assert too_little.height == too_little.bound == 10_000
 
 
+def test_what_no_packing_reaches_is_proved():
+    """Each two of three meet, and never all three: two live at once, and there must be room for three."""
+    three = replace(buffers((0, 2, 1), (1, 3, 1), (2, 4, 1)), period=3)
+    assert sections(three).bound == 2
+    for capacity in (None, 2, 3):
+        found = pack(three, capacity)
+        assert (found.height, found.is_smallest or capacity == 3) == (3, True)
+
+
+def test_what_is_between_the_bound_and_the_fast_packers_is_found():
+    dice = np.random.default_rng(17)
+    lower, length, size = dice.integers(0, 10, 10), dice.integers(3, 8, 10), dice.integers(1, 30, 10)
+    problem = Buffers(lower, lower + length, size, tuple("abcdefghij"), 10)
+    cut_up = sections(problem)
+    fast = min((offset + size).max() for _, offset in packings(problem, cut_up, float("inf")))
+    found = pack(problem, seconds=60)
+    assert cut_up.bound < found.height < fast
+    assert found.is_smallest
+
+
 def test_one_above_the_bound_is_searched_as_well():
     problem = cut(0, 16, length=30, height=12)
     heights = [
