@@ -79,6 +79,8 @@ def test_what_lives_nearly_always_is_stretched_if_there_is_room():
     assert stretched(sections(problem), problem.size).tolist() == [False, True, False, False]
     full = buffers([(0, 1, 4), (1, 9, 2), (5, 9, 2)])
     assert not stretched(sections(full), full.size).any()
+    around = buffers([(5, 14, 2), (0, 2, 5), (4, 5, 1), (6, 8, 1)], period=10)
+    assert stretched(sections(around), around.size).tolist() == [True, False, False, False]
 
 
 def test_many_hard_parts_are_solved_one_by_one(monkeypatch):
