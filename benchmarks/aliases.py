@@ -192,7 +192,10 @@ def _graph(function: Callable[..., Any], sample: tuple[Any, ...], kind: str) -> 
         wanted = [one for one in inputs if one.requires_grad]
         return result, torch.autograd.grad(outputs, wanted, allow_unused=True)
 
-    return traced(run, *tensors)._replace(kind=kind)
+    found = traced(run, *tensors)
+    for node, tensor in zip(found.module.graph.nodes, tensors, strict=False):
+        node.meta["val"] = tensor  # tracing has forgotten how large a storage it lies in
+    return found._replace(kind=kind)
 
 
 if __name__ == "__main__":

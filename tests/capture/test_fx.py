@@ -125,6 +125,12 @@ def test_a_mean_keeps_the_memory_of_all_losses(loss, reduction):
     assert max(found.size for found in alias_sets(dataflow(graph.module)) if not found.given) == 120
 
 
+def test_zeros_that_are_never_written_down_have_no_bytes():
+    graph = captured.traced(lambda x: (torch._efficientzerotensor([9]), x + 1), torch.ones(3))
+    assert storages.differences(graph.module, graph.inputs) == []
+    assert sum(found.size for found in alias_sets(dataflow(graph.module)) if not found.given) == 12
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("train", [True, False, None])
 def test_dropout_that_drops_nothing_copies(train, p):

@@ -205,7 +205,7 @@ class _Watch(fx.Interpreter):
             self._check_layout(tensor)
         used = [self.env[one] for one in node.all_input_nodes]  # it may have been resized
         for tensor in _tensors((result, used)):
-            size = tensor.untyped_storage().nbytes()
+            size = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
             self._sizes[_storage(tensor)] = max(self._sizes.get(_storage(tensor), 0), size)
         for place, tensor in enumerate(_tensors(result)):
             name = node.name if tensor is result else f"{node.name}[{place}]"
