@@ -149,7 +149,7 @@ def test_dropout_that_drops_nothing_copies(train, p):
 )
 def test_a_scatter_copies_what_lies_between(scatter):
     """The second one like the first: PyTorch's cache would make its storage from its shape."""
-    x = torch.zeros(4, 6)[:, :3]
+    x = torch.zeros(4, 6)[:, 1:4]
     graph = captured.traced(lambda x: (scatter(x), scatter(x)), x)
     next(iter(graph.module.graph.nodes)).meta["val"] = x  # tracing has forgotten what lies between
     assert storages.differences(graph.module, graph.inputs) == []
@@ -300,6 +300,13 @@ def test_the_graph_is_not_touched():
     assert torch.is_grad_enabled()
 
 
+def test_a_graph_that_turns_gradients_off_does_so_for_itself():
+    module, _ = graph_of(MADE, (torch._C._set_grad_enabled, False), MADE)
+    assert torch.is_grad_enabled()
+    dataflow(module)
+    assert torch.is_grad_enabled()
+
+
 def test_a_conjugate_is_a_view_and_resolving_it_a_copy():
     conjugate = torch.randn(3, dtype=torch.complex64).conj()
     negative = conjugate.imag
@@ -316,6 +323,19 @@ def test_a_conjugate_is_a_view_and_resolving_it_a_copy():
         module = fx.GraphModule({}, graph)
         assert (call(x).untyped_storage()._cdata != x.untyped_storage()._cdata) == sets
         assert sum(not found.given for found in alias_sets(dataflow(module))) == sets
+
+
+def sparse_input():
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.eye(3).to_sparse()
+    graph.output(graph.call_function(aten.add.Tensor, (node, node)))
+    return fx.GraphModule({}, graph)
+
+
+def sparse_result():
+    places = torch.zeros(1, 3, dtype=torch.long)
+    return make_fx(lambda x: torch.sparse_coo_tensor(places, x, (9,), check_invariants=False))(torch.ones(3))
 
 
 def without_sizes():
@@ -336,7 +356,9 @@ def dynamic():
     ("make", "said"),
     [
         (lambda: make_fx(lambda x: torch.nonzero(x) + 1)(torch.ones(3)), "nonzero (nonzero.default)"),
-        (lambda: make_fx(lambda x: x.to_sparse())(torch.ones(3)), "_to_sparse"),
+        (lambda: make_fx(torch.geqrf)(torch.ones(3, 3)), "geqrf (geqrf.default)"),
+        (sparse_input, "x is torch.sparse_coo"),
+        (sparse_result, "is torch.sparse_coo"),
         (lambda: graph_of((aten.set_.source_Tensor, X, V(1)))[0], "gives x0 another memory"),
         (lambda: graph_of((aten.set_.source_Tensor, X, V(1)))[0], "set_.source_Tensor"),
         (
