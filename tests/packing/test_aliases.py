@@ -119,6 +119,14 @@ def test_the_order_in_which_pairs_are_told_does_not_matter(order):
     assert alias_sets(told) == alias_sets(Dataflow(PICTURE, LINKS))
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(pairs)
+def test_sets_are_those_that_joining_by_hand_gives(given_pairs):
+    values = tuple(value(str(number), number, number + 1) for number in range(COUNT))
+    found = {frozenset(map(int, one.names)) for one in alias_sets(Dataflow(values, tuple(given_pairs)))}
+    assert found == by_hand(COUNT, given_pairs)
+
+
 def test_a_set_is_as_large_as_its_memory_ever_is():
     grown = (value("a", 0, 2, 512), value("resize_", 1, 3, 2048), value("b", 2, 3, 4))
     sizes = [found.size for found in alias_sets(Dataflow(grown, ((0, 1),)))]

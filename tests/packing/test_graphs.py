@@ -2,6 +2,7 @@
 
 import pytest
 
+from guillotine import cut
 from memfit.capture.dataflow import Dataflow, Value
 from memfit.errors import UsageError
 from memfit.packing.graphs import pack_graph
@@ -48,7 +49,12 @@ def test_what_has_no_bytes_is_no_buffer():
 
 
 def test_a_capacity_is_enough():
-    assert pack_graph(Dataflow(CHAIN, ()), capacity=4096, seconds=10).height <= 4096
+    problem = cut(3, 90)  # which is packed at 10,000 by search alone
+    rows = zip(problem.lower.tolist(), problem.upper.tolist(), problem.size.tolist(), strict=True)
+    values = tuple(Value("a", lower, upper, 512 * size, "cpu", given=False) for lower, upper, size in rows)
+    found = pack_graph(Dataflow(values, ()), capacity=512 * 20_000, seconds=60)
+    assert found.arenas[0].packing.how != "by search"
+    assert 512 * 10_000 < found.height <= 512 * 20_000
 
 
 @pytest.mark.parametrize("values", [(), CHAIN[:1]])
