@@ -42,8 +42,9 @@ from memfit.packing import best
 from memfit.packing.arenas import pack_run
 from memfit.packing.best import Packing
 from memfit.packing.graphs import pack_graph
+from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.table import packed_table, read_buffers
-from memfit.records import DryRun, Note, Provenance, ScriptEnd, Trace
+from memfit.records import DryRun, Machine, Note, Provenance, ScriptEnd, Trace
 from memfit.report import export
 from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
@@ -56,6 +57,8 @@ from memfit.strategies.again import run_again
 
 if TYPE_CHECKING:
     import torch
+
+    from memfit.allocator.compare import Outcome
 
 __all__ = [
     "check_output",
@@ -487,17 +490,21 @@ def pack(
         flow = dataflow(target)
         return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))
     trace = target if isinstance(target, Trace) else read(target)
-    without = compare(trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress)
-    return PackedRun.of(
-        pack_run(
-            requests(trace),
-            without.outcomes,
-            how_sure(note for note in trace.notes if note.sizes),
-            capacity=capacity,
-            seconds=seconds,
-            on_progress=on_progress,
-        )
+    reserved: tuple[Outcome, ...] = ()
+    is_of_cpu = trace.device.machine is Machine.CPU  # there PyTorch keeps no cache
+    if not is_of_cpu:
+        rival = "expandable_segments:True"
+        reserved = compare(trace, rival, memory=NO_LIMIT, on_progress=on_progress).outcomes
+    packed = pack_run(
+        requests(trace),
+        reserved,
+        how_sure(note for note in trace.notes if note.sizes),
+        alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
+        capacity=capacity,
+        seconds=seconds,
+        on_progress=on_progress,
     )
+    return PackedRun.of(packed)
 
 
 def pack_table(

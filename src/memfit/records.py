@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POOL = (0, 0)
 """How PyTorch numbers the pool that is no private one."""
+ARENA = "memfit.arena"
+"""``backend`` in the settings of a trace that ``memfit.arena`` has logged: all but segments."""
 
 
 class Provenance(StrEnum):
@@ -251,6 +253,7 @@ class Machine(StrEnum):
     CARD = "card"  # a real GPU
     REHEARSAL = "rehearsal"  # a recording with the ghost in the card's place: it measures nothing
     UNKNOWN = "unknown"  # a snapshot does not say
+    CPU = "cpu"  # no GPU is meant: tensors of the CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.errors import UsageError
+from memfit.records import ARENA
 from memfit.units import MIB
 
 INTERVALS = 16
@@ -62,7 +63,7 @@ class AllocatorConfig:
     """
 
     backend: str = "native"
-    """``native`` or ``cudaMallocAsync``."""
+    """``native``, ``cudaMallocAsync``, or ``records.ARENA``."""
     caching: bool = True
     """False under ``PYTORCH_NO_CUDA_MEMORY_CACHING``: every tensor is a cudaMalloc of its own."""
     expandable_segments: bool = False
@@ -87,6 +88,11 @@ class AllocatorConfig:
         """Whether blocks are cut out of cached segments: the native caching allocator."""
         return self.caching and self.backend == "native"
 
+    @property
+    def tells_requests(self) -> bool:
+        """Whether a history under it tells all that was asked for."""
+        return self.has_segments or self.backend == ARENA
+
     @classmethod
     def read(cls, settings: Mapping[str, str]) -> "AllocatorConfig":
         """Build the configuration from ``Trace.settings``.
@@ -103,6 +109,8 @@ class AllocatorConfig:
         134217728
         """
         values = {**parse(settings.get("conf", "")), **settings}
+        if settings.get("backend") == ARENA:
+            return cls(backend=ARENA)
         large = _size(values, "large_segment_size_mb") or _LARGE_SEGMENT
         fraction = _fraction(values, "per_process_memory_fraction")
         return cls(
@@ -159,10 +167,14 @@ def check_version(conf: str, version: tuple[int, int]) -> None:
 def of_the_script(settings: Mapping[str, str]) -> str:
     """Return what ``Trace.settings`` has beyond the environment's: a script may change settings.
 
+    That it used ``memfit.arena`` is none that PyTorch's allocator could be replayed under.
+
     >>> of_the_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
     ''
     >>> of_the_script({"conf": "", "per_process_memory_fraction": "0.5"})
     'per_process_memory_fraction:0.5'
+    >>> of_the_script({"backend": ARENA})  # not a setting of PyTorch's, and not one to replay under
+    ''
     """
     conf = of_the_environment(settings)
     by_conf = AllocatorConfig.read({"conf": conf})
@@ -170,7 +182,9 @@ def of_the_script(settings: Mapping[str, str]) -> str:
     return ",".join(
         f"{name}:{value}"
         for name, value in in_force.items()
-        if name in OF_THE_DEVICE and AllocatorConfig.read({"conf": conf, name: value}) != by_conf
+        if name in OF_THE_DEVICE
+        and value != ARENA
+        and AllocatorConfig.read({"conf": conf, name: value}) != by_conf
     )
 
 

@@ -148,7 +148,7 @@ def requests(trace: Trace) -> Requests:
 
 
 def _check(trace: Trace, config: AllocatorConfig) -> None:
-    if not config.has_segments:
+    if not config.tells_requests:
         made = f"backend:{config.backend}" if config.caching else "PYTORCH_NO_CUDA_MEMORY_CACHING"
         raise FileFormatError(
             f"Cannot replay this trace: it was made with {made}, and its history does not tell enough. "

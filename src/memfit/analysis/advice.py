@@ -18,8 +18,8 @@ from memfit.analysis.peak import summarize
 from memfit.analysis.place import how_sure
 from memfit.capture.script import INTERRUPTED
 from memfit.devices import NO_LIMIT
-from memfit.errors import MemfitError
-from memfit.records import Advice, DryRun, Figure, Phase, Provenance, ScriptEnd, Trace, worst
+from memfit.errors import MemfitError, UsageError
+from memfit.records import ARENA, Advice, DryRun, Figure, Phase, Provenance, ScriptEnd, Trace, worst
 
 _MOST = 3
 _WORTH = 0.01
@@ -111,7 +111,13 @@ class Attempt:
 
     @classmethod
     def of(cls, trial: Trial, change: Change) -> "Attempt":
-        """Look at a run that has been made under a change."""
+        """Look at a run that has been made under a change.
+
+        Raises:
+            MemfitError: it had another allocator than PyTorch's own, or its history does not tell enough.
+        """
+        if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
+            raise UsageError("The script used memfit.arena: settings of PyTorch's allocator change nothing.")
         asked = requests(trial.trace)
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 

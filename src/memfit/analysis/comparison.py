@@ -19,7 +19,7 @@ from memfit.analysis.caveats import NEWEST, caveats
 from memfit.analysis.place import place_at
 from memfit.devices import Device
 from memfit.errors import UsageError
-from memfit.records import Note, Place, Trace
+from memfit.records import Machine, Note, Place, Trace
 from memfit.units import format_bytes
 
 
@@ -68,23 +68,13 @@ def compare(
         One outcome for each setting, and what is to be known of all.
 
     Raises:
-        UsageError: a conf is not what PyTorch takes; nothing tells how much memory there is, or none of it
-            is left.
+        UsageError: the trace is of no GPU; a conf is not what PyTorch takes; nothing tells how much memory
+            there is, or none of it is left.
         FileFormatError: the trace does not tell what was asked for.
     """
+    total, context = _gpu(trace, device, memory)
     asked = requests(trace)
     version, rates = torch_version(trace), Rates()
-    total, context = (
-        (device.total_bytes, device.context_bytes)
-        if device is not None
-        else (trace.device.total.bytes, trace.device.context.bytes)
-    )
-    if memory is not None:
-        total = memory
-    elif not total:
-        raise UsageError(
-            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
-        )
     others = trace.device.in_use if in_use is None else in_use
     for name, value in (("memory", total), ("in_use", others)):
         if not isinstance(value, int) or value < 0:
@@ -124,6 +114,25 @@ def compare(
         rates=rates,
         notes=tuple(caveats(trace, asked, outcomes, total=total, taken=taken, context=context)),
     )
+
+
+def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
+    """Return how much memory there is, and what of it the CUDA context takes."""
+    if trace.device.machine is Machine.CPU:
+        raise UsageError(
+            "This is a trace of CPU tensors: PyTorch keeps no cache for those, and its settings are a GPU's. "
+            "memfit pack says how small they are at planned offsets."
+        )
+    total, context = (
+        (device.total_bytes, device.context_bytes)
+        if device is not None
+        else (trace.device.total.bytes, trace.device.context.bytes)
+    )
+    if memory is None and not total:
+        raise UsageError(
+            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
+        )
+    return total if memory is None else memory, context
 
 
 def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:

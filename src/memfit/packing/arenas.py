@@ -12,7 +12,7 @@ from memfit.allocator.requests import Requests
 from memfit.errors import UsageError
 from memfit.packing.best import Packing, pack
 from memfit.packing.buffers import Buffers, Column, joined, sections
-from memfit.packing.lifetimes import last_step, lifetimes, one_step
+from memfit.packing.lifetimes import ALIGNMENT, last_step, lifetimes, one_step
 from memfit.records import Provenance
 
 
@@ -71,7 +71,7 @@ class Packed(Arenas):
     """The last full training step, from 1: its plan is good for all that repeat it. 0: the whole run."""
     arenas: tuple[Arena, ...]
     live: int
-    """Bytes that live at once, at most, each buffer's rounded up to ``lifetimes.ALIGNMENT``."""
+    """Bytes that live at once, at most, each buffer's rounded up to the alignment."""
     reserved: tuple[Outcome, ...]
     """What PyTorch's allocator reserves in the whole run: as recorded, then under other settings."""
     sure: Provenance
@@ -83,6 +83,7 @@ def pack_run(
     reserved: tuple[Outcome, ...],
     sure: Provenance,
     *,
+    alignment: int = ALIGNMENT,
     capacity: int | None = None,
     seconds: float,
     on_progress: Callable[[str], None] = lambda _: None,
@@ -93,6 +94,7 @@ def pack_run(
         asked: ``requests(trace)``.
         reserved: how the same run fares without.
         sure: how sure the sizes are.
+        alignment: bytes that places are multiples of.
         capacity: bytes that are enough for all arenas; None: as few as there can be.
         seconds: that are spent at most, about.
         on_progress: called with what is being tried.
@@ -100,7 +102,7 @@ def pack_run(
     Raises:
         UsageError: nothing was asked.
     """
-    lives = lifetimes(asked)
+    lives = lifetimes(asked, alignment)
     step, begin, end = last_step(asked) or (0, 0, len(asked.ask))
     # What a CUDA graph's pool holds is used again, whenever it was freed; all else comes anew in each step.
     groups = {

@@ -20,9 +20,11 @@ from memfit.packing.buffers import Buffers, Column
 
 ALIGNMENT = 512
 """Bytes: PyTorch's blocks begin at multiples of it, and kernels count on that."""
+CPU_ALIGNMENT = 64
+"""Bytes: ``gAlignment``, which PyTorch asks for on the CPU. Source: c10/core/alignment.h, PyTorch 2.14.1."""
 
 
-def lifetimes(asked: Requests) -> dict[tuple[int, int], Buffers]:
+def lifetimes(asked: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, int], Buffers]:
     """Return the buffers of each stream and pool: memory that no other stream or pool may use in between.
 
     A stream runs ahead of the others, and a CUDA graph's pool is used whenever the graph is replayed, of
@@ -30,7 +32,7 @@ def lifetimes(asked: Requests) -> dict[tuple[int, int], Buffers]:
 
     Returns:
         By stream and pool (an index into ``asked.pools``), in the order in which they come. Sizes are
-        rounded up to ``ALIGNMENT``; a buffer's name is the event that tells of its malloc.
+        rounded up to the alignment; a buffer's name is the event that tells of its malloc.
     """
     ask, block, size, stream, pool, event = (
         np.array(column, np.int64)
@@ -40,7 +42,7 @@ def lifetimes(asked: Requests) -> dict[tuple[int, int], Buffers]:
     upper = np.full(len(lower), len(ask))
     freed = np.flatnonzero(np.isin(ask, (Ask.FREE, Ask.GONE_ON)))
     upper[block[freed]] = freed
-    rounded = -(-size[lower] // ALIGNMENT) * ALIGNMENT
+    rounded = -(-size[lower] // alignment) * alignment
     all_of_them = Buffers(lower, upper, rounded, tuple(event[lower].astype(str).tolist()))
     groups = np.stack([stream[lower], pool[lower]], axis=1)
     return {

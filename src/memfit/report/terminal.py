@@ -23,15 +23,14 @@ MACHINES = {
     "no GPU is used.",
     Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
     Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
+    Machine.CPU: "tensors of the CPU, as memfit.arena logged them: made since then, and no others.",
 }
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
 _TOTALS = {"allocated", "reserved", "process"}
-_ALWAYS = {
-    *("parameters", "gradients", "optimizer state", "activations"),
-    *("cached, not allocated", "CUDA context"),
-}
+_OF_A_GPU = {"cached, not allocated", "CUDA context"}
+_ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
 _SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
 _MOST_NOTES = 8
 
@@ -197,9 +196,10 @@ def _ladder(result: DryRun, width: int) -> Table:
     for justify in ("right", "right", "left"):
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
+    always = _ALWAYS - _OF_A_GPU if result.device.machine is Machine.CPU else _ALWAYS
     for term in result.terms:
         total_row = term.name in _TOTALS
-        if not total_row and term.name not in _ALWAYS and abs(term.figure.bytes) < _SHOWN * unit:
+        if not total_row and term.name not in always and abs(term.figure.bytes) < _SHOWN * unit:
             continue
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
         share = term.figure.bytes / total
@@ -210,6 +210,8 @@ def _ladder(result: DryRun, width: int) -> Table:
             "" if total_row or width < _WITH_BARS else _bar(share),
             term.figure.provenance,
         )
+    if result.device.machine is Machine.CPU:
+        return table
     shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
     table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
     return table
