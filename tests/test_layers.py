@@ -27,6 +27,7 @@ PUBLIC = {
     "Saving",
     "StepResult",
     "apply",
+    "arena",
     "auto_fp16",
     "configure",
     "diagnose",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memfit.capture.synthetic import synthetic_batch
     from memfit.errors import MemfitError
     from memfit.live.watch import watch
+    from memfit.placing.arena import arena
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
     from memfit.strategies.checkpointing import Checkpointing
@@ -62,6 +63,7 @@ __all__ = [
     "Saving",
     "StepResult",
     "apply",
+    "arena",
     "auto_fp16",
     "configure",
     "diagnose",
@@ -98,6 +100,7 @@ _HOMES = {
     "Saving": "memfit.train.callbacks",
     "StepResult": "memfit.train.result",
     "apply": "memfit.strategies.apply",
+    "arena": "memfit.placing.arena",
     "auto_fp16": "memfit.strategies.decorators",
     "configure": "memfit.strategies.configuration",
     "force_fp32": "memfit.strategies.decorators",

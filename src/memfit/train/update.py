@@ -213,13 +213,18 @@ class Update:
         if self._protect != "auto":
             return self._protect == "always"
         given_back = self._cache_given_back()
-        risky = given_back != self._given_back or count > self._most_gradients
+        risky = given_back is None or given_back != self._given_back or count > self._most_gradients
         self._given_back, self._most_gradients = given_back, max(count, self._most_gradients)
         return risky
 
-    def _cache_given_back(self) -> int:
-        """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight."""
-        return sum(torch.cuda.memory_stats(device)["num_alloc_retries"] for device in self._devices)
+    def _cache_given_back(self) -> int | None:
+        """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight.
+
+        None where another one is in its place (``memfit.arena``), which cannot be asked: then it may be.
+        """
+        if self._devices and torch.cuda.get_allocator_backend() == "pluggable":
+            return None
+        return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
 
     def _with_gradients(self) -> list[nn.Parameter]:
         return [one for one in parameters_of(self.optimizer) if one.grad is not None]

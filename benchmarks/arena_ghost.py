@@ -1,0 +1,124 @@
+"""GPU memory that training takes within memfit.arena, beside PyTorch's own allocator, on the ghost.
+
+    python benchmarks/arena_ghost.py [--models resnet50 ...] [--steps 6] [--json FILE]
+
+Each model trains three times, in a process each: with the default settings, with expandable segments, and in
+an arena. Of each: what cudaMemGetInfo says is taken after a step, the most of all steps; of the arena, of the
+steps until there is a plan, and of those that are placed. ``live`` is the bound that no allocator is below:
+the most that lives at once, as asked for, by PyTorch's own count (``requested_bytes.all.peak``). Fails if
+placed steps take more than 1.02 times as much.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+BATCHES = {
+    "resnet50": 32,
+    "vgg16": 32,
+    "googlenet": 32,
+    "densenet121": 32,
+    "mobilenet_v2": 32,
+    "gpt2": 4,
+    "vit_b_16": 32,
+}
+ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "arena": ""}
+MOST = 1.02
+"""Times what lives at once."""
+
+
+def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
+    """Train on the ghost; return what was taken after each step, and more."""
+    from memfit.devices import find_device
+    from memfit.ghost.build import build
+    from memfit.ghost.load import GhostDevice, load
+
+    ghost = load(build())
+    ghost.configure(GhostDevice.of(find_device("A100-80GB")))
+    from contextlib import nullcontext
+
+    import torch
+
+    import memfit
+
+    arena = memfit.arena(device="cuda") if allocator == "arena" else None
+    model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
+    model, size, taken = model_of(name).cuda(), BATCHES[name], []
+    is_text = name == "gpt2"
+    batch = torch.zeros(size, 1024, dtype=torch.long) if is_text else torch.zeros(size, 3, 224, 224)
+    kind = torch.optim.AdamW if name in {"gpt2", "vit_b_16"} else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.01, **({} if kind is torch.optim.AdamW else {"momentum": 0.9}))
+    for _ in range(steps):
+        with arena.train(batch) if arena else nullcontext():
+            inputs = batch.cuda()
+            loss = model(inputs, labels=inputs).loss if is_text else model(inputs).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del inputs, loss
+        free, total = torch.cuda.mem_get_info()
+        taken.append(total - free)
+    if arena is None:
+        return {"taken": taken, "live": torch.cuda.memory_stats()["requested_bytes.all.peak"]}
+    (kind,) = arena.report().steps
+    return {"taken": taken, "recorded": kind.recorded, "placed": kind.placed, "unplanned": kind.unplanned}
+
+
+def run(name: str, allocator: str, steps: int) -> dict[str, Any]:
+    """Train in a process of its own."""
+    command = [sys.executable, __file__, "--models", name, "--steps", str(steps), "--allocator", allocator]
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": ALLOCATORS[allocator]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}, {allocator}: {done.stderr}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(name: str, steps: int) -> dict[str, Any]:
+    """Train with each allocator, and print what was taken."""
+    seen = {allocator: run(name, allocator, steps) for allocator in ALLOCATORS}
+    live, arena = seen["default"]["live"], seen["arena"]
+    row = {
+        "live": live,
+        "default": max(seen["default"]["taken"]),
+        "expandable": max(seen["expandable"]["taken"]),
+        "recorded": max(arena["taken"][: arena["recorded"]]),
+        "placed": max(arena["taken"][arena["recorded"] :]),
+    }
+    print(
+        f"{name:14} {live / MIB:8,.0f} MiB  "
+        + "  ".join(f"{key} {row[key] / live:.3f}" for key in list(row)[1:])
+        + f"   {arena['placed']} steps placed, {arena['unplanned']} allocations unplanned",
+        flush=True,
+    )
+    return {"name": name, "batch_size": BATCHES[name], **row, "unplanned": arena["unplanned"]}
+
+
+def main() -> None:
+    """Compare each model; fail if one takes too much."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--allocator", choices=list(ALLOCATORS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.allocator:
+        print(json.dumps(train(arguments.models[0], arguments.allocator, arguments.steps)))
+        return
+    print("times what lives at once:", flush=True)
+    rows = [compare(name, arguments.steps) for name in arguments.models]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    above = [row["name"] for row in rows if row["placed"] > MOST * row["live"]]
+    if above:
+        sys.exit(f"placed steps take more than {MOST} times what lives at once: {', '.join(above)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""``memfit.arena()``: training at planned offsets, in three lines of a user's loop.
+
+    a kind of step         what is done
+    ───────────────────    ────────────────────────────────────────────────────────
+    new                    recorded
+    twice the same         planned
+    planned                placed: the k-th allocation has its offset
+    not as planned         the rest of it is the ordinary allocator's; the plan is dropped, and said so
+
+Nothing that lives is ever overwritten: a place is given only if nothing that lives overlaps it.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from memfit.analysis.comparison import compare
+from memfit.capture.recorder import installed
+from memfit.capture.tracefile import write_trace
+from memfit.devices import NO_LIMIT
+from memfit.errors import UsageError
+from memfit.placing import library
+from memfit.placing.cpu import Cpu
+from memfit.placing.cuda import Cuda
+from memfit.placing.history import trace_of
+from memfit.placing.kinds import Kind, Place
+from memfit.placing.pins import Pins
+from memfit.placing.plans import Key, read_plans, shapes, write_plans
+from memfit.records import Figure, Provenance, Term, Trace
+from memfit.strategies.mechanisms.global_generators import PYTHON
+
+if TYPE_CHECKING:
+    from memfit.report.placing import PlacedRun
+
+MOST_LOGGED = 1 << 22
+"""Requests that a history holds: 128 MiB of them."""
+_open: "dict[str, Arena]" = {}  # by device: an arena replaces the one before
+
+
+def arena(
+    *,
+    optimize_train: bool = True,
+    optimize_test: bool = True,
+    exclude: Iterable[nn.Module] = (),
+    plans: str | Path | None = None,
+    history: bool = False,
+    device: str | None = None,
+) -> "Arena":
+    """Give training steps their memory at planned offsets of one arena.
+
+    Each kind of step is recorded until it has come twice the same; then an offset is planned for each of its
+    allocations, and the steps that follow are placed. Results are the same to the bit. There is one arena on
+    each device: another one ends it.
+
+    Under ``memfit dry-run`` and ``memfit record`` it stands aside: they tell of PyTorch's own allocator.
+
+    Args:
+        optimize_train: whether training steps are placed.
+        optimize_test: whether steps of an evaluation are.
+        exclude: modules whose outputs are held until the step ends: ``Arena.outputs``.
+        plans: a file that plans are kept in, for the next run: its first step is placed already.
+        history: whether every allocation from now on is logged, for ``Arena.trace``.
+        device: ``cpu`` or ``cuda``; if not given, the GPU if there is one.
+
+    Raises:
+        UsageError: memory has been asked for on the GPU already, or an argument is not what it should be.
+        UnsuitableEnvironmentError: allocations cannot be placed here.
+        FileFormatError: the file holds no plans.
+
+    >>> model = torch.nn.Linear(8, 8)
+    >>> with arena(device="cpu") as planned:
+    ...     for _ in range(4):
+    ...         with planned.train():
+    ...             model(torch.ones(4, 8)).sum().backward()
+    ...             model.zero_grad()
+    """
+    if device not in {None, "cpu", "cuda"}:
+        raise UsageError(f"device={device!r}: give 'cpu' or 'cuda'.")
+    pins = Pins(exclude)
+    path = None if plans is None else Path(plans)
+    kinds = {name for name, wanted in (("train", optimize_train), ("test", optimize_test)) if wanted}
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device in _open:
+        _open[device].close()
+    _open[device] = made = Arena(_place(device), frozenset(kinds), pins, path, history=history)
+    return made
+
+
+def _place(device: str) -> Place | None:
+    if device == "cpu":
+        return Cpu()
+    if installed() is None:
+        return Cuda()
+    warnings.warn(
+        "memfit.arena stands aside: memfit is watching this script already, with PyTorch's own allocator.",
+        stacklevel=3,
+    )
+    return None
+
+
+class Arena:
+    """What ``arena`` returns: a context manager, that places nothing any more when it is left."""
+
+    def __init__(
+        self, place: Place | None, optimized: frozenset[str], pins: Pins, path: Path | None, *, history: bool
+    ) -> None:
+        self._place = place  # None: it stands aside
+        self._optimized = optimized
+        self._pins = pins
+        self._path = path
+        self._process = os.getpid()
+        self._inside = False
+        self._before: Kind | None = None  # of the step right before, if that was recorded
+        self._kinds: dict[Key, Kind] = {}
+        self._steps: list[int] = []  # how much was logged when each training step ended
+        if place is not None:
+            library.load().arena_log(place.arena, MOST_LOGGED if history else 0)
+            for key, plan in ({} if path is None else read_plans(path, place.alignment)).items():
+                self._kind(key, place).adopt(plan, is_new=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def outputs(self) -> Mapping[nn.Module, list[Any]]:
+        """What the excluded modules have returned in this step, call by call, until it ends."""
+        return self._pins.outputs
+
+    def train(self, *batch: Any) -> AbstractContextManager[None]:
+        """Run a training step within this: all from its forward to ``optimizer.zero_grad()``.
+
+        Args:
+            batch: the step's batch, or whatever of it has shapes that change: tensors, in lists, tuples and
+                dictionaries. Steps with other shapes have plans of their own.
+
+        Raises:
+            UsageError: another step has not ended.
+
+        >>> with planned.train(images, labels):  # doctest: +SKIP
+        ...     loss = criterion(model(images), labels)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        """
+        return self._step("train", batch)
+
+    def test(self, *batch: Any) -> AbstractContextManager[None]:
+        """Run a step of an evaluation within this; otherwise as ``train``."""
+        return self._step("test", batch)
+
+    def report(self) -> "PlacedRun":
+        """Return what came of each kind of step, and what is really used; it prints itself.
+
+        On a GPU and with a history, that is beside what PyTorch's own allocator would have reserved.
+        """
+        before = PYTHON.get_state()  # what prints draws random numbers when it is imported: the script's
+        from memfit.report.placing import PlacedRun
+
+        PYTHON.set_state(before)
+        steps = tuple(kind.summary() for kind in self._kinds.values())
+        used = () if self._place is None else self._place.used()
+        return PlacedRun(steps, (*self._rivals(), *used))
+
+    def _rivals(self) -> Iterator[Term]:
+        """Tell what PyTorch's allocator would have reserved for the same."""
+        if self._place is None or self._place.name == "cpu" or not self._has_history:
+            return
+        found = compare(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
+        for row in found.outcomes:
+            name = f"reserved, {row.setting.name or 'default settings'}"
+            yield Term(name, Figure(row.replay.peak_reserved, Provenance.SIMULATED, "an exact replay"))
+
+    @property
+    def _has_history(self) -> bool:
+        return self._place is not None and library.load().arena_logged_count(self._place.arena) > 0
+
+    def trace(self) -> Trace:
+        """Return the history as a trace, for ``memfit.pack`` and ``memfit.explain``.
+
+        Raises:
+            UsageError: there is none; it is kept on request.
+        """
+        if self._place is None or not self._has_history:
+            raise UsageError("This arena has no history. Make it with memfit.arena(history=True).")
+        rows = library.logged(self._place.arena)
+        return trace_of(rows, self._steps, self._place.device(), is_cut=len(rows) == MOST_LOGGED)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the history to a file: ``memfit pack run.memfit``."""
+        write_trace(self.trace(), Path(path))
+
+    def close(self) -> None:
+        """Place nothing any more. What lives in the arena stays there for as long as it lives."""
+        self._optimized = frozenset()
+        for kind in self._kinds.values():
+            kind.release()
+        if self._place is not None:
+            self._place.detach()
+
+    @contextmanager
+    def _step(self, name: str, batch: tuple[Any, ...]) -> Iterator[None]:
+        if self._inside:
+            raise UsageError("A step of this arena was begun within another one. End that one first.")
+        place = self._place
+        if place is None or name not in self._optimized or os.getpid() != self._process:
+            yield
+            return
+        kind = self._kind(self._key(name, batch, place), place)
+        mode = kind.mode
+        handle, before, self._before = kind.handle, self._before, None
+        self._inside = True
+        try:
+            with self._pins:
+                library.load().arena_begin(place.arena, mode, place.lane(), handle or None)
+                yield
+        finally:
+            library.load().arena_end(place.arena)
+            self._inside = False
+        if name == "train":
+            self._steps.append(library.load().arena_logged_count(place.arena))
+        if mode == library.RECORDING:
+            is_planned = kind.learn(follows=before is kind)
+            self._before = None if is_planned else kind
+            if is_planned:
+                self._write()
+        elif mode == library.PLACING and kind.judge():
+            self._write()
+
+    def _kind(self, key: Key, place: Place) -> Kind:
+        return self._kinds.setdefault(key, Kind(place, str(key)))
+
+    def _key(self, name: str, batch: tuple[Any, ...], place: Place) -> Key:
+        device = place.name
+        is_cast = torch.is_autocast_enabled(device)
+        settings = {
+            "torch": str(torch.__version__),
+            "grad": str(torch.is_grad_enabled()),
+            "dtype": str(torch.get_default_dtype()),
+            "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        }
+        return Key(name, tuple(shapes(batch)), tuple((settings | place.settings()).items()))
+
+    def _write(self) -> None:
+        if self._path is not None:
+            write_plans({key: kind.plan for key, kind in self._kinds.items() if kind.plan}, self._path)

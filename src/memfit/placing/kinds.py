@@ -1,0 +1,163 @@
+"""A kind of step: how it comes to a plan, and what becomes of the plan."""
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from memfit.packing.buffers import Column
+from memfit.placing import library
+from memfit.placing.lives import NO_PLAN, Plan, planned
+from memfit.records import DeviceUse, Term
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.report.placing import PlacedSteps
+
+MOST_DROPS = 3
+"""Plans of a kind of step that may fail before it is left alone."""
+
+
+class Place(Protocol):
+    """Whose allocations are placed: ``cpu.Cpu`` or ``cuda.Cuda``."""
+
+    name: str
+    """As ``torch.device`` names its type."""
+    alignment: int
+    """Bytes that places are multiples of."""
+    arena: int
+    """In C."""
+
+    def reserve(self, size: int) -> bool:
+        """Make the arena that large, if it is smaller; say whether it is."""
+
+    def lane(self) -> int:
+        """Return whose memory a step's is: see ``c/placing.h``."""
+
+    def settings(self) -> dict[str, str]:
+        """Return what decides what a step asks for, beside its batch."""
+
+    def used(self) -> tuple[Term, ...]:
+        """Measure what is really used."""
+
+    def device(self) -> DeviceUse:
+        """Return whose memory it is."""
+
+    def detach(self) -> None:
+        """Leave new allocations alone."""
+
+
+@dataclass(slots=True)
+class Kind:
+    """A kind of step, and what is known of it."""
+
+    place: Place
+    name: str
+    """For messages."""
+    plan: Plan | None = None
+    handle: int = 0
+    """Of the plan, in C."""
+    is_new: bool = False
+    """Whether the plan is another process's, and has not been carried out in this one."""
+    last: Column | None = None
+    """How the step was recorded last; None if it was not, or went wrong."""
+    drops: int = 0
+    recorded: int = 0
+    """Steps."""
+    placed: int = 0
+    """Steps."""
+    unplanned: int = 0
+    """Allocations of placed steps whose plan did not know them, or not where they could go."""
+
+    @property
+    def mode(self) -> int:
+        """What is done with the next step."""
+        if self.drops >= MOST_DROPS:
+            return library.IDLE
+        return library.PLACING if self.plan else library.RECORDING
+
+    def adopt(self, plan: Plan, *, is_new: bool = False) -> None:
+        """Carry out a plan from now on, if there is memory for its arena."""
+        if self.place.reserve(plan.height):
+            size, offset = plan.size, plan.offset
+            self.handle = library.load().plan_new(len(size), size.ctypes.data, offset.ctypes.data) or 0
+        if not self.handle:
+            self.drops = MOST_DROPS
+            warnings.warn(
+                f"memfit.arena: there is no memory for the arena of a {self.name} "
+                f"({format_bytes(plan.height)}). Such steps are left to the ordinary allocator.",
+                stacklevel=5,
+            )
+            return
+        self.plan, self.is_new, self.last = plan, is_new, None
+
+    def learn(self, *, follows: bool) -> bool:
+        """Look at a step that was recorded; if it came so twice, plan for it. Return whether there is a plan.
+
+        Args:
+            follows: whether the step before, of all kinds, was one of these, and recorded.
+        """
+        self.recorded += 1
+        newer = library.recorded(self.place.arena, before=False)
+        older = library.recorded(self.place.arena, before=True) if follows else self.last
+        self.last = newer
+        if older is not None and len(newer) and older[:, 0].tolist() == newer[:, 0].tolist():
+            self.adopt(planned(older, newer, follows=follows, alignment=self.place.alignment))
+        return self.plan is not None
+
+    def judge(self) -> bool:
+        """Look at a step that was placed; drop its plan if it was another one. Return whether."""
+        tally = library.tally(self.place.arena)
+        self.placed += 1
+        self.unplanned += tally["unplanned"]
+        # The first step of a process makes the optimizer's state, too: a plan from a file does not know that.
+        is_excused, self.is_new = self.is_new, False
+        if is_excused or not (tally["differing"] or tally["skipped"]):
+            return False
+        self.drop()
+        warnings.warn(self._difference(tally), stacklevel=5)
+        return True
+
+    def summary(self) -> "PlacedSteps":
+        """Return what came of its steps."""
+        from memfit.report.placing import PlacedSteps
+
+        plan = self.plan or NO_PLAN
+        kept = int((plan.offset < 0).sum())
+        return PlacedSteps(
+            self.name,
+            self.recorded,
+            self.placed,
+            len(plan.size),
+            kept,
+            self.unplanned,
+            plan.unshared,
+            plan.bound,
+            plan.height,
+        )
+
+    def drop(self) -> None:
+        """Have no plan any more."""
+        self.release()
+        self.plan = None
+        self.drops += 1
+
+    def release(self) -> None:
+        """Give back what the plan takes in C; it cannot be carried out any more."""
+        library.load().plan_free(self.handle or None)
+        self.handle = 0
+
+    def _difference(self, tally: dict[str, int]) -> str:
+        if tally["differing"]:
+            asked = format_bytes(tally["first_bytes"])
+            what = f"{asked} was asked for where the plan has allocation {tally['first']:,}"
+        else:
+            what = f"{tally['skipped']:,} of its allocations did not come"
+        then = (
+            "The next ones are recorded anew."
+            if self.drops < MOST_DROPS
+            else f"It was plan number {MOST_DROPS}: they are left to the ordinary allocator from now on."
+        )
+        return (
+            f"memfit.arena: a {self.name} was not as planned: {what}. {tally['unplanned']:,} allocations "
+            f"({format_bytes(tally['unplanned_bytes'])}) were the ordinary allocator's instead. {then}"
+        )

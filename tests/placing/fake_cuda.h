@@ -1,0 +1,20 @@
+/* What fake_cuda.c lets a check see. */
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+#define BASE ((uint64_t)1 << 40)
+
+enum { PAGE = 1 << 14, TOTAL = 1 << 22, RANGE = TOTAL / 8 * 9 + PAGE, RANGES = 48, STREAMS = 4 };
+
+extern int is_alone; /* whether one thread runs: rules about order are strict then */
+
+void must(int holds, const char *what);
+long work(int stream);                    /* issue a piece of work; its number */
+void go_on(int stream);                   /* finish one more */
+int is_done(int stream, long number);
+int is_usable(const void *pointer, int64_t size);
+int device_pages(void);
+void capture(int stream); /* or -1: no longer */
