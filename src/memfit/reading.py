@@ -162,6 +162,8 @@ def pack(
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to fail at: --capacity 8GiB.")
+    if csv is not None and csv.resolve() == path.resolve():
+        raise UsageError(f"--csv {csv} is what is read: name another file to write to.")
     for output in (None if json == "-" else json, csv):
         if output is not None:
             api.check_output(Path(output))

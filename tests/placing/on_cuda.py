@@ -131,10 +131,55 @@ def plans_of_another_process():
             for _ in range(4 - 2 * number):
                 with arena.train():
                     step(*parts)
-            (kind,) = arena.report().steps
-            print(kind.recorded, kind.placed, plans.exists(), flush=True)
+            told = [(kind.recorded, kind.placed, kind.unplanned) for kind in arena.report().steps]
+            print(told, plans.exists(), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
+
+
+def lent():
+    """An evaluation that is recorded, and memory for it or for the arena."""
+    arena = memfit.arena()
+    parts = cnn()
+    for _ in range(4):
+        with arena.train():
+            step(*parts)
+    arena_bytes = library.counted(0)["arena"]
+    leave(round(used()) + 20)
+    for _ in range(2):
+        with torch.no_grad(), arena.test():
+            large = torch.empty(arena_bytes // 2, dtype=torch.uint8, device="cuda")
+            del large
+    with arena.train():
+        step(*parts)
+    train, test = arena.report().steps
+    print(train.placed, train.unplanned, test.recorded, library.counted(0)["arena"] == arena_bytes)
+    large = torch.empty(arena_bytes - 4 * MIB, dtype=torch.uint8, device="cuda")
+    with arena.train():
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # in no plan, and there is no arena
+    del large
+    print(library.counted(0)["arena"], len(held))
+
+
+def closed():
+    arena = memfit.arena()
+    parts = cnn()
+    for _ in range(4):
+        with arena.train():
+            step(*parts)
+    arena.close()
+    torch.cuda.empty_cache()
+    count = library.counted(0)
+    print(count["arena"], count["pages"] == count["heaps"])
+
+
+def precisions():
+    arena = memfit.arena()
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        backend.fp32_precision = "ieee"
+        with arena.train():
+            mib(1)
+    print(len(arena._kinds))
 
 
 def history():
@@ -211,6 +256,31 @@ def placed_and_used_by_another_stream():
     torch.cuda.synchronize()
     print(mib(8).data_ptr() == first)
     print(library.tally(place.arena)["placed"], library.tally(place.arena)["overlapping"])
+
+
+def used_by_the_stream_of_a_later_step():
+    place, side = Cuda(), torch.cuda.Stream()
+    place.reserve(16 * MIB)
+
+    def begin(size, at):
+        sizes, offsets = torch.tensor([size * MIB] * 2).numpy(), torch.tensor([at * MIB] * 2).numpy()
+        plan = library.load().plan_new(2, sizes.ctypes.data, offsets.ctypes.data)
+        library.load().arena_begin(place.arena, library.PLACING, place.lane(), plan)
+
+    begin(8, 0)
+    x = mib(8)
+    first = x.data_ptr()
+    with torch.cuda.stream(side):
+        begin(1, 12)
+        mib(1)  # the arena follows that stream now
+        x.record_stream(side)
+    begin(8, 0)
+    mib(2)  # in no plan: the arena follows the first stream again
+    ghost.hold_events(True)
+    del x
+    print(mib(8).data_ptr() == first)
+    torch.cuda.synchronize()
+    print(mib(8).data_ptr() == first)
 
 
 def several_arenas_in_turn():

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ def place(
         (
             len(buffers),
             cut.count,
-            *_pointers(columns),
+            *columns,
             tightest,
             ctypes.byref(cancelled),
-            offset.ctypes.data,
+            offset,
         ),
         cancelled,
         deadline,
@@ -81,12 +81,12 @@ def search(
         (
             len(buffers),
             cut.count,
-            *_pointers(columns),
+            *columns,
             capacity,
             preference.encode(),
             node_limit,
             ctypes.byref(cancelled),
-            offset.ctypes.data,
+            offset,
             ctypes.byref(nodes),
         ),
         cancelled,
@@ -95,28 +95,32 @@ def search(
     return status, nodes.value, offset
 
 
-def _pointers(columns: Iterable[npt.NDArray[Any]]) -> Iterator[int]:
-    return (column.ctypes.data for column in columns)
+def _passed(argument: Any) -> Any:
+    return argument.ctypes.data if isinstance(argument, np.ndarray) else argument
 
 
 def _call(
     function: Callable[..., int], arguments: tuple[Any, ...], cancelled: ctypes.c_int, deadline: float
 ) -> int:
-    """Call into the library from another thread, so that Ctrl-C and the deadline end it."""
+    """Call into the library from another thread, so that Ctrl-C and the deadline end it.
+
+    Arrays are passed as such, and are there until that thread is done with them: Ctrl-C may come anywhere.
+    """
     status = NO_HOST_MEMORY
 
     def run() -> None:
         nonlocal status
-        status = function(*arguments)
+        status = function(*map(_passed, arguments))
 
     thread = threading.Thread(target=run, name="memfit-pack")
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(_WAIT)
     finally:
         cancelled.value = 1
-        thread.join()
+        if thread.is_alive():
+            thread.join()
     if status == NO_HOST_MEMORY:
         raise MemoryError
     return status

@@ -10,10 +10,13 @@
 Nothing that lives is ever overwritten: a place is given only if nothing that lives overlaps it.
 """
 
+import inspect
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,7 +32,8 @@ from memfit.placing import library
 from memfit.placing.cpu import Cpu
 from memfit.placing.cuda import Cuda
 from memfit.placing.history import trace_of
-from memfit.placing.kinds import Kind, Place
+from memfit.placing.kinds import MOST_DROPS, Kind, Place
+from memfit.placing.lives import Plan
 from memfit.placing.pins import Pins
 from memfit.placing.plans import Key, read_plans, shapes, write_plans
 from memfit.records import Figure, Provenance, Term, Trace
@@ -40,6 +44,9 @@ if TYPE_CHECKING:
 
 MOST_LOGGED = 1 << 22
 """Requests that a history holds: 128 MiB of them."""
+MOST_KINDS = 256
+"""Kinds of steps that are known; those that come later are left to the ordinary allocator."""
+Running = Callable[[], Generator[None, None, None] | None]
 _open: "dict[str, Arena]" = {}  # by device: an arena replaces the one before
 
 
@@ -47,7 +54,7 @@ def arena(
     *,
     optimize_train: bool = True,
     optimize_test: bool = True,
-    exclude: Iterable[nn.Module] = (),
+    exclude: nn.Module | Iterable[nn.Module] = (),
     plans: str | Path | None = None,
     history: bool = False,
     device: str | None = None,
@@ -69,7 +76,8 @@ def arena(
         device: ``cpu`` or ``cuda``; if not given, the GPU if there is one.
 
     Raises:
-        UsageError: memory has been asked for on the GPU already, or an argument is not what it should be.
+        UsageError: memory has been asked for on the GPU already, an argument is not what it should be, or a
+            step of another arena has not ended.
         UnsuitableEnvironmentError: allocations cannot be placed here.
         FileFormatError: the file holds no plans.
 
@@ -82,7 +90,7 @@ def arena(
     """
     if device not in {None, "cpu", "cuda"}:
         raise UsageError(f"device={device!r}: give 'cpu' or 'cuda'.")
-    pins = Pins(exclude)
+    pins = Pins((exclude,) if isinstance(exclude, nn.Module) else exclude)
     path = None if plans is None else Path(plans)
     kinds = {name for name, wanted in (("train", optimize_train), ("test", optimize_test)) if wanted}
     if device is None:
@@ -116,14 +124,17 @@ class Arena:
         self._pins = pins
         self._path = path
         self._process = os.getpid()
-        self._inside = False
+        self._running: Running = lambda: None  # the step that was begun last
         self._before: Kind | None = None  # of the step right before, if that was recorded
         self._kinds: dict[Key, Kind] = {}
+        self._begun: set[Key] = set()
+        self._read: dict[Key, Plan] = {}  # plans of other runs
+        self._is_full = False
         self._steps: list[int] = []  # how much was logged when each training step ended
         if place is not None:
             library.load().arena_log(place.arena, MOST_LOGGED if history else 0)
-            for key, plan in ({} if path is None else read_plans(path, place.alignment)).items():
-                self._kind(key, place).adopt(plan, is_new=True)
+            self._read = self._plans_in_file(place)
+            self._write(place)  # so that a file that cannot be written is told of now
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +163,11 @@ class Arena:
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         """
-        return self._step("train", batch)
+        return self._begin("train", batch)
 
     def test(self, *batch: Any) -> AbstractContextManager[None]:
         """Run a step of an evaluation within this; otherwise as ``train``."""
-        return self._step("test", batch)
+        return self._begin("test", batch)
 
     def report(self) -> "PlacedRun":
         """Return what came of each kind of step, and what is really used; it prints itself.
@@ -200,44 +211,69 @@ class Arena:
         write_trace(self.trace(), Path(path))
 
     def close(self) -> None:
-        """Place nothing any more. What lives in the arena stays there for as long as it lives."""
+        """Place nothing any more. What lives in the arena stays there for as long as it lives.
+
+        Raises:
+            UsageError: a step has not ended.
+        """
+        self._check_no_step()
         self._optimized = frozenset()
         for kind in self._kinds.values():
             kind.release()
         if self._place is not None:
+            self._place.lend()
             self._place.detach()
 
-    @contextmanager
-    def _step(self, name: str, batch: tuple[Any, ...]) -> Iterator[None]:
-        if self._inside:
-            raise UsageError("A step of this arena was begun within another one. End that one first.")
+    def _check_no_step(self) -> None:
+        running = self._running()  # asked of the generator itself: that is right wherever Ctrl-C has ended it
+        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_CLOSED:
+            raise UsageError("A step of this arena was begun and has not ended. End it first.")
+
+    def _begin(self, name: str, batch: tuple[Any, ...]) -> AbstractContextManager[None]:
+        itself: list[Running] = []
+        step = contextmanager(self._step)(name, batch, itself)
+        itself.append(weakref.ref(step.gen))
+        return step
+
+    def _step(self, name: str, batch: tuple[Any, ...], itself: list[Running]) -> Generator[None, None, None]:
+        self._check_no_step()
+        self._running = itself[0]
         place = self._place
         if place is None or name not in self._optimized or os.getpid() != self._process:
             yield
             return
-        kind = self._kind(self._key(name, batch, place), place)
-        mode = kind.mode
+        lane = place.lane()  # before all else: the arena is where the first step is
+        key = self._key(name, batch, place)
+        kind = self._kind(key, place)
+        mode = kind.begin()
         handle, before, self._before = kind.handle, self._before, None
-        self._inside = True
         try:
             with self._pins:
-                library.load().arena_begin(place.arena, mode, place.lane(), handle or None)
+                library.load().arena_begin(place.arena, mode, lane, handle or None)
                 yield
         finally:
             library.load().arena_end(place.arena)
-            self._inside = False
         if name == "train":
             self._steps.append(library.load().arena_logged_count(place.arena))
-        if mode == library.RECORDING:
+        if mode == library.RECORDING and key.is_first:
+            kind.learn_once()
+            self._write(place)
+        elif mode == library.RECORDING:
             is_planned = kind.learn(follows=before is kind)
             self._before = None if is_planned else kind
             if is_planned:
-                self._write()
+                self._write(place)
         elif mode == library.PLACING and kind.judge():
-            self._write()
+            self._write(place)
 
     def _kind(self, key: Key, place: Place) -> Kind:
-        return self._kinds.setdefault(key, Kind(place, str(key)))
+        if key not in self._kinds and len(self._kinds) == MOST_KINDS:
+            return self._one_too_many(place)
+        if key not in self._kinds:
+            self._kinds[key] = Kind(place, str(key))
+            if key in self._read:
+                self._kinds[key].adopt(self._read[key])
+        return self._kinds[key]
 
     def _key(self, name: str, batch: tuple[Any, ...], place: Place) -> Key:
         device = place.name
@@ -249,8 +285,29 @@ class Arena:
             "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
             "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         }
-        return Key(name, tuple(shapes(batch)), tuple((settings | place.settings()).items()))
+        key = Key(name, tuple(shapes(batch)), tuple((settings | place.settings()).items()))
+        if self._path is None or key in self._begun:
+            return key
+        # The first step makes the optimizer's state, too. It comes once: the next run will place it.
+        self._begun.add(key)
+        return replace(key, is_first=True)
 
-    def _write(self) -> None:
+    def _one_too_many(self, place: Place) -> Kind:
+        if not self._is_full:
+            self._is_full = True
+            warnings.warn(
+                f"memfit.arena: there are more than {MOST_KINDS} kinds of steps; further ones are left to "
+                "the ordinary allocator. Pad batches to a few shapes, or give train() less of the batch.",
+                stacklevel=5,
+            )
+        return Kind(place, "", drops=MOST_DROPS)
+
+    def _plans_in_file(self, place: Place) -> dict[Key, Plan]:
+        return {} if self._path is None else read_plans(self._path, place.alignment)
+
+    def _write(self, place: Place) -> None:
+        """Write the plans there are, beside those of other runs."""
         if self._path is not None:
-            write_plans({key: kind.plan for key, kind in self._kinds.items() if kind.plan}, self._path)
+            others = {key: plan for key, plan in self._plans_in_file(place).items() if key not in self._kinds}
+            ours = {key: kind.plan for key, kind in self._kinds.items() if kind.plan}
+            write_plans(others | ours, self._path)

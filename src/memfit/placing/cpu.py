@@ -34,7 +34,8 @@ class Cpu:
         if not self.arena:
             raise UnsuitableEnvironmentError(
                 f"memfit.arena does not find where PyTorch {torch.__version__} asks for CPU memory "
-                "(posix_memalign and free in libc10.so). Leave the arena out, and please report this."
+                "(posix_memalign and free in libc10.so), or may not reserve 4 TiB of addresses for it "
+                "(ulimit -v). Leave the arena out: the script runs the same without."
             )
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, not musl's
 
@@ -73,6 +74,10 @@ class Cpu:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         nothing = Figure(0, Provenance.EXACT, "a CPU has no context")
         return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, Machine.CPU)
+
+    def lend(self) -> None:
+        """Give the arena's memory back to the system, if nothing lives there."""
+        load().cpu_trim()
 
     def detach(self) -> None:
         """Route nothing new through here, unless something still lives in the arena."""

@@ -38,7 +38,7 @@ class Cuda:
 
     def reserve(self, size: int) -> bool:
         """Make the arena that large, of memory that steps without it have left; the rest is given back."""
-        is_there = size <= self._count()["arena"] or bool(load().cuda_reserve(size))
+        is_there = bool(load().cuda_reserve(size))
         load().cuda_trim()
         return is_there
 
@@ -65,7 +65,7 @@ class Cuda:
             "cudnn": f"{cudnn.version()} {cudnn.enabled}",  # type: ignore[no-untyped-call]
             "cudnn.benchmark": str(cudnn.benchmark),
             "cudnn.deterministic": str(cudnn.deterministic),
-            "tf32": f"{cudnn.allow_tf32} {torch.get_float32_matmul_precision()}",
+            "tf32": _precisions(),
         }
 
     def used(self) -> tuple[Term, ...]:
@@ -95,6 +95,10 @@ class Cuda:
             Machine.REHEARSAL if rehearsal else Machine.CARD,
         )
 
+    def lend(self) -> None:
+        """Give back the arena's memory that nothing lives on."""
+        load().cuda_lend()
+
     def detach(self) -> None:
         """Do nothing: PyTorch keeps an allocator that has been used. Nothing is placed between steps."""
 
@@ -109,6 +113,13 @@ class Cuda:
                 "Run one process for each GPU, or choose the device before the first step."
             )
         return int(found)
+
+
+def _precisions() -> str:
+    """Return which precisions float32 may be computed in, however they were set."""
+    cudnn = torch.backends.cudnn
+    backends = (torch.backends.cuda.matmul, *(getattr(cudnn, name, None) for name in ("conv", "rnn")))
+    return " ".join(getattr(backend, "fp32_precision", "") for backend in backends)
 
 
 @functools.cache

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_DROPS = 3
 """Plans of a kind of step that may fail before it is left alone."""
+MANY = 20
+"""Steps of a kind that were recorded, and no two the same, after which that is said."""
 
 
 class Place(Protocol):
@@ -42,6 +44,9 @@ class Place(Protocol):
     def device(self) -> DeviceUse:
         """Return whose memory it is."""
 
+    def lend(self) -> None:
+        """Give back the arena's memory that nothing lives on; it is to be reserved again."""
+
     def detach(self) -> None:
         """Leave new allocations alone."""
 
@@ -56,8 +61,6 @@ class Kind:
     plan: Plan | None = None
     handle: int = 0
     """Of the plan, in C."""
-    is_new: bool = False
-    """Whether the plan is another process's, and has not been carried out in this one."""
     last: Column | None = None
     """How the step was recorded last; None if it was not, or went wrong."""
     drops: int = 0
@@ -65,17 +68,22 @@ class Kind:
     """Steps."""
     placed: int = 0
     """Steps."""
+    is_said: bool = False
+    """Whether it was told that places were taken, or that no two steps are the same."""
     unplanned: int = 0
     """Allocations of placed steps whose plan did not know them, or not where they could go."""
 
-    @property
-    def mode(self) -> int:
-        """What is done with the next step."""
+    def begin(self) -> int:
+        """Return what is done with the step that begins now."""
         if self.drops >= MOST_DROPS:
             return library.IDLE
-        return library.PLACING if self.plan else library.RECORDING
+        if self.plan is None:
+            return library.RECORDING
+        # On a GPU the arena's memory is lent to whatever runs short of its own.
+        has_room = library.load().arena_bytes(self.place.arena) >= self.plan.height
+        return library.PLACING if has_room or self.place.reserve(self.plan.height) else library.IDLE
 
-    def adopt(self, plan: Plan, *, is_new: bool = False) -> None:
+    def adopt(self, plan: Plan) -> None:
         """Carry out a plan from now on, if there is memory for its arena."""
         if self.place.reserve(plan.height):
             size, offset = plan.size, plan.offset
@@ -88,7 +96,7 @@ class Kind:
                 stacklevel=5,
             )
             return
-        self.plan, self.is_new, self.last = plan, is_new, None
+        self.plan, self.last = plan, None
 
     def learn(self, *, follows: bool) -> bool:
         """Look at a step that was recorded; if it came so twice, plan for it. Return whether there is a plan.
@@ -102,20 +110,47 @@ class Kind:
         self.last = newer
         if older is not None and len(newer) and older[:, 0].tolist() == newer[:, 0].tolist():
             self.adopt(planned(older, newer, follows=follows, alignment=self.place.alignment))
+        else:
+            self._tell_of_no_two()
         return self.plan is not None
+
+    def learn_once(self) -> None:
+        """Plan for a step that comes once in a process, for the next process."""
+        self.recorded += 1
+        once = library.recorded(self.place.arena, before=False)
+        self.plan = planned(once, once, follows=False, alignment=self.place.alignment)
 
     def judge(self) -> bool:
         """Look at a step that was placed; drop its plan if it was another one. Return whether."""
         tally = library.tally(self.place.arena)
         self.placed += 1
         self.unplanned += tally["unplanned"]
-        # The first step of a process makes the optimizer's state, too: a plan from a file does not know that.
-        is_excused, self.is_new = self.is_new, False
-        if is_excused or not (tally["differing"] or tally["skipped"]):
+        if not (tally["differing"] or tally["skipped"]):
+            self._tell_of_overlaps(tally["overlapping"])
             return False
         self.drop()
-        warnings.warn(self._difference(tally), stacklevel=5)
+        warnings.warn(self._difference(tally), stacklevel=4)
         return True
+
+    def _tell_of_overlaps(self, count: int) -> None:
+        if count and not self.is_said:
+            self.is_said = True
+            warnings.warn(
+                f"memfit.arena: in a {self.name} {count:,} allocations were the ordinary allocator's: what "
+                "was held longer than in the steps of the plan still lives in their places. (Gradients, "
+                "where zero_grad comes after an evaluation?) This is said once; the report counts them.",
+                stacklevel=5,
+            )
+
+    def _tell_of_no_two(self) -> None:
+        if self.recorded == MANY and not self.is_said:
+            self.is_said = True
+            warnings.warn(
+                f"memfit.arena: {MANY} times a {self.name} was recorded, and no two were the same. Give "
+                "steps that differ something to be told apart by: train('generator', batch), or tensors "
+                "whose shapes say how large the step is.",
+                stacklevel=5,
+            )
 
     def summary(self) -> "PlacedSteps":
         """Return what came of its steps."""
@@ -140,11 +175,13 @@ class Kind:
         self.release()
         self.plan = None
         self.drops += 1
+        self.place.lend()
 
     def release(self) -> None:
         """Give back what the plan takes in C; it cannot be carried out any more."""
-        library.load().plan_free(self.handle or None)
-        self.handle = 0
+        library.load().arena_end(self.place.arena)  # where a step was interrupted before its end
+        handle, self.handle = self.handle, 0
+        library.load().plan_free(handle or None)
 
     def _difference(self, tally: dict[str, int]) -> str:
         if tally["differing"]:

@@ -39,20 +39,23 @@ def opened_library(path: Path) -> ctypes.CDLL:
         ("arena_end", None, (pointer,)),
         ("arena_tally", None, (pointer, pointer)),
         ("arena_live", int64, (pointer,)),
+        ("arena_bytes", int64, (pointer,)),
         ("arena_recorded_count", int64, (pointer, flag)),
         ("arena_recorded", None, (pointer, flag, pointer)),
         ("arena_log", None, (pointer, int64)),
         ("arena_logged_count", int64, (pointer,)),
-        ("arena_logged", None, (pointer, pointer)),
+        ("arena_logged", int64, (pointer, pointer, int64)),
         ("plan_new", pointer, (int64, pointer, pointer)),
         ("plan_free", None, (pointer,)),
         ("cpu_attach", pointer, (ctypes.c_char_p,)),
         ("cpu_detach", None, ()),
         ("cpu_lane", ctypes.c_size_t, ()),
         ("cpu_reserve", flag, (int64,)),
+        ("cpu_trim", None, ()),
         ("cuda_attach", pointer, (flag,)),
         ("cuda_reserve", flag, (int64,)),
         ("cuda_trim", None, ()),
+        ("cuda_lend", None, ()),
         ("cuda_count", None, (flag, pointer)),
     ):
         function = getattr(library, name)
@@ -91,5 +94,4 @@ def recorded(arena: int, *, before: bool) -> Column:
 def logged(arena: int) -> Column:
     """Return what was logged: rows of address, size (or ``FREED``), time and lane."""
     rows = np.zeros((load().arena_logged_count(arena), 4), np.int64)
-    load().arena_logged(arena, rows.ctypes.data)
-    return rows
+    return rows[: load().arena_logged(arena, rows.ctypes.data, len(rows))]

@@ -1,6 +1,5 @@
 """Outputs of modules, held until a step ends."""
 
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +17,7 @@ class Pins:
         for module in self._modules:
             if not isinstance(module, nn.Module):
                 raise UsageError(f"exclude={module!r}: give modules, such as model.layer4.")
-        self.outputs: dict[nn.Module, list[Any]] = defaultdict(list)
+        self.outputs: dict[nn.Module, list[Any]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
@@ -30,4 +29,4 @@ class Pins:
         self.outputs.clear()
 
     def _hold(self, module: nn.Module, _: Any, output: Any) -> None:
-        self.outputs[module].append(output)
+        self.outputs.setdefault(module, []).append(output)

@@ -27,10 +27,13 @@ class Key:
     """Of the batch: ``float32[32, 3, 224, 224]``."""
     settings: tuple[tuple[str, str], ...]
     """Versions, threads, the device and whatever of PyTorch's settings changes what is asked for."""
+    is_first: bool = False
+    """Whether it is the first one in a process, where plans are kept for others."""
 
     def __str__(self) -> str:
         of = f" with {', '.join(self.shapes)}" if self.shapes else ""
-        return f"{'training' if self.kind == 'train' else 'test'} step{of}"
+        first = "first " if self.is_first else ""
+        return f"{first}{'training' if self.kind == 'train' else 'test'} step{of}"
 
 
 def shapes(batch: Any) -> Iterator[str]:
@@ -55,6 +58,7 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True):
     kind: str
     shapes: list[str]
     settings: dict[str, str]
+    is_first: bool
     size: list[int]
     offset: list[int]
     height: int
@@ -79,6 +83,7 @@ def write_plans(plans: Mapping[Key, Plan], path: Path) -> None:
             key.kind,
             list(key.shapes),
             dict(key.settings),
+            key.is_first,
             plan.size.tolist(),
             plan.offset.tolist(),
             plan.height,
@@ -110,7 +115,7 @@ def read_plans(path: Path, alignment: int) -> dict[Key, Plan]:
 
 
 def _key(row: _Kept) -> Key:
-    return Key(row.kind, tuple(row.shapes), tuple(row.settings.items()))
+    return Key(row.kind, tuple(row.shapes), tuple(row.settings.items()), row.is_first)
 
 
 def _plan(row: _Kept, alignment: int, path: Path) -> Plan:

@@ -104,6 +104,8 @@ void arena_tally(const arena *a, tally *out) { *out = a->tally; }
 
 int64_t arena_live(const arena *a) { return a->live.count; }
 
+int64_t arena_bytes(const arena *a) { return a->bytes; }
+
 static const record *recorded(const arena *a, int before) { return before ? &a->recorder.before : &a->recorder.now; }
 
 int64_t arena_recorded_count(const arena *a, int before) {
@@ -124,8 +126,12 @@ void arena_log(arena *a, int64_t most) {
 
 int64_t arena_logged_count(const arena *a) { return a->history.count; }
 
-void arena_logged(const arena *a, logged *out) {
-  if (a->history.count) memcpy(out, a->history.entries, (size_t)a->history.count * sizeof *out);
+int64_t arena_logged(arena *a, logged *out, int64_t room) {
+  pthread_mutex_lock(&a->lock);
+  int64_t count = a->history.count < room ? a->history.count : room;
+  if (count) memcpy(out, a->history.entries, (size_t)count * sizeof *out);
+  pthread_mutex_unlock(&a->lock);
+  return count;
 }
 
 plan *plan_new(int64_t count, const int64_t *size, const int64_t *offset) {

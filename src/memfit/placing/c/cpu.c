@@ -108,7 +108,11 @@ static int patch_library(struct dl_phdr_info *info, size_t size, void *data) {
 
 // ---- for Python
 
-// A child has a copy of what lives in the arena, and no step; nobody there unlocks what others had locked.
+// A child has a copy of what lives in the arena, whole, and no step.
+static void before_fork(void) { pthread_mutex_lock(&cpu.lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&cpu.lock); }
+
 static void in_child(void) {
   pthread_mutex_init(&cpu.lock, NULL);
   cpu.mode = IDLE;
@@ -117,7 +121,7 @@ static void in_child(void) {
 static int reserve_addresses(void) {
   if (cpu.base) return 1;
   void *base = mmap(NULL, (size_t)ADDRESSES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED || pthread_atfork(NULL, NULL, in_child)) return 0;
+  if (base == MAP_FAILED || pthread_atfork(before_fork, after_fork, in_child)) return 0;
   cpu.base = base;
   cpu.address_bytes = ADDRESSES;
   return 1;
@@ -153,4 +157,11 @@ API int cpu_reserve(int64_t bytes) {
   if (is_there && whole > cpu.bytes) cpu.bytes = whole;
   pthread_mutex_unlock(&cpu.lock);
   return is_there;
+}
+
+// Give the arena's memory back to the system, if nothing lives there; it comes back as it is used.
+API void cpu_trim(void) {
+  pthread_mutex_lock(&cpu.lock);
+  if (!cpu.live.count && cpu.bytes) madvise(cpu.base, (size_t)cpu.bytes, MADV_DONTNEED);
+  pthread_mutex_unlock(&cpu.lock);
 }

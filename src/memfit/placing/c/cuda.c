@@ -57,6 +57,25 @@ static void trim(gpu *g) {
   g->idle = idle_bytes(g);
 }
 
+static void set_bytes(int64_t bytes) {
+  pthread_mutex_lock(&placed.lock);
+  placed.bytes = bytes;
+  pthread_mutex_unlock(&placed.lock);
+}
+
+// Make spare the arena's pages that nothing lives on, once the GPUs have been waited for. Nothing is placed until it is
+// reserved again.
+static void lend(const gpu *g) {
+  if (place.gpu != g) return;
+  set_bytes(0);
+  int64_t from = 0;
+  for (int64_t i = 0; i < placed.live.count; i++) {
+    range_unmap(&place, from, placed.live.extents[i].offset);
+    from = placed.live.extents[i].end;
+  }
+  range_unmap(&place, from, place.bytes);
+}
+
 // ---- allocating
 
 // Steps that are recorded are few. They are given no new page before all that are free have been used, but for a part
@@ -67,6 +86,11 @@ static void *without_new_pages(gpu *g, heap *h, int64_t size) {
   void *found = heap_take(h, size);
   if (!found && idle_bytes(g) - g->idle > g->pages * g->page_bytes / PART) {
     trim(g);
+    found = heap_take(h, size);
+  }
+  if (!found && place.gpu == g && placed.bytes) {
+    gpus_synchronize();
+    lend(g);
     found = heap_take(h, size);
   }
   g->allowed_pages = allowed;
@@ -82,7 +106,10 @@ static void *ordinary(gpu *g, int64_t size, void *stream, pool_id pool) {
   capture_relax(mode);
   if (found || !h || captures_open()) return found; // what is captured cannot be waited for
   trim(g);
-  found = heap_take(h, size);
+  if (!(found = heap_take(h, size))) {
+    lend(g);
+    found = heap_take(h, size);
+  }
   if (!found) {
     heap_trim(h); // of what was mapped in vain
     gpu_release(g);
@@ -141,9 +168,9 @@ API void placing_record_stream(void *pointer, void *stream) {
   if (!pointer || is_forked) return;
   pthread_mutex_lock(&lock);
   const heap *h = heap_of(pointer);
-  const void *own = h ? h->stream : (const void *)last_lane;
-  int is_noted = own == stream || uses_add(pointer, stream);
-  if (own != stream) arena_share(&placed, pointer);
+  int is_own = h && h->stream == stream; // what is placed may be used next in whatever stream's order
+  int is_noted = is_own || uses_add(pointer, stream);
+  if (!is_own) arena_share(&placed, pointer);
   pthread_mutex_unlock(&lock);
   if (!is_noted) raise_error("Cannot note that a stream uses memory: the host is out of memory.");
 }
@@ -217,12 +244,6 @@ API arena *cuda_attach(int device) {
 
 static int64_t end_of_live(void) { return placed.live.count ? placed.live.extents[placed.live.count - 1].end : 0; }
 
-static void set_bytes(int64_t bytes) {
-  pthread_mutex_lock(&placed.lock);
-  placed.bytes = bytes;
-  pthread_mutex_unlock(&placed.lock);
-}
-
 static int reserve(int64_t bytes) {
   gpu *g = gpu_of(arena_device);
   if (!g || captures_open() || (!place.base && !range_open(&place, g))) return 0;
@@ -234,7 +255,8 @@ static int reserve(int64_t bytes) {
   if (whole < before && whole < end_of_live()) return 0;
   if (whole < before) set_bytes(whole);
   int is_there = range_map(&place, 0, whole);
-  range_unmap(&place, is_there ? whole : before, place.bytes);
+  int64_t kept = is_there ? whole : before, used = end_of_live(); // something may live beyond, since it was lent
+  range_unmap(&place, kept > used ? kept : used, place.bytes);
   if (is_there) set_bytes(whole);
   return is_there;
 }
@@ -250,6 +272,19 @@ API int cuda_reserve(int64_t bytes) {
   cuda->SetDevice(before);
   pthread_mutex_unlock(&lock);
   return is_there;
+}
+
+// Give back all of the arena that nothing lives on; until it is reserved again nothing is placed.
+API void cuda_lend(void) {
+  if (is_forked) return;
+  pthread_mutex_lock(&lock);
+  gpu *g = place.gpu;
+  if (g && !captures_open()) {
+    trim(g);
+    lend(g);
+    gpu_release(g);
+  }
+  pthread_mutex_unlock(&lock);
 }
 
 API void cuda_count(int device, cuda_figures *out) {

@@ -136,13 +136,16 @@ int arena_leave(arena *a, const void *pointer, uintptr_t lane);
 
 API void arena_tally(const arena *a, tally *out);
 API int64_t arena_live(const arena *a);
+// Return how much there is memory for.
+API int64_t arena_bytes(const arena *a);
 // How many allocations were recorded in this step, or in the one before it; -1 if there was no memory to record them.
 API int64_t arena_recorded_count(const arena *a, int before);
 API void arena_recorded(const arena *a, int before, lived *out);
 // Begin a new log, of so many requests at most.
 API void arena_log(arena *a, int64_t most);
 API int64_t arena_logged_count(const arena *a);
-API void arena_logged(const arena *a, logged *out);
+// Copy the first of them, as many as there is room for; how many. What is being asked for meanwhile may be missing.
+API int64_t arena_logged(arena *a, logged *out, int64_t room);
 
 API plan *plan_new(int64_t count, const int64_t *size, const int64_t *offset);
 API void plan_free(plan *p);

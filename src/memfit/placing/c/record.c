@@ -64,6 +64,7 @@ void recorder_begin(recorder *r) {
   r->before = r->now;
   r->now = emptied;
   r->failed = r->room && !rehash(r, r->room, 0);
+  if (r->failed) recorder_forget(r);
   for (int64_t i = 0; i < r->room; i++) r->entries[i].is_old = 1;
 }
 
