@@ -5,11 +5,11 @@
     memfit dry-run --steps 9999 --memory 1TiB benchmarks/aliases.py --device cuda [--operators]
                                                           with the CUDA build, on the ghost
 
-Each graph is run, and the storages are looked at (``tests/storages.py``): which values share one, its bytes,
-between which nodes it is there. All three must be as told. Of a model: forward and backward traced as one,
-forward and backward as AOTAutograd hands them to a compiler, the exported forward. Of an operator: called
-as it is and in place, and traced with what it is made of, forward and with its backward; on what is dense
-and on what lies in a larger storage with gaps.
+Each graph is run, and the storages are looked at (``tests/support/storage_referee.py``): which values
+share one, its bytes, between which nodes it is alive. All three must be as memfit says. Of a model: forward
+and backward traced as one, forward and backward as AOTAutograd hands them to a compiler, the exported
+forward. Of an operator: called as it is and in place, and decomposed, forward and with its backward; on dense
+tensors and on views with gaps in a larger storage.
 
 Needs, for operators: pip install expecttest (PyTorch's database imports it).
 """
@@ -37,8 +37,8 @@ sys.path[:0] = [str(FOLDER.parent / "tests"), str(FOLDER / "packing")]
 
 from job import model_of  # noqa: E402
 
-from captured import GPT2, Captured, every_kind, traced  # noqa: E402
-from storages import differences  # noqa: E402
+from support.captured_graphs import GPT2, Captured, every_kind, traced  # noqa: E402
+from support.storage_referee import differences  # noqa: E402
 
 IMAGES = {
     **dict.fromkeys(("resnet50", "resnet101", "vgg16", "googlenet", "densenet121", "mobilenet_v2"), 64),

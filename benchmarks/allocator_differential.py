@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from memfit.report.progress import progress_line
+from memfit.report.terminal.progress_line import progress_line
 
 DRIVER = Path(__file__).with_name("allocator") / "drive.py"
 GIB = 1 << 30

@@ -29,7 +29,7 @@ from mutants import Mutant, mutants, mutated, mutated_c
 from twins import TWIN_CONFS, compare
 from watched import CONFS, run
 
-from memfit.report.progress import progress_line
+from memfit.report.terminal.progress_line import progress_line
 
 RUNS = 4  # of the referee, for each conf
 STEPS = 250  # of each

@@ -17,12 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from memfit.allocator import native
+from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests, requests
 from memfit.devices import find_device
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
 from memfit.ghost.load import GhostDevice, load
 
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
@@ -136,14 +136,14 @@ def theirs(torch, operations: list[Operation]) -> float:  # noqa: ANN001 - the m
 
 def ours(asked: Requests, *, compiled: bool) -> float:
     """Return the seconds that memfit's takes."""
-    library = native.load()
+    library = compiled_allocator.load()
     if library is None:
         raise SystemExit("There is no compiled allocator: no C compiler was found.")
-    native.load = lambda: library if compiled else None
+    compiled_allocator.load = lambda: library if compiled else None
     begun = time.perf_counter()
     fits = replay(asked, AllocatorConfig(), total=TOTAL).fits
     seconds = time.perf_counter() - begun
-    native.load = lambda: library
+    compiled_allocator.load = lambda: library
     if not fits:
         raise SystemExit("The device is too small for this workload.")
     return seconds

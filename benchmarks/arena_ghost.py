@@ -36,7 +36,7 @@ MOST = 1.02
 def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
     """Train on the ghost; return what was taken after each step, and more."""
     from memfit.devices import find_device
-    from memfit.ghost.build import build
+    from memfit.ghost.build.runtime_library import build
     from memfit.ghost.load import GhostDevice, load
 
     ghost = load(build())

@@ -20,8 +20,7 @@ import memfit
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import Attribution, attribute
 from memfit.analysis.breakdown import held
-from memfit.analysis.held import By
-from memfit.records import Category, MarkKind, Trace
+from memfit.records import Category, GroupBy, MarkKind, Trace
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = (
@@ -99,7 +98,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     peak = int(np.argmax(line.allocated))
     at_peak = held(trace, line, attribution, peak)
     unknown = sum(
-        row.bytes for row in at_peak.rows[By.CATEGORY] if row.name in ("unknown", "before the history")
+        row.bytes for row in at_peak.rows[GroupBy.CATEGORY] if row.name in ("unknown", "before the history")
     )
     for event in np.linspace(0, len(trace.events) - 1, 50).astype(int).tolist():
         rows = held(trace, line, attribution, event).rows

@@ -3,11 +3,11 @@
     python benchmarks/equality.py [--networks 200] [--seed 0]
 
 Networks are MLPs and convolutions of up to five blocks with norms, attention, dropout, tied weights, frozen
-and shared modules, residuals and operations in place (tests/networks.py); three steps each, one for what is
-close. What is the same arithmetic in the same order has to be equal bit for bit, with dropout and batch norms
-too; accumulation against the whole batch, where sums are in another order, to 1e-6 of the norm in float32 and
-1e-12 in float64, for networks whose samples do not mix and that draw no random numbers. Exits with 1 if one
-is not. A seed makes a run again.
+and shared modules, residuals and operations in place (tests/support/random_networks.py); three
+steps each, one for what is close. The same arithmetic in the same order has to be equal bit for bit,
+with dropout and batch norms too. Accumulation against the whole batch sums in another order: it has to be
+equal to 1e-6 of the norm in float32 and 1e-12 in float64, for networks whose samples do not mix and that
+draw no random numbers. Exits with 1 if one comparison fails. The same seed repeats a run.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from combinations import CLOSE, EXACT, LIMITS, differing, error
-from networks import Network, networks
+from support.random_networks import Network, networks
+from support.strategy_mixes import CLOSE, EXACT, LIMITS, differing, error
 
 
 def main() -> int:

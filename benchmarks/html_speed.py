@@ -25,10 +25,10 @@ from playwright.sync_api import Browser, sync_playwright
 from memfit import api
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.peak import summarize
+from memfit.analysis.summary import summarize
 from memfit.records import Trace
 from memfit.report.html import page
-from memfit.report.html.moments import MOST_BLOCKS
+from memfit.report.html.drawn_moments import MOST_BLOCKS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 BLOCKS_A_STEP = 985  # of examples/gpt.py

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.train.states.state import load
+from memfit.train.resume.state_file import load
 
 EPOCHS, SAMPLES = 8, 160
 

@@ -24,14 +24,15 @@ import torch
 
 from memfit.devices import find_device
 from memfit.errors import TargetError
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
+from memfit.ghost.fork_pool import Candidate, Pool
 from memfit.ghost.load import GhostDevice
-from memfit.ghost.pool import Candidate, Pool
 
 TESTS = Path(__file__).parents[1] / "tests"
+SWEEP = TESTS / "support" / "ghost_oom_sweep.py"
 sys.path.insert(0, str(TESTS))
 
-from faults import CASES, FAULTS, Sweep  # noqa: E402
+from support.fault_injection import CASES, FAULTS, Sweep  # noqa: E402
 
 SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
 """Step, and protection: the first step makes the optimizer's states."""
@@ -61,7 +62,7 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
             for step, protect in SITUATIONS:
                 options = {"case": case, "step": step, "protect": protect, "every": every}
                 try:
-                    found.update(pool.run(Candidate(f"{TESTS / 'faults_on_ghost.py'}:sweep", options)))
+                    found.update(pool.run(Candidate(f"{SWEEP}:sweep", options)))
                 except TargetError as error:
                     found["HARMED"] += 1
                     print(error, file=sys.stderr)
@@ -71,7 +72,7 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
 def with_less_and_less() -> None:
     """Print how often a step is begun again in so much memory."""
     with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
-        found = pool.run(Candidate(f"{TESTS / 'faults_on_ghost.py'}:capacities", {}))
+        found = pool.run(Candidate(f"{SWEEP}:capacities", {}))
     for allowed, retried in found:
         outcome = (
             "reported: not even single samples fit" if retried is None else f"begun again {retried} times"

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.devices import find_device
-from memfit.ghost.build import build
-from memfit.ghost.choices import ValueChoices
+from memfit.ghost.build.runtime_library import build
 from memfit.ghost.load import Ghost, GhostDevice, load
+from memfit.ghost.values.value_options import ValueChoices
 
 if TYPE_CHECKING:
     import torch
@@ -98,12 +98,12 @@ class Trial:
     """Tries operators in this process, which is a child with CUDA to itself."""
 
     def __init__(self, ghost: Ghost, most_samples: int, *, show: bool = False) -> None:
-        from memfit.ghost import values
+        from memfit.ghost.values import gpu_reads
 
         self._ghost = ghost
         self._most = most_samples
         self._show = show
-        self._values = values.install(ghost, ValueChoices(), lambda *_, **__: None)
+        self._values = gpu_reads.install(ghost, ValueChoices(), lambda *_, **__: None)
 
     def run(self, op: "OpInfo", dtype: "torch.dtype") -> Result:
         """Try every sample of one operator; the first that does not run decides."""

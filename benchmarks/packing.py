@@ -32,16 +32,16 @@ from typing import Any
 
 from memfit import api
 from memfit.allocator.requests import requests
-from memfit.packing.apart import lives_always
-from memfit.packing.best import Packing, pack
+from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, sections
+from memfit.packing.csv_table import read_buffers
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
-from memfit.packing.table import read_buffers
+from memfit.packing.partition import lives_always
 from memfit.packing.validator import wrong
 from memfit.records import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from guillotine import cut
+from support.known_packings import cut
 
 JOB = Path(__file__).with_name("packing") / "job.py"
 BATCHES = {

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 from memfit.devices import find_device
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
+from memfit.ghost.fork_pool import Candidate, Pool
 from memfit.ghost.load import GhostDevice
-from memfit.ghost.pool import Candidate, Pool
 
 TARGET = 0.15  # seconds
-CANDIDATES = Path(__file__).parents[1] / "tests/ghost/candidates.py"
+CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_candidates.py"
 
 
 def main() -> int:

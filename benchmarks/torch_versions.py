@@ -90,7 +90,7 @@ def needed_here(requirement: str) -> bool:
 def torch_version(python: str) -> str:
     """Return what ``torch.__version__`` is, without importing it: it may miss NVIDIA's libraries."""
     return output(
-        python, "-c", "from memfit.ghost.torch_install import find_torch as f; print(f().version)"
+        python, "-c", "from memfit.ghost.build.torch_install import find_torch as f; print(f().version)"
     ).strip()
 
 

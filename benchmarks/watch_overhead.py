@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="A100-80GB")
     parameters = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from memfit.ghost.build import build
+    from memfit.ghost.build.runtime_library import build
     from memfit.ghost.load import GhostDevice, load
 
     device = find_device(parameters.gpu)

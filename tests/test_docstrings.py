@@ -6,11 +6,11 @@ import pkgutil
 
 import pytest
 
-import memfit.live
 import memfit.strategies
 import memfit.train
+import memfit.watching
 
-PACKAGES = [memfit.live, memfit.strategies, memfit.train]
+PACKAGES = [memfit.watching, memfit.strategies, memfit.train]
 MODULES = [
     "memfit.units",
     *(

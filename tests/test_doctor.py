@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from memfit.devices import all_devices, find_device
-from memfit.ghost.build import read_gaps
+from memfit.ghost.build.runtime_library import read_gaps
 
 
 def memfit(*arguments, **options):

@@ -17,8 +17,8 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
-from memfit.capture.tracefile import read_trace
 from memfit.records import MarkKind
+from memfit.trace.trace_file import read_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GOLDEN = Path(__file__).parents[1] / "benchmarks" / "torch_versions.json"  # and how each version gets there

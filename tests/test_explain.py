@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.capture.tracefile import write_trace
 from memfit.records import Action
-from traces import BASE, trace_of
+from memfit.trace.trace_file import write_trace
+from support.traces import BASE, trace_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAIN = """

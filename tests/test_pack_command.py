@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from memfit import pack
-from memfit.report.packed import Packs
-from memfit.report.schema import json_schema
+from memfit.report.schema.dry_run_schema import json_schema
+from memfit.report.schema.pack_schema import Packs
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 SCHEMA = Path(__file__).parents[1] / "docs/pack.schema.json"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from model import BY_STEPS, DifferenceError, Kind, Log, Operation, Piece, Situation, compare_pieces
 
-from memfit.allocator import native
+from memfit.allocator import compiled_allocator
+from memfit.allocator.compiled_allocator import NativeAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.native import NativeAllocator
+from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.allocator.requests import Ask, Requests
-from memfit.allocator.statistics import COUNTERS, NAMES
 
 
 class CompiledModel:
@@ -77,7 +77,7 @@ def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel
     config = AllocatorConfig.of(situation.conf)
     if situation.fraction is not None:
         config = replace(config, per_process_memory_fraction=situation.fraction)
-    with native.opened(
+    with compiled_allocator.opened(
         config,
         blocks=numbers,
         pools=[(0, 0), *situation.pools],

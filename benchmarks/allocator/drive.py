@@ -21,9 +21,9 @@ from compiled import compiled_model
 from model import REFUSED, DifferenceError, Kind, Log, Model, Operation, Piece, Situation
 from sizes import size_of
 
-from memfit.allocator.statistics import COUNTERS, NAMES
+from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.devices import find_device
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
 from memfit.ghost.load import Ghost, GhostDevice, load
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memfit.allocator import caching as ours
+from memfit.allocator import caching_allocator as ours
+from memfit.allocator.change_log import ROW
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device import DeviceMemory
-from memfit.allocator.log import ROW
-from memfit.allocator.statistics import COUNTERS, NAMES, Statistics
+from memfit.allocator.device_memory import DeviceMemory
+from memfit.allocator.memory_stats import COUNTERS, NAMES, Statistics
 from memfit.records import Segment
 
 if TYPE_CHECKING:

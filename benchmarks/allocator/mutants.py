@@ -12,11 +12,20 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
-from memfit.allocator import native
-from memfit.ghost.compiler import compile_library
+from memfit.allocator import compiled_allocator
+from memfit.native_build import compile_library
 
 # In the order in which they import each other.
-_MODULES = ("rounding", "device", "blocks", "events", "expandable", "segments", "shortage", "caching")
+_MODULES = (
+    "rounding",
+    "device_memory",
+    "blocks",
+    "stream_events",
+    "expandable_segments",
+    "segments",
+    "reclaim",
+    "caching_allocator",
+)
 _PACKAGE = "memfit.allocator"
 _TABLE = Path(__file__).with_name("mutants.toml")
 
@@ -71,11 +80,11 @@ def mutated_c(mutant: Mutant) -> Iterator[None]:
         ValueError: the line is not there, or more than once.
     """
     with TemporaryDirectory() as folder:
-        sources = Path(shutil.copytree(native.SOURCES, Path(folder) / "c"))
+        sources = Path(shutil.copytree(compiled_allocator.SOURCES, Path(folder) / "c"))
         changed = sources / mutant.module
         changed.write_text(_replaced(mutant, changed.read_text()))
-        library = native.opened_library(compile_library(sources, Path(folder) / "mutant.so"))
-        with mock.patch.object(native, "load", return_value=library):
+        library = compiled_allocator.opened_library(compile_library(sources, Path(folder) / "mutant.so"))
+        with mock.patch.object(compiled_allocator, "load", return_value=library):
             yield
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 from model import DifferenceError
 from watched import CONFS, random_size
 
-from memfit.allocator import native
+from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import Replay, replay
 from memfit.allocator.requests import Ask, Requests
@@ -81,7 +81,7 @@ def random_requests(dice: random.Random, count: int) -> Requests:
 def both(asked: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
     """Replay requests by the compiled allocator and in Python."""
     compiled = replay(asked, config, **options)
-    with mock.patch.object(native, "load", return_value=None):
+    with mock.patch.object(compiled_allocator, "load", return_value=None):
         return compiled, replay(asked, config, **options)
 
 

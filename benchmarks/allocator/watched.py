@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from sizes import size_of
 
-from memfit.allocator import caching as ours
+from memfit.allocator import caching_allocator as ours
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device import DeviceMemory
-from memfit.allocator.referee import Broken, Malloc, check, check_choice, check_emptied, check_refusal
+from memfit.allocator.device_memory import DeviceMemory
+from memfit.allocator.invariants import Broken, Malloc, check, check_choice, check_emptied, check_refusal
 
 if TYPE_CHECKING:
     from memfit.allocator.blocks import Block

@@ -33,11 +33,10 @@ from compare import difference
 from table import markdown
 
 from memfit import __version__, api
-from memfit.capture.card import find_card
-from memfit.capture.stages import ContextReport
+from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
-from memfit.records import DryRun
+from memfit.records import ContextReport, DryRun
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -25,26 +25,26 @@ if TYPE_CHECKING:
         summarize,
         write_snapshot,
     )
-    from memfit.capture.synthetic import synthetic_batch
+    from memfit.arenas.arena import arena
     from memfit.errors import MemfitError
-    from memfit.live.watch import watch
-    from memfit.placing.arena import arena
+    from memfit.estimating.synthetic_batch import synthetic_batch
     from memfit.strategies.accumulation import Accumulation
     from memfit.strategies.apply import apply, revert
     from memfit.strategies.checkpointing import Checkpointing
     from memfit.strategies.configuration import Configuration, configure
-    from memfit.strategies.decorators import auto_fp16, force_fp32
     from memfit.strategies.offload import Offload
     from memfit.strategies.optimizer_state import OptimizerState
     from memfit.strategies.plan import Plan
     from memfit.strategies.precision import LossScale, Precision
+    from memfit.strategies.precision_decorators import auto_fp16, force_fp32
     from memfit.train.callbacks import Callback, EarlyStopping, Saving
     from memfit.train.engine import Engine
     from memfit.train.job import Job
-    from memfit.train.progress import ProgressBar
-    from memfit.train.result import StepResult
+    from memfit.train.progress_bar import ProgressBar
+    from memfit.train.step_result import StepResult
+    from memfit.versions import __version__
+    from memfit.watching.watch import watch
 
-__version__ = "0.1.0"
 __all__ = [
     "Accumulation",
     "Callback",
@@ -62,6 +62,7 @@ __all__ = [
     "ProgressBar",
     "Saving",
     "StepResult",
+    "__version__",
     "apply",
     "arena",
     "auto_fp16",
@@ -83,6 +84,7 @@ __all__ = [
     "write_snapshot",
 ]
 _HOMES = {
+    "__version__": "memfit.versions",
     "Accumulation": "memfit.strategies.accumulation",
     "Callback": "memfit.train.callbacks",
     "Checkpointing": "memfit.strategies.checkpointing",
@@ -96,17 +98,17 @@ _HOMES = {
     "OptimizerState": "memfit.strategies.optimizer_state",
     "Plan": "memfit.strategies.plan",
     "Precision": "memfit.strategies.precision",
-    "ProgressBar": "memfit.train.progress",
+    "ProgressBar": "memfit.train.progress_bar",
     "Saving": "memfit.train.callbacks",
-    "StepResult": "memfit.train.result",
+    "StepResult": "memfit.train.step_result",
     "apply": "memfit.strategies.apply",
-    "arena": "memfit.placing.arena",
-    "auto_fp16": "memfit.strategies.decorators",
+    "arena": "memfit.arenas.arena",
+    "auto_fp16": "memfit.strategies.precision_decorators",
     "configure": "memfit.strategies.configuration",
-    "force_fp32": "memfit.strategies.decorators",
+    "force_fp32": "memfit.strategies.precision_decorators",
     "revert": "memfit.strategies.apply",
-    "synthetic_batch": "memfit.capture.synthetic",
-    "watch": "memfit.live.watch",
+    "synthetic_batch": "memfit.estimating.synthetic_batch",
+    "watch": "memfit.watching.watch",
 }
 
 

@@ -1,5 +1,5 @@
 """``python -m memfit`` is the command ``memfit``."""
 
-from memfit.cli import main
+from memfit.cli.main import main
 
 main()

@@ -1,6 +1,6 @@
 """The whole pipeline in one file: read this first.
 
-script ── capture.run ──> trace file ── capture.tracefile ──> Trace ─┬─ analysis.peak ──> DryRun
+script ── run.parent ──> trace file ── trace.trace_file ──> Trace ─┬─ analysis.summary ──> DryRun
              dry_run: on the ghost              no torch from here on ├─ analysis.explanation ──> Explained
              record: on this machine's GPU                            │    explain
              advice: again, with a change                             └─ analysis.comparison ──> Comparison
@@ -18,47 +18,46 @@ from msgspec.structs import replace
 
 from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
-from memfit.analysis import peak
+from memfit.analysis import summary
 from memfit.analysis.advice import Change, Trial, advised
+from memfit.analysis.allocator_comparison import Comparison, compare
 from memfit.analysis.attribution import attribute
-from memfit.analysis.comparison import Comparison, compare
-from memfit.analysis.difference import Difference, difference
 from memfit.analysis.explanation import explanation
-from memfit.analysis.held import By
-from memfit.analysis.place import how_sure
-from memfit.capture.atomic import write_bytes
-from memfit.capture.card import find_card
-from memfit.capture.context import keep_context, measure_context
-from memfit.capture.options import ghost_settings
-from memfit.capture.run import Progress, check_output, check_script
-from memfit.capture.settings import ChildSettings
-from memfit.capture.snapshot import read_snapshot, write_snapshot
-from memfit.capture.traced import traced
-from memfit.capture.tracefile import is_trace, read_trace
+from memfit.analysis.location import how_sure
+from memfit.analysis.run_difference import Difference, difference
+from memfit.atomic_files import write_bytes
+from memfit.card.context import keep_context, measure_context
+from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
-from memfit.packing import best
-from memfit.packing.arenas import pack_run
-from memfit.packing.best import Packing
-from memfit.packing.graphs import pack_graph
+from memfit.packing import best_packing
+from memfit.packing.best_packing import Packing
+from memfit.packing.csv_table import packed_table, read_buffers
+from memfit.packing.graph_packing import pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
-from memfit.packing.table import packed_table, read_buffers
-from memfit.records import DryRun, Machine, Note, Provenance, ScriptEnd, Trace
+from memfit.packing.run_packing import pack_run
+from memfit.records import DryRun, GroupBy, Machine, Note, Provenance, ScriptEnd, Trace
 from memfit.report import export
-from memfit.report.difference import Differing
 from memfit.report.estimate import Estimate
-from memfit.report.explanation import Explained
 from memfit.report.html import page
-from memfit.report.packing import PackedModule, PackedRun
-from memfit.report.replay import Compared
-from memfit.report.terminal import Answer
-from memfit.strategies.again import run_again
+from memfit.report.terminal.allocator_comparison import Compared
+from memfit.report.terminal.explanation import Explained
+from memfit.report.terminal.packing import PackedModule, PackedRun
+from memfit.report.terminal.run_difference import Differing
+from memfit.report.terminal.summary import Answer
+from memfit.run.ghost_options import ghost_settings
+from memfit.run.parent import Progress, check_output, check_script
+from memfit.run.settings import ChildSettings
+from memfit.run.traced import traced
+from memfit.strategies.trial_run import run_again
+from memfit.trace.snapshot import read_snapshot, write_snapshot
+from memfit.trace.trace_file import is_trace, read_trace
 
 if TYPE_CHECKING:
     import torch
 
-    from memfit.allocator.compare import Outcome
+    from memfit.allocator.setting_outcomes import Outcome
 
 __all__ = [
     "check_output",
@@ -228,10 +227,10 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     """Say what a live model would use on a GPU, in a notebook too; no GPU is needed.
 
     A copy of the model without its weights' values goes to a process on the ghost and is run there, in a
-    loop as PyTorch's tutorials write it (``capture/estimated.py``): ``zero_grad``, forward, loss, backward,
-    step, with the inputs moved to the GPU anew each time. Nothing that is passed in is changed. The model
-    runs in the mode it is in (``train()``, ``eval()``), under the switches in force here. Autocast belongs
-    into ``loss``: around this call PyTorch itself leaves it off where there is no GPU. Gradients and
+    loop as PyTorch's tutorials write it (``estimating/training_script.py``): ``zero_grad``, forward, loss,
+    backward, step, with the inputs moved to the GPU anew each time. Nothing that is passed in is changed.
+    The model runs in the mode it is in (``train()``, ``eval()``), under the switches in force here. Autocast
+    belongs into ``loss``: around this call PyTorch itself leaves it off where there is no GPU. Gradients and
     optimizer state that are there already are not copied: the estimate begins afresh.
 
     With an optimizer it is training; with a loss alone, forward and backward; with neither, inference: the
@@ -270,7 +269,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     """
     from torch.nn import Module
 
-    from memfit.capture.send import job_of, pack
+    from memfit.estimating.serialise import job_of, pack
 
     packed = pack(job_of(model, inputs, loss, optimizer, steps))
 
@@ -278,7 +277,7 @@ def estimate(  # noqa: PLR0913 - one parameter an option
         with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
             Path(file.name).write_bytes(packed.data)
             done = dry_run(
-                "memfit.capture.estimated",
+                "memfit.estimating.training_script",
                 [file.name],
                 module=True,
                 gpu=gpu,
@@ -320,7 +319,7 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return Answer.of(peak.summarize(trace))
+    return Answer.of(summary.summarize(trace))
 
 
 def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explained:
@@ -364,7 +363,7 @@ def diff(
         FileFormatError: a file is neither, or contradicts itself.
     """
     runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
-    return Differing.of(difference(runs[0], runs[1], at, By(by)))
+    return Differing.of(difference(runs[0], runs[1], at, GroupBy(by)))
 
 
 def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:
@@ -485,7 +484,7 @@ def pack(
     >>> pack(graph).sets  # doctest: +SKIP
     """
     if not isinstance(target, Trace | str | Path):
-        from memfit.capture.fx import dataflow
+        from memfit.graph.fx import dataflow
 
         flow = dataflow(target)
         return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))
@@ -514,13 +513,13 @@ def pack_table(
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Packing:
-    """Pack the buffers of a table, as ``pack`` does those of a run: ``packing/table.py`` says what it holds.
+    """Pack the buffers of a table, as ``pack`` does those of a run; its columns: ``packing/csv_table.py``.
 
     Raises:
         FileFormatError: the file is no such table.
         UsageError: no such time.
     """
-    return best.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)
+    return best_packing.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)
 
 
 def diagnose() -> tuple[Check, ...]:

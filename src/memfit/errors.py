@@ -14,6 +14,9 @@
 A message says what failed, where, and what to do about it.
 """
 
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
+
 
 class MemfitError(Exception):
     """The root of memfit's own exceptions; ``exit_code`` is what the command line ends with."""

@@ -12,7 +12,7 @@ from model import Log, Model
 from mutants import mutants, mutated, mutated_c
 from watched import CONFS, run
 
-from memfit.allocator import caching
+from memfit.allocator import caching_allocator
 
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "allocator" / "drive.py"
 GIB = 1 << 30
@@ -118,8 +118,8 @@ def test_by_the_referee(what):
 
 def test_the_allocator_stays_as_it_was():
     with mutated(LISTED[0]) as changed:
-        assert changed is not caching
-    assert sys.modules[caching.__name__] is caching
+        assert changed is not caching_allocator
+    assert sys.modules[caching_allocator.__name__] is caching_allocator
     run(CONFS[0], 0, 250)
 
 

@@ -10,13 +10,13 @@ from memfit import api
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay as replayed
 from memfit.allocator.requests import Ask, requests
-from memfit.capture.tracefile import read_trace
 from memfit.errors import FileFormatError
 from memfit.records import Action, Block, Mark, MarkKind
-from traces import Event, freed, segment, trace_of
+from memfit.trace.trace_file import read_trace
+from support.traces import Event, freed, segment, trace_of
 
 MIB, GIB = 1 << 20, 1 << 30
-JOB = Path(__file__).with_name("pools_job.py")
+JOB = Path(__file__).with_name("random_pools_script.py")
 A, B, C = 0x10000000, 0x20000000, 0x30000000
 GRAPH, MEM_POOL = (1, 0), (0, 1)
 POOLS = ((0, 0), GRAPH, MEM_POOL)

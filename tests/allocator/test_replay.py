@@ -4,13 +4,13 @@ from dataclasses import replace as changed
 
 import pytest
 
-from memfit.allocator.compare import Outcome, Rates, Setting, outcome, recommended, smallest_capacity
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
 from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.setting_outcomes import Outcome, Rates, Setting, outcome, recommended, smallest_capacity
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, Mark, MarkKind
-from traces import freed, trace_of
+from support.traces import freed, trace_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -159,7 +159,7 @@ def test_only_what_gains_is_recommended():
 
 
 def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
-    from memfit.allocator.compare import sensible
+    from memfit.allocator.setting_outcomes import sensible
 
     for version in ((2, 8), (2, 14)):
         names = [setting.name for setting in sensible(version)]
@@ -172,8 +172,8 @@ def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
 
 
 def test_blocks_of_one_size_are_told_apart_by_the_age_of_their_segment_since_2_12():
-    from memfit.allocator.caching import CachingAllocator
-    from memfit.allocator.device import DeviceMemory
+    from memfit.allocator.caching_allocator import CachingAllocator
+    from memfit.allocator.device_memory import DeviceMemory
 
     def chosen(version):
         allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig(), version)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.errors import FileFormatError
 from memfit.records import Action, Block, Mark, MarkKind, Segment
-from traces import BASE, freed, segment, trace_of
+from support.traces import BASE, freed, segment, trace_of
 
 MIB = 1 << 20
 STATES = ("inactive", "active_allocated", "active_awaiting_free")

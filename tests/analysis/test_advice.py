@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.advice import Change, Trial, advised
-from memfit.analysis.comparison import compare
-from memfit.analysis.peak import summarize
-from memfit.console import exit_code
+from memfit.analysis.allocator_comparison import compare
+from memfit.analysis.summary import summarize
+from memfit.cli.console import exit_code
 from memfit.records import (
     Action,
     Category,
@@ -21,7 +21,7 @@ from memfit.records import (
     ScriptEnd,
     Trace,
 )
-from traces import BASE, Event, freed, segment, trace_of
+from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 CONTEXT = Figure(100 * MIB, Provenance.ASSUMED, "a table")

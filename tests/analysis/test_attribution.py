@@ -8,12 +8,11 @@ import pytest
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import LARGEST, held, moment
-from memfit.analysis.held import By
-from memfit.analysis.ledger import ledger
-from memfit.analysis.place import place_at
+from memfit.analysis.location import place_at
+from memfit.analysis.phase_ledger import ledger
 from memfit.errors import UsageError
-from memfit.records import Action, Category, Frame, Label, Mark, MarkKind, Phase, ScriptEnd, Tensor
-from traces import BASE, Event, freed, segment, trace_of
+from memfit.records import Action, Category, Frame, GroupBy, Label, Mark, MarkKind, Phase, ScriptEnd, Tensor
+from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 PHASES = {phase: place for place, phase in enumerate(Phase)}
@@ -152,7 +151,7 @@ def test_rows_of_every_kind_sum_to_what_is_allocated_at_every_event():
     for event in range(len(trace.events)):
         found = held(trace, line, attribution, event)
         assert found.allocated == line.allocated[event]
-        assert set(found.rows) == set(By)
+        assert set(found.rows) == set(GroupBy)
         for rows in found.rows.values():
             assert sum(row.bytes for row in rows) == found.allocated
             assert rows[-1].name == "rounding"
@@ -169,7 +168,7 @@ def test_a_tensor_that_a_module_owns_is_that_modules():
     )
     line = timeline(trace)
     found = held(trace, line, attribute(trace, line), len(trace.events) - 1)
-    names = {row.name: row.bytes for row in found.rows[By.MODULE]}
+    names = {row.name: row.bytes for row in found.rows[GroupBy.MODULE]}
     assert names["blocks.0-1.fc"] == 1000  # the forward's blocks are gone by then
     assert (found.largest[0].name, found.largest[0].shape) == ("weight", (250,))
     assert len(found.largest) <= LARGEST

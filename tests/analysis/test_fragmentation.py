@@ -3,7 +3,6 @@
 import pytest
 
 from memfit.analysis.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
-from memfit.analysis.reserved import Reserved
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -17,8 +16,9 @@ from memfit.records import (
     Phase,
     Place,
     Provenance,
+    ReservedBytes,
 )
-from traces import BASE, Event, freed, segment, trace_of
+from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 FORWARD, BACKWARD, OPTIMIZER = range(3)
@@ -62,8 +62,10 @@ STEP = (Mark(6, MarkKind.TRAINING_STEP, 0),)
 
 def test_a_hole_and_the_blocks_that_pin_it():
     (moment,) = told(PINNED, at={"now": 6}, marks=STEP).moments
-    assert moment.small == Reserved.of()
-    assert moment.all == Reserved.of(requested=11 * MIB + 412, rounding=100, unsplit=MIB - 512, holes=8 * MIB)
+    assert moment.small == ReservedBytes.of()
+    assert moment.all == ReservedBytes.of(
+        requested=11 * MIB + 412, rounding=100, unsplit=MIB - 512, holes=8 * MIB
+    )
     assert moment.place == Place(1, Phase.BACKWARD, "layers.0", "MmBackward0", "")
     (hole,) = moment.holes
     assert (hole.address, hole.size, hole.kind) == (BASE + 4 * MIB, 8 * MIB, "large")
@@ -91,7 +93,7 @@ def test_a_block_that_waits_for_a_stream_is_no_hole_and_pins():
 def test_a_segment_that_is_wholly_free_is_cached_and_has_no_hole():
     history = (*PINNED, *free(0, 4 * MIB - 100))
     end = told(history).moments[-1]
-    assert end.all == Reserved.of(cached=20 * MIB)
+    assert end.all == ReservedBytes.of(cached=20 * MIB)
     assert end.holes == ()
 
 
@@ -121,7 +123,7 @@ def test_mapped_memory_has_the_pool_of_what_is_in_it(size, kind):
     history = [event(Action.SEGMENT_MAP, 0, 20 * MIB), event(Action.ALLOC, 0, size)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
-    assert getattr(end, kind) == end.all == Reserved.of(requested=size, holes=20 * MIB - size)
+    assert getattr(end, kind) == end.all == ReservedBytes.of(requested=size, holes=20 * MIB - size)
     assert [hole.expandable for hole in end.holes] == [True]
 
 
@@ -130,7 +132,7 @@ def test_mapped_memory_with_nothing_in_it_has_a_pool(mapped, kind):
     history = [event(Action.SEGMENT_MAP, at, mapped) for at in range(0, 20 * MIB, mapped)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
-    assert getattr(end, kind) == end.all == Reserved.of(cached=20 * MIB)
+    assert getattr(end, kind) == end.all == ReservedBytes.of(cached=20 * MIB)
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
@@ -139,7 +141,7 @@ def test_segments_without_a_history_are_told_apart(kind):
     blocks = (Block(BASE, 20 * MIB, 0, "inactive"),)
     mapping = segment(BASE, 20 * MIB, kind, expandable=True, blocks=blocks)
     for moment in told([], [mapping], settings=EXPANDABLE).moments:
-        assert getattr(moment, kind) == moment.all == Reserved.of(cached=20 * MIB)
+        assert getattr(moment, kind) == moment.all == ReservedBytes.of(cached=20 * MIB)
         assert moment.place == Place(0, Phase.SETUP, "", "", "")
 
 
@@ -183,7 +185,7 @@ def test_a_block_made_before_rounding_was_set_has_no_more_rounding_than_bytes():
     )
     settings = {"conf": "roundup_power2_divisions:2"}
     end = told([], [segment(BASE, 20 * MIB, blocks=blocks)], settings=settings).moments[-1]
-    assert end.all == Reserved.of(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
+    assert end.all == ReservedBytes.of(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
 
 
 def test_blocks_that_lie_on_one_another():

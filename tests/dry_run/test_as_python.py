@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 
-from scripts import TRAIN
+from support.scripts import TRAIN
 
 
 def test_the_script_sees_what_python_would_show_it(dry_run):

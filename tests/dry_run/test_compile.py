@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.capture.tracefile import read_trace
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
 from memfit.records import Action, Phase, Trace
+from memfit.trace.trace_file import read_trace
 
 pytestmark = [
     pytest.mark.timeout(1800),  # of all that a fixture waits for
@@ -71,7 +71,7 @@ BARE = """
     from contextlib import suppress
     from pathlib import Path
     from memfit.devices import find_device
-    from memfit.ghost.build import build
+    from memfit.ghost.build.runtime_library import build
     from memfit.ghost.load import GhostDevice, load
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))

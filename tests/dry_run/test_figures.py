@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from memfit.analysis.breakdown import NAMES, ROUNDING
-from scripts import TRAIN, figures
+from support.scripts import TRAIN, figures
 
 
 def test_the_allocator_in_one_line(dry_run):

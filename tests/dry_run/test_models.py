@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from scripts import figures
+from support.scripts import figures
 
 MASK_RCNN = """
     import torch

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from scripts import TRAIN, figures
+from support.scripts import TRAIN, figures
 
 
 def test_out_of_memory_is_a_result(dry_run):

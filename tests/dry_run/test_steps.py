@@ -1,6 +1,6 @@
 """When a dry run ends the script, and whether its steps leave memory as they found it."""
 
-from scripts import TRAIN, figures
+from support.scripts import TRAIN, figures
 
 
 def test_stops_after_the_steps_asked_for(dry_run):

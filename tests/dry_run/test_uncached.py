@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from memfit.capture.script import end_of
-from scripts import figures
+from memfit.run.script import end_of
+from support.scripts import figures
 
 MIB = 1 << 20
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

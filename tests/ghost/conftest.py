@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from scripts import INSTALL_VALUES
+from support.scripts import INSTALL_VALUES
 
 LOAD_GHOST = """
-from memfit.ghost.build import build
+from memfit.ghost.build.runtime_library import build
 from memfit.ghost.load import GhostDevice, load
 
 DEVICE = GhostDevice(

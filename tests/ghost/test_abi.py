@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import RUNTIME, read_gaps
-from memfit.ghost.compiler import find_compiler
-from memfit.ghost.torch_install import find_torch, scan
+from memfit.ghost.build.runtime_library import RUNTIME, read_gaps
+from memfit.ghost.build.torch_install import find_torch, scan
+from memfit.native_build import find_compiler
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 HEADERS = (

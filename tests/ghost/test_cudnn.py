@@ -12,8 +12,8 @@ import json
 from torch import nn
 import torch.nn.functional as F
 import msgspec
-from memfit.ghost.cudnn.kept import Configuration
-from memfit.ghost.cudnn.tree import operation_of
+from memfit.ghost.cudnn.cache import Configuration
+from memfit.ghost.cudnn.descriptors import operation_of
 from memfit.ghost.workspaces import Plan, Question
 questions, shown, ANSWER = [], {}, 0
 def remember(question):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import INSTALL_VALUES, check
+from support.scripts import INSTALL_VALUES, check
 
 OPS = Path(__file__).parents[2] / "benchmarks/ops.py"
 

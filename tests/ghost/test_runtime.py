@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import RUNTIME
-from sanitized import build
+from memfit.ghost.build.runtime_library import RUNTIME
+from support.sanitized_build import build
 
 CHECKS = Path(__file__).with_name("checks")
 NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())

@@ -6,12 +6,13 @@ import tomllib
 import msgspec
 import pytest
 
-import trees
+from memfit.ghost.cudnn.cache import Answer, Configuration
 from memfit.ghost.cudnn.client import NoAnswerError
-from memfit.ghost.cudnn.kept import Answer, Configuration
-from memfit.ghost.cudnn.tree import Descriptor, operation_of
+from memfit.ghost.cudnn.descriptors import Descriptor, operation_of
 from memfit.ghost.workspaces import RULES, Workspaces, WorkspaceSource
 from memfit.records import Provenance
+from support.cudnn_descriptors import FALLBACK, attention
+from support.cudnn_descriptors import convolution as convolution_tree
 
 FLOAT32, FLOAT16 = 0, 2
 
@@ -176,9 +177,9 @@ def test_cudnn_is_asked_once_for_each_convolution_and_its_offers_are_passed_on()
     workspaces = asking(cudnn)
     assert notes_of(workspaces) == []
     for _ in range(2):
-        assert workspaces.answer(plan(trees.convolution("forward"))) == OFFERS
+        assert workspaces.answer(plan(convolution_tree("forward"))) == OFFERS
     (asked,) = cudnn.asked
-    assert json.loads(asked) == json.loads(trees.convolution("forward"))
+    assert json.loads(asked) == json.loads(convolution_tree("forward"))
     ((provenance, note),) = notes_of(workspaces)
     assert provenance is Provenance.SIMULATED
     assert "cuDNN 9.24.0" in note
@@ -188,7 +189,11 @@ def test_cudnn_is_not_asked_about_anything_else():
     cudnn = Cudnn()
     workspaces = asking(cudnn)
     older_api = json.dumps(convolution()).encode()
-    for question in (plan(trees.attention()), older_api, *(json.dumps(other).encode() for other in OTHERS)):
+    for question in (
+        plan(attention()),
+        older_api,
+        *(json.dumps(other).encode() for other in OTHERS),
+    ):
         workspaces.answer(question)
     assert not cudnn.asked
     assert {provenance for provenance, _ in notes_of(workspaces)} == {Provenance.ASSUMED}
@@ -199,7 +204,10 @@ def test_nor_when_another_source_was_chosen(source):
     cudnn = Cudnn()
     workspaces = asking(cudnn, source)
     rule = {WorkspaceSource.RULES: 58_720_256, WorkspaceSource.NONE: 0}[source]
-    for question in (plan(trees.convolution("weight gradient")), json.dumps(convolution()).encode()):
+    for question in (
+        plan(convolution_tree("weight gradient")),
+        json.dumps(convolution()).encode(),
+    ):
         assert workspaces.answer(question)[0].workspace == rule
     assert not cudnn.asked
     ((provenance, note),) = notes_of(workspaces)
@@ -210,8 +218,8 @@ def test_nor_when_another_source_was_chosen(source):
 def test_without_an_answer_the_rules_hold_and_the_reason_is_told_once():
     workspaces = asking(Cudnn(refusal="it is of another opinion"))
     for images in (1, 2):
-        workspaces.answer(plan(trees.convolution("weight gradient", images=images)))
-    first, *_ = workspaces.answer(plan(trees.convolution("weight gradient")))
+        workspaces.answer(plan(convolution_tree("weight gradient", images=images)))
+    first, *_ = workspaces.answer(plan(convolution_tree("weight gradient")))
     assert first == Configuration(58_720_256)
     notes = notes_of(workspaces)
     assert {provenance for provenance, _ in notes} == {Provenance.ASSUMED}
@@ -223,8 +231,8 @@ def test_without_an_answer_the_rules_hold_and_the_reason_is_told_once():
 
 def test_no_engine_is_an_answer_until_it_is_the_last():
     workspaces = asking(Cudnn(offers=()))
-    assert workspaces.answer(plan(trees.convolution("forward"))) == ()
-    last = plan(trees.convolution("forward", mode=trees.FALLBACK))
+    assert workspaces.answer(plan(convolution_tree("forward"))) == ()
+    last = plan(convolution_tree("forward", mode=FALLBACK))
     assert workspaces.answer(last) == (Configuration(0),), "the script is not made to fail by a guess"
     assert any("no engine" in text for _, text in notes_of(workspaces))
 
@@ -233,12 +241,12 @@ def test_what_cudnn_missed_is_told():
     cudnn = Cudnn()
     cudnn.missed.add("cuNewFunction")
     workspaces = asking(cudnn)
-    workspaces.answer(plan(trees.convolution("forward")))
+    workspaces.answer(plan(convolution_tree("forward")))
     assert any("cuNewFunction" in text for _, text in notes_of(workspaces))
 
 
 def test_a_convolution_is_read_out_of_its_tree():
-    read = operation_of(msgspec.json.decode(trees.convolution("weight gradient"), type=Descriptor))
+    read = operation_of(msgspec.json.decode(convolution_tree("weight gradient"), type=Descriptor))
     assert msgspec.to_builtins(read) == {
         **convolution(),
         "x": {**tensor(1, 64, 224, 224), "strides": (3211264, 50176, 224, 1), "sizes": (1, 64, 224, 224)},

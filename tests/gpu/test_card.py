@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit import api
-from memfit.capture.card import find_card
+from memfit.card.find import find_card
 from memfit.devices import find_device
 from memfit.errors import MemfitError, UnknownDeviceError
 

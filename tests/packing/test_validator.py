@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from guillotine import cut
-from memfit.packing.best import pack
+from memfit.packing.best_packing import pack
 from memfit.packing.buffers import Buffers
 from memfit.packing.validator import wrong
+from support.known_packings import cut
 
 TWO = Buffers(np.array([0, 2]), np.array([3, 5]), np.array([4, 4]), ("a", "b"))
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from browsing import browser, show
 from memfit.records import (
     DeviceUse,
     DryRun,
@@ -15,7 +14,8 @@ from memfit.records import (
     ScriptEnd,
     Term,
 )
-from situations import drive
+from support.allocator_situations import drive
+from support.browser import browser, show
 
 __all__ = ["answer", "browser", "drive", "show"]
 

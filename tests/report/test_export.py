@@ -11,12 +11,11 @@ from rich.console import Console
 
 from memfit import api
 from memfit.allocator.timeline import timeline
-from memfit.analysis.held import By
-from memfit.records import Action, Block, Category, Frame, Label, Mark, MarkKind, Phase, Tensor
-from memfit.report.difference import print_difference, to_json
+from memfit.records import Action, Block, Category, Frame, GroupBy, Label, Mark, MarkKind, Phase, Tensor
+from memfit.report.escape import inert
 from memfit.report.export import COLUMNS
-from memfit.report.inert import inert
-from traces import BASE, Event, freed, segment, trace_of
+from memfit.report.terminal.run_difference import print_difference, to_json
+from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
 HOSTILE = "=cmd|' /C calc'!A0\x1b[31m<script>"
@@ -101,7 +100,7 @@ def test_an_empty_run_can_be_written():
     assert len(json.loads(api.chrome_trace(trace_of([])))["traceEvents"]) == 1
 
 
-@pytest.mark.parametrize("by", By)
+@pytest.mark.parametrize("by", GroupBy)
 def test_rows_of_a_difference_sum_to_what_is_allocated(by):
     found = api.diff(run(size=1000), run(size=5000, module="fc2"), by=by)
     assert found.allocated == (1024 + 1024, 5120 + 1024)

@@ -10,16 +10,21 @@ import pytest
 from rich.console import Console
 
 from memfit.analysis.explanation import Explanation
-from memfit.analysis.held import By, Held
-from memfit.analysis.reserved import Fragmentation, Hole, Moment, Pin, Reserved
 from memfit.records import (
+    Breakdown,
+    Fragmentation,
+    GroupBy,
+    Hole,
     Phase,
+    Pin,
     Place,
     Provenance,
+    ReservedBytes,
+    ReservedMoment,
 )
-from memfit.report.fragmentation import print_fragmentation
-from memfit.report.inert import inert
-from memfit.report.schema import Explained, explained, json_schema, to_json, to_public
+from memfit.report.escape import inert
+from memfit.report.schema.dry_run_schema import Explained, explained, json_schema, to_json, to_public
+from memfit.report.terminal.fragmentation import print_fragmentation
 
 MIB = 1 << 20
 SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
@@ -27,8 +32,8 @@ BORN = Place(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:
 FREED = Place(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
 PIN = Pin(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
 HOLE = Hole(7 * MIB, 13 * MIB, "large", 2 * MIB, 20 * MIB, False, 2, 7 * MIB, (PIN,))
-SMALL = Reserved.of(requested=MIB, holes=MIB)
-LARGE = Reserved.of(
+SMALL = ReservedBytes.of(requested=MIB, holes=MIB)
+LARGE = ReservedBytes.of(
     requested=6 * MIB,
     rounding=2 * MIB,
     unsplit=3 * MIB,
@@ -36,15 +41,15 @@ LARGE = Reserved.of(
     holes=13 * MIB,
     cached=20 * MIB,
 )
-MOMENT = Moment("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
-CACHED = Reserved.of(cached=5 * MIB)
-END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=Reserved.of())
+MOMENT = ReservedMoment("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
+CACHED = ReservedBytes.of(cached=5 * MIB)
+END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=ReservedBytes.of())
 FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 
 
 def told(answer, found):
     """Return an explanation of which the fragmentation alone matters."""
-    held = Held(0, BORN, 0, dict.fromkeys(By, ()), ())
+    held = Breakdown(0, BORN, 0, dict.fromkeys(GroupBy, ()), ())
     return Explanation(answer, (), "peak", held, (), found)
 
 
@@ -97,7 +102,7 @@ def test_how_long_a_pin_lives(pin, shown):
 
 def test_the_table_fits_a_terminal_of_80_columns():
     moments = tuple(
-        replace(MOMENT, name=name, all=Reserved.of(requested=80_000_000 * MIB // 1000))
+        replace(MOMENT, name=name, all=ReservedBytes.of(requested=80_000_000 * MIB // 1000))
         for name in ("peak reserved", "peak allocated", "the end")
     )
     text = printed(replace(FOUND, moments=moments), 80)
@@ -146,6 +151,6 @@ def test_the_json_is_the_public_schema(answer):
 
 
 def test_the_committed_schema_is_what_the_code_says():
-    # python -c "from memfit.report.schema import Explained, json_schema
+    # python -c "from memfit.report.schema.dry_run_schema import Explained, json_schema
     #            print(json_schema(Explained).decode())" > docs/...
     assert SCHEMA.read_bytes().strip() == json_schema(Explained).strip()

@@ -8,21 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memfit.allocator.beginning import beginning
+from memfit.allocator.block_lifetimes import FREE, LIVE, Walk
 from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.initial_state import beginning
 from memfit.allocator.timeline import timeline
-from memfit.allocator.walk import FREE, LIVE, Walk
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import held as held_at
-from memfit.analysis.held import By
-from memfit.analysis.peak import summarize
-from memfit.analysis.place import place_at
+from memfit.analysis.location import place_at
+from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
 from memfit.records import (
     Action,
     Advice,
     Block,
     Figure,
+    GroupBy,
     Label,
     Mark,
     MarkKind,
@@ -31,11 +31,11 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
 )
-from memfit.report.advice import advice_in_words
 from memfit.report.html.payload import payload
-from memfit.report.html.words import NO_FILE, Words
-from pages import EVIL, GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
-from traces import BASE, Event, freed, segment, trace_of
+from memfit.report.html.texts import NO_FILE, Words
+from memfit.report.terminal.advice import advice_in_words
+from support.html_reports import EVIL, GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
+from support.traces import BASE, Event, freed, segment, trace_of
 
 
 def drawn(trace, most=100_000, *, source=True):
@@ -50,7 +50,7 @@ def check_sums(trace, held, moments):
     attribution = attribute(trace, line)
     for moment in moments:
         event = int(held.columns["moment.event"][moment])
-        of_explain = held_at(trace, line, attribution, event).rows[By.CATEGORY]
+        of_explain = held_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
         rows = {row.name: row.bytes for row in of_explain if row.bytes}
         assert sums(held, moment) == rows
         assert sum(rows.values()) == line.allocated[event]

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from browsing import check, click_at, shown
 from memfit.allocator.timeline import timeline
 from memfit.api import explain
 from memfit.report.html.payload import payload
-from pages import evil, report, run, sums, unpacked
-from traces import trace_of
+from support.browser import check, click_at, shown
+from support.html_reports import evil, report, run, sums, unpacked
+from support.traces import trace_of
 
 
 def test_it_opens_at_the_peak_and_every_click_is_exact(show):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from browsing import chart, check, click_at, painted, shown
 from memfit.allocator.timeline import timeline
-from memfit.analysis.nearby import below_peak
+from memfit.analysis.below_peak import below_peak
 from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, Tensor
-from pages import (
+from support.browser import chart, check, click_at, painted, shown
+from support.html_reports import (
     BACKWARD,
     FIRST,
     FRAMES,
@@ -20,7 +20,7 @@ from pages import (
     run,
     unpacked,
 )
-from traces import BASE, Event, freed, segment, trace_of
+from support.traces import BASE, Event, freed, segment, trace_of
 
 BLUE = (0, 114, 178)  # of parameters
 GREEN = (0, 158, 115)  # of activations

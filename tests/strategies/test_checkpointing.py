@@ -19,7 +19,7 @@ from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.recompute import Region
 from memfit.strategies.plan import Plan
 from memfit.train.engine import Engine
-from regions import MODES, NORMS, Block, Net, Shared, assert_same, compare, net, train
+from support.checkpointed_blocks import MODES, NORMS, Block, Net, Shared, assert_same, compare, net, train
 
 
 def counted(model, name):

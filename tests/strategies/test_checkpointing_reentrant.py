@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.checkpointing import Checkpointing
-from regions import assert_same, compare, train
+from support.checkpointed_blocks import assert_same, compare, train
 
 
 @dataclass

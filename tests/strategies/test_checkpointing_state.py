@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.replay import BufferHabits
-from regions import MODES, NORMS, Block, Ema, Net, compare, net
+from memfit.strategies.mechanisms.forward_state import BufferHabits
+from support.checkpointed_blocks import MODES, NORMS, Block, Ema, Net, compare, net
 
 
 @MODES

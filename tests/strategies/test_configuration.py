@@ -14,8 +14,8 @@ from memfit.errors import FileFormatError, MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.configuration import ALIASES, STRATEGIES, Configuration, configure
+from memfit.strategies.legacy_settings import HOOKS, READERS, parse_mem_param
 from memfit.strategies.offload import Offload
-from memfit.strategies.older_names import HOOKS, READERS, parse_mem_param
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision

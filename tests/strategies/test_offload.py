@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.errors import UsageError
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.copies import InOrder
-from memfit.strategies.mechanisms.mover import Mover
+from memfit.strategies.mechanisms.host_copies import InOrder
+from memfit.strategies.mechanisms.saved_tensor_offload import Mover
 from memfit.strategies.offload import Offload
 from memfit.strategies.plan import Plan
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.optimizer_state import OptimizerState
-from optimizing import groups, halving, net, same, train
+from support.optimizer_loops import groups, halving, net, same, train
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from combinations import CLOSE, EXACT, LIMITS, Combination, differing, error
 from memfit.strategies.accumulation import Accumulation
-from networks import Network, networks
+from support.random_networks import Network, networks
+from support.strategy_mixes import CLOSE, EXACT, LIMITS, Combination, differing, error
 
 SAMPLE = settings(
     max_examples=8,

@@ -13,7 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train import progress
+from memfit.train import progress_bar
 
 MOMENTS = [
     name
@@ -158,10 +158,10 @@ def test_row_30_the_bar_says_what_it_counts():
 def test_a_long_way_back_to_where_a_run_was_is_shown(monkeypatch):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
-    assert list(progress.reading_again(range(5), 5, console)) == list(range(5))
+    assert list(progress_bar.reading_again(range(5), 5, console)) == list(range(5))
     assert text.getvalue() == ""
-    monkeypatch.setattr(progress, "_SECONDS_UNSEEN", -1.0)
-    assert list(progress.reading_again(range(5), 5, console)) == list(range(5))
+    monkeypatch.setattr(progress_bar, "_SECONDS_UNSEEN", -1.0)
+    assert list(progress_bar.reading_again(range(5), 5, console)) == list(range(5))
     assert "reading the epoch again" in text.getvalue()
     assert "5/5" in text.getvalue()
 
@@ -296,10 +296,10 @@ def test_python_s_generator_is_where_the_script_left_it(monkeypatch):
     """rich draws when it is imported: the first engine of a process imports it, after a script has seeded."""
     for name in [one for one in sys.modules if one.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "memfit.train.progress")
-    monkeypatch.setattr(memfit.train, "progress", progress)
+    monkeypatch.delitem(sys.modules, "memfit.train.progress_bar")
+    monkeypatch.setattr(memfit.train, "progress_bar", progress_bar)
     random.seed(3)
     before = random.getstate()
-    again = importlib.import_module("memfit.train.progress")
-    assert again is not progress
+    again = importlib.import_module("memfit.train.progress_bar")
+    assert again is not progress_bar
     assert random.getstate() == before

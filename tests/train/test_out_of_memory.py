@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults import CASES, FAULTS, Fault, Sweep, build, differing, picture
-from faults import mean_loss as loss_of
 from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
-from memfit.ghost.build import build as build_ghost
+from memfit.ghost.build.runtime_library import build as build_ghost
+from memfit.ghost.fork_pool import Candidate, Pool
 from memfit.ghost.load import GhostDevice
-from memfit.ghost.pool import Candidate, Pool
+from support.fault_injection import CASES, FAULTS, Fault, Sweep, build, differing, picture
+from support.fault_injection import mean_loss as loss_of
 
-SWEEP = Path(__file__).parents[1] / "faults_on_ghost.py"
+SWEEP = Path(__file__).parents[1] / "support" / "ghost_oom_sweep.py"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import os
 
 if gpu := os.environ.get("MEMFIT_REHEARSAL"):
     from memfit.devices import find_device
-    from memfit.ghost.build import build
+    from memfit.ghost.build.runtime_library import build
     from memfit.ghost.load import GhostDevice, load
 
     device = find_device(gpu)

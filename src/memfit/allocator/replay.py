@@ -11,14 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.allocator import native
-from memfit.allocator.caching import CachingAllocator
+from memfit.allocator import compiled_allocator
+from memfit.allocator.caching_allocator import CachingAllocator
+from memfit.allocator.compiled_allocator import NativeAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device import Calls, DeviceMemory, OutOfMemory
-from memfit.allocator.native import NativeAllocator
+from memfit.allocator.device_memory import Calls, DeviceMemory, OutOfMemory
+from memfit.allocator.memory_stats import memory_stats
 from memfit.allocator.requests import Ask, Requests
-from memfit.allocator.statistics import memory_stats
-from memfit.allocator.uncached import UncachedAllocator
+from memfit.allocator.uncached_allocator import UncachedAllocator
 from memfit.errors import UsageError
 from memfit.records import Segment
 
@@ -96,7 +96,7 @@ def replay(
             "max_split_size must be at least large_segment_size, or parts of segments are given back."
         )
     if config.caching:
-        with native.opened(
+        with compiled_allocator.opened(
             config,
             blocks=max(asked.block, default=-1) + 1,
             pools=asked.pools,

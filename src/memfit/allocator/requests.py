@@ -23,10 +23,10 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from memfit.allocator.beginning import beginning
+from memfit.allocator.block_lifetimes import Walk
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.givenback import GivenBack, given_back
-from memfit.allocator.walk import Walk
+from memfit.allocator.initial_state import beginning
+from memfit.allocator.release_cause import GivenBack, given_back
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
 

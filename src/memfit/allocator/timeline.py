@@ -5,9 +5,9 @@ The history gives every address but only requested sizes; ``walk.py`` tells the 
 
 import numpy as np
 
-from memfit.allocator.beginning import beginning, reserved_change
+from memfit.allocator.block_lifetimes import Walk
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.walk import Walk
+from memfit.allocator.initial_state import beginning, reserved_change
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, MarkKind, Timeline, Trace
 

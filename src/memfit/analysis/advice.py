@@ -9,16 +9,15 @@ came from elsewhere names a script, and nobody asked for that to be run.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from memfit.allocator.compare import Rates, Setting
 from memfit.allocator.config import AllocatorConfig, of_the_environment, of_the_script
 from memfit.allocator.replay import Replay, replay
 from memfit.allocator.requests import Requests, requests
-from memfit.analysis.comparison import torch_version
-from memfit.analysis.peak import summarize
-from memfit.analysis.place import how_sure
-from memfit.capture.script import INTERRUPTED
+from memfit.allocator.setting_outcomes import Rates, Setting
+from memfit.analysis.allocator_comparison import torch_version
+from memfit.analysis.location import how_sure
+from memfit.analysis.summary import summarize
 from memfit.devices import NO_LIMIT
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import INTERRUPTED, MemfitError, UsageError
 from memfit.records import ARENA, Advice, DryRun, Figure, Phase, Provenance, ScriptEnd, Trace, worst
 
 _MOST = 3

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.place import NOWHERE, line_of, phases
+from memfit.analysis.location import NOWHERE, line_of, phases
 from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {

@@ -12,11 +12,21 @@ import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution, Numbers
-from memfit.analysis.folding import folded
-from memfit.analysis.held import By, Held, Live, Row
-from memfit.analysis.place import how_sure, phases, place_at, steps_at, steps_before
+from memfit.analysis.fold_module_paths import folded
+from memfit.analysis.location import how_sure, phases, place_at, steps_at, steps_before
 from memfit.errors import UsageError
-from memfit.records import Category, Phase, Provenance, Timeline, Trace, worst
+from memfit.records import (
+    Breakdown,
+    BreakdownRow,
+    Category,
+    GroupBy,
+    LiveAllocation,
+    Phase,
+    Provenance,
+    Timeline,
+    Trace,
+    worst,
+)
 
 NAMES = {
     Category.PARAMETER: "parameters",
@@ -71,7 +81,7 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
 
 def held(
     trace: Trace, line: Timeline, attribution: Attribution, event: int, *, beside: Sequence[str] = ()
-) -> Held:
+) -> Breakdown:
     """Say who holds what is allocated just after an event.
 
     Args:
@@ -89,19 +99,22 @@ def held(
     rest = _rest(attribution, alive, allocated, sure)
     modules = folded([*attribution.modules, *beside])[: len(attribution.modules)]
     names = {
-        By.CATEGORY: (list(NAMES.values()), np.array([list(NAMES).index(one) for one in Category])[category]),
-        By.MODULE: (modules, attribution.module[alive]),
-        By.LINE: (attribution.lines, attribution.line[alive]),
-        By.OP: (attribution.ops, attribution.op[alive]),
+        GroupBy.CATEGORY: (
+            list(NAMES.values()),
+            np.array([list(NAMES).index(one) for one in Category])[category],
+        ),
+        GroupBy.MODULE: (modules, attribution.module[alive]),
+        GroupBy.LINE: (attribution.lines, attribution.line[alive]),
+        GroupBy.OP: (attribution.ops, attribution.op[alive]),
     }
     by_name = {NAMES[kind]: provenance for kind, provenance in sure.items()}
     unsure = worst(*sure.values())
     rows = {
-        by: (*_rows(table, index, requested, by_name if by is By.CATEGORY else {}, unsure), *rest)
+        by: (*_rows(table, index, requested, by_name if by is GroupBy.CATEGORY else {}, unsure), *rest)
         for by, (table, index) in names.items()
     }
     largest = alive[np.argsort(-requested, kind="stable")[:LARGEST]]
-    return Held(
+    return Breakdown(
         event=event,
         place=place_at(trace, event),
         allocated=allocated,
@@ -110,12 +123,12 @@ def held(
     )
 
 
-def live(trace: Trace, attribution: Attribution, index: int) -> Live:
+def live(trace: Trace, attribution: Attribution, index: int) -> LiveAllocation:
     """Describe an allocation, by its place in an attribution."""
     event = int(attribution.born[index])
     tensor = int(attribution.tensor[index])
     what = trace.tensors[tensor] if tensor >= 0 else None
-    return Live(
+    return LiveAllocation(
         requested=int(attribution.requested[index]),
         block=int(attribution.block[index]),
         category=NAMES[Category(attribution.category[index])],
@@ -153,7 +166,7 @@ def _rows(
     requested: Numbers,
     sure: dict[str, Provenance],
     otherwise: Provenance,
-) -> list[Row]:
+) -> list[BreakdownRow]:
     bytes_of, blocks_of = np.zeros(len(table), np.int64), np.bincount(index, minlength=len(table))
     np.add.at(bytes_of, index, requested)
     sums: dict[str, list[int]] = {}
@@ -162,11 +175,13 @@ def _rows(
             row = sums.setdefault(name, [0, 0])
             row[0] += size
             row[1] += blocks
-    rows = [Row(name, size, blocks, sure.get(name, otherwise)) for name, (size, blocks) in sums.items()]
+    rows = [
+        BreakdownRow(name, size, blocks, sure.get(name, otherwise)) for name, (size, blocks) in sums.items()
+    ]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def parted(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+def parted(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
     """Part the rows of something named from what is nobody's: rounding, and what was there before."""
     rest = 2 if rows[-1].name == EARLIER else 1
     return rows[:-rest], rows[-rest:]
@@ -174,9 +189,9 @@ def parted(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
 
 def _rest(
     attribution: Attribution, alive: Numbers, allocated: int, sure: dict[Category, Provenance]
-) -> list[Row]:
+) -> list[BreakdownRow]:
     requested, block = int(attribution.requested[alive].sum()), int(attribution.block[alive].sum())
-    rows = [Row(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
+    rows = [BreakdownRow(ROUNDING, block - requested, len(alive), worst(*sure.values()))]
     if allocated != block:
-        rows.append(Row(EARLIER, allocated - block, 0, Provenance.ASSUMED))
+        rows.append(BreakdownRow(EARLIER, allocated - block, 0, Provenance.ASSUMED))
     return rows

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from memfit.allocator.timeline import timeline
 from memfit.analysis.advice import advised
 from memfit.analysis.attribution import attribute
+from memfit.analysis.below_peak import below_peak
 from memfit.analysis.breakdown import held, moment
 from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.held import Change, Held, Moment
-from memfit.analysis.ledger import ledger
-from memfit.analysis.nearby import below_peak
-from memfit.analysis.peak import summary
-from memfit.analysis.reserved import Fragmentation
-from memfit.records import DryRun, Trace
+from memfit.analysis.phase_ledger import ledger
+from memfit.analysis.summary import summary
+from memfit.records import Breakdown, DryRun, Fragmentation, Moment, PhaseChange, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +22,9 @@ class Explanation:
     """What would limit the run next, highest first."""
     at: str
     """The moment: ``peak``, a phase, or a training step."""
-    held: Held
+    held: Breakdown
     """Who holds what is allocated then."""
-    ledger: tuple[Change, ...]
+    ledger: tuple[PhaseChange, ...]
     """What each phase of the first steps changed."""
     fragmentation: Fragmentation | None
     """What of the reserved memory was not asked for, where that was wanted."""

@@ -16,21 +16,25 @@ from heapq import nlargest
 
 import numpy as np
 
-from memfit.allocator.beginning import beginning
+from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, Piece, Walk
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.layout import EXPANDABLE
+from memfit.allocator.free_ranges import EXPANDABLE
+from memfit.allocator.initial_state import beginning
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import timeline
-from memfit.allocator.walk import FREE, LIVE, PENDING, Piece, Walk
-from memfit.analysis.place import how_sure, place_at
-from memfit.analysis.reserved import Fragmentation, Hole, Moment, Pin, Reserved
+from memfit.analysis.location import how_sure, place_at
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
     Category,
+    Fragmentation,
+    Hole,
     Phase,
+    Pin,
     Place,
     Provenance,
+    ReservedBytes,
+    ReservedMoment,
     Timeline,
     Trace,
     worst,
@@ -130,7 +134,7 @@ class _Look:
             block.address: block.requested for segment in trace.segments for block in segment.blocks
         }
 
-    def at(self, name: str, events: int, pieces: list[Piece]) -> Moment:
+    def at(self, name: str, events: int, pieces: list[Piece]) -> ReservedMoment:
         """Tell the blocks of a moment apart."""
         found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
         holes: list[tuple[int, str, int, list[Piece]]] = []  # bytes, pool, index in the segment, segment
@@ -153,8 +157,8 @@ class _Look:
                     holes.append((size, kind, index, segment))
                 else:
                     rows["cached"] += size
-        small, large = Reserved.of(**found["small"]), Reserved.of(**found["large"])
-        return Moment(
+        small, large = ReservedBytes.of(**found["small"]), ReservedBytes.of(**found["large"])
+        return ReservedMoment(
             name,
             events,
             place_at(self._trace, events - 1) if events else _BEFORE_ALL,

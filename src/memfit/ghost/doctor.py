@@ -7,11 +7,11 @@ from pathlib import Path
 
 from memfit.devices import DEFAULT, find_device
 from memfit.errors import MemfitError
-from memfit.ghost.build import Build, build
-from memfit.ghost.compiler import find_compiler
+from memfit.ghost.build.runtime_library import Build, build
+from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
 from memfit.ghost.load import GhostDevice
-from memfit.ghost.torch_install import find_torch
+from memfit.native_build import find_compiler
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 

@@ -18,11 +18,11 @@ from typing import Self
 
 from memfit.devices import Device
 from memfit.errors import GhostError
-from memfit.ghost.build import Build
+from memfit.ghost.build.extensions import Extensions
+from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.cudnn.cache import Configuration
 from memfit.ghost.cudnn.client import installed_cudnn
-from memfit.ghost.cudnn.kept import Configuration
-from memfit.ghost.extensions import Extensions
-from memfit.ghost.leave import wait_for_autograd
+from memfit.ghost.shutdown import wait_for_autograd
 from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
 _REFUSALS = {
@@ -324,23 +324,6 @@ class Ghost:
             LogEvent(LogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us)
             for e in events[:length]
         ]
-
-
-def python_code(module: str) -> str:
-    """Return what ``python -c`` needs to run a module's ``main`` in a process of its own.
-
-    Not ``python -m``: that searches the working folder first, where a ``platform.py`` of the user's
-    would stand in for the standard library's.
-    """
-    return f"""
-import sys
-sys.flags.safe_path or sys.path.pop(0)
-try:
-    from {module} import main
-    main()
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
 
 
 def load(build: Build) -> Ghost:

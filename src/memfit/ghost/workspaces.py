@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
+from memfit.ghost.cudnn.cache import Configuration
 from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
-from memfit.ghost.cudnn.kept import Configuration
-from memfit.ghost.cudnn.tree import (
+from memfit.ghost.cudnn.descriptors import (
     ENGINEHEUR_MODE,
     HEUR_MODE_FALLBACK,
     Convolution,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.packing.buffers import Buffers, Column, Sections
-from memfit.packing.library import place
+from memfit.packing.native import place
 
 ORDERS: dict[str, Callable[[Buffers], tuple[npt.NDArray[np.number], ...]]] = {
     "size": lambda b: (b.size, b.upper - b.lower),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from memfit.records import DryRun, Figure
-from memfit.report.printed import Printed
-from memfit.report.terminal import print_summary
+from memfit.report.printable import Printed
+from memfit.report.terminal.summary import print_summary
 
 _TOTALS = {"allocated", "reserved", "process"}
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from memfit.analysis.attribution import Attribution
 from memfit.analysis.breakdown import NAMES
-from memfit.analysis.ledger import by_category
-from memfit.analysis.place import step_of
+from memfit.analysis.location import step_of
+from memfit.analysis.phase_ledger import by_category
 from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
-from memfit.report.inert import inert
+from memfit.report.escape import inert
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _PHASES = tuple(Phase)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.typed import check_types
+from memfit.strategies.field_types import check_types
 from memfit.units import format_bytes
 
 PartialWindow = Literal["flush", "carry", "drop"]

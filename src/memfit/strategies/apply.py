@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
-from memfit.strategies.mechanisms.forward import wrappers
+from memfit.strategies.mechanisms.wrap_forward import wrappers
 from memfit.strategies.plan import Plan
 
 _APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()

@@ -31,11 +31,11 @@ from torch.nn.modules import (
 )
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.forward import wrap_forward, wrappers
-from memfit.strategies.mechanisms.patterns import class_name, modules_named, repeated_blocks, unwrapped
+from memfit.strategies.field_types import check_types
+from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks, unwrapped
 from memfit.strategies.mechanisms.recompute import Recomputing, Region
-from memfit.strategies.mechanisms.saving import overloads
-from memfit.strategies.typed import check_types
+from memfit.strategies.mechanisms.selective_saving import overloads
+from memfit.strategies.mechanisms.wrap_forward import wrap_forward, wrappers
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)
 
@@ -54,7 +54,7 @@ class Checkpointing:
     """
 
     modules: str | tuple[str, ...] = ()
-    """Names, patterns or classes (``strategies/mechanisms/patterns.py``); by default the blocks that a
+    """Names, patterns or classes (``strategies/mechanisms/module_patterns.py``); by default the blocks that a
     model repeats."""
     every: int = 1
     """Of the modules named take the first, and every so many after it. The last, which would be computed

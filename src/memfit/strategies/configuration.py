@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.strategies.nearest import unknown
-from memfit.strategies.older_names import NOTHING, OVER_BATCHES, READERS, Setting
+from memfit.strategies.legacy_settings import NOTHING, OVER_BATCHES, READERS, Setting
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
+from memfit.strategies.suggestions import unknown
 
 STRATEGIES: dict[str, type] = {name: get_args(kind)[0] for name, kind in get_type_hints(Plan).items()}
 """The fields of a plan, and what they are made of."""

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.copies import Copies, InOrder, SideStream
-from memfit.strategies.mechanisms.forward import Wrapped, wrap_forward, wrappers
-from memfit.strategies.mechanisms.mover import Mover
-from memfit.strategies.mechanisms.patterns import modules_named
+from memfit.strategies.field_types import check_types
+from memfit.strategies.mechanisms.host_copies import Copies, InOrder, SideStream
+from memfit.strategies.mechanisms.module_patterns import modules_named
 from memfit.strategies.mechanisms.recompute import Region
-from memfit.strategies.typed import check_types
+from memfit.strategies.mechanisms.saved_tensor_offload import Mover
+from memfit.strategies.mechanisms.wrap_forward import Wrapped, wrap_forward, wrappers
 
 if TYPE_CHECKING:
     from memfit.strategies.plan import Plan
@@ -38,7 +38,7 @@ class Offload:
     """
 
     modules: str | tuple[str, ...] = ()
-    """Names, patterns or classes (``strategies/mechanisms/patterns.py``); by default all of the model."""
+    """Names, patterns or classes (``mechanisms/module_patterns.py``); by default all of the model."""
     what: Literal["activations", "inputs"] = "activations"
     """All that is saved in them, or what checkpointed ones begin again from."""
     min_bytes: int = 2**20

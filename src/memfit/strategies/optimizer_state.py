@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizers import name_of
-from memfit.strategies.typed import check_types
+from memfit.strategies.field_types import check_types
+from memfit.strategies.mechanisms.optimizer_info import name_of
 
 if TYPE_CHECKING:
     from memfit.strategies.plan import Plan

@@ -16,10 +16,10 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
+from memfit.strategies.field_types import check_types
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision, device_type
-from memfit.strategies.typed import check_types
 
 
 @dataclass(frozen=True, slots=True)

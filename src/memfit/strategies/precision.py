@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.strategies.decorators import mark
-from memfit.strategies.mechanisms.forward import wrap_forward
-from memfit.strategies.typed import check_types
+from memfit.strategies.field_types import check_types
+from memfit.strategies.mechanisms.wrap_forward import wrap_forward
+from memfit.strategies.precision_decorators import mark
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

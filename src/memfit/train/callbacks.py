@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memfit.train.engine import Engine
-    from memfit.train.result import StepResult
+    from memfit.train.step_result import StepResult
 
 
 class Callback:

@@ -22,17 +22,17 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
-from memfit.train.accounts import Accounts
+from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback, Saving
 from memfit.train.data.position import batch_size_of
-from memfit.train.data.split import batch_size, split
+from memfit.train.data.split_batch import batch_size, split
+from memfit.train.full_batch import WholeBatches
 from memfit.train.job import Job, Loss
-from memfit.train.result import StepResult
+from memfit.train.resume import engine_state, state_file
 from memfit.train.setup import job_of, set_up
-from memfit.train.states import resume, state
+from memfit.train.step_result import StepResult
 from memfit.train.update import Protect
-from memfit.train.whole import WholeBatches
-from memfit.train.window import Window
+from memfit.train.window_ledger import Accounts
 
 
 class Engine:
@@ -301,7 +301,7 @@ class Engine:
             TornUpdateError: the last update was interrupted.
             UsageError: a backward was interrupted; or micro-batches are carried over to the next epoch.
         """
-        return resume.state_of(self)
+        return engine_state.state_of(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a state; the next pass over the data begins where it was. The state stays as it is.
@@ -310,11 +310,11 @@ class Engine:
             UsageError: it does not suit this engine; nothing was loaded.
             FileFormatError: it is damaged; nothing was loaded.
         """
-        resume.go_on(self, saved)
+        engine_state.go_on(self, saved)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file: the whole of it or nothing."""
-        state.save(self.state_dict(), Path(path))
+        state_file.save(self.state_dict(), Path(path))
 
     def load(self, path: str | Path) -> None:
         """Go on from a file that ``save`` wrote.
@@ -323,7 +323,7 @@ class Engine:
             FileFormatError: it is something else, or damaged.
             UsageError: it does not suit this engine. Either way nothing was loaded.
         """
-        self.load_state_dict(state.load(Path(path)))
+        self.load_state_dict(state_file.load(Path(path)))
 
 
 def _length(loader: Iterable[Any]) -> int | None:

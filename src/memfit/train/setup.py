@@ -17,12 +17,12 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply_to_model, on_revert, revert
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
-from memfit.train import masters
-from memfit.train.batch_norms import warn_of_batch_norms
-from memfit.train.gradients import gradient_sums
-from memfit.train.graphs import graphs
+from memfit.train import master_weights
+from memfit.train.batch_norm_warning import warn_of_batch_norms
+from memfit.train.cuda_graphs import graphs
+from memfit.train.gradient_sums import gradient_sums
 from memfit.train.job import Job, Loss
-from memfit.train.scaler import Scaler
+from memfit.train.loss_scaler import Scaler
 from memfit.train.update import Protect, Update
 
 
@@ -79,7 +79,7 @@ def _set_up(
 ) -> Update:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
-    full = masters.copies(model.parameters()) if precision.master_weights else {}
+    full = master_weights.copies(model.parameters()) if precision.master_weights else {}
     apply_to_model(model, plan)
     made = job.optimizer
     optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
@@ -90,7 +90,7 @@ def _set_up(
         )
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
-    masters.hand_over(optimizer, full)
+    master_weights.hand_over(optimizer, full)
     in_backward = plan.optimizer_state is not None and plan.optimizer_state.step_in_backward
     sums = gradient_sums(model, accumulation, full)
     if cuda_graphs:
@@ -125,8 +125,8 @@ def _give_back(update: "ref[Update]") -> None:
     """Have a model's parameters be what their float32 copies are, and its optimizer update them again."""
     there = update()
     if there is not None:
-        masters.write(there.masters)
-        masters.hand_over(there.optimizer, {copy: one for one, copy in there.masters.items()})
+        master_weights.write(there.masters)
+        master_weights.hand_over(there.optimizer, {copy: one for one, copy in there.masters.items()})
 
 
 def world_size() -> int:

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
-from memfit.strategies.mechanisms.in_backward import StepInBackward
-from memfit.strategies.mechanisms.optimizers import parameters_of
-from memfit.train import masters as master_weights
-from memfit.train.gradients import GradientSums
-from memfit.train.graphs import Graphs
-from memfit.train.retry import Backup, out_of_memory
-from memfit.train.scaler import Scaler
-from memfit.train.window import Window
+from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.step_in_backward import StepInBackward
+from memfit.train import master_weights
+from memfit.train.accumulation_window import Window
+from memfit.train.cuda_graphs import Graphs
+from memfit.train.gradient_sums import GradientSums
+from memfit.train.loss_scaler import Scaler
+from memfit.train.oom_retry import Backup, out_of_memory
 
 INTERRUPTED = (
     "The last update was interrupted, and some parameters may be updated while others are not. Load the last "

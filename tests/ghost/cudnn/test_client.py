@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build import build
-from memfit.ghost.compiler import find_compiler
+from memfit.ghost.build.runtime_library import build
 from memfit.ghost.cudnn import client as client_module
+from memfit.ghost.cudnn.cache import Answer, Configuration, Kept
 from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
-from memfit.ghost.cudnn.kept import Answer, Configuration, Kept
-from trees import convolution
+from memfit.native_build import find_compiler
+from support.cudnn_descriptors import convolution
 
 QUESTION = convolution("forward")
 OTHERS = [convolution("forward", images=images) for images in range(2, 6)]

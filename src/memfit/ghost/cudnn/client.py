@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memfit.errors import MemfitError
-from memfit.ghost.build import Build
-from memfit.ghost.compiler import cache_folder
-from memfit.ghost.cudnn.find import find_library
-from memfit.ghost.cudnn.kept import Answer, Configuration, Kept
-from memfit.ghost.cudnn.properties import properties
-from memfit.ghost.torch_install import find_torch
+from memfit.ghost.build.runtime_library import Build
+from memfit.ghost.build.torch_install import find_torch
+from memfit.ghost.cudnn.cache import Answer, Configuration, Kept
+from memfit.ghost.cudnn.device_properties import properties
+from memfit.ghost.cudnn.find_library import find_library
+from memfit.native_build import cache_folder
+from memfit.python_command import python_code
 
 if TYPE_CHECKING:
     from memfit.ghost.load import GhostDevice
@@ -53,8 +54,6 @@ class _Process:
     """
 
     def __init__(self, begin: bytes) -> None:
-        from memfit.ghost.load import python_code
-
         self._channel, theirs = socket.socketpair()
         self._lines = self._channel.makefile("rb")
         try:

@@ -17,7 +17,7 @@
  * boundary are written out with their header and CUDA version, and tests/ghost/test_abi.py
  * compares them with the real headers where those are installed.
  *
- * Functions that PyTorch imports and that are not written here are made by memfit.ghost.build:
+ * Functions that PyTorch imports and that are not written here are made by memfit.ghost.build.runtime_library:
  * a plain stub that returns success, or, for the names in gaps.txt, a refusal that is recorded.
  *
  * CUDA_VERSION, CUDNN_VERSION and NCCL_VERSION are set by the builder to those that the installed

@@ -226,7 +226,7 @@ API status cudaEventSynchronize(struct event *event)
 /* The host's own time between the two records: a duration of the dry run, not of any GPU. Whoever times a
  * single piece of work means to compare it with others (cudnn.benchmark does): all of them are as fast, so
  * that what is chosen is the first, and the same in every run. What is known to compare longer pieces of
- * work (ghost/compiling.py) has the answer chosen for it. */
+ * work (ghost/compile/torch_compile.py) has the answer chosen for it. */
 API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
     if (!start->recorded || !end->recorded)

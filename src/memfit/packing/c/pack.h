@@ -27,7 +27,7 @@ static inline int meet(int32_t first, int32_t last, int32_t other_first, int32_t
 API int pack_place(int32_t buffers, int32_t sections, const int32_t *first, const int32_t *last, const int64_t *size,
                    const int32_t *order, int tightest, const atomic_int *cancelled, int64_t *offset);
 
-// Look for offsets that need no more than capacity, exhaustively: src/memfit/packing/exact.py says how.
+// Look for offsets that need no more than capacity, exhaustively: src/memfit/packing/exhaustive_search.py says how.
 //   buffers, sections, first, last, size    as above
 //   area, length          of each buffer; they only order the search
 //   preference            three letters that order buffers, see key() in search.c

@@ -1,4 +1,4 @@
-// The exhaustive search for offsets within a capacity. src/memfit/packing/exact.py says what it relies on.
+// The exhaustive search for offsets within a capacity. src/memfit/packing/exhaustive_search.py says what it relies on.
 //
 //   part      buffers that meet no others: ordered by preference, then
 //   descend   each that may be the next one is

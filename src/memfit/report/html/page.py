@@ -9,9 +9,9 @@ from string import Template
 from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Attribution
 from memfit.records import DryRun, Timeline, Trace
-from memfit.report.html import static
+from memfit.report.html import static_html
 from memfit.report.html.payload import payload
-from memfit.report.html.words import Words
+from memfit.report.html.texts import Words
 
 _SCRIPTS = (
     "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
@@ -46,21 +46,21 @@ def page(
         "no-source": not source,
         "no-segments": not AllocatorConfig.read(trace.settings).has_segments,
     }
-    style = _asset("page.css") + static.colours(found.facts)
+    style = _asset("page.css") + static_html.colours(found.facts)
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
-        static.verdict_in_html(summary, words) | static.thinned(found.facts),
+        static_html.verdict_in_html(summary, words) | static_html.thinned(found.facts),
         missing=" ".join(name for name, is_so in missing.items() if is_so),
         policy=_policy(script, style),
         style=style,
         code=script,
-        ladder=static.ladder(summary),
-        advice=static.advice(summary, words),
-        terms=static.terms(summary),
-        notes=static.notes(summary, words),
-        versions=static.versions(summary, words),
-        sums=static.sums(found.facts),
-        shortcuts=static.shortcuts(found, words),
+        ladder=static_html.ladder(summary),
+        advice=static_html.advice(summary, words),
+        terms=static_html.terms(summary),
+        notes=static_html.notes(summary, words),
+        versions=static_html.versions(summary, words),
+        sums=static_html.sums(found.facts),
+        shortcuts=static_html.shortcuts(found, words),
         last=max(0, found.facts.moments - 1),
         data=found.text,
     )

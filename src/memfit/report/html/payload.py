@@ -16,18 +16,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.beginning import beginning
 from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.initial_state import beginning
 from memfit.analysis.attribution import Attribution
-from memfit.analysis.folding import folded
-from memfit.analysis.held import Moment
-from memfit.analysis.place import line_of, steps_of
-from memfit.records import Action, DryRun, Timeline, Trace
-from memfit.report.html.blocks import Numbers, blocks_of
-from memfit.report.html.facts import Facts, facts, layers_of, shortcuts
-from memfit.report.html.moments import MOST_BLOCKS, Drawn, drawn
-from memfit.report.html.ranges import Range, ranges_of
-from memfit.report.html.words import Words
+from memfit.analysis.fold_module_paths import folded
+from memfit.analysis.location import line_of, steps_of
+from memfit.records import Action, DryRun, Moment, Timeline, Trace
+from memfit.report.html.block_columns import Numbers, blocks_of
+from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawn, drawn
+from memfit.report.html.page_facts import Facts, facts, layers_of, shortcuts
+from memfit.report.html.reserved_ranges import Range, ranges_of
+from memfit.report.html.texts import Words
 
 _MOST_FRAMES = 30
 _TEXTS = ("module", "folded", "op", "line", "name", "dtype", "shape")

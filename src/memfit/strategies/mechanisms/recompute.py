@@ -19,10 +19,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.fingerprints import Comparing, Recording
-from memfit.strategies.mechanisms.forward import Forward, Wrapped
-from memfit.strategies.mechanisms.replay import BufferHabits, Draws, tensors_in, unseen, version
-from memfit.strategies.mechanisms.saving import keeping
+from memfit.strategies.mechanisms.forward_state import BufferHabits, Draws, tensors_in, unseen, version
+from memfit.strategies.mechanisms.recompute_check import Comparing, Recording
+from memfit.strategies.mechanisms.selective_saving import keeping
+from memfit.strategies.mechanisms.wrap_forward import Forward, Wrapped
 
 if TYPE_CHECKING:
     from memfit.strategies.checkpointing import Checkpointing

@@ -16,9 +16,9 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import PartialWindow
-from memfit.train.data.generators import own_generators, set_states, states_of
-from memfit.train.progress import reading_again
-from memfit.train.states.state import random_state, set_random_state
+from memfit.train.data.loader_generators import own_generators, set_states, states_of
+from memfit.train.progress_bar import reading_again
+from memfit.train.resume.state_file import random_state, set_random_state
 
 
 @dataclass(slots=True)

@@ -1,0 +1,231 @@
+"""The allocator compiled: ``caching.py`` once more, in C, for replays by the hundred.
+
+    AllocatorConfig  ──>  struct settings  ─┐
+    Requests         ──>  their columns    ─┴──>  c/*.c  ──>  figures, blocks
+
+It is compiled when it is first needed, and kept in the cache folder. Where that cannot be, for want of a
+compiler, ``caching.py`` does the same, more slowly.
+"""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from memfit import records
+from memfit.allocator.blocks import PoolId
+from memfit.allocator.caching_allocator import NUMBERED
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device_memory import Calls
+from memfit.allocator.memory_stats import COUNTERS, NAMES
+from memfit.allocator.requests import Requests
+from memfit.errors import MemfitError, UsageError
+from memfit.native_build import kept_library
+from memfit.records import Segment
+
+SOURCES = Path(__file__).with_name("c")
+_NEVER = 1 << 62
+"""Stands for a limit that there is not; a number beyond it cannot be passed on."""
+
+_MOST = 1 << 60
+"""Bytes of a device: so that adding sizes to them stays within 64 bits."""
+_SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that it is given
+_OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
+_NAMES = (*NAMES, *COUNTERS)
+_STATES = ("inactive", "active_allocated", "active_awaiting_free")
+_CALLS = len(fields(Calls))
+_FIGURES = 4  # of an outcome, before its calls
+_COLUMNS = 10  # of a block's row; of them these are looked at before the row is read:
+_MAPPED, _FIRST = 5, 6
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Return the library, compiled if need be; None where it cannot be."""
+    try:
+        return kept_library("allocator", SOURCES, opened_library)
+    except (MemfitError, OSError):
+        return None
+
+
+def opened_library(path: Path) -> ctypes.CDLL:
+    """Load what ``compile_library`` made, and tell the types of its functions: ``c/allocator.h`` has them."""
+    library = ctypes.CDLL(str(path))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, result, arguments in (
+        ("allocator_new", pointer, (pointer, number, number)),
+        ("allocator_delete", None, (pointer,)),
+        ("allocator_serve", ctypes.c_int, (pointer, number, *(pointer,) * len(_SERVED))),
+        ("allocator_address", number, (pointer, number)),
+        ("allocator_block_count", number, (pointer,)),
+        ("allocator_blocks", None, (pointer, pointer)),
+        ("allocator_statistics", None, (pointer, pointer)),
+        ("allocator_outcome", number, (pointer, pointer)),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How serving ended."""
+
+    position: int
+    """Of the request that failed; the number of requests if none did."""
+    requested: int
+    """Bytes that it asked for, if one did."""
+    free: int
+    """Bytes that the device had left then."""
+    most_taken: int
+    """Bytes of the device that were taken at once, at most."""
+    calls: Calls
+    calls_per_step: Calls | None
+    """In the last training step; None if fewer than two ended."""
+
+
+class NativeAllocator:
+    """The allocator of one device: ``handle`` in ``library``; ``opened`` makes one."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int, pools: Sequence[PoolId]) -> None:
+        self._library = library
+        self._handle = handle
+        self._pools = pools
+
+    def serve(self, asked: Requests) -> bool:
+        """Serve requests; False if a malloc failed, which ended it.
+
+        Raises:
+            UsageError: a request cannot be: of a block that is not there, or of a size that is none.
+            MemoryError: this machine has no memory left.
+            OverflowError: addresses do not fit 64 bits: there are many reservations of a huge device.
+        """
+        columns = (getattr(asked, name).buffer_info()[0] for name in _SERVED)
+        status: int = self._library.allocator_serve(self._handle, len(asked.ask), *columns)
+        if status == _NO_HOST_MEMORY:
+            raise MemoryError
+        if status == _BEYOND_64_BITS:
+            raise OverflowError
+        if status == _IMPOSSIBLE:
+            raise UsageError(f"Request {self.outcome().position} of {len(asked.ask)} cannot be served.")
+        return status != _OUT_OF_MEMORY
+
+    def outcome(self) -> Outcome:
+        """Return how serving ended."""
+        figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
+        steps: int = self._library.allocator_outcome(self._handle, figures)
+        all_calls, before, last = (
+            Calls(*figures[begin : begin + _CALLS])
+            for begin in range(_FIGURES, _FIGURES + 3 * _CALLS, _CALLS)
+        )
+        position, requested, free, most_taken = figures[:_FIGURES]
+        per_step = last - before if steps > 1 else None
+        return Outcome(position, requested, free, most_taken, all_calls, per_step)
+
+    def address(self, block: int) -> int:
+        """Return where the block of a number lies; 0 if it is not in use."""
+        address: int = self._library.allocator_address(self._handle, block)
+        return address
+
+    def figures(self) -> list[int]:
+        """Return the values of ``NAMES`` and ``COUNTERS``."""
+        figures = (ctypes.c_int64 * len(_NAMES))()
+        self._library.allocator_statistics(self._handle, figures)
+        return figures[:]
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return what ``torch.cuda.memory_stats()`` would say, by the same names."""
+        return dict(zip(_NAMES, self.figures(), strict=True))
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Return every segment, by address, as ``torch.cuda.memory_snapshot()`` does."""
+        count: int = self._library.allocator_block_count(self._handle)
+        rows = ((ctypes.c_int64 * _COLUMNS) * count)()
+        self._library.allocator_blocks(self._handle, rows)
+        segments: list[list[list[int]]] = []
+        for row in map(list, rows):
+            if row[_MAPPED]:
+                if row[_FIRST]:
+                    segments.append([])
+                segments[-1].append(row)
+        return tuple(_segment(rows, self._pools) for rows in segments)
+
+
+@contextmanager
+def opened(
+    config: AllocatorConfig,
+    *,
+    blocks: int,
+    pools: Sequence[PoolId],
+    total: int,
+    taken: int,
+    version: tuple[int, int],
+    empty_cache_each_step: bool = False,
+) -> Iterator[NativeAllocator | None]:
+    """Make an allocator for as long as it is needed; None where there is no compiled one.
+
+    Args:
+        config: the settings in force.
+        blocks: their numbers are less than this.
+        pools: the default one and private ones, as requests number them.
+        total: bytes of the device.
+        taken: bytes of it that are taken already.
+        version: of PyTorch, major and minor.
+        empty_cache_each_step: empty the cache after each training step.
+    """
+    settings = _settings(config, total, taken, version, empty_cache_each_step)
+    library = load() if settings else None
+    if settings is None or library is None:
+        yield None
+        return
+    handle: int | None = library.allocator_new(settings.buffer_info()[0], blocks, len(pools))
+    if handle is None:
+        raise MemoryError
+    try:
+        yield NativeAllocator(library, handle, pools)
+    finally:
+        library.allocator_delete(handle)
+
+
+def _settings(
+    config: AllocatorConfig, total: int, taken: int, version: tuple[int, int], empties: bool
+) -> "array[int] | None":
+    """Lay the settings out as ``c/allocator.h`` does; None if a number is beyond it."""
+    fraction, threshold = config.per_process_memory_fraction, config.garbage_collection_threshold
+    allowed = _NEVER if fraction is None else int(fraction * total)
+    collects = fraction is not None and threshold > 0
+    values = (
+        total,
+        taken,
+        allowed,
+        int(threshold * allowed) if collects else _NEVER,
+        _NEVER if config.max_split_size is None else config.max_split_size,
+        config.max_non_split_rounding,
+        config.large_segment_size,
+        config.expandable_segments,
+        config.throw_on_cudamalloc_oom,
+        version >= NUMBERED,
+        empties,
+        *config.roundup_power2_divisions,
+    )
+    return array("q", values) if max(values) <= _NEVER and total <= _MOST else None
+
+
+def _segment(rows: list[list[int]], pools: Sequence[PoolId]) -> Segment:
+    """Return a segment of the rows of its blocks."""
+    blocks = tuple(
+        records.Block(address, size, asked, _STATES[state]) for address, size, asked, state, *_ in rows
+    )
+    address, _, _, _, stream, _, _, small, expandable, pool = rows[0]
+    return Segment(
+        address=address,
+        size=sum(block.size for block in blocks),
+        stream=stream,
+        kind="small" if small else "large",
+        pool=pools[pool],
+        expandable=bool(expandable),
+        blocks=blocks,
+    )

@@ -1,0 +1,186 @@
+"""Expandable segments: a range of addresses for each stream and pool, and memory behind it as it is needed.
+
+    reservation, 9/8 of the device
+    |--- live ---|--- free ---|----------- not mapped -----------|--- live ---|--- not mapped ...
+                              |  handle  |  handle  |                 handles of 2 MiB, in the large
+                                                                      pool of large_segment_size
+
+Source: Note [Expandable Segments], ``ExpandableSegment``, ``find_expandable_block``, ``map_block`` and
+``unmap_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+"""
+
+from memfit.allocator.blocks import Block, BlockPool
+from memfit.allocator.device_memory import DeviceMemory
+
+
+class ExpandableSegment:
+    """A reservation and its handles: pieces of memory of one size."""
+
+    __slots__ = ("_memory", "address", "handle", "size")
+
+    def __init__(self, memory: DeviceMemory, handle: int) -> None:
+        self._memory = memory
+        self.handle = handle
+        """Bytes of each."""
+        self.size = -(-(memory.total + memory.total // 8) // handle) * handle
+        self.address = memory.reserve(self.size)
+
+    def map(self, size: int) -> int:
+        """Put memory behind ``size`` bytes that begin with a handle, rounded up to whole handles.
+
+        Returns:
+            The bytes that have memory now; 0 if the device has not so much left.
+        """
+        pieces = -(-size // self.handle)
+        return pieces * self.handle if self._memory.map(pieces, self.handle) else 0
+
+    def unmap(self, address: int, size: int) -> tuple[int, int]:
+        """Give back the handles that lie wholly within ``[address, address + size)``.
+
+        Returns:
+            Where they begin, and their bytes; 0 bytes if there are none.
+        """
+        begin = -(-(address - self.address) // self.handle)
+        end = (address + size - self.address) // self.handle
+        if begin >= end:
+            return address, 0
+        self._memory.unmap(end - begin, self.handle)
+        return self.address + begin * self.handle, (end - begin) * self.handle
+
+    def release(self) -> None:
+        """Give the addresses back."""
+        self._memory.unreserve(self.address, self.size)
+
+
+def find(pool: BlockPool, stream: int, size: int) -> Block | None:
+    """Return the lowest block from which on ``size`` bytes are free or not yet mapped, or None.
+
+    The block itself may be mapped: then the one after it is not.
+    """
+    for unmapped in pool.unmapped.get(stream, ()):
+        before = unmapped.prev
+        first = before if before is not None and before.free else unmapped
+        room, block = 0, first
+        while room < size and block is not None and block.free:
+            room += block.size
+            block = block.next  # type: ignore[assignment]
+        if room >= size:
+            return first
+    return None
+
+
+def reserve(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
+    """Return a new reservation as a block that is not mapped."""
+    block = Block(stream, segment.size, pool, segment.address, 0)
+    block.mapped = False
+    block.expandable = segment
+    pool.add_unmapped(block)
+    return block
+
+
+def release(block: Block) -> None:
+    """Give a reservation back of which nothing is mapped: it is one block."""
+    block.pool.remove_unmapped(block)
+    _segment_of(block).release()
+
+
+def map_block(block: Block, size: int) -> tuple[Block, int]:
+    """Put memory behind the beginning of a block that has none.
+
+    Args:
+        block: in its pool's ``unmapped``.
+        size: bytes, at most the block's.
+
+    Returns:
+        The block, or the free one before it that it joins, and the bytes that have memory now: whole handles;
+        0 if the device has not so much left.
+    """
+    pool = block.pool
+    mapped = _segment_of(block).map(size)
+    if not mapped:
+        return block, 0
+    pool.remove_unmapped(block)
+    if mapped < block.size:
+        pool.add_unmapped(block.split(mapped))
+    block.mapped = True
+    block = _merged(block)
+    pool.add(block)
+    return block, mapped
+
+
+def unmap_block(block: Block) -> tuple[Block, int]:
+    """Take away the memory behind the handles that lie wholly within a free block.
+
+    Returns:
+        What is not mapped there now, and the bytes that were taken away; 0 if there is no such handle.
+    """
+    pool = block.pool
+    address, size = _segment_of(block).unmap(block.address, block.size)
+    if size == 0:
+        return block, 0
+    pool.remove(block)
+    if address > block.address:
+        kept = block
+        block = kept.split(address - kept.address)
+        pool.add(kept)
+    if block.size > size:
+        pool.add(block.split(size))
+    block.mapped = False
+    block = _merged(block)
+    pool.add_unmapped(block)
+    return block, size
+
+
+def best_to_grow(pool: BlockPool, keys: list[int], index: int) -> int:
+    """Return the index of the block to take, from the first one on that is large enough.
+
+    A block that can grow counts with the size that it can grow to.
+
+    Source: ``get_free_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    block = pool.block(keys[index])
+    while block.expandable is not None and index + 1 < len(keys):
+        following = pool.block(keys[index + 1])
+        if _size_to_grow_to(following) >= _size_to_grow_to(block):
+            break
+        block, index = following, index + 1
+    return index
+
+
+def first_not_expandable(pool: BlockPool, keys: list[int], index: int) -> int:
+    """Return the index of the first block from that one on that is of no expandable segment."""
+    while index < len(keys) and pool.block(keys[index]).expandable is not None:
+        index += 1
+    return index
+
+
+def _size_to_grow_to(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)
+
+
+def _merged(block: Block) -> Block:
+    """Merge a block that no pool has with free neighbours that are mapped, or not, as it is."""
+    before, after = block.prev, block.next
+    if after is not None and after.free and after.mapped == block.mapped:
+        _forget(after)
+        block.swallow(after)
+    if before is not None and before.free and before.mapped == block.mapped:
+        _forget(before)
+        before.swallow(block)
+        return before
+    return block
+
+
+def _forget(block: Block) -> None:
+    """Take a free block that another one swallows out of its pool."""
+    if block.mapped:
+        block.pool.remove(block)
+    else:
+        block.pool.remove_unmapped(block)
+
+
+def _segment_of(block: Block) -> ExpandableSegment:
+    if block.expandable is None:
+        raise AssertionError("only expandable segments are mapped and unmapped")
+    return block.expandable

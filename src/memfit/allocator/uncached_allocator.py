@@ -1,0 +1,83 @@
+"""The allocator with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: every tensor is a cudaMalloc, and a cudaFree.
+
+What cudaMalloc takes from the device for it is assumed (``device.py``).
+"""
+
+from dataclasses import dataclass
+
+from memfit.allocator.blocks import PoolId
+from memfit.allocator.device_memory import DeviceMemory, OutOfMemory
+from memfit.records import DEFAULT_POOL, Segment
+
+
+@dataclass(slots=True)
+class Piece:
+    """Device memory of one tensor."""
+
+    address: int
+    size: int
+
+
+class UncachedAllocator:
+    """As much of ``CachingAllocator`` as a replay needs."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.captures = 0
+        self.allocated = 0
+        """Bytes as requested."""
+        self.peak_allocated = 0
+        self.peak_reserved = memory.used
+        self._before = memory.used
+
+    def malloc(self, size: int, stream: int = 0) -> Piece:
+        """Allocate ``size`` bytes, on whatever stream.
+
+        Raises:
+            OutOfMemory: the device does not have them.
+        """
+        del stream
+        address = self.memory.malloc(size)
+        if not address:
+            raise OutOfMemory(size, self.memory.total - self.memory.used)
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.memory.used)
+        return Piece(address, size)
+
+    def free(self, piece: Piece) -> None:
+        """Give the memory back; cudaFree waits for every stream."""
+        self.allocated -= piece.size
+        self.memory.free(piece.address, piece.size)
+
+    def record_stream(self, piece: Piece, stream: int) -> None:
+        """Do nothing: see ``free``."""
+
+    def has_gone_on(self, stream: int) -> None:
+        """Do nothing: see ``free``."""
+
+    def all_have_gone_on(self) -> None:
+        """Do nothing: see ``free``."""
+
+    def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
+        """Do nothing: there is no cache."""
+
+    def begin_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
+
+    def end_allocate_to_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
+
+    def release_pool(self, pool_id: PoolId) -> None:
+        """Do nothing: there are no pools."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return the peaks, by PyTorch's names; it keeps none itself in this mode."""
+        return {
+            "allocated_bytes.all.peak": self.peak_allocated,
+            "reserved_bytes.all.peak": self.peak_reserved - self._before,
+        }
+
+    def snapshot(self) -> tuple[Segment, ...]:
+        """Return nothing: there are no segments."""
+        return ()

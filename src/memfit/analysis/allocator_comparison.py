@@ -1,0 +1,154 @@
+"""One trace under several allocator settings: how it fares under each, and where it fails."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from memfit.allocator.config import check_version, of_the_environment, of_the_script
+from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.setting_outcomes import (
+    Outcome,
+    Rates,
+    Setting,
+    outcome,
+    recommended,
+    sensible,
+    smallest_capacity,
+)
+from memfit.analysis.location import place_at
+from memfit.analysis.replay_caveats import NEWEST, caveats
+from memfit.devices import Device
+from memfit.errors import UsageError
+from memfit.records import Machine, Note, Place, Trace
+from memfit.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One trace under several allocator settings."""
+
+    outcomes: tuple[Outcome, ...]
+    current: Outcome
+    """Under the settings that the trace was made with; the first of the outcomes."""
+    recommended: Outcome | None
+    """What reserves less than ``current`` without costing time in a steady step."""
+    places: dict[str, Place]
+    """Where those that do not fit fail, by the setting's name."""
+    total: int
+    """Bytes of the device."""
+    taken: int
+    """Bytes of it that the context and other processes hold."""
+    rates: Rates
+    """By which seconds are reckoned."""
+    notes: tuple[Note, ...]
+
+
+def compare(
+    trace: Trace,
+    confs: Iterable[str] | str | None,
+    *,
+    device: Device | None = None,
+    memory: int | None = None,
+    in_use: int | None = None,
+    smallest: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Replay a trace under its own settings first, and then under each of others.
+
+    Args:
+        trace: with the history that is replayed.
+        confs: values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying (``sensible``).
+        device: replaces the one that the trace was made for.
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of it that other processes hold; by default as when the trace was made.
+        smallest: find the smallest device for each, too.
+        on_progress: called with the name of each setting before it is tried.
+
+    Returns:
+        One outcome for each setting, and what is to be known of all.
+
+    Raises:
+        UsageError: the trace is of no GPU; a conf is not what PyTorch takes; nothing tells how much memory
+            there is, or none of it is left.
+        FileFormatError: the trace does not tell what was asked for.
+    """
+    total, context = _gpu(trace, device, memory)
+    asked = requests(trace)
+    version, rates = torch_version(trace), Rates()
+    others = trace.device.in_use if in_use is None else in_use
+    for name, value in (("memory", total), ("in_use", others)):
+        if not isinstance(value, int) or value < 0:
+            raise UsageError(f"{name}={value!r} must be a whole number of bytes, 0 or more.")
+    taken = context + others
+    if taken >= total:
+        raise UsageError(
+            f"Nothing is left to replay in: {format_bytes(total)} of memory, of which the CUDA context takes "
+            f"{format_bytes(context)} and others {format_bytes(others)}."
+        )
+    script = of_the_script(trace.settings)
+    own = Setting(of_the_environment(trace.settings))
+    if isinstance(confs, str):
+        confs = (confs,)
+    for conf in confs or ():
+        check_version(conf, version)
+    tried = [*map(Setting, confs)] if confs is not None else _worth_trying(asked, version)
+    outcomes = []
+    for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
+        on_progress(setting.name or "default")
+        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=rates)
+        if smallest:
+            size = smallest_capacity(asked, setting, taken=taken, version=version)
+            row = replace(row, smallest=size)
+        outcomes.append(row)
+    return Comparison(
+        outcomes=tuple(outcomes),
+        current=outcomes[0],
+        recommended=recommended(outcomes[1:], outcomes[0]),
+        places={
+            row.setting.name: place_at(trace, row.replay.failed_event)
+            for row in outcomes
+            if not row.replay.fits
+        },
+        total=total,
+        taken=taken,
+        rates=rates,
+        notes=tuple(caveats(trace, asked, outcomes, total=total, taken=taken, context=context)),
+    )
+
+
+def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
+    """Return how much memory there is, and what of it the CUDA context takes."""
+    if trace.device.machine is Machine.CPU:
+        raise UsageError(
+            "This is a trace of CPU tensors: PyTorch keeps no cache for those, and its settings are a GPU's. "
+            "memfit pack says how small they are at planned offsets."
+        )
+    total, context = (
+        (device.total_bytes, device.context_bytes)
+        if device is not None
+        else (trace.device.total.bytes, trace.device.context.bytes)
+    )
+    if memory is None and not total:
+        raise UsageError(
+            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
+        )
+    return total if memory is None else memory, context
+
+
+def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
+    """Return the sensible settings that mean something here.
+
+    Without steps the cache is not emptied after each; without its cache PyTorch fails to capture graphs.
+    """
+    steps = Ask.STEP in asked.ask
+    return [
+        setting
+        for setting in sensible(version)
+        if (steps or not setting.empty_cache_each_step) and (setting.caching or not asked.captures)
+    ]
+
+
+def torch_version(trace: Trace) -> tuple[int, int]:
+    """Return PyTorch's version, major and minor."""
+    found = re.match(r"(\d+)\.(\d+)", trace.versions.get("torch", ""))
+    return (int(found[1]), int(found[2])) if found else NEWEST

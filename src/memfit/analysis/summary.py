@@ -1,0 +1,212 @@
+"""From a trace to the answer of a dry run: the peak, what holds it, where, and whether it grows."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.initial_state import beginning
+from memfit.allocator.rounding import segment_size
+from memfit.allocator.timeline import disagreement, timeline
+from memfit.analysis.attribution import Attribution, attribute
+from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
+from memfit.analysis.location import how_sure, line_of, place_at, step_ends, steps_before
+from memfit.records import (
+    DEFAULT_POOL,
+    Action,
+    DryRun,
+    Figure,
+    GroupBy,
+    Growth,
+    MarkKind,
+    Note,
+    OutOfMemory,
+    Provenance,
+    Term,
+    Timeline,
+    Trace,
+    worst,
+)
+
+
+def summarize(trace: Trace) -> DryRun:
+    """Answer what a script uses, from its trace alone.
+
+    Returns:
+        The verdict, peaks in bytes, the terms that sum to them, and what the reader must know.
+    """
+    line = timeline(trace)
+    return summary(trace, line, attribute(trace, line))
+
+
+def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
+    """Return what ``summarize`` does, of a trace whose timeline and attribution are there already."""
+    steps = steps_before(trace, len(trace.events))
+    peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
+    allocated = int(line.allocated.max(initial=0))
+    reserved = _reserved(trace, line)
+    context = trace.device.context
+    failed = _out_of_memory(trace)
+    # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
+    sure = how_sure(note for note in trace.notes if note.sizes)
+    process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
+    return DryRun(
+        verdict=_verdict(trace, failed),
+        device=trace.device,
+        steps=steps,
+        peak_allocated=allocated,
+        peak_reserved=reserved,
+        peak_process=process,
+        peak_place=place_at(trace, peak),
+        terms=(
+            *_by_category(trace, line, attribution, peak, sure),
+            Term("allocated", Figure(allocated, sure)),
+            Term("cached, not allocated", Figure(reserved - allocated, sure)),
+            Term("reserved", Figure(reserved, sure)),
+            Term("CUDA context", context),
+            Term("process", process),
+        ),
+        out_of_memory=failed,
+        growth=_growth(trace, line),
+        end=trace.end,
+        notes=(*trace.notes, *_notes(trace, line, steps)),
+        versions=trace.versions,
+        command=trace.command,
+    )
+
+
+def _reserved(trace: Trace, line: Timeline) -> int:
+    """Return the most bytes reserved; where CUDA's own pool does that, PyTorch's counter alone knows."""
+    own = int(line.reserved.max(initial=0))
+    if AllocatorConfig.read(trace.settings).has_segments:
+        return own
+    return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
+
+
+def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
+    if trace.end.reason == "out of memory":
+        return "out of memory"
+    if failed is not None:
+        return "does not fit"
+    ended_early = trace.end.reason in ("exception", "interrupted")
+    return "unknown" if ended_early or not trace.device.total.bytes else "fits"
+
+
+def _by_category(
+    trace: Trace, line: Timeline, attribution: Attribution, peak: int, sure: Provenance
+) -> list[Term]:
+    """Split what is allocated at an event by category, rounding apart."""
+    names = [*NAMES.values(), ROUNDING]
+    if not len(trace.events):
+        return [Term(name, Figure(0, sure)) for name in names]
+    rows = held(trace, line, attribution, peak).rows[GroupBy.CATEGORY]
+    found = {row.name: Figure(row.bytes, row.provenance) for row in rows}
+    unsure = {NAMES[category]: provenance for category, provenance in certainty(trace).items()}
+    none = {name: Figure(0, unsure.get(name, sure)) for name in names}
+    return [Term(name, figure) for name, figure in (none | found).items()]
+
+
+def _out_of_memory(trace: Trace) -> OutOfMemory | None:
+    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    if not len(failures):
+        return None
+    # The one that ended the script is the last; if it went on, the first is what it met first.
+    event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
+    requested = int(trace.events.size[event])
+    free = int(trace.events.address[event])
+    config = AllocatorConfig.read(trace.settings)
+    place = place_at(trace, event)
+    return OutOfMemory(
+        replace(place, line=place.line or trace.end.where),
+        requested,
+        free,
+        max(0, (segment_size(requested, config) if config.has_segments else requested) - free),
+    )
+
+
+def _growth(trace: Trace, line: Timeline) -> Growth:
+    """Compare what the ends of steps still hold, in bytes requested.
+
+    Requested, not allocated: the same tensors can land in blocks of other sizes from step to step. What
+    grows is told from what varies by age: bytes that have outlived a whole step since they were allocated
+    should stay the same, while a step's own tensors may be of any size (batches of varying length). The
+    pool of a CUDA graph came to stay when the graph was captured, in whichever step that was.
+    """
+    ends = step_ends(trace)
+    if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # who freed what is older is not known
+        return Growth(None, 0, "", leak=False)
+    held, own = _held(trace, line, ends)
+    outlived = [after - new for after, new in zip(held[1:], own[1:], strict=True)]
+    more = held[-1] > held[-2]  # otherwise what has outlived a step came once, late
+    if more and len(outlived) > 1 and (leaked := outlived[-1] - outlived[-2]) > 0:
+        return Growth(None, leaked, _growing_line(trace, line, ends[-3:]), leak=True)
+    steady = len(held) - 1
+    while steady > 0 and held[steady - 1] == held[-1]:
+        steady -= 1
+    if steady == len(held) - 1:
+        return Growth(None, held[-1] - held[-2], "", leak=False)
+    return Growth(steady + 1, 0, "", leak=False)
+
+
+def _held(trace: Trace, line: Timeline, ends: list[int]) -> tuple[list[int], list[int]]:
+    """Return bytes requested and held at the end of each step, and how many of them that step allocated."""
+    born = np.flatnonzero(trace.events.action == Action.ALLOC)
+    born = born[~_captured(trace, born)]
+    freed, size = line.freed_by[born], trace.events.size[born]
+    change = np.zeros(len(trace.events) + 1, np.int64)
+    np.add.at(change, born, size)
+    np.subtract.at(change, freed, size)
+    level = np.concatenate((np.zeros(1, np.int64), np.cumsum(change)))
+    step = np.searchsorted(ends, born, side="right")
+    own = np.zeros(len(ends) + 1, np.int64)
+    np.add.at(own, step, np.where(freed >= np.append(ends, np.iinfo(np.int64).max)[step], size, 0))
+    return level[ends].tolist(), own[: len(ends)].tolist()
+
+
+def _captured(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Say which allocations lie in the private pools of CUDA graphs, as far as these are still there."""
+    pools = sorted((s.address, s.address + s.size) for s in trace.segments if s.pool != DEFAULT_POOL)
+    starts, stops = np.array(pools, np.uint64).reshape(-1, 2).T
+    address = trace.events.address[events]
+    segment = np.searchsorted(starts, address, side="right")  # counts those that begin at it or before
+    return (segment > 0) & (address < np.append(stops, 0)[segment - 1])
+
+
+def _alive(trace: Trace, line: Timeline, position: int) -> npt.NDArray[np.int64]:
+    """Return the allocations alive just before an event."""
+    before = trace.events.action[:position] == Action.ALLOC
+    return np.flatnonzero(before & (line.freed_by[:position] >= position))
+
+
+def _growing_line(trace: Trace, line: Timeline, ends: list[int]) -> str:
+    """Return the line that holds more old bytes after the last of three steps than after the second."""
+    first, second, third = ends
+    held: Counter[str] = Counter()
+    for moment, born_before, sign in ((second, first, -1), (third, second, 1)):
+        for event in _alive(trace, line, moment).tolist():
+            if event < born_before:
+                held[line_of(trace, event)] += sign * int(trace.events.size[event])
+    return max(held, key=lambda where: held[where], default="")
+
+
+def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
+    notes = []
+    if not steps and trace.end.reason == "end":
+        backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
+        did = f"{backwards} backward passes" if backwards else "forward passes only"
+        notes.append(
+            Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
+        )
+    before = beginning(trace, AllocatorConfig.read(trace.settings))
+    if before.reserved:
+        text = f"The history begins with {before.reserved:,} bytes already reserved"
+        short = f"; allocated may be short by up to {before.uncertain:,} bytes, reserved is exact."
+        sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
+        notes.append(Note(sure, text + (short if before.uncertain else ".")))
+    # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
+    counted = AllocatorConfig.read(trace.settings).caching
+    if counted and (differs := disagreement(trace, line)):
+        notes.append(Note(Provenance.ASSUMED, f"{differs} Figures here may be off by the difference."))
+    return notes

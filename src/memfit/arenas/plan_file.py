@@ -1,0 +1,129 @@
+"""Which step a plan is for, and plans in a file."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from memfit.arenas.step_plan import Plan
+from memfit.atomic_files import write_bytes
+from memfit.errors import FileFormatError
+
+FORMAT = "memfit plans"
+VERSION = 1
+_MOST_BYTES = 1 << 46
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a step's allocations depend on, as far as can be told before it is run."""
+
+    kind: str
+    """``train`` or ``test``."""
+    shapes: tuple[str, ...]
+    """Of the batch: ``float32[32, 3, 224, 224]``."""
+    settings: tuple[tuple[str, str], ...]
+    """Versions, threads, the device and whatever of PyTorch's settings changes what is asked for."""
+    is_first: bool = False
+    """Whether it is the first one in a process, where plans are kept for others."""
+
+    def __str__(self) -> str:
+        of = f" with {', '.join(self.shapes)}" if self.shapes else ""
+        first = "first " if self.is_first else ""
+        return f"{first}{'training' if self.kind == 'train' else 'test'} step{of}"
+
+
+def shapes(batch: Any) -> Iterator[str]:
+    """Tell the dtype and shape of each tensor in a batch, and the numbers and words beside them.
+
+    >>> list(shapes({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
+    ['float32[2, 3]', '7']
+    """
+    if hasattr(batch, "shape") and hasattr(batch, "dtype"):
+        yield f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from shapes(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from shapes(part)
+    elif isinstance(batch, bool | int | str):
+        yield str(batch)
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    kind: str
+    shapes: list[str]
+    settings: dict[str, str]
+    is_first: bool
+    size: list[int]
+    offset: list[int]
+    height: int
+    bound: int
+    unshared: int
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    plans: list[_Kept]
+
+
+def write_plans(plans: Mapping[Key, Plan], path: Path) -> None:
+    """Write plans to a file, whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    rows = [
+        _Kept(
+            key.kind,
+            list(key.shapes),
+            dict(key.settings),
+            key.is_first,
+            plan.size.tolist(),
+            plan.offset.tolist(),
+            plan.height,
+            plan.bound,
+            plan.unshared,
+        )
+        for key, plan in plans.items()
+    ]
+    write_bytes(path, msgspec.json.encode(_File(FORMAT, VERSION, rows)) + b"\n")
+
+
+def read_plans(path: Path, alignment: int) -> dict[Key, Plan]:
+    """Read plans from a file; none if there is no such file yet.
+
+    Raises:
+        FileFormatError: the file holds no plans, or some that nobody can carry out.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_File)
+    except (OSError, msgspec.DecodeError) as error:
+        raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
+    if (found.format, found.version) != (FORMAT, VERSION):
+        raise FileFormatError(
+            f"{path} holds no plans that this memfit can read. Remove it, or name another file."
+        )
+    return {_key(row): _plan(row, alignment, path) for row in found.plans}
+
+
+def _key(row: _Kept) -> Key:
+    return Key(row.kind, tuple(row.shapes), tuple(row.settings.items()), row.is_first)
+
+
+def _plan(row: _Kept, alignment: int, path: Path) -> Plan:
+    numbers = (*row.size, *row.offset, row.height, row.bound, row.unshared)
+    if len(row.size) == len(row.offset) and all(-1 <= number < _MOST_BYTES for number in numbers):
+        size, offset = np.array(row.size, np.int64), np.array(row.offset, np.int64)
+        placed = offset >= 0
+        is_inside = ((offset + size)[placed] <= row.height).all()
+        if (size > 0).all() and (offset[placed] % alignment == 0).all() and is_inside:
+            return Plan(size, offset, row.height, row.bound, row.unshared)
+    raise FileFormatError(f"{path} holds a plan that nobody can carry out. Remove it.")

@@ -1,1 +1,0 @@
-"""One training run, watched: a script goes in, a Trace comes out."""

@@ -1,0 +1,167 @@
+"""What a process holds on this machine's GPU outside PyTorch's allocator, measured and kept.
+
+probe.py in a fresh process ──> stages, as an ordinary script comes to hold them
+  and again with each change ─> what lowers it, tried and not just told
+                             └> <cache>/contexts/CARD-DRIVER-TORCH.json ──> later dry runs of that card
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from memfit.atomic_files import write_bytes
+from memfit.card.context_probe import Probed, Settings
+from memfit.card.find import find_card
+from memfit.devices import Device, find_device
+from memfit.errors import TargetError, UnknownDeviceError
+from memfit.native_build import cache_folder
+from memfit.python_command import python_code
+from memfit.records import ContextReport, ContextTrial, Figure, Machine, Provenance
+
+_LONGEST = 180  # seconds for one process; the first on a machine may compile kernels
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Something that changes what is held, and why."""
+
+    what: str
+    why: str
+    environment: Mapping[str, str]
+    cudnn: bool = True
+
+
+CHANGES = (
+    _Change(
+        "CUDA_MODULE_LOADING=EAGER",
+        "loads every kernel at once; PyTorch sets LAZY unless the environment says otherwise",
+        {"CUDA_MODULE_LOADING": "EAGER"},
+    ),
+    _Change(
+        "torch.backends.cudnn.enabled = False",
+        "a library that is never called is never loaded",
+        {},
+        cudnn=False,
+    ),
+    _Change(
+        "CUBLAS_WORKSPACE_CONFIG=:0:0",
+        "cuBLAS keeps no workspace; it lies inside PyTorch's allocator, and some products get slower",
+        {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+    ),
+)
+
+
+def measure_context() -> ContextReport:
+    """Measure it on this machine's first GPU, in a fresh process for each change. Takes half a minute.
+
+    Raises:
+        UnsuitableEnvironmentError: there is no GPU.
+        TargetError: PyTorch cannot use it; its last lines say why.
+    """
+    find_card("measure the context")
+    plain = _probe({}, Settings())
+    if isinstance(plain, str):
+        raise TargetError(f"Cannot measure the context: PyTorch could not use the GPU. It said:\n{plain}")
+    trials = []
+    for change in CHANGES:
+        probed = _probe(change.environment, Settings(change.cudnn))
+        failed, stages = (probed, ()) if isinstance(probed, str) else ("", probed.stages)
+        trials.append(ContextTrial(change.what, change.why, stages, failed))
+    return ContextReport(
+        card=plain.card,
+        driver=plain.driver,
+        cuda=plain.cuda,
+        torch=plain.torch,
+        total=plain.total,
+        machine=Machine.REHEARSAL if plain.rehearsal else Machine.CARD,
+        way=plain.way,
+        day=datetime.now(UTC).date().isoformat(),
+        stages=plain.stages,
+        trials=tuple(trials),
+    )
+
+
+def keep_context(report: ContextReport) -> Path | None:
+    """Keep a measurement for later dry runs; None for a rehearsal, which measured nothing.
+
+    Raises:
+        UsageError: the cache folder cannot be written.
+    """
+    if report.machine is not Machine.CARD:
+        return None
+    name = re.sub(r"[^\w.+]+", "_", f"{report.card}-{report.driver or report.cuda}-{report.torch}")
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(report)))
+    return path
+
+
+def kept_context(device: Device, torch_version: str) -> Figure | None:
+    """Return the context of a device as it was measured with this torch; None if it was not.
+
+    Args:
+        device: whole cards only; a slice of one holds less.
+        torch_version: as ``torch.__version__``.
+    """
+    reports = [report for path in sorted(_folder().glob("*.json")) if (report := _read(path))]
+    of_it = [report for report in reports if report.torch == torch_version and _is(report.card, device)]
+    if not of_it:
+        return None
+    latest = max(of_it, key=lambda report: report.day)
+    source = (
+        f"memfit doctor --context, {latest.day}, {latest.card}, driver {latest.driver or 'unknown'}, "
+        f"torch {latest.torch}: after the {latest.stages[-1].what}"
+    )
+    return Figure(latest.stages[-1].outside, Provenance.MEASURED, source)
+
+
+def _is(name: str, device: Device) -> bool:
+    try:
+        return find_device(name).name == device.name
+    except UnknownDeviceError:
+        return False
+
+
+def _folder() -> Path:
+    return cache_folder("contexts")
+
+
+def _read(path: Path) -> ContextReport | None:
+    """Read a kept measurement; what is not one, or measured nothing, is passed over."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=ContextReport)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return report if report.machine is Machine.CARD and report.stages else None
+
+
+def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
+    """Run one fresh process; return what it saw, or the last lines of its error."""
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                python_code("memfit.card.context_probe"),
+                msgspec.json.encode(settings).decode(),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LONGEST,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing for {_LONGEST} s"
+    if done.returncode != 0:
+        return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)

@@ -1,0 +1,1 @@
+"""A live model and one training step, serialised and run on the ghost."""

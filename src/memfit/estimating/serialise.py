@@ -1,0 +1,255 @@
+"""Pack a live model for the ghost's process: everything but the contents of its tensors.
+
+The user's objects are read, never changed. Classes and functions that the other process cannot import
+(of a notebook, of the script itself) travel as code: cloudpickle. What cannot travel is named.
+"""
+
+import importlib
+import inspect
+import io
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+from memfit.errors import NotSentError, UsageError
+from memfit.estimating.backend_flags import flags
+from memfit.estimating.job import Job, OptimizerCopy
+from memfit.estimating.meta_storage import StorageCopy, describe, why_not
+from memfit.recording.owners import parameters_of
+
+_FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OSError, ImportError)
+"""What objects raise that do not want to be pickled."""
+
+
+_NO_LOSS = "No loss was given: the one in the model's output stands for it, or the sum of what it returns."
+_DETACHED = "A tensor that the model keeps from an earlier computation was copied without that computation."
+_WITH_TARGET = 2
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class _Refused(pickle.PicklingError):
+    """A thing that pickle would take, and that would not be the same on the other side."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors without their contents, and finds every module on the way."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.roots: list[torch.nn.Module] = []
+        """Modules that no other module holds, the model first."""
+        self.detached = False
+        """Whether a tensor lost the computation it came from."""
+        self._seen: set[int] = set()
+        self._moved: set[int] = set()  # parameters and buffers: on the CPU until their module is moved
+        self._copies: dict[int, StorageCopy] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how an object is made again, where memfit knows better than the object itself."""
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if isinstance(obj, torch.nn.Module):
+            return self._module(obj)
+        if isinstance(obj, Optimizer):
+            return OptimizerCopy.make, (OptimizerCopy.of(obj),)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # torch.backends.cudnn, what is loaded lazily
+        return super().reducer_override(obj)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if refused := why_not(tensor):
+            raise _Refused(refused)
+        self.detached |= not tensor.is_leaf
+        return describe(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        if id(module) not in self._seen:
+            self.roots.append(module)
+            for part in module.modules():
+                self._seen.add(id(part))
+                self._moved.update(map(id, (*part._parameters.values(), *part._buffers.values())))
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise _Refused("a module that was compiled in place; pass torch.compile(model) instead")
+        if parametrize.is_parametrized(module):
+            (original,) = type(module).__bases__
+            return _empty_object, (original,), vars(module), None, None, _set_parametrized
+        return NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A job that is ready to travel."""
+
+    data: bytes
+    """What ``unpack`` reads."""
+    name: str
+    """What the estimate is of, as its summary names it."""
+    notes: tuple[str, ...]
+    """What was assumed."""
+
+
+def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> Job:
+    """Put together what ``estimate`` was given and how PyTorch's switches stand.
+
+    Raises:
+        UsageError: an argument is not what it should be.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"estimate takes a torch.nn.Module, not {type(model).__name__}.")
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if not (value is None or callable(value) or isinstance(value, Optimizer)):
+            raise UsageError(
+                f"{name}={value!r} cannot be called. See help(memfit.estimate) for what it may be."
+            )
+    if isinstance(loss, type):
+        raise UsageError(f"loss={loss.__name__} is a class. Make a criterion of it: loss={loss.__name__}().")
+    _check_optimizer(model, optimizer)
+    if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
+        raise UsageError("A criterion needs a target: inputs=(what the model is called with, target).")
+    return Job(
+        model=model,
+        inputs=inputs,
+        loss=loss,
+        optimizer=OptimizerCopy.of(optimizer) if isinstance(optimizer, Optimizer) else optimizer,
+        steps=steps,
+        autocast=torch.is_autocast_enabled("cuda"),
+        flags=flags(),
+    )
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer that the loop of ``estimated.py`` could not step, or that is another model's."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, Optimizer) and not _steps_alone(kind):
+        raise UsageError(
+            f"{kind.__name__} steps with a closure that runs the forward and the backward again, which "
+            "estimate does not give it. Measure the script itself: memfit dry-run train.py."
+        )
+    if not isinstance(optimizer, Optimizer):
+        return
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
+        raise UsageError(
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made "
+            "for another model, or for this one before it was made again. Make it from model.parameters()."
+        )
+
+
+def _steps_alone(kind: type[Optimizer]) -> bool:
+    """Say whether ``step()`` of an optimizer can be called with nothing; LBFGS wants a closure."""
+    _, *takes = inspect.signature(kind.step).parameters.values()
+    return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
+
+
+def pack(job: Job) -> Packed:
+    """Pack a job.
+
+    Raises:
+        NotSentError: something cannot be sent; names where it hangs, its type, and why.
+    """
+    file = io.BytesIO()
+    pickle.dump(sys.path, file)  # first: what follows is imported along it
+    pickler = Pickler(file)
+    try:
+        pickler.dump(job)
+        pickler.dump(pickler.roots)
+    except (*_FAILURES, RecursionError):
+        where, culprit, why = _culprit(job)
+        raise NotSentError(
+            f"Cannot send {where} to the ghost's process, a {_type_name(culprit)}: {why}. "
+            "Take it off the model for the estimate, or measure the script itself: memfit dry-run train.py."
+        ) from None
+    assumed = {_NO_LOSS: job.loss is None and job.optimizer is not None, _DETACHED: pickler.detached}
+    notes = tuple(note for note, applies in assumed.items() if applies)
+    return Packed(file.getvalue(), f"memfit.estimate({type(job.model).__name__})", notes)
+
+
+def unpack(data: bytes) -> tuple[Job, list[torch.nn.Module]]:
+    """Remake a job, and the modules in it that no other holds. Parameters and buffers are on the CPU."""
+    file = io.BytesIO(data)
+    sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one
+    unpickler = pickle.Unpickler(file)  # noqa: S301
+    job: Job = unpickler.load()
+    roots: list[torch.nn.Module] = unpickler.load()
+    return job, roots
+
+
+def _empty_object(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    return kind.__new__(kind)
+
+
+def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        parametrize._inject_property(module, name)
+
+
+# -- what could not be sent -----------------------------------------------------------------------
+
+
+def _culprit(job: Job) -> tuple[str, object, str]:
+    """Find the innermost object that cannot be pickled: its path, itself, and why."""
+    found: object = job
+    path, why = "", _failure(job)
+    seen = {id(job)}
+    while True:
+        for name, part in _parts(found):
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            if reason := _failure(part):
+                path, found, why = (path + name), part, reason
+                break
+        else:
+            return path, found, why
+
+
+def _failure(part: object) -> str:
+    try:
+        Pickler(io.BytesIO()).dump(part)
+    except RecursionError:
+        return "it is nested too deeply"
+    except _FAILURES as error:
+        return str(error).rstrip(".") or type(error).__name__
+    return ""
+
+
+def _parts(whole: object) -> Iterator[tuple[str, object]]:
+    """Yield what an object holds, each with how Python would reach it from there."""
+    match whole:
+        case Job():
+            yield from vars(whole).items()
+        case torch.nn.Module():
+            tables = (whole._modules, whole._parameters, whole._buffers)
+            yield from ((f".{name}", part) for table in tables for name, part in table.items())
+            # The last is not part of what nn.Module pickles.
+            done = {"_modules", "_parameters", "_buffers", "_compiled_call_impl"}
+            yield from ((f".{name}", value) for name, value in vars(whole).items() if name not in done)
+        case dict():
+            yield from ((f"[{key!r}]", value) for key, value in whole.items())
+        case list() | tuple():
+            yield from ((f"[{index}]", value) for index, value in enumerate(whole))
+        case types.MethodType():
+            yield ".__self__", whole.__self__
+            yield ".__func__", whole.__func__
+        case types.FunctionType():
+            found = inspect.getclosurevars(whole)
+            yield from ((f" -> {name}", part) for name, part in {**found.nonlocals, **found.globals}.items())
+        case torch.Tensor():
+            return
+        case _ if hasattr(whole, "__dict__") and not isinstance(whole, type):
+            yield from ((f".{name}", value) for name, value in vars(whole).items())
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

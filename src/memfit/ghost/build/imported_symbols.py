@@ -1,0 +1,101 @@
+"""What a library that is about to be loaded wants of NVIDIA's, read from its file.
+
+flash_attn_2_cuda.so   NEEDED libcudart.so.13    imports cudaMalloc@libcudart.so.13
+                       NEEDED libcuda.so.1       imports cuTensorMapEncodeTiled (no version: told by its name)
+                       NEEDED libfa.so, in a folder it names: looked at the same way
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memfit.ghost.build.elf import ElfFile
+from memfit.ghost.build.nvidia_names import NvidiaLibrary, is_nvidia_function, nvidia_library
+
+_BUILT_ON_TORCH = ("libtorch", "libc10_cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What one library wants."""
+
+    path: Path
+    libraries: dict[NvidiaLibrary, frozenset[str]]
+    """Those of NVIDIA's it needs, with the symbol versions they must have."""
+    functions: dict[str, NvidiaLibrary | None]
+    """The functions it imports, and from where; None where the file does not say."""
+
+
+def wants(path: Path, seen: set[Path]) -> list[Wants]:
+    """Say what a library, and those it brings along in folders it names, want of NVIDIA's.
+
+    Args:
+        path: the library's file; one that cannot be read wants nothing: the loader has its own words for it.
+        seen: files not to look at; those looked at are added.
+
+    Returns:
+        One entry for each that wants something.
+    """
+    files = list(_brought(path, seen))
+    found = [wanted for file in files if (wanted := _of(file))]
+    own = _defined(
+        files, {name for wanted in found for name, library in wanted.functions.items() if not library}
+    )
+    return [
+        replace(
+            wanted, functions={n: where for n, where in wanted.functions.items() if where or n not in own}
+        )
+        for wanted in found
+    ]
+
+
+def _brought(path: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield a library and those it needs from folders it names, as the loader would find them."""
+    if path in seen or _is_served_already(path):
+        return
+    seen.add(path)
+    try:
+        with ElfFile(path) as library:
+            needed, named = library.needed(), library.search_paths()
+    except (OSError, ValueError):
+        return
+    yield path
+    folders = [Path(folder.replace("$ORIGIN", str(path.parent))) for folder in named]
+    for soname in needed:
+        found = next((folder / soname for folder in folders if (folder / soname).is_file()), None)
+        if found and not nvidia_library(soname):
+            yield from _brought(found.resolve(), seen)
+
+
+def _is_served_already(path: Path) -> bool:
+    """Say whether it is PyTorch's own, which the ghost was built for, or NVIDIA's, which is never reached."""
+    torch = path.parent.name == "lib" and path.parent.parent.name == "torch"
+    return torch or nvidia_library(path.name) is not None
+
+
+def _of(path: Path) -> Wants | None:
+    with ElfFile(path) as file:
+        needed = file.needed()
+        libraries = {soname: library for soname in needed if (library := nvidia_library(soname))}
+        if not libraries and not any(soname.startswith(_BUILT_ON_TORCH) for soname in needed):
+            return None
+        imports = file.imports()
+    functions = {wanted.name: libraries[wanted.soname] for wanted in imports if wanted.soname in libraries}
+    unversioned = (wanted.name for wanted in imports if not wanted.soname)
+    return Wants(
+        path,
+        {
+            library: frozenset(wanted.version for wanted in imports if wanted.soname == soname)
+            for soname, library in libraries.items()
+        },
+        functions | dict.fromkeys(filter(is_nvidia_function, unversioned)),
+    )
+
+
+def _defined(files: list[Path], names: set[str]) -> set[str]:
+    """Return which of these names one of the files defines."""
+    found: set[str] = set()
+    for path in files if names else ():
+        with ElfFile(path) as library:
+            found |= library.defines(names)
+    return found

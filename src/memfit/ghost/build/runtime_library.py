@@ -1,0 +1,286 @@
+"""Build the ghost runtime for the PyTorch that is installed, once.
+
+    torch/lib/*.so ──scan──> which NVIDIA functions it imports, from which SONAMEs
+    runtime/*.c    ─────────> those that are written          ─┐
+    gaps.txt       ─────────> those that are refused           ├─> libghost.so
+    the rest       ─────────> stubs that return success       ─┘
+    each SONAME    ─────────> an empty library of that name, whose symbols libghost.so has
+
+The result is kept in the user's cache folder, per PyTorch and source, and is put there whole or not
+at all: so first use by several processes at once is safe.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from memfit.errors import GhostError
+from memfit import native_build
+from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, locked, run_compiler
+from memfit.ghost.build.elf import ElfFile
+from memfit.ghost.build.torch_install import TorchInstall, Wanted, find_torch, scan
+
+RUNTIME = Path(__file__).parents[1] / "runtime"
+NO_DEVICE = Path(__file__).parents[1] / "cudnn" / "no_device.c"
+_DONE = "build.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A function that PyTorch can call and the ghost refuses (runtime/gaps.txt)."""
+
+    name: str
+    library: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A ghost runtime that is ready to be loaded."""
+
+    folder: Path
+    library: Path
+    """The runtime itself."""
+    no_device: Path
+    """A libcuda.so.1 that knows of no device, for asking the real cuDNN."""
+    sonames: tuple[str, ...]
+    """The empty libraries beside it, which stand for NVIDIA's."""
+    torch_version: str
+    cuda_version: str
+    gaps: tuple[Gap, ...]
+    """The known gaps of this PyTorch: what it imports or looks up and the ghost refuses."""
+    sizes: dict[str, int]
+    """Bytes of each library, by file name."""
+    seconds: float
+    """What building took, whenever that was."""
+    built: bool
+    """Whether it was built now, rather than found."""
+
+
+def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | None = None) -> Build:
+    """Return the ghost for the installed PyTorch, building it on first use.
+
+    Args:
+        torch_folder: PyTorch's package folder; by default the one this interpreter would import.
+        report: called with one line for each thing that takes a while.
+
+    Raises:
+        UnsuitableEnvironmentError: the platform, PyTorch or the compiler does not serve.
+        GhostError: the compiler failed, or the cache folder cannot be written.
+
+    Example:
+        >>> build().torch_version  # doctest: +SKIP
+        '2.14.1+cu130'
+
+    """
+    torch = find_torch(torch_folder)
+    flags = _version_flags(torch)
+    folder = cache_folder() / f"{torch.version}-{_fingerprint(torch, flags)}"
+    found = _read(folder)
+    if found:
+        return found
+    compiler = find_compiler()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            found = _read(folder)
+            if found:
+                return found
+            if report:
+                report(f"building the ghost for PyTorch {torch.version} (once)")
+            return _build_into(folder, torch, flags, compiler)
+    except OSError as error:
+        raise GhostError(
+            f"Cannot build the ghost in {folder.parent}: {error.strerror or error}. "
+            "Set MEMFIT_CACHE to a folder that can be written."
+        ) from error
+
+
+def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
+    """Tell the runtime which versions to answer with: those this PyTorch was made for."""
+    major, minor = (int(part) for part in torch.cuda.split(".")[:2])
+    flags = [f"-DCUDA_VERSION={1000 * major + 10 * minor}"]
+    for macro, package in (("CUDNN_VERSION", "nvidia-cudnn-cu"), ("NCCL_VERSION", "nvidia-nccl-cu")):
+        version = torch.made_for(package)
+        if version:
+            flags.append(f"-D{macro}={10000 * version[0] + 100 * version[1] + version[2]}")
+    return tuple(flags)
+
+
+def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
+    """Name what a build depends on: our sources, and this PyTorch's files."""
+    digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
+    here = Path(__file__)
+    ours = [Path(native_build.__file__), here, here.with_name("elf.py"), here.with_name("torch_install.py")]
+    for source in (*ours, *sorted(RUNTIME.rglob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for library in torch.libraries():
+        digest.update(f"{library.name} {library.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _read(folder: Path) -> Build | None:
+    try:
+        text = (folder / _DONE).read_bytes()
+        kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
+    except (OSError, msgspec.DecodeError):  # not there, or not ours: it is built, or says why not
+        return None
+    # Whoever tidies caches may have taken a library away, or left half of it.
+    for name in (kept.library.name, kept.no_device.name, *kept.sonames):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != kept.sizes.get(name):
+            return None
+    return replace(
+        kept, folder=folder, library=folder / kept.library.name, no_device=folder / kept.no_device.name
+    )  # the cache may have been moved
+
+
+def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]) -> Build:
+    start = time.perf_counter()
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        wanted = scan(torch)
+        gaps = _compile_runtime(work, wanted, flags, compiler)
+        make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
+        _make_no_device(work, compiler)
+        # Triton links its launcher with -lcuda, and looks for it in $TRITON_LIBCUDA_PATH.
+        (work / "libcuda.so").symlink_to("libcuda.so.1")
+        done = Build(
+            folder=folder,
+            library=folder / "libghost.so",
+            no_device=folder / "libnodevice.so",
+            sonames=tuple(wanted.sonames),
+            torch_version=torch.version,
+            cuda_version=torch.cuda,
+            gaps=gaps,
+            sizes={path.name: path.stat().st_size for path in work.glob("*.so*")},
+            seconds=round(time.perf_counter() - start, 3),
+            built=False,
+        )
+        (work / _DONE).write_bytes(msgspec.json.encode(done, enc_hook=str))
+        shutil.rmtree(folder, ignore_errors=True)  # without build.json it is nobody's
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return replace(done, built=True)
+
+
+def _compile_runtime(
+    work: Path, wanted: Wanted, flags: Sequence[str], compiler: Sequence[str]
+) -> tuple[Gap, ...]:
+    sources = sorted(RUNTIME.glob("*.c"))
+    objects = [work / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+        jobs = [
+            workers.submit(
+                run_compiler, *compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made)
+            )
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+    written = _linked_without_stubs(work, objects, wanted, compiler)
+    gaps, refusals = read_gaps()
+    stubs = work / "stubs.c"
+    stubs.write_text(
+        _stubs(wanted.symbols - written, {name: refusals[name] for name in refusals.keys() - written})
+    )
+    library = work / "libghost.so"
+    link = ("-shared", "-Wl,-soname,libghost.so", "-o", str(library))
+    run_compiler(
+        *compiler, *COMPILE_FLAGS, f"-I{RUNTIME}", str(stubs), *map(str, objects), *link, "-ldl", "-lpthread"
+    )
+    for path in objects:
+        path.unlink()
+    by_name = re.compile(r"cu[A-Z]")  # looked up by name at run time: PyTorch does not import them
+    return tuple(gap for gap in gaps if gap.name in wanted.symbols or by_name.match(gap.name))
+
+
+def _linked_without_stubs(
+    work: Path, objects: Sequence[Path], wanted: Wanted, compiler: Sequence[str]
+) -> set[str]:
+    """Return which functions the sources define, by linking them once and reading the result."""
+    library = work / "written.so"
+    run_compiler(*compiler, "-shared", "-o", str(library), *map(str, objects))
+    with ElfFile(library) as linked:
+        written = linked.defines(set(wanted.symbols) | {gap.name for gap in read_gaps()[0]})
+    library.unlink()
+    return written
+
+
+def read_gaps() -> tuple[tuple[Gap, ...], dict[str, int]]:
+    """Read ``runtime/gaps.txt``: the gaps in order, and the status each is refused with."""
+    gaps, refusals = [], {}
+    library, status, reason = "", 0, ""
+    for line in (RUNTIME / "gaps.txt").read_text(encoding="utf-8").splitlines():
+        heading = re.fullmatch(r"\[(.+)\] returns (-?\d+): (.+)", line)
+        if heading:
+            library, status, reason = heading[1], int(heading[2]), heading[3]
+        elif line and not line.startswith("#"):
+            gaps.append(Gap(line, library, reason))
+            refusals[line] = status
+    return tuple(gaps), refusals
+
+
+def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
+    """Write the C of the generated functions.
+
+    They take no arguments and return a long: on x86-64 the caller clears its own arguments away, and
+    reads as much of the result as it expects.
+    """
+    lines = ['#include "ghost.h"']
+    lines += [
+        f"API long {name}(void) {{ return ghost_stub_called(); }}" for name in sorted(plain - refusals.keys())
+    ]
+    lines += [
+        f'API long {name}(void) {{ return ghost_gap_called("{name}", {status}); }}'
+        for name, status in sorted(refusals.items())
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def make_empty_libraries(
+    work: Path, sonames: Mapping[str, Sequence[str]], behind: Path, compiler: Sequence[str]
+) -> None:
+    """Make one library per SONAME: nothing inside, the right versions, ``behind`` behind it.
+
+    Who needs a library names its SONAME and a symbol version; the loader checks both, and then finds the
+    symbol itself in the library behind, which was loaded for everyone to see.
+
+    Args:
+        work: the folder to make them in.
+        sonames: each library's, with the symbol versions it must have.
+        behind: the library that has the symbols.
+        compiler: its command.
+
+    Raises:
+        GhostError: the compiler failed.
+    """
+    (work / "empty.c").write_text("")
+
+    def make(soname: str, versions: Sequence[str]) -> None:
+        arguments = [str(work / "empty.c"), "-shared", "-o", str(work / soname), f"-Wl,-soname,{soname}"]
+        if versions:
+            script = work / f"{soname}.versions"
+            script.write_text("".join(f"{version} {{ }};\n" for version in versions))
+            arguments.append(f"-Wl,--version-script,{script}")
+        run_compiler(*compiler, *arguments, "-Wl,--no-as-needed,-rpath,$ORIGIN", str(behind))
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+        for _ in workers.map(lambda item: make(*item), sonames.items()):
+            pass
+
+
+def _make_no_device(work: Path, compiler: Sequence[str]) -> None:
+    """Make the libcuda.so.1 that knows of no device, under a file name of its own."""
+    link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(work / "libnodevice.so"))
+    run_compiler(*compiler, *COMPILE_FLAGS, str(NO_DEVICE), *link)

@@ -1,0 +1,150 @@
+"""The PyTorch that is installed: where it is, what it was made for, what it wants from NVIDIA.
+
+Found and read without importing it: import costs seconds, and on a machine without NVIDIA's
+libraries it would fail before the ghost is there.
+"""
+
+import importlib.util
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.errors import UnsuitableEnvironmentError
+from memfit.ghost.build.elf import ElfFile
+from memfit.ghost.build.nvidia_names import is_nvidia_function, nvidia_library
+
+OLDEST = (2, 8)
+"""The oldest PyTorch the ghost was tried with."""
+
+_LOADED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchInstall:
+    """An installed CUDA build of PyTorch."""
+
+    folder: Path
+    """The package folder, with ``lib`` inside."""
+    version: str
+    """As ``torch.__version__``: "2.14.1+cu130"."""
+    cuda: str
+    """As ``torch.version.cuda``: "13.0"."""
+
+    def libraries(self) -> list[Path]:
+        """Return PyTorch's own shared libraries."""
+        return sorted((self.folder / "lib").glob("*.so*"))
+
+    def made_for(self, package: str) -> tuple[int, int, int] | None:
+        """Return the version of an NVIDIA package that this PyTorch pins, if its metadata says.
+
+        Args:
+            package: the beginning of its name: "nvidia-cudnn-cu".
+
+        """
+        for metadata in self.folder.parent.glob("torch-*.dist-info/METADATA"):
+            text = metadata.read_text(encoding="utf-8", errors="replace")
+            found = re.search(rf"^Requires-Dist: {package}\d+==(\d+)\.(\d+)\.(\d+)", text, re.MULTILINE)
+            if found:
+                return int(found[1]), int(found[2]), int(found[3])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an installation wants from NVIDIA's libraries."""
+
+    sonames: dict[str, tuple[str, ...]]
+    """Each library by SONAME, and the symbol versions it must have."""
+    symbols: frozenset[str]
+
+
+def find_torch(folder: Path | None = None) -> TorchInstall:
+    """Find PyTorch and make sure the ghost can stand under it.
+
+    Args:
+        folder: the package folder; by default the one this interpreter would import.
+
+    Raises:
+        UnsuitableEnvironmentError: the platform, or PyTorch, does not serve; says what would.
+
+    """
+    _check_platform()
+    folder = folder or _package_folder()
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    version = _assigned(text, "__version__")
+    if version is None:
+        raise UnsuitableEnvironmentError(
+            f"Cannot run on the ghost: {folder / 'version.py'} names no version of PyTorch. Reinstall torch."
+        )
+    cuda = _assigned(text, "cuda")
+    if cuda is None:
+        build = "ROCm" if _assigned(text, "hip") else "CPU"
+        raise UnsuitableEnvironmentError(
+            f"Cannot run on the ghost: PyTorch here is the {build} build ({version}). "
+            "Install the CUDA build (pip install torch; no GPU is needed)."
+        )
+    if _release(version) < OLDEST:
+        raise UnsuitableEnvironmentError(
+            f"Cannot run on the ghost: PyTorch here is {version}, "
+            f"and the ghost needs {OLDEST[0]}.{OLDEST[1]} or newer. Upgrade it: pip install -U torch."
+        )
+    return TorchInstall(folder, version, cuda)
+
+
+def scan(torch: TorchInstall) -> Wanted:
+    """Read from PyTorch's libraries what they want from NVIDIA's."""
+    sonames: dict[str, set[str]] = {name: set() for name in _LOADED_BY_NAME}
+    symbols: set[str] = set()
+    unversioned: set[str] = set()  # libcuda.so.1 has no symbol versions: its functions are told by name
+    for path in torch.libraries():
+        with ElfFile(path) as library:
+            for needed in library.needed():
+                if nvidia_library(needed):
+                    sonames.setdefault(needed, set())
+            for wanted in library.imports():
+                if nvidia_library(wanted.soname):
+                    sonames.setdefault(wanted.soname, set()).add(wanted.version)
+                    symbols.add(wanted.name)
+                elif not wanted.soname and is_nvidia_function(wanted.name):
+                    unversioned.add(wanted.name)
+    for path in torch.libraries():
+        with ElfFile(path) as library:
+            unversioned -= library.defines(unversioned)
+    return Wanted(
+        sonames={name: tuple(sorted(versions)) for name, versions in sorted(sonames.items())},
+        symbols=frozenset(symbols | unversioned),
+    )
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise UnsuitableEnvironmentError(
+            f"Cannot run on the ghost: this is {platform.system()} on {platform.machine()}, "
+            "and the ghost needs Linux on x86-64 (WSL and containers serve)."
+        )
+
+
+def _package_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise UnsuitableEnvironmentError(
+            f"Cannot run on the ghost: PyTorch is not installed for {sys.executable}. "
+            "Install its CUDA build there (pip install torch; no GPU is needed)."
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def _assigned(text: str, name: str) -> str | None:
+    """Return the string that version.py assigns to a name, if it assigns one."""
+    found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

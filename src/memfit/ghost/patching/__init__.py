@@ -1,0 +1,1 @@
+"""Ways to change PyTorch from outside: after an import, before a call, in place of a kernel."""

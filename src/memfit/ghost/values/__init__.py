@@ -1,0 +1,1 @@
+"""Values that a script reads from the ghost, where nothing is computed."""

@@ -1,0 +1,237 @@
+"""Wrap names of ``torch`` and ``torch.Tensor`` where it is Python's own call that matters.
+
+    full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
+    mask[indices] = ...  scatter_                       count the elements that may have changed
+    to  cpu  copy_  tolist                              answer what arrives on the CPU
+    data  data_ptr  dlpack  storage  set_  swap_tensors forget: the memory leaves autograd's sight
+    _foreach_*_  _fused_*_                              forget: they write without counting up versions
+    CUDAGraph.replay                                    forget everything: it writes what it wrote before
+
+PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
+
+from memfit.ghost.load import Ghost
+from memfit.ghost.patching.before_call import before
+from memfit.ghost.values.known_values import Known, is_plain, known_number
+from memfit.ghost.values.stand_ins import Values
+
+_SMALL = 1 << 16
+"""Elements of a CPU copy that are worth writing, where the value is known."""
+
+_ZERO, _ONE = Known(0), Known(1)
+
+_FACTORIES: dict[str, Known | int] = {
+    "full": 1,
+    "full_like": 1,
+    "ones": _ONE,
+    "ones_like": _ONE,
+    "zeros": _ZERO,
+    "zeros_like": _ZERO,
+}
+_METHODS: dict[str, Known | int] = {
+    "new_full": 2,
+    "new_ones": _ONE,
+    "new_zeros": _ZERO,
+    "fill_": 1,
+    "zero_": _ZERO,
+}
+"""Name -> what the result holds, or which argument says so (``fill_value`` or ``value`` by keyword)."""
+
+
+def wrap_methods(values: Values, ghost: Ghost) -> None:
+    """Wrap every name of the table above, for the life of the process."""
+    for name, held in _FACTORIES.items():
+        _replace_function(name, _noting(getattr(torch, name), held, values))
+    for name, held in _METHODS.items():
+        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), held, values))
+    _count_written(values)
+    _answer_copies(values, ghost)
+    _expose(values)
+    _forget_lists(values)
+
+
+def _noting(function: Callable[..., Any], held: Known | int, values: Values) -> Callable[..., Any]:
+    """Wrap ``function`` to note what its result holds: ``held``, or the argument at that position."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if is_plain(result) and result.is_cuda:
+            known = held if isinstance(held, Known) else _number_at(held, args, options)
+            values.known.put(result, known, fresh=not function.__name__.endswith("_"))
+        return result
+
+    return call
+
+
+def _number_at(position: int, args: tuple[object, ...], options: dict[str, object]) -> Known | None:
+    if len(args) > position:
+        return known_number(args[position])
+    return known_number(options.get("fill_value", options.get("value")))
+
+
+def _count_written(values: Values) -> None:
+    """Keep what is known of a tensor that is written at some indices: it holds for all other elements."""
+
+    def wrap(name: str, written: Callable[..., int | None]) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            known = values.known.mostly(self) if is_plain(self) and self.is_cuda else None
+            result = method(self, *args, **options)
+            count = written(self, *args, **options) if known is not None else None
+            if known is not None and count is not None:
+                values.known.put(self, known._replace(exceptions=known.exceptions + count))
+            return result
+
+        setattr(torch.Tensor, name, call)
+
+    wrap("__setitem__", lambda tensor, index, _: _selected(tensor, index))
+    wrap("scatter_", lambda _tensor, _dim, index, *_, **__: index.numel())
+
+
+def _selected(tensor: torch.Tensor, index: object) -> int | None:
+    """Count the elements that integer indices select from the first dimensions; None for any other index."""
+    indices = index if isinstance(index, tuple) else (index,)
+    shapes = []
+    for part in indices:
+        if isinstance(part, torch.Tensor) and part.dtype in (torch.int64, torch.int32):
+            shapes.append(part.shape)
+        elif not isinstance(part, int) or isinstance(part, bool):
+            return None
+    selected = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return selected * math.prod(tensor.shape[len(indices) :])
+
+
+def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` in the place of ``torch.name``, also where PyTorch knows functions by identity.
+
+    ``torch.jit.script`` and ``torch.set_default_device`` look functions up in tables of their own.
+    """
+    original = getattr(torch, name)
+    _register_builtin(wrapper, _find_builtin(original))  # type: ignore[no-untyped-call]
+    if original in _device_constructors():
+        _device_constructors().add(wrapper)
+    setattr(torch, name, wrapper)
+
+
+def _answer_copies(values: Values, ghost: Ghost) -> None:
+    """Carry what is known through ``to()``; answer one element on the CPU as ``item()`` would be."""
+
+    def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        known = values.known.get(source)
+        if copy.is_cuda:
+            mostly = values.known.mostly(source)
+            if mostly is not None and copy is not source:
+                values.known.put(copy, mostly, fresh=True)
+        elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
+            if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
+                copy.data.fill_(values.tell(source, known))  # past autograd: the copy keeps its history
+            else:
+                text = "The script copied GPU values to the CPU: zeros, as nothing is computed on the ghost."
+                values.assume("zeros", 0, text)
+        return copy
+
+    def wrap(name: str) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            result = method(self, *args, **options)
+            return arrived(self, result) if is_plain(self) and self.is_cuda else result
+
+        setattr(torch.Tensor, name, call)
+
+    wrap("to")
+    wrap("cpu")
+    copy_ = torch.Tensor.copy_
+
+    @functools.wraps(copy_)
+    def call_copy(self: torch.Tensor, src: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        result = copy_(self, src, *args, **options)
+        from_ghost = self.is_cpu and isinstance(src, torch.Tensor) and src.is_cuda and is_plain(src)
+        return arrived(src, result) if from_ghost and self.shape == src.shape else result
+
+    torch.Tensor.copy_ = call_copy  # type: ignore[assignment,method-assign]
+    tolist = torch.Tensor.tolist
+
+    @functools.wraps(tolist)
+    def call_tolist(self: torch.Tensor) -> Any:
+        return tolist(self.cpu() if is_plain(self) and self.is_cuda else self)
+
+    torch.Tensor.tolist = call_tolist  # type: ignore[assignment,method-assign]
+
+
+def _expose(values: Values) -> None:
+    """Forget tensors whose memory is handed out where autograd cannot count what is written to it."""
+
+    def expose(tensor: object) -> None:
+        for part in tensor if isinstance(tensor, tuple | list) else (tensor,):
+            if isinstance(part, torch.Tensor) and is_plain(part) and part.is_cuda:
+                values.known.expose(part)
+
+    data: Any = torch.Tensor.data
+
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        expose(self)
+        return data.__get__(self)  # type: ignore[no-any-return]
+
+    def set_data(self: torch.Tensor, other: torch.Tensor) -> None:
+        expose(self)
+        expose(other)
+        data.__set__(self, other)
+
+    torch.Tensor.data = property(get_data, set_data, doc=data.__doc__)  # type: ignore[assignment]
+
+    def wrap(name: str) -> None:
+        method = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            expose((self, *args))
+            return method(self, *args, **options)
+
+        setattr(torch.Tensor, name, call)
+
+    for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "set_"):
+        wrap(name)
+    dlpack: Any = torch.utils.dlpack
+    dlpack.to_dlpack = before(expose, dlpack.to_dlpack)
+    torch.to_dlpack = dlpack.to_dlpack  # type: ignore[attr-defined]
+    preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    preserve.__init__ = before(lambda _, tensors: expose(tensors), preserve.__init__)
+    graph: Any = torch.cuda.CUDAGraph
+    graph.replay = before(lambda _: values.known.clear(), graph.replay)
+    swap = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def call_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        values.known.forget(t1)  # it refuses tensors that weak references point to
+        values.known.forget(t2)
+        swap(t1, t2)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = call_swap
+
+
+def _forget_lists(values: Values) -> None:
+    """Forget the tensors of the list-wise ops and fused optimizers, which leave versions as they are."""
+
+    def forget(*args: object, **options: object) -> None:
+        for argument in (*args, *options.values()):
+            for tensor in argument if isinstance(argument, tuple | list) else ():
+                if isinstance(tensor, torch.Tensor):
+                    values.known.forget(tensor)
+
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            setattr(torch, name, before(forget, getattr(torch, name)))

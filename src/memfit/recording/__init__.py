@@ -1,0 +1,1 @@
+"""What a process records while a script trains: allocator history, steps, phases, modules, owners."""

@@ -1,0 +1,248 @@
+"""Which module is running, and which module each backward node belongs to.
+
+Forward: global module hooks keep a stack of active modules per thread and label the thread.
+
+Backward: kernels of the backward run on autograd's own thread, without a Python frame. So when a
+module returns, the autograd graph is walked from its outputs back to what existed before it was
+called; nodes that no inner module has claimed are its own, and each gets a pre-hook that labels the
+thread it runs on. Nodes are marked as claimed in their own ``metadata``: holding them anywhere else
+would keep their saved tensors alive and change what is measured.
+"""
+
+import dataclasses
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules.loss import _Loss
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
+
+from memfit.recording.hooks import LiftedHooks
+from memfit.recording.labels import LabelBook
+from memfit.recording.module_names import ModuleNames
+from memfit.records import Phase
+from memfit.trace.history import StackTable
+
+CLAIMED = "memfit"
+"""In a node's metadata: whether autocast was on when it was claimed."""
+ACCUMULATE = "AccumulateGrad"
+
+
+class ModuleHooks:
+    """Labels the running module, forward and backward.
+
+    Args:
+        book: where labels are kept.
+        stacks: where the source lines of forwards are kept, for the backward.
+        in_backward: whether a backward pass is running, which makes a forward a recomputation.
+        on_root: called when an outermost module is entered outside the backward.
+        after_root: called with the label phase that follows an outermost module.
+        backward: label the backward by module, too: that takes longer than all the rest.
+    """
+
+    def __init__(
+        self,
+        book: LabelBook,
+        stacks: StackTable,
+        *,
+        in_backward: Callable[[], bool],
+        on_root: Callable[[torch.nn.Module], None],
+        after_root: Callable[[Phase], None],
+        backward: bool = True,
+    ) -> None:
+        self._book = book
+        self._stacks = stacks
+        self._in_backward = in_backward
+        self._on_root = on_root
+        self._after_root = after_root
+        self._by_module = backward
+        self.names = ModuleNames()
+        self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
+
+    def install(self, hooks: LiftedHooks) -> None:
+        """Put hooks on every module of the process.
+
+        Args:
+            hooks: where everything goes that is put into PyTorch.
+        """
+        for handle in (
+            register_module_module_registration_hook(self.names.learn),
+            register_module_forward_pre_hook(self._enter_hook),
+            register_module_forward_hook(self._leave_hook, always_call=True),
+        ):
+            hooks.add(handle)
+        hooks.wrap(torch.nn.Module, "__setstate__", self._set_state)
+
+    def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
+        """Claim what no module has claimed: nodes between the model's output and ``backward()``.
+
+        Args:
+            roots: what the backward pass starts from.
+            caller: the frame that called for it.
+        """
+        self.claim(roots, since=-1, module="", caller=caller)
+
+    def _set_state(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
+        original(module, state)
+        self.names.learn_copy(module)
+
+    def _enter_hook(self, module: torch.nn.Module, _args: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter(module)
+
+    def _leave_hook(self, _module: torch.nn.Module, _args: object, output: object) -> None:
+        active = self._active.get(threading.get_ident())
+        if torch.compiler.is_compiling() or not active:
+            return
+        _, since, path = active[-1]
+        if torch.is_grad_enabled() and output is not None:
+            self.claim((output,), since, path, sys._getframe(1))
+        self.leave(requires_grad=len(active) == 1 and requires_grad(output))
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Label the calling thread with a module that is about to run."""
+        active = self._active.setdefault(threading.get_ident(), [])
+        recomputing = self._in_backward()
+        name = self._name(module)
+        if not active and not recomputing:
+            self._on_root(module)
+        if recomputing:
+            phase = Phase.RECOMPUTE
+        elif isinstance(module, _Loss):
+            phase = Phase.LOSS
+        else:
+            phase = Phase.FORWARD
+        active.append((self._book.current(), torch.autograd._get_sequence_nr(), name))  # type: ignore[attr-defined]
+        self._book.use(self._book.intern(phase, name))
+
+    def leave(self, *, requires_grad: bool) -> None:
+        """Label the calling thread with what follows the module entered last.
+
+        Args:
+            requires_grad: of an outermost one, whether there may be a backward of what it returned.
+        """
+        active = self._active[threading.get_ident()]
+        before, _, _ = active.pop()
+        if active or self._in_backward():
+            self._book.use(before)
+        elif requires_grad or self._book.labels[before].phase is Phase.LOSS:
+            self._after_root(Phase.LOSS)  # a teacher, or a checkpoint's first run, between model and loss
+        else:
+            self._after_root(Phase.INPUT)
+
+    def _name(self, module: torch.nn.Module) -> str:
+        entry = self._names_of.get(id(module))
+        if entry is None or entry[0]() is not module:
+            entry = (weakref.ref(module), self.names.full_name(module))
+            self._names_of[id(module)] = entry
+        return entry[1]
+
+    def claim(
+        self, outputs: Iterable[object], since: int, module: str, caller: FrameType, op: str = ""
+    ) -> None:
+        """Label the backward of what was just computed, as far as nobody has.
+
+        Args:
+            outputs: what was computed; tensors among them, however nested.
+            since: autograd's sequence number before it was.
+            module: path of what computed it.
+            caller: the frame that called that.
+            op: what its nodes are called; their own names if empty.
+        """
+        if not self._by_module or _backward_is_compiled():
+            return  # hooks on nodes would be compiled with it
+        nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        seen = set(nodes)
+        by_autocast = torch.is_autocast_enabled("cuda")
+        where: int | None = None
+        while nodes:
+            node = nodes.pop()
+            metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property; the stub forgets
+            if CLAIMED not in metadata:
+                metadata[CLAIMED] = by_autocast
+                if where is None:
+                    where = self._stacks.intern(_lines(caller))
+                node.register_prehook(self._labeller(module, op or node.name(), where))
+            for following, _ in node.next_functions:
+                if (
+                    following is not None
+                    and following not in seen
+                    and ACCUMULATE not in following.name()
+                    and following._sequence_nr() >= since  # the graph's own order of creation
+                ):
+                    seen.add(following)
+                    nodes.append(following)
+
+    def label_backward(self, roots: Iterable[object]) -> None:
+        """Have the thread that a backward runs on labelled as it begins, where modules do not label it."""
+        if self._by_module or _backward_is_compiled():
+            return
+        for tensor in tensors_in(roots):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._labeller("", "", -1))
+
+    def _labeller(self, module: str, op: str, stack: int) -> Callable[[object], None]:
+        label = self._book.intern(Phase.BACKWARD, module, op, stack)
+        use = self._book.use
+
+        def label_thread(_gradients: object) -> None:
+            use(label)
+
+        return label_thread
+
+
+def _backward_is_compiled() -> bool:
+    """Say whether compiled autograd is on; torch._dynamo is not imported to ask."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "compiled_autograd_enabled", False))
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """Yield ``(file, line, function)`` from a frame outwards.
+
+    A frame's locals are left alone: reading them would keep tensors alive.
+    """
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def running_module(frame: FrameType | None) -> torch.nn.Module | None:
+    """Return the innermost module that is running, as its call is among the frames from one outwards."""
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module: torch.nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
+
+
+def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, str | bytes | int | float | torch.nn.Module):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth - 1)
+
+
+def requires_grad(output: object) -> bool:
+    """Say whether any tensor among some objects takes part in a backward."""
+    return any(tensor.requires_grad for tensor in tensors_in((output,)))

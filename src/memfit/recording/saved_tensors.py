@@ -1,0 +1,178 @@
+"""What autograd keeps for the backward: every tensor that a node of the graph has saved.
+
+    loss <── node ──> saved: weight, input        read as they lie: no hook is run, so that nothing is
+              │                                   recomputed (checkpointing) or fetched (offload)
+             node ──> saved: ...
+
+Source: ``SavedTensor.data`` and the ``_raw_saved_*`` attributes of nodes (torch/csrc/autograd/init.cpp,
+PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and what its ``forward`` put on
+``ctx`` itself.
+"""
+
+import functools
+import re
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from memfit.ghost.patching.after_import import after_import
+from memfit.recording.hooks import LiftedHooks
+from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
+
+READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
+"""Whether this PyTorch shows what a node has saved without unpacking it: 2.10 and later do."""
+_RAW = "_raw_saved_"
+_ALL = "_raw_saved_tensors"
+_RESULT = "result"  # what the op of a node itself returned: ``result1 of NativeDropoutBackward0``
+_CAST = "ToCopyBackward0"
+_VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "T", "Transpose", "Permute", "Expand"),
+        *("Squeeze", "Unsqueeze", "Select", "Slice", "Narrow", "Split", "SplitWithSizes", "Chunk", "Unbind"),
+        *("Diagonal", "Unfold", "ViewAsReal", "ViewAsComplex", "Swapaxes", "Movedim"),
+    )
+    for number in range(3)
+)
+"""Nodes whose result lies in the memory of their first input."""
+
+
+class Saved(NamedTuple):
+    """A tensor that a node has saved."""
+
+    tensor: torch.Tensor
+    what: str
+    """What it is to the node: ``mat1 of AddmmBackward0``."""
+    op: str
+    """What computed it: ``Addmm``; of what no node shows as its result, such as the mean that a normalization
+    keeps, that which saved it."""
+    given: bool
+    """Whether nothing in a graph is known to have computed it: a leaf, or what wants no gradient."""
+    sequence: int
+    """Autograd's number of the node that saved it: nodes are numbered as they are made."""
+    cast_of: torch.Tensor | None
+    """The leaf that it is a copy of, in another dtype."""
+    by_autocast: bool
+    """Whether autocast was on when the module returned that made the copy."""
+
+
+def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
+    """Yield what the graph of some tensors holds, a tensor as often as it was saved.
+
+    Args:
+        roots: tensors, however nested: what a backward pass starts from.
+    """
+    for node in nodes_of(roots):
+        yield from saved_by(node)
+
+
+def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
+    """Yield the nodes of the graph of some tensors."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+class Checkpoints:
+    """The checkpoints that are not reentrant: their inputs are in no node of the graph.
+
+    Source: ``_CheckpointFrame`` in torch/utils/checkpoint.py: ``saved_args`` in PyTorch 2.14.1, before that a
+    node of its own under ``input_saver``.
+    """
+
+    def __init__(self) -> None:
+        self._frames: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self, hooks: LiftedHooks) -> None:
+        """From now on know each checkpoint, as long as its backward is to come."""
+        give_up = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
+        hooks.on_removal(give_up)
+
+    def inputs(self) -> Iterator[Saved]:
+        """Yield what checkpoints keep until their backward."""
+        now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        for frame in list(self._frames):
+            saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+            kept = saver._raw_saved_tensors if saver is not None else getattr(frame, "saved_args", ())
+            for tensor in (tensor for raw in kept if hasattr(raw, "data") for tensor in _tensors_of(raw)):
+                op = _op(node) if (node := _maker(tensor)) is not None else ""
+                yield Saved(tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False)
+
+    def _wrap(self, hooks: LiftedHooks) -> None:
+        def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
+            original(frame, *args, **options)
+            self._frames.add(frame)
+
+        hooks.wrap(sys.modules["torch.utils.checkpoint"]._CheckpointFrame, "__init__", build)
+
+
+def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose gradients the backward of some nodes adds to."""
+    return (node.variable for node in nodes if node.name().endswith(ACCUMULATE))
+
+
+def saved_by(node: Any) -> Iterator[Saved]:
+    """Yield what a node holds."""
+    name = node.name()
+    for attribute in _raw_attributes(node.__class__) if READABLE else ():
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:  # freed already: of a graph that is gone through again
+            continue
+        for entry in raw if isinstance(raw, tuple | list) else (raw,):
+            for tensor in _tensors_of(entry):
+                what = "" if attribute == _ALL else f"{attribute.removeprefix(_RAW)} of "
+                yield _saved(tensor, what + name, node)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        for attribute, value in vars(node).items():
+            for tensor in tensors_in((value,)):
+                yield _saved(tensor, f"{attribute} of {name}", node)
+
+
+@functools.cache
+def _raw_attributes(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_RAW))
+
+
+def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
+    """Yield what a SavedTensor holds: the tensor, or those in what a hook has packed it into."""
+    try:
+        data = raw.data
+    except RuntimeError:  # freed, or written to since: the backward will say so
+        return
+    yield from tensors_in((data,))
+
+
+def _saved(tensor: torch.Tensor, what: str, saver: Any) -> Saved:
+    maker = _maker(tensor)
+    is_cast = maker is not None and maker.name() == _CAST
+    return Saved(
+        tensor,
+        what,
+        _op(maker or saver),
+        maker is None and not what.startswith(_RESULT),
+        saver._sequence_nr(),
+        getattr(maker.next_functions[0][0], "variable", None) if is_cast else None,
+        by_autocast=is_cast and maker.metadata.get(CLAIMED, False),
+    )
+
+
+def _maker(tensor: torch.Tensor) -> Any:
+    """Find the node that allocated a tensor's memory, past those that made views of it; None for a leaf."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS and node.next_functions:
+        node = node.next_functions[0][0]
+    return None if node is None or node.name().endswith(ACCUMULATE) else node
+
+
+def _op(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())

@@ -1,0 +1,138 @@
+"""What tensors are called, alone or with others in the same memory.
+
+    one tensor, one name              weight
+    one tensor, several names (tied)  weight = head.weight
+    several tensors, the same memory  weight = b.weight          .data of the one set to the other's
+    several, each a piece of it       weight_ih_l0 and 3 more    flat weights of an RNN, buckets, shards
+
+Of a tensor that is spread over ranks it is the piece that lies here.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from memfit.recording.module_names import without_wrappers
+from memfit.records import Tensor
+
+_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "crow_indices": torch.Tensor.crow_indices,
+    "col_indices": torch.Tensor.col_indices,
+}
+_COLUMNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ccol_indices": torch.Tensor.ccol_indices,
+    "row_indices": torch.Tensor.row_indices,
+}
+_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"values": torch.Tensor.values}
+_SPARSE: dict[torch.layout, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    torch.sparse_coo: {"indices": torch.Tensor._indices, "values": torch.Tensor._values},
+    torch.sparse_csr: _ROWS | _VALUES,
+    torch.sparse_bsr: _ROWS | _VALUES,
+    torch.sparse_csc: _COLUMNS | _VALUES,
+    torch.sparse_bsc: _COLUMNS | _VALUES,
+}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a tensor is called."""
+
+    own: str = ""
+    """In its module: ``weight``."""
+    module: str = ""
+    paths: tuple[str, ...] = ()
+    """All of its names from the outermost module on, its own first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor that belongs to one that has a name: itself, its gradient, a part of its state."""
+
+    tensor: torch.Tensor
+    name: Name
+    suffix: str = ""
+    """``.grad``, ``.exp_avg``; empty for itself."""
+
+
+class Names:
+    """The names of parameters and buffers. Nothing is kept alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], Name]] = {}
+
+    def learn(self, root: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Remember what the tensors of an outermost module are called; return them, each once."""
+        found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        for path, tensor in named:
+            found.setdefault(id(tensor), (tensor, []))[1].append(without_wrappers(path))
+        for tensor, paths in found.values():
+            module, _, own = f"{root}.{paths[0]}".rpartition(".")
+            self._names[id(tensor)] = weakref.ref(tensor), Name(own, module, tuple(paths))
+        return [tensor for tensor, _ in found.values()]
+
+    def of(self, tensor: torch.Tensor) -> Name:
+        """Return a tensor's name, empty if it is not known."""
+        reference, name = self._names.get(id(tensor), (None, Name()))
+        return name if reference is not None and reference() is tensor else Name()
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's piece of a DTensor, and anything else as it is."""
+    # Most are plain, and to miss an attribute of a tensor takes longer than all else here.
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+
+
+def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a tensor's memory is in, and what each is to it: of a strided one, itself.
+
+    >>> [name for name, _ in parts(torch.eye(2).to_sparse())]
+    ['indices', 'values']
+    """
+    here = local(tensor)
+    if here.layout is torch.strided:
+        yield "", here
+    for name, part in _SPARSE.get(here.layout, {}).items():
+        yield name, part(here)
+
+
+def describe(found: Sequence[Named]) -> Tensor:
+    """Describe what lies in one allocation.
+
+    Args:
+        found: at least one tensor, all of the same storage.
+    """
+    first = found[0]
+    here = local(first.tensor)
+    dtype, module = str(here.dtype).removeprefix("torch."), first.name.module
+    if len(found) == 1:
+        return Tensor(module, _names(found), dtype, tuple(here.shape))
+    begins = [local(named.tensor).storage_offset() for named in found]
+    text = _names([named for named, begin in zip(found, begins, strict=True) if begin == begins[0]])
+    others = len(set(begins)) - 1
+    if not others:
+        return Tensor(module, text, dtype, tuple(here.shape))
+    levels = zip(*(named.name.module.split(".") for named in found), strict=False)
+    common = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    text = f"{module}.{text}".removeprefix(f"{common}.") + f" and {others} more"
+    return Tensor(common, text, dtype, (max(map(_end, found)) - min(begins),))
+
+
+def _names(found: Sequence[Named]) -> str:
+    """Return all names of tensors that are in the same place."""
+    first = found[0]
+    others = [path for named in found for path in named.name.paths][1:]
+    text = " = ".join((name + first.suffix).lstrip(".") for name in dict.fromkeys([first.name.own, *others]))
+    return text if first.tensor is local(first.tensor) else f"{text} (this rank's)"
+
+
+def _end(named: Named) -> int:
+    """Return where a tensor ends in its storage, in elements."""
+    tensor = local(named.tensor)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last: int = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    return last + 1

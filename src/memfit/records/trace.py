@@ -1,0 +1,292 @@
+"""One run of a script as PyTorch's allocator saw it: events, and the tables that give them meaning.
+
+Bytes are ints, times are microseconds where PyTorch's history gives them and seconds elsewhere.
+"""
+
+from __future__ import annotations  # numpy is named here and not imported: a script may yet set its threads
+
+from collections.abc import Mapping  # noqa: TC003 - msgspec asks for the types of fields
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
+
+from memfit.records.provenance import Figure, Note  # noqa: TC001 - as above
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+DEFAULT_POOL = (0, 0)
+"""How PyTorch numbers the pool that is no private one."""
+ARENA = "memfit.arena"
+"""``backend`` in the settings of a trace that ``memfit.arena`` has logged: all but segments."""
+
+
+class Phase(StrEnum):
+    """What the script was doing when the allocator was called."""
+
+    SETUP = "setup"  # before the first forward
+    INPUT = "input"  # between two training steps: the next batch
+    FORWARD = "forward"  # inside the outermost module call
+    LOSS = "loss"  # after the forward, before the backward
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # a forward inside the backward: activation checkpointing
+    OPTIMIZER = "optimizer"
+    BETWEEN = "between"  # after the backward, before the optimizer: clipping, unscaling
+
+
+class Category(IntEnum):
+    """What an allocation is for. Live objects told the first; ``explain`` tells the last from lifetimes."""
+
+    UNKNOWN = 0
+    PARAMETER = 1
+    GRADIENT = 2
+    OPTIMIZER_STATE = 3
+    BUFFER = 4
+    WORKSPACE = 5
+    """What a library works in (cuDNN), or keeps from a forward to its backward, in a size that it names."""
+    ACTIVATION = 6
+    """Saved for the backward by autograd's graph."""
+    INPUT = 7
+    """Made outside modules, before a forward: the batch, data."""
+    OUTPUT = 8
+    """Computed in a forward or a loss, saved by no graph: the script holds it."""
+    TEMPORARY = 9
+    """Gone before its phase is: what ops work in, gradients of activations."""
+    COMMUNICATION = 10
+    """What ``torch.distributed`` makes: buckets, gathered parameters, gradients to be scattered."""
+    RECOMPUTED = 11
+    """An activation that a checkpoint did not keep, computed again for its backward."""
+
+
+class Action(IntEnum):
+    """One entry of the allocator's history, in PyTorch's words."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    SEGMENT_ALLOC = 3
+    SEGMENT_FREE = 4
+    SEGMENT_MAP = 5
+    SEGMENT_UNMAP = 6
+    SNAPSHOT = 7
+    OOM = 8
+    ANNOTATE = 9
+    EARLIER = 10
+    """Not PyTorch's: an allocation that is older than the history and outlives it. It moves nothing; those of
+    a trace come first, and what is allocated counts up to what was there then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """The allocator's history in the order it happened, as columns of equal length ``n``."""
+
+    action: npt.NDArray[np.uint8]
+    """``Action``."""
+    address: npt.NDArray[np.uint64]
+    """Device address; for ``OOM`` the bytes the device still had free."""
+    size: npt.NDArray[np.int64]
+    """Bytes: as requested for ``ALLOC``, ``EARLIER``, ``FREE_*`` and ``OOM``; of the segment for
+    ``SEGMENT_*``."""
+    stream: npt.NDArray[np.int32]
+    """Streams in the order they were first seen; 0 is the default stream's first user."""
+    time: npt.NDArray[np.int64]
+    """Microseconds since the Unix epoch."""
+    label: npt.NDArray[np.int32]
+    """Index into ``Trace.labels``; -1 where nothing is known."""
+    stack: npt.NDArray[np.int32]
+    """Index into ``Trace.stacks``; -1 where Python had no frame."""
+    category: npt.NDArray[np.uint8]
+    """``Category`` of the block, on ``ALLOC`` and ``EARLIER`` events."""
+    pool: npt.NDArray[np.int32] | None = None
+    """Index into ``Trace.pools``: the pool that the memory is of, or was asked from. None where the history
+    does not tell."""
+    tensor: npt.NDArray[np.int32] | None = None
+    """Index into ``Trace.tensors``, on those events: what held it; -1 where nothing is known. None where
+    nobody asked."""
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the script was doing: shared by every event under it."""
+
+    phase: Phase
+    module: str
+    """Path of the module, as ``named_modules`` spells it (``layers.0.mlp``); empty outside modules."""
+    op: str
+    """In the backward, the autograd node (``MmBackward0``); elsewhere what a graph shows (``Addmm``), or what
+    of PyTorch was called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``); or empty."""
+    stack: int
+    """In the backward, the forward's stack that made the node: index into ``Trace.stacks``, or -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of Python."""
+
+    file: str
+    line: int
+    function: str
+    user: bool
+    """Whether the file is the user's own: not the standard library, not an installed package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What held an allocation, when it was asked."""
+
+    module: str
+    """Whose it is, as in ``Label``; empty for what no module owns."""
+    name: str
+    """``weight``, ``weight.grad``, ``weight.exp_avg``; for what a graph saved, ``mat1 of AddmmBackward0``."""
+    dtype: str
+    """``float32``, as ``torch`` spells it."""
+    shape: tuple[int, ...]
+
+
+class MarkKind(StrEnum):
+    """What a mark in the trace stands for."""
+
+    FORWARD = "forward"  # an outermost module was called
+    BACKWARD = "backward"  # a backward pass began
+    OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
+    TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
+    CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is given back
+    CAPTURE_END = "capture end"
+    MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is given back
+    RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
+    EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment between two events: just before ``events[position]``."""
+
+    position: int
+    kind: MarkKind
+    index: int
+    """Which optimizer, for ``OPTIMIZER_STEP``; which pool, for ``MEM_POOL_GONE``, as PyTorch numbers it:
+    (0, index); otherwise how many of this kind came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a segment at the end of the trace."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+    """``active_allocated``, ``active_awaiting_free`` or ``inactive``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory from one cudaMalloc (or one expandable reservation) at the end of the trace."""
+
+    address: int
+    size: int
+    stream: int
+    kind: str
+    """``small`` or ``large``: the pool it serves."""
+    pool: tuple[int, int]
+    expandable: bool
+    blocks: tuple[Block, ...]
+
+
+class Machine(StrEnum):
+    """What a trace was made on."""
+
+    GHOST = "ghost"  # a stand-in CUDA runtime: nothing was computed
+    CARD = "card"  # a real GPU
+    REHEARSAL = "rehearsal"  # a recording with the ghost in the card's place: it measures nothing
+    UNKNOWN = "unknown"  # a snapshot does not say
+    CPU = "cpu"  # no GPU is meant: tensors of the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """The device a trace was made on, and what of it was taken before the allocator came."""
+
+    name: str
+    total: Figure
+    """As cudaMemGetInfo reports it."""
+    context: Figure
+    """CUDA context and libraries of this process, outside PyTorch's allocator."""
+    in_use: int
+    """Bytes held by other processes (a desktop, another job)."""
+    machine: Machine = Machine.GHOST
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptEnd:
+    """How the run of the script ended."""
+
+    reason: str
+    """``steps`` (stopped after the steps asked for), ``end`` (its own end), ``exception``, ``out of memory``
+    or ``interrupted``."""
+    exit_code: int
+    exception: str = ""
+    """The exception as Python prints it below the traceback."""
+    where: str = ""
+    """``file:line`` of the innermost user frame of the exception, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run of a script, as PyTorch's caching allocator saw it."""
+
+    events: Events
+    labels: tuple[Label, ...]
+    stacks: tuple[tuple[int, ...], ...]
+    """Each stack is indices into ``frames``, innermost first, PyTorch's own frames left out."""
+    frames: tuple[Frame, ...]
+    marks: tuple[Mark, ...]
+    segments: tuple[Segment, ...]
+    device: DeviceUse
+    end: ScriptEnd
+    settings: Mapping[str, str]
+    """The allocator's settings in force, in the names of ``PYTORCH_ALLOC_CONF``; the whole string under
+    ``conf``."""
+    statistics: Mapping[str, int]
+    """``torch.cuda.memory_stats()`` at the end, flat: the referee of every figure derived from the events."""
+    versions: Mapping[str, str]
+    command: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
+    pools: tuple[tuple[int, int], ...] = ()
+    """As PyTorch numbers them: the default pool, then the private ones (of CUDA graphs and
+    ``torch.cuda.MemPool``) in the order in which they come. Empty where the history does not tell."""
+    tensors: tuple[Tensor, ...] = ()
+    """What held allocations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes after each event of a trace, derived from the events alone."""
+
+    allocated: npt.NDArray[np.int64]
+    """``torch.cuda.memory_allocated()`` after each event."""
+    reserved: npt.NDArray[np.int64]
+    """``torch.cuda.memory_reserved()`` after each event."""
+    block_size: npt.NDArray[np.int64]
+    """Bytes of the block of an ``ALLOC`` or ``EARLIER`` (rounded, with an unsplit remainder); 0 on other
+    events."""
+    freed_by: npt.NDArray[np.int64]
+    """For those, the index of their ``FREE_REQUESTED``; ``n`` if there was none; -1 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A moment of the run, in the user's terms."""
+
+    step: int
+    """Training step, from 1; 0 before the first."""
+    phase: Phase
+    module: str
+    op: str
+    line: str
+    """``file:line``, or empty."""

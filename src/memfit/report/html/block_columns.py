@@ -1,0 +1,143 @@
+"""Every block of a run as columns: when it lived, where it lay, what it was for.
+
+    born                    freed                      done
+    ALLOC                   FREE_REQUESTED             FREE_COMPLETED
+    |------- allocated -----|- other streams use it ---|   (most often both at once)
+
+An event is a point between two states: a block is alive after event ``e`` if ``born <= e < freed``.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.allocator.initial_state import Beginning
+from memfit.analysis.attribution import Attribution
+from memfit.errors import FileFormatError
+from memfit.records import Action, Category, Phase, Trace
+
+Numbers = npt.NDArray[np.int64]
+EARLIER = len(Category)
+"""Stands for a category in blocks that are older than the history."""
+LARGEST = 1 << 53
+"""From here on the page's numbers are no longer exact; no device has such addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Columns of equal length, by ``born``; blocks older than the history come first."""
+
+    born: Numbers
+    """Event; -1 before the history."""
+    freed: Numbers
+    """Event; -1 if that was before the history, too, and the number of events if it never came."""
+    done: Numbers
+    """Event after which the allocator may use it again; ``freed`` itself if that came at once."""
+    address: Numbers
+    requested: Numbers
+    size: Numbers
+    """Bytes of the block: requested, rounded, with an unsplit remainder."""
+    category: Numbers
+    """``Category``, or ``EARLIER``."""
+    phase: Numbers
+    """Index into ``tuple(Phase)``."""
+    module: Numbers
+    """Index into the attribution's ``modules``; so ``op`` and ``line``. -1 before the history."""
+    op: Numbers
+    line: Numbers
+    tensor: Numbers
+    """Index into ``Trace.tensors``, or -1."""
+    stack: Numbers
+    """Index into ``Trace.stacks``, or -1; of the forward, for a backward."""
+
+    def __len__(self) -> int:
+        return len(self.born)
+
+    def __getitem__(self, which: npt.NDArray[np.bool_] | Numbers) -> Self:
+        return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
+
+
+def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Blocks:
+    """Put what is known of each block together.
+
+    Args:
+        trace: what was recorded.
+        attribution: of its allocations.
+        start: what was there before its first event.
+
+    Raises:
+        FileFormatError: an address or a size is beyond what any device has.
+    """
+    events, born = trace.events, attribution.born
+    old = _old(trace, start)
+    label_stack = np.array([*(label.stack for label in trace.labels), -1], np.int64)
+    stack = events.stack[born].astype(np.int64)
+    tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)
+    unknown = np.full(len(old), -1)
+    everywhere = np.concatenate((old[:, 0].astype(np.uint64), events.address[born]))
+    size = np.concatenate((old[:, 1], attribution.block))
+    if len(size) and (int(everywhere.max()) >= LARGEST or int(size.max()) >= LARGEST):
+        raise FileFormatError(
+            f"Cannot draw this trace: it has a block of {int(size.max()):,} bytes or at "
+            f"{int(everywhere.max()):#x}, beyond what any device has. Record it again."
+        )
+    address = everywhere.astype(np.int64)
+    freed = np.concatenate((old[:, 2], attribution.freed))
+    return Blocks(
+        born=np.concatenate((unknown, np.where(events.action[born] == Action.EARLIER, -1, born))),
+        freed=freed,
+        done=_done(trace, address, freed),
+        address=address,
+        requested=np.concatenate((old[:, 1], attribution.requested)),
+        size=size,
+        category=np.concatenate((np.full(len(old), EARLIER), attribution.category)),
+        phase=np.concatenate((np.full(len(old), tuple(Phase).index(Phase.SETUP)), attribution.phase)),
+        module=np.concatenate((unknown, attribution.module)),
+        op=np.concatenate((unknown, attribution.op)),
+        line=np.concatenate((unknown, attribution.line)),
+        tensor=np.concatenate((unknown, tensor)),
+        stack=np.concatenate((unknown, np.where(stack >= 0, stack, label_stack[events.label[born]]))),
+    )
+
+
+def _old(trace: Trace, start: Beginning) -> Numbers:
+    """Return address, size and freed of each block that is older than the history, as rows.
+
+    What was requested is not told by all histories; the whole block counts as that.
+    """
+    events = trace.events
+    freeing = np.flatnonzero(events.action == Action.FREE_REQUESTED)[::-1]
+    # A block that is alive at the beginning is the first to be freed at its address.
+    first_free = dict(zip(events.address[freeing].tolist(), freeing.tolist(), strict=True))
+    told = set(events.address[events.action == Action.EARLIER].tolist())
+    rows = [
+        (address, stop - address, first_free.get(address, len(events)))
+        for address, (stop, _) in start.live.items()
+        if address not in told
+    ]
+    rows.extend((address, stop - address, -1) for address, (stop, _) in start.pending.items())
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _done(trace: Trace, address: Numbers, freed: Numbers) -> Numbers:
+    """Return the event that completes each block's free.
+
+    An address is not given out again before that: the frees of an address complete in the order in which
+    they were requested.
+    """
+    count = len(trace.events)
+    completed = np.flatnonzero(trace.events.action == Action.FREE_COMPLETED)
+    at = trace.events.address[completed].astype(np.int64)
+    completed = completed[np.argsort(at, kind="stable")]
+    at.sort()
+    done = np.full(len(freed), count)
+    ended = np.flatnonzero(freed < count)
+    ended = ended[np.lexsort((freed[ended], address[ended]))]
+    of = address[ended]
+    nth = np.arange(len(of)) - np.searchsorted(of, of)  # how many frees of this address came before
+    place = np.searchsorted(at, of) + nth
+    there = place < np.searchsorted(at, of, side="right")
+    done[ended[there]] = completed[place[there]]
+    return np.where(done == freed + 1, freed, done)

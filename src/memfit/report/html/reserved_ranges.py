@@ -1,0 +1,76 @@
+"""Reserved memory as ranges of addresses that come and go."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memfit.allocator.block_lifetimes import Walk
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.free_ranges import EXPANDABLE
+from memfit.allocator.initial_state import Beginning, beginning
+from memfit.allocator.rounding import SMALL_SEGMENT
+from memfit.analysis.fragmentation import by_segment
+from memfit.records import Action, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """``[start, stop)``, reserved after event ``born`` and no longer after event ``freed``."""
+
+    start: int
+    stop: int
+    born: int
+    """-1 before the history."""
+    freed: int
+    """The number of events if it stays."""
+    small: bool
+    """Of the pool for requests up to 1 MiB."""
+    expandable: bool
+
+
+def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
+    """Return all reserved ranges, those of the beginning first; none where no segments are kept."""
+    if not config.has_segments:
+        return []
+    events, never = trace.events, len(trace.events)
+    live = {one.start: one for one in _first(trace, config, beginning(trace, config))}
+    gone: list[Range] = []
+    for event in np.flatnonzero(
+        (events.action >= Action.SEGMENT_ALLOC) & (events.action <= Action.SEGMENT_UNMAP)
+    ).tolist():
+        action, start = Action(events.action[event]), int(events.address[event])
+        stop = start + int(events.size[event])
+        if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+            live[start] = Range(
+                start, stop, event, never,
+                stop - start == SMALL_SEGMENT,  # those of the large pool have at least 10 MiB
+                action is Action.SEGMENT_MAP,
+            )  # fmt: skip
+            continue
+        # A cudaFree gives a whole segment back; an unmapping may cut what was mapped at several times.
+        whole = live.get(start)
+        if whole is not None and whole.stop == stop:
+            hit = [whole]
+        else:
+            hit = [one for one in live.values() if one.start < stop and start < one.stop]
+        for one in hit:
+            del live[one.start]
+            gone.append(replace(one, freed=event))
+            for left in ((one.start, start), (stop, one.stop)):
+                if left[0] < left[1]:
+                    live[left[0]] = replace(one, start=left[0], stop=left[1], born=event)
+    return sorted((*gone, *live.values()), key=lambda one: (one.born, one.start))
+
+
+def _first(trace: Trace, config: AllocatorConfig, start: Beginning) -> list[Range]:
+    """Return what was reserved before the first event."""
+    if not start.reserved:
+        return []
+    pieces = Walk(trace.events, config, start).pieces()
+    return [
+        Range(
+            one[0].start, one[-1].stop, -1, len(trace.events),
+            one[-1].stop - one[0].start == SMALL_SEGMENT, one[0].segment == EXPANDABLE,
+        )
+        for one in by_segment(pieces)
+    ]  # fmt: skip

@@ -1,0 +1,235 @@
+"""What of the page is there without any script: the verdict, the ladder, and what the reader must know."""
+
+from dataclasses import replace
+from html import escape
+
+from memfit.analysis.breakdown import NAMES
+from memfit.records import Category, DryRun, Figure, Provenance
+from memfit.report.html.page_facts import Facts
+from memfit.report.html.payload import Payload
+from memfit.report.html.texts import Words
+from memfit.report.terminal.advice import FITS, NONE, heading
+from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
+from memfit.units import GIB, MIB, format_bytes, format_gib
+
+_WIDTH = 1000  # units of the bar: SVG's own, the page scales them
+TOTALS = ("allocated", "reserved", "process")
+
+
+def verdict_in_html(result: DryRun, words: Words) -> dict[str, str]:
+    """Return the verdict's parts: its word, what follows it, the subject and the peak.
+
+    Args:
+        result: what to tell of.
+        words: what may be shown.
+    """
+    first, *more = verdict(result).plain.splitlines()
+    word, _, rest = first.partition("   ")
+    lines = [rest, *more] if rest else more
+    return {
+        "kind": {"fits": "good", "unknown": "unsure"}.get(result.verdict, "bad"),
+        "verdict": _text(words, word.capitalize()),
+        "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
+        "subject": _text(words, subject(result).plain),
+        "script": _text(words, result.command[0] if result.command else result.device.name),
+        "peak": _text(words, in_words(result.peak_place)),
+        "growth": _text(words, growth(result).plain),
+    }
+
+
+def ladder(result: DryRun) -> str:
+    """Return the rungs from allocated to the capacity, each with its bytes and where they come from."""
+    figures = {term.name: term.figure for term in result.terms}
+    device = result.device
+    total = device.total
+    rungs = [
+        _rung(name, figures[name], _FOLLOWS[name])
+        for name in TOTALS
+        if name != "process" or total.bytes  # a snapshot tells of no device, and of no context
+    ]
+    if device.in_use:
+        rungs.append(
+            _rung(
+                "in use by others", Figure(device.in_use, Provenance.ASSUMED), "other processes on the device"
+            )
+        )
+    if total.bytes:
+        rungs.append(_rung("capacity", total, _left(result)))
+    return f'<dl class="rungs">{"".join(rungs)}</dl>{_bar(result, figures)}'
+
+
+def _left(result: DryRun) -> str:
+    left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
+    if result.verdict == "out of memory" and result.out_of_memory is not None:
+        return f"{format_bytes(result.out_of_memory.requested)} more was asked for"
+    return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
+
+
+_FOLLOWS = {
+    "allocated": "tensors, at most",
+    "reserved": "with PyTorch's cache, at most",
+    "process": "with the CUDA context: nvidia-smi",
+}
+
+
+def _rung(name: str, figure: Figure, follows: str) -> str:
+    source = f' title="{escape(figure.source)}"' if figure.source else ""
+    return (
+        f'<div><dt>{escape(name)}</dt><dd data-bytes="{figure.bytes}"><b>{_amount(figure.bytes)}</b> '
+        f'<span class="sure"{source}>{figure.provenance}</span><small>{escape(follows)}</small></dd></div>'
+    )
+
+
+def _amount(amount: int) -> str:
+    return format_gib(amount) if amount >= GIB else f"{amount / MIB:,.2f} MiB"
+
+
+def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
+    """Draw the rungs on one scale: that of the capacity, or of what is needed if that is more."""
+    device = result.device
+    full = max(device.total.bytes, result.peak_process.bytes + device.in_use, 1)
+    pieces = [
+        ("allocated", "allocated", figures["allocated"].bytes),
+        ("cached", "cached, not allocated", figures["reserved"].bytes - figures["allocated"].bytes),
+        ("context", "CUDA context", result.peak_process.bytes - figures["reserved"].bytes),
+        ("others", "in use by others", device.in_use),
+    ]
+    drawn, at = [], 0.0
+    for kind, name, amount in pieces:
+        width = _WIDTH * amount / full
+        drawn.append(
+            f'<rect class="{kind}" x="{at:.2f}" y="0" width="{width:.2f}" height="14">'
+            f"<title>{escape(name)}: {format_bytes(amount)}</title></rect>"
+        )
+        at += width
+    if device.total.bytes and device.total.bytes < full:
+        edge = _WIDTH * device.total.bytes / full
+        drawn.append(f'<rect class="edge" x="{edge - 1:.2f}" y="0" width="2" height="14"/>')
+    said = ", ".join(f"{name} {format_bytes(amount)}" for _, name, amount in pieces)
+    return (
+        f'<svg class="scale" viewBox="0 0 {_WIDTH} 14" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(said)}, of {format_bytes(full)}">{"".join(drawn)}</svg>'
+    )
+
+
+def terms(result: DryRun) -> str:
+    """Return the rows that sum to the process's peak."""
+    rows = []
+    for term in result.terms:
+        kind = " class=total" if term.name in TOTALS else ""
+        amount = term.figure.bytes
+        rows.append(
+            f'<tr{kind}><th scope="row">{escape(term.name)}</th><td data-bytes="{amount}">{amount:,}</td>'
+            f"<td>{format_bytes(amount)}</td><td>{term.figure.provenance}</td></tr>"
+        )
+    return "".join(rows)
+
+
+def shortcuts(found: Payload, words: Words) -> str:
+    """Return a button for each moment to look at."""
+    buttons: list[str] = []
+    for moment, one in zip(found.facts.shortcuts, found.shortcuts, strict=True):
+        most = max(found.shortcuts[0].allocated, 1)
+        below = f"&minus;{100 - 100 * one.allocated / most:.1f} %"
+        name = below if buttons else f"Peak {_amount(one.allocated)}"
+        step = f" · step {one.place.step}" if one.place.step else ""
+        place = one.place if words.source else replace(one.place, line="")
+        buttons.append(
+            f'<button type="button" data-moment="{moment}" '
+            f'title="{_amount(one.allocated)} · {_text(words, in_words(place))}">'
+            f"{name} {one.place.phase}{step}</button>"
+        )
+    return "".join(buttons)
+
+
+def advice(result: DryRun, words: Words) -> str:
+    """Return what would lower the peak, as the terminal tells it; nothing where nobody asked."""
+    if result.advice is None:
+        return ""
+    rest = _text(words, untried(result)) or NONE * (not result.advice)
+    rest = f'<p class="peak">{rest}</p>' * bool(rest)
+    if not result.advice:
+        return rest
+    items = [
+        f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
+        f'<span class="sure">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
+        f'{" · " * (one.fits is not None)}{FITS[one.fits]} <code class="long">{_text(words, one.how)}</code>'
+        f"<small>costs {_text(words, one.costs)}</small></li>"
+        for one in result.advice
+    ]
+    return f'<h2>Do next <small>{heading(result)}</small></h2><ol class="advice">{"".join(items)}</ol>{rest}'
+
+
+def sums(facts: Facts) -> str:
+    """Return a row for each kind of bytes, as they are stacked, and for their sum; the page fills them in."""
+    kinds = [(one.name, one.sure, f"<i {_SWATCH.format(one.name)}></i>") for one in reversed(facts.layers)]
+    least = kinds[0][1]  # that of rounding: all others' rounding is in it
+    rows = [*kinds, *((name, least, "") for name in ("allocated", "cached", "reserved"))]
+    return "".join(
+        f'<tr data-row="{name}"><th scope="row">{swatch}{name}{_unless_exact(sure)}</th>'
+        "<td></td><td></td></tr>"
+        for name, sure, swatch in rows
+    )
+
+
+_SWATCH = 'class="swatch" data-layer="{}" aria-hidden="true"'
+_HATCH = "repeating-linear-gradient(135deg, transparent 0 2.6px, rgba(255, 255, 255, .62) 2.6px 4.2px), "
+
+
+def _unless_exact(sure: Provenance) -> str:
+    return f' <span class="sure">{sure}</span>' if sure is not Provenance.EXACT else ""
+
+
+def colours(facts: Facts) -> str:
+    """Return the style of what stands for a kind of bytes; on hatching, text lies on a plain ground."""
+    return "".join(
+        f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
+        f"--text: {'#fff' if one.name == NAMES[Category.PARAMETER] else '#111'}; "
+        f"--ground: {'rgba(255, 255, 255, .8)' if one.hatched else 'none'} }}\n"
+        for one in facts.layers
+    )
+
+
+def thinned(facts: Facts) -> dict[str, str]:
+    """Return what a page says of blocks that are not drawn one by one, if there are any."""
+    hole = "hole, or small blocks drawn together" if facts.together else "hole"
+    said = (
+        '<p id="thinned" class="thinned">Small and short-lived blocks are drawn together: '
+        f"{facts.together:,} of {facts.together + facts.blocks:,}. All totals are exact at the "
+        f"{facts.moments:,} moments that are drawn.</p>"
+    )
+    return {"hole": hole, "thinned": said if facts.together else ""}
+
+
+def notes(result: DryRun, words: Words) -> str:
+    """Return each note once, with every place it was made at."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for note in result.notes:
+        where = places.setdefault((note.provenance, note.text), [])
+        if note.where:
+            where.append(note.where)
+    items = [
+        f'<li class="long"><span class="sure">{escape(provenance)}</span> {_text(words, text)} '
+        + "".join(f"<code>{_text(words, one)}</code> " for one in where)
+        + "</li>"
+        for (provenance, text), where in places.items()
+    ]
+    machine = MACHINES.get(result.device.machine)
+    if machine is not None:
+        items.append(f"<li>{escape(machine)}</li>")
+    return "".join(items)
+
+
+def versions(result: DryRun, words: Words) -> str:
+    """Return what the figures were made with."""
+    rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
+    return "".join(
+        f'<tr><th scope="row">{_text(words, name)}</th>'
+        f'<td><span class="long">{_text(words, value)}</span></td></tr>'
+        for name, value in rows.items()
+        if value
+    )
+
+
+def _text(words: Words, text: str) -> str:
+    return escape(words.shown(text))

@@ -1,0 +1,1 @@
+"""The public JSON of each command."""

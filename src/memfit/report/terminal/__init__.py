@@ -1,0 +1,1 @@
+"""Everything memfit prints on a terminal."""

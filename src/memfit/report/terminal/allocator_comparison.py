@@ -1,0 +1,122 @@
+"""Replays under several settings, on a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.allocator.setting_outcomes import Outcome
+from memfit.analysis.allocator_comparison import Comparison
+from memfit.records import Place
+from memfit.report.escape import inert
+from memfit.report.printable import Printed
+from memfit.report.terminal.summary import short_path
+from memfit.units import format_bytes, format_gib
+
+_CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Compared(Printed, Comparison):
+    """Replays that print themselves."""
+
+    def show(self, console: Console) -> None:
+        """Print a row a setting."""
+        print_comparison(self, console)
+
+
+def print_comparison(result: Comparison, console: Console) -> None:
+    """Print one row a setting, where those that fail do, and what is worth setting."""
+    sized = any(row.smallest is not None for row in result.outcomes)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")  # all of it fits on 80 columns
+    table.add_column("fits")
+    for heading in ("allocated", "reserved", *["smallest\nGPU"] * sized, "a step\ncosts"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result.outcomes:
+        table.add_row(*_cells(row, result, sized=sized))
+    console.print(table)
+    console.print(
+        f"On {format_gib(result.total)}, of which {format_gib(result.taken)} are taken. A step: calls of "
+        "cudaMalloc, cudaFree, mappings and waits in the last full training step; their time is assumed."
+        + " ?: fewer than two training steps ended."
+        * any(row.seconds_per_step is None for row in result.outcomes),
+        style="dim",
+    )
+    for row in result.outcomes:
+        if not row.replay.fits:
+            console.print(_failure(row, result.places[row.setting.name]))
+    console.print(_advice(result))
+    for note in result.notes:
+        console.print(f"note ({note.provenance}): {inert(note.text)}")
+    console.print(
+        "simulated: the trace's requests, through a model of PyTorch's allocator (docs/allocator.md).",
+        style="dim",
+    )
+
+
+def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | str]:
+    name = Text(inert(row.setting.name).replace(",", ",\n") or "default")
+    details = [*["as recorded"] * (row is result.current), *_calls(row)]
+    if details:
+        name.append("\n  " + ", ".join(details), style="dim")
+    fits = Text("yes", style="green") if row.replay.fits else Text("no", style="bold red")
+    size = [] if not sized else ["?" if row.smallest is None else format_gib(row.smallest)]
+    seconds = "?" if row.seconds_per_step is None else f"{1000 * row.seconds_per_step:.1f} ms"
+    return (
+        name,
+        fits,
+        format_gib(row.replay.peak_allocated),
+        format_gib(row.replay.peak_reserved),
+        *size,
+        seconds,
+    )
+
+
+def _calls(row: Outcome) -> list[str]:
+    """Return what a step calls; nothing if that is nothing, or not known."""
+    calls = row.replay.calls_per_step
+    counts = ((getattr(calls, name), word) for name, word in _CALLS.items() if calls is not None)
+    return [f"{count} {word}" for count, word in counts if count]
+
+
+def _failure(row: Outcome, place: Place) -> str:
+    step = f"step {place.step} · " if place.step else ""
+    parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
+    where = " · ".join(inert(part) for part in parts if part)
+    fraction = row.setting.config().per_process_memory_fraction
+    limit = "" if fraction is None else f", and the limit of {fraction:g} of the GPU's memory"
+    return (
+        f"{inert(row.setting.name) or 'default'}: out of memory in {where}: asked for "
+        f"{format_bytes(row.replay.requested)} with {format_bytes(row.replay.free)} free{limit}"
+    )
+
+
+def _advice(result: Comparison) -> Text:
+    best, current = result.recommended, result.current
+    if best is None and not current.replay.fits:
+        fitting = any(row.replay.fits for row in result.outcomes)
+        return Text(
+            "It fits only at a price in time: see above." if fitting else "It fits with none of these."
+        )
+    if best is None:
+        return Text("None of these reserves less than the trace's own settings without costing time.")
+    text = Text("Worth setting: " if best.setting.conf else "Worth unsetting: ", style="bold")
+    text.append(f"PYTORCH_ALLOC_CONF={inert(best.setting.conf or current.setting.conf)}", style="bold green")
+    if not current.replay.fits:
+        return text.append("  then it fits" + _at_a_cost(best), style="not bold")
+    less = current.replay.peak_reserved - best.replay.peak_reserved
+    share = 100 * less / current.replay.peak_reserved
+    return text.append(
+        f"  reserves {format_gib(less)} less ({share:.0f} %){_at_a_cost(best)}", style="not bold"
+    )
+
+
+def _at_a_cost(best: Outcome) -> str:
+    if best.seconds_per_step is None:
+        return "; what it costs in a step is not known: fewer than two ended"
+    if not best.seconds_per_step:
+        return ", no slower in a steady step"
+    return f"; costs {1000 * best.seconds_per_step:.1f} ms a step (assumed)"

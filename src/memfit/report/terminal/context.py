@@ -1,0 +1,62 @@
+"""The measured context on a terminal: what each first use adds, and what each change saves."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import ContextReport, ContextStage, Machine
+from memfit.report.escape import inert
+from memfit.units import MIB
+
+
+def print_context(report: ContextReport, console: Console) -> None:
+    """Print what the process held after each stage, and at the end of it with each change."""
+    versions = f"driver {report.driver or 'unknown'} (CUDA {report.cuda}) · torch {report.torch}"
+    console.print(Text(f"{inert(report.card)} · {inert(versions)}", style="bold"))
+    console.print(_stages(report))
+    console.print()
+    console.print(_trials(report))
+    for trial in report.trials:
+        console.print(Text(f"{trial.what}: {trial.why}.", style="dim"))
+    console.print(Text(f"MiB. The process's bytes are {report.way}.", style="dim"))
+    if report.machine is Machine.REHEARSAL:
+        console.print(
+            Text("REHEARSAL: memfit's ghost stood in for the card. Nothing was measured; nothing is kept.")
+        )
+
+
+def _stages(report: ContextReport) -> Table:
+    table = _table("after the", "allocated", "reserved", "process", "outside PyTorch")
+    for stage in report.stages:
+        figures = (stage.allocated, stage.reserved, stage.process, stage.outside)
+        table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in figures))
+    return table
+
+
+def _trials(report: ContextReport) -> Table:
+    table = _table("at the end, with", "allocated", "reserved", "process", "outside PyTorch")
+    last = report.stages[-1]
+    for trial in report.trials:
+        if not trial.stages:
+            table.add_row(trial.what, f"failed: {inert((trial.failed.splitlines() or ['no output'])[-1])}")
+            continue
+        table.add_row(trial.what, *_changes(trial.stages[-1], last))
+    return table
+
+
+def _changes(stage: ContextStage, plain: ContextStage) -> list[str]:
+    pairs = (
+        (stage.allocated, plain.allocated),
+        (stage.reserved, plain.reserved),
+        (stage.process, plain.process),
+        (stage.outside, plain.outside),
+    )
+    return [f"{(now - before) / MIB:+,.1f}" for now, before in pairs]
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,261 @@
+"""The summary of a dry run on a terminal.
+
+Everything that comes from a trace is printed as plain text with its control characters shown, so that
+a module or file name can neither colour the terminal nor move its cursor.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import DryRun, Machine, Place, ScriptEnd
+from memfit.report.escape import inert
+from memfit.report.printable import Printed
+from memfit.report.terminal.advice import advice_in_words
+from memfit.units import GIB, MIB, format_bytes, format_gib
+
+MACHINES = {
+    Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
+    "no GPU is used.",
+    Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
+    Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
+    Machine.CPU: "tensors of the CPU, as memfit.arena logged them: made since then, and no others.",
+}
+_BAR = 20  # characters of the longest bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
+_TOTALS = {"allocated", "reserved", "process"}
+_OF_A_GPU = {"cached, not allocated", "CUDA context"}
+_ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
+_SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
+_MOST_NOTES = 8
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Answer(Printed, DryRun):
+    """A dry run's answer that prints itself: the summary."""
+
+    def show(self, console: Console) -> None:
+        """Print the summary."""
+        print_summary(self, console)
+
+
+def print_summary(result: DryRun, console: Console) -> None:
+    """Print the verdict, the ladder from allocated to process, and what the reader must know.
+
+    Args:
+        result: what to print.
+        console: where to.
+    """
+    console.print(verdict(result))
+    console.print(subject(result), style="dim")
+    console.print()
+    console.print(_peak(result.peak_place))
+    console.print(_ladder(result, console.width))
+    console.print(growth(result))
+    for line in _notes(result):
+        console.print(line)
+    if result.advice is not None:
+        for line in advice_in_words(result, untried(result)):
+            console.print(line)
+    if result.device.machine in MACHINES:
+        console.print(MACHINES[result.device.machine], style="dim")
+
+
+def short_path(line: str) -> str:
+    """Shorten ``file:line`` to the working folder or the home folder, whichever holds it.
+
+    >>> short_path(str(Path.cwd() / "train.py") + ":3")
+    'train.py:3'
+    """
+    for folder, name in ((Path.cwd(), ""), (Path.home(), "~" + os.sep)):
+        prefix = str(folder) + os.sep
+        if line.startswith(prefix):
+            return name + line.removeprefix(prefix)
+    return line
+
+
+def verdict(result: DryRun) -> Text:
+    """Say whether it fits, and what it needs or where it ran out."""
+    if _is_snapshot(result):
+        return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
+    if result.verdict == "fits":
+        text = Text("FITS", style="bold green")
+        return text.append(f"   {_needs(result)}", style="not bold")
+    if result.verdict == "unknown":
+        text = Text("INCOMPLETE", style="bold yellow")
+        text.append(f"   {_needs(result)} up to where it ended", style="not bold")
+        return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
+    return _failure(result)
+
+
+def untried(result: DryRun) -> str:
+    """Say what kept more from being advised; nothing where nothing did."""
+    end = result.untried
+    if end is None:
+        return ""
+    what = "No more advice" if result.advice else "No advice"
+    if end.reason == "interrupted":
+        return f"{what}: interrupted."
+    if end.reason == "refused":
+        return f"{what}: {inert(_first_line(end.exception))}"
+    again = "" if end == result.end else "run again, without input, "
+    return f"{what}: {again}the script ended with {_ended(end)}"
+
+
+def _ended(end: ScriptEnd) -> str:
+    """Say what a script ended with, and where."""
+    if not end.exception:
+        return f"exit code {end.exit_code}"
+    return inert(_first_line(end.exception)) + f"  {inert(short_path(end.where))}" * bool(end.where)
+
+
+def _first_line(text: str) -> str:
+    """Return what an exception says first: the message's first line may be empty, below ``ImportError:``."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = 2 if lines[:1] and lines[0].endswith(":") else 1
+    first = " ".join(lines[:said])
+    return f"{first} ..." if lines[said:] else first
+
+
+def _needs(result: DryRun) -> str:
+    total = result.device.total.bytes
+    needed = result.peak_process.bytes + result.device.in_use
+    return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
+
+
+def _failure(result: DryRun) -> Text:
+    text = Text(result.verdict.upper(), style="bold red")
+    failure = result.out_of_memory
+    if failure is None:  # the script raised the error itself
+        where = f"  {inert(short_path(result.end.where))}" if result.end.where else ""
+        return text.append(f"   {inert(_first_line(result.end.exception))}{where}", style="not bold")
+    text.append(
+        f"   of {format_gib(result.device.total.bytes)}: asked for {format_bytes(failure.requested)} with "
+        f"{format_bytes(failure.free)} free",
+        style="not bold",
+    )
+    if failure.shortfall:
+        text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
+    text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
+    if result.in_all is not None:
+        advice = f"In all it needs {format_gib(result.in_all.bytes)}, on a GPU that has as much."
+    elif result.verdict != "out of memory":
+        advice = "The script caught this and carried on."
+    elif not failure.shortfall:
+        advice = (
+            "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
+        )
+    elif result.advice is not None:
+        advice = "What it needs in all could not be measured: see below."
+    else:
+        again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
+        advice = f"What would make it fit: {again} --advise. What it needs in all: --memory 1TiB."
+    return text.append(f"\n{advice}", style="not bold default")
+
+
+def _is_snapshot(result: DryRun) -> bool:
+    return not result.device.total.bytes
+
+
+def subject(result: DryRun) -> Text:
+    """Say what was run, and on what."""
+    if _is_snapshot(result):
+        return Text("a memory snapshot that PyTorch wrote: no device, no phases, no categories")
+    parts = [
+        inert(" ".join(result.command[:1])),
+        inert(result.device.name),
+        f"torch {inert(result.versions.get('torch', '?'))}",
+        f"{result.device.machine}, {result.steps} training step{'s' * (result.steps != 1)}",
+    ]
+    if result.device.in_use:
+        parts.append(f"{format_gib(result.device.in_use)} in use by others")
+    return Text(" · ".join(part for part in parts if part))
+
+
+def in_words(place: Place) -> str:
+    """Say where the script was, in one line."""
+    step = f"step {place.step}" if place.step else ""
+    parts = [step, place.phase, inert(place.module), inert(place.op), inert(short_path(place.line))]
+    return " · ".join(part for part in parts if part)
+
+
+def _peak(place: Place) -> Text:
+    return Text(f"Peak in: {in_words(place)}")
+
+
+def _ladder(result: DryRun, width: int) -> Table:
+    total = max(result.peak_process.bytes, 1)
+    unit, name_of_unit = (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")  # one for all rows
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column()
+    for justify in ("right", "right", "left"):
+        table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    always = _ALWAYS - _OF_A_GPU if result.device.machine is Machine.CPU else _ALWAYS
+    for term in result.terms:
+        total_row = term.name in _TOTALS
+        if not total_row and term.name not in always and abs(term.figure.bytes) < _SHOWN * unit:
+            continue
+        name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
+        share = term.figure.bytes / total
+        table.add_row(
+            name,
+            f"{term.figure.bytes / unit:,.2f} {name_of_unit}",
+            "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
+            "" if total_row or width < _WITH_BARS else _bar(share),
+            term.figure.provenance,
+        )
+    if result.device.machine is Machine.CPU:
+        return table
+    shown = f"{-(-result.peak_process.bytes // MIB):,} MiB"
+    table.add_row(Text("   in nvidia-smi"), shown, "", "", result.peak_process.provenance)
+    return table
+
+
+def _bar(share: float) -> str:
+    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    return "█" * whole + _EIGHTHS[eighths].strip()
+
+
+def growth(result: DryRun) -> Text:
+    """Say whether later steps leave memory as they found it."""
+    growth = result.growth
+    if growth.leak:
+        where = f", held by {inert(short_path(growth.line))}" if growth.line else ""
+        return Text(
+            f"Still growing by {format_bytes(growth.bytes_per_step)} a step "
+            f"after {result.steps} steps{where}.",
+            style="yellow",
+        )
+    if growth.bytes_per_step:
+        more = "more" if growth.bytes_per_step > 0 else "less"
+        return Text(
+            f"Not steady: the last step left {format_bytes(abs(growth.bytes_per_step))} {more} than the one "
+            "before, none of it older than a step: batches of varying size, or something that is made anew."
+        )
+    if growth.steady_from is not None:
+        return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
+    seen = "are in this history" if result.steps > 1 else "were seen"  # a watch forgets the older ones
+    return Text(f"Fewer than two training steps {seen}: whether memory grows is not known.", style="dim")
+
+
+def _notes(result: DryRun) -> list[Text]:
+    """Print each note once, with every place it was made at."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for note in result.notes:
+        where = places.setdefault((note.provenance, note.text), [])
+        if note.where:
+            where.append(inert(short_path(note.where)))
+    lines = [
+        Text(f"note ({provenance}): {inert(text)}" + (f"  {', '.join(where)}" if where else ""))
+        for (provenance, text), where in places.items()
+    ]
+    if len(lines) > _MOST_NOTES:
+        rest = Text(f"and {len(lines) - _MOST_NOTES} more notes: see --json -", style="dim")
+        return [*lines[:_MOST_NOTES], rest]
+    return lines

@@ -1,0 +1,224 @@
+"""The user's side of a run: start the process of the script, and read the trace it leaves.
+
+this process                       the script's process (child.py)
+------------                       -------------------------------
+settings        ──── argv ───────> load ghost (or none), run script
+progress line   <─── pipe ──────── step, allocated, peak, end
+read_trace      <─── file ──────── write_trace
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
+from memfit.python_command import python_code
+from memfit.records import ScriptEnd
+from memfit.run.settings import ChildSettings, write_settings
+
+_REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
+POLL = 0.1  # seconds between two looks at the process
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the script is."""
+
+    step: int = 0
+    """Training steps completed."""
+    allocated: int = 0
+    """Bytes allocated now."""
+    peak: int = 0
+    """Bytes allocated at most so far."""
+    trying: str = ""
+    """What is tried in this run, if it is one of several."""
+
+
+class _Line(msgspec.Struct):
+    """One line from the child: progress, or the end."""
+
+    step: int = 0
+    allocated: int = 0
+    peak: int = 0
+    end: ScriptEnd | None = None
+    traced: bool = False
+
+
+def run_script(
+    command: tuple[str, ...], settings: ChildSettings, on_progress: Callable[[Progress], None]
+) -> ScriptEnd:
+    """Run a script in a process of its own, on the ghost or on this machine's GPU.
+
+    Args:
+        command: the script (or module) and its arguments: its ``sys.argv``.
+        settings: how to run it; ``progress`` is filled in here.
+        on_progress: called about ten times a second, also when nothing new is known.
+
+    Returns:
+        How the script ended. The trace is at ``settings.output``.
+
+    Raises:
+        TargetError: the script never used the GPU, its process died, or torch here has no kernels for
+            the device asked for.
+        UsageError: the trace cannot be written where it was to go.
+    """
+    reader, writer = os.pipe()
+    try:
+        with _interrupts_left_to_the_script():
+            line = _talk(command, settings, reader, writer, on_progress)
+    finally:
+        os.close(reader)
+    if line.end is None:
+        raise AssertionError  # _talk raises in that case
+    if line.end.reason == "refused":
+        raise _REFUSALS.get(line.end.exit_code, TargetError)(line.end.exception)
+    if not line.traced and line.end.reason == "interrupted":
+        raise KeyboardInterrupt
+    if not line.traced:
+        raise TargetError(_never_used(command[0], line.end))
+    return line.end
+
+
+def check_script(arguments: tuple[str, ...], *, module: bool) -> None:
+    """Refuse a script that is not there, before anything is built.
+
+    Raises:
+        UsageError: no such file, or not a Python file or folder.
+    """
+    if module:
+        return
+    path = Path(arguments[0])
+    if not path.exists():
+        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is run.
+
+    Raises:
+        UsageError: its folder is not there or not writable, or it is a folder itself.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"Cannot write {path}: its folder does not exist.")
+    if path.is_dir():
+        raise UsageError(f"Cannot write {path}: it is a folder.")
+    if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"Cannot write {path}: its folder is not writable.")
+
+
+def _talk(
+    command: tuple[str, ...],
+    settings: ChildSettings,
+    reader: int,
+    writer: int,
+    on_progress: Callable[[Progress], None],
+) -> _Line:
+    settings = msgspec.structs.replace(settings, progress=writer)
+    text = write_settings(settings)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
+        pass_fds=(writer,),
+    )
+    os.close(writer)
+    last = _Line()
+    try:
+        for line in _lines(reader, process):
+            last = line or last
+            on_progress(Progress(last.step, last.allocated, last.peak))
+            if last.end is not None:
+                break
+        status = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if last.end is None and status in (-signal.SIGINT, INTERRUPTED):
+        raise KeyboardInterrupt
+    if last.end is None:
+        raise TargetError(_died(status, on_ghost=settings.ghost is not None))
+    return last
+
+
+def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_Line | None]:
+    """Yield what the child says, and None when it has been silent for a moment, until it ends."""
+    decoder = msgspec.json.Decoder(_Line)
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while True:
+            # Not until end of file: processes that the script started may hold the pipe open.
+            alive = process.poll() is None
+            if not selector.select(POLL if alive else 0):
+                if not alive:
+                    return
+                yield None
+                continue
+            chunk = os.read(reader, 65536)
+            if not chunk:
+                return
+            *complete, rest = (rest + chunk).split(b"\n")
+            for text in complete:
+                yield decoder.decode(text)
+
+
+@contextmanager
+def _interrupts_left_to_the_script() -> Iterator[None]:
+    """Let Ctrl-C end the script, which shares the terminal, and not this process, which reports on it.
+
+    What would end this process alone (a scheduler's SIGTERM) ends the script with it.
+    """
+    presses = 0
+
+    def ignore_first(_number: int, _frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {signal.SIGINT: ignore_first, signal.SIGTERM: end, signal.SIGHUP: end}
+    try:
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    except ValueError:  # not the main thread: signals are somebody else's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _never_used(name: str, end: ScriptEnd) -> str:
+    if end.reason == "exception":
+        return f"{name} failed before it used the GPU: {end.exception}"
+    if end.exit_code:
+        return f"{name} ended with exit code {end.exit_code} before it used the GPU."
+    return (
+        f"{name} ran to its end and never used the GPU, so there is nothing to measure. "
+        "Does it run on the CPU by default, or train in processes of its own? Those are not measured yet."
+    )
+
+
+def _died(status: int, *, on_ghost: bool) -> str:
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    gap = "; a crash inside a CUDA library call is a gap of the ghost: memfit doctor lists the known ones"
+    return (
+        f"The script's process {how} without a result. If a Python traceback stands above, it names the "
+        f"line{gap if on_ghost else ''}."
+    )

@@ -1,0 +1,128 @@
+"""Running a script as the interpreter's own command line would, and reading how it ended."""
+
+import builtins
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+from pathlib import Path
+
+from memfit.errors import INTERRUPTED
+from memfit.records import ScriptEnd
+
+
+def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
+    """Run a script, a folder with a ``__main__.py``, or a module, as ``__main__`` with its own ``sys.argv``.
+
+    Args:
+        command: the script's path (or the module's name) and its arguments.
+        module: what ``python -m`` does.
+    """
+    target = command[0]
+    sys.argv[:] = command
+    if module:
+        _first_on_path(str(Path.cwd()))
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif Path(target).is_dir():
+        runpy.run_path(target, run_name="__main__")  # puts the folder on the path itself
+    else:
+        _first_on_path(str(Path(target).resolve().parent))
+        _run_file(os.path.abspath(target))  # noqa: PTH100 - as Python does: links are not followed
+
+
+def _first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _run_file(target: str) -> None:
+    with io.open_code(target) as file:
+        # PyTorch cannot name a file in its history whose name is not UTF-8.
+        code = compile(file.read(), target.encode(errors="backslashreplace").decode(), "exec")
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(
+        __file__=target,
+        __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", target),
+        __cached__=None,
+    )
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is the point
+
+
+def end_of(error: BaseException) -> ScriptEnd:
+    """Say how a script ended that raised; what led to an exception counts, not what it was turned into.
+
+    A loop that answers the exception which ends it by ``sys.exit(1)`` was ended all the same, and one
+    that turns out of memory into another error ran out of memory.
+    """
+    chain = _chain(error)
+    if any(type(link).__name__ == "EnoughStepsReached" for link in chain):
+        return ScriptEnd("steps", 0)
+    failed = not isinstance(error, SystemExit) or bool(_exit_code(error))
+    for link in chain:
+        if _is_out_of_memory(link) and failed:
+            return ScriptEnd("out of memory", 1, _summary(link), _innermost_user_line(link))
+    if isinstance(error, SystemExit):
+        return ScriptEnd("end", _exit_code(error))
+    if isinstance(error, KeyboardInterrupt):
+        return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(error))
+    return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell PyTorch's out of memory; with caching off it raises CUDA's own error, in other words.
+
+    Source: ``uncached_allocate`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+    """
+    if not type(error).__module__.startswith("torch"):
+        return False
+    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
+
+
+def print_as_python_does(error: BaseException) -> None:
+    """Print what Python would print for a script that raised, beginning in the script itself."""
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+_OURS = {__file__, str(Path(__file__).with_name("child.py"))}
+
+
+def _summary(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    return int(stop.code) & 0xFF if isinstance(stop.code, int) else 1
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and not any(link is seen for seen in chain):
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def _innermost_user_line(error: BaseException) -> str:
+    from memfit.user_frame import is_user_file
+
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if is_user_file(frame.filename)
+    ]
+    return lines[-1] if lines else ""

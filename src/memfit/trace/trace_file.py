@@ -1,0 +1,332 @@
+"""Trace files (``.memfit``): a zip of one JSON header and one raw column per member.
+
+    header.json          format, version, and everything of a Trace that is not a column
+    columns/action       n x u1     |  EARLIER is among them from version 4 on
+    columns/address      n x u8     |  little-endian; the type of a column is fixed by the
+    columns/size         n x i8     |  version, never by the file
+    ...                             |
+    columns/pool         n x i4     |  only where the header names pools; version 1 has none
+    columns/tensor       n x i4     |  only where the header names tensors; versions 1 and 2 have none
+
+A trace file may come from anywhere. It is data only, and everything is checked: sizes before anything
+is decompressed, every index before anything looks up by it.
+"""
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from memfit.atomic_files import write_atomically
+from memfit.errors import FileFormatError, UsageError
+from memfit.records import (
+    DEFAULT_POOL,
+    Action,
+    Category,
+    DeviceUse,
+    Events,
+    Frame,
+    Label,
+    Mark,
+    Note,
+    ScriptEnd,
+    Segment,
+    Tensor,
+    Trace,
+)
+
+FORMAT = "memfit trace"
+VERSION = 4
+MAX_EVENTS = 1 << 25
+MAX_HEADER_BYTES = 1 << 28
+
+_COLUMNS = {
+    "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
+    "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1", "pool": "<i4", "tensor": "<i4",
+}  # fmt: skip
+_TABLES = {"pool": "pools", "tensor": "tensors"}
+"""Columns that are there where the header has the table that they refer to."""
+_HEADER = "header.json"
+_LEVEL = 3  # of deflate; its default, 6, takes three to four times as long
+_MAX_INTEGER = (1 << 63) - 1
+BLOCK_STATES = ("inactive", "active_allocated", "active_awaiting_free")
+
+_ZIP_START = b"PK\x03\x04"
+# The end of a zip: signature, disks, entries (twice), bytes of the directory, its place, comment length.
+_ZIP_END = struct.Struct("<4s4xHHI4xH")
+_ZIP64_LOCATOR, _ZIP64_LOCATOR_SIZE = b"PK\x06\x07", 20
+_MAX_DIRECTORY_BYTES = 1 << 12
+
+
+class _Signature(msgspec.Struct):
+    """What the header of every version begins with."""
+
+    format: str
+    version: int
+
+
+class _Header(_Signature, kw_only=True):
+    """The header of every version: the fields of ``Trace``, and how many events there are."""
+
+    events: int
+    labels: tuple[Label, ...]
+    stacks: tuple[tuple[int, ...], ...]
+    frames: tuple[Frame, ...]
+    marks: tuple[Mark, ...]
+    segments: tuple[Segment, ...]
+    device: DeviceUse
+    end: ScriptEnd
+    settings: dict[str, str]
+    statistics: dict[str, int]
+    versions: dict[str, str]
+    command: tuple[str, ...]
+    notes: tuple[Note, ...]
+    pools: tuple[tuple[int, int], ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+
+class _FaultError(Exception):
+    """The file is not a trace that can be trusted; the message goes on from ``Cannot read X: it ...``."""
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file looks like a trace rather than a pickle: it begins as a zip does.
+
+    Raises:
+        FileFormatError: there is no such file, or it cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_ZIP_START)) == _ZIP_START
+    except OSError as error:
+        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write a trace; whoever reads ``path`` sees the old file or the whole new one.
+
+    Args:
+        trace: at most ``MAX_EVENTS`` events.
+        path: where the file goes, by custom ``*.memfit``.
+
+    Raises:
+        UsageError: the file cannot be written there, or the trace is too long to be read again.
+    """
+    if len(trace.events) > MAX_EVENTS:
+        raise UsageError(
+            f"Cannot write {path}: a trace holds at most {MAX_EVENTS:,} events, this one has "
+            f"{len(trace.events):,}. Run fewer steps."
+        )
+    rest = {name: getattr(trace, name) for name in _rest_of_trace()}
+    header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
+    members = {_HEADER: _encode(header)}
+    for name, dtype in _columns_of(trace).items():
+        members[f"columns/{name}"] = np.ascontiguousarray(getattr(trace.events, name), dtype).tobytes()
+
+    def write(file: BinaryIO) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
+            for name, content in members.items():
+                # A fixed date: equal traces make equal files.
+                archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, _LEVEL)
+
+    write_atomically(path, write)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace that ``write_trace`` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The trace; its columns are read-only.
+
+    Raises:
+        FileFormatError: there is no such file, or it is not a whole and consistent trace of a version
+            that this memfit reads.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read(file)
+    except OSError as error:
+        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
+    except _FaultError as error:
+        raise FileFormatError(f"Cannot read {path}: it {error}") from None
+
+
+def _read(file: BinaryIO) -> Trace:
+    _check_directory(file)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            if next(iter(members), None) != _HEADER:
+                raise _FaultError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
+            header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
+            dtypes = _columns_of(header)
+            if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
+                raise _FaultError("is damaged: its columns are not those of its header. Record it again.")
+            sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
+            for name, size in sizes.items():
+                if members[name].file_size != size:
+                    raise _FaultError(
+                        f"is damaged: {name} has {members[name].file_size:,} bytes where "
+                        f"{header.events:,} events make {size:,}. Record it again."
+                    )
+            columns = {
+                name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
+                for name, dtype in dtypes.items()
+            }
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _FaultError(f"is damaged ({error}). Record it again.") from None
+    rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
+    trace = Trace(events=Events(**columns), **rest)
+    for fault in _faults(trace):
+        raise _FaultError(f"contradicts itself: {fault}. It was damaged or changed; record it again.")
+    return trace
+
+
+def _columns_of(tables: Trace | _Header) -> dict[str, str]:
+    """Return the columns that there are beside these tables, and their types."""
+    return {
+        name: dtype
+        for name, dtype in _COLUMNS.items()
+        if name not in _TABLES or getattr(tables, _TABLES[name])
+    }
+
+
+def _rest_of_trace() -> list[str]:
+    return [name for name in Trace.__dataclass_fields__ if name != "events"]
+
+
+def _check_directory(file: BinaryIO) -> None:
+    """Look at the end of the zip, so that zipfile never reads a directory as large as the file."""
+    end = file.seek(0, io.SEEK_END)
+    file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
+    tail = file.read()
+    if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
+        raise _FaultError("is not a memfit trace, or its end is missing. Traces come from memfit -o.")
+    _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
+    if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
+        raise _FaultError("is a zip, but not a memfit trace.")
+    most = 1 + len(_COLUMNS)
+    if entries != entries_in_all or not most - len(_TABLES) <= entries <= most:
+        raise _FaultError(f"is a zip of {entries} members, but not a memfit trace.")
+
+
+def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> bytes:
+    """Decompress a member. zipfile reads no further than the size it declares, and checks the CRC."""
+    if member.file_size > limit:
+        raise _FaultError(f"declares {member.file_size:,} bytes of {member.filename}, more than a trace has.")
+    content = archive.read(member)
+    if len(content) != member.file_size:
+        raise _FaultError(f"is cut off inside {member.filename}. Record it again.")
+    return content
+
+
+def _bytes_of(column: str, events: int) -> int:
+    if not 0 <= events <= MAX_EVENTS:
+        raise _FaultError(f"declares {events:,} events; a trace has at most {MAX_EVENTS:,}.")
+    return events * np.dtype(_COLUMNS[column]).itemsize
+
+
+def _encode(header: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(header)
+    except UnicodeEncodeError:
+        # A file name that is not UTF-8, as Python keeps it: no JSON can hold it, so it gets a "?".
+        return msgspec.json.encode(_encodable(msgspec.to_builtins(header)))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return value
+
+
+def _decode(content: bytes) -> _Header:
+    try:
+        signature = msgspec.json.decode(content, type=_Signature)
+        if signature.format != FORMAT:
+            raise _FaultError(f"is not a memfit trace but {signature.format[:80]!r}.")
+        if signature.version > VERSION:
+            raise _FaultError(
+                f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
+                "Upgrade memfit."
+            )
+        if signature.version < 1:
+            raise _FaultError(f"names a version that never was ({signature.version}).")
+        return msgspec.json.decode(content, type=_Header)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _FaultError(
+            f"has a header that is damaged or not a trace's ({error}). Record it again."
+        ) from None
+
+
+def _some(members: dict[str, zipfile.ZipInfo]) -> str:
+    return ", ".join(repr(name[:40]) for name in list(members)[:4]) or "nothing"
+
+
+def _faults(trace: Trace) -> Iterator[str]:
+    """Name what is out of range; each range is that of the table or type the number refers to."""
+    events, labels, stacks, frames = trace.events, len(trace.labels), len(trace.stacks), len(trace.frames)
+    columns: dict[str, tuple[int, int]] = {
+        "action": (0, max(Action)),
+        "category": (0, max(Category)),
+        "address": (0, _MAX_INTEGER),
+        "size": (0, _MAX_INTEGER),
+        "stream": (0, _MAX_INTEGER),
+        "label": (-1, labels - 1),
+        "stack": (-1, stacks - 1),
+        "pool": (0, len(trace.pools) - 1),
+        "tensor": (-1, len(trace.tensors) - 1),
+    }
+    for name, (low, high) in columns.items():
+        of_event = getattr(events, name)
+        if of_event is None:
+            continue
+        outside = np.flatnonzero((of_event < low) | (of_event > high))
+        if len(outside):
+            event = outside[0]
+            yield f"event {event} of {len(events)} has {name} {of_event[event]}, outside {low} to {high}"
+    numbers: dict[str, tuple[npt.ArrayLike, int, int]] = {
+        "a pool's number": ([number for pool in trace.pools for number in pool], 0, _MAX_INTEGER),
+        "a label's stack": ([label.stack for label in trace.labels], -1, stacks - 1),
+        "a stack's frame": ([frame for stack in trace.stacks for frame in stack], 0, frames - 1),
+        "a frame's line": ([frame.line for frame in trace.frames], -_MAX_INTEGER, _MAX_INTEGER),
+        "a mark's position": ([mark.position for mark in trace.marks], 0, len(events)),
+        "a mark's index": ([mark.index for mark in trace.marks], 0, _MAX_INTEGER),
+        "a tensor's dimension": ([n for tensor in trace.tensors for n in tensor.shape], 0, _MAX_INTEGER),
+        "a segment's number": ([n for s in trace.segments for n in _integers(s)], 0, _MAX_INTEGER),
+        "a statistic": (list(trace.statistics.values()), -_MAX_INTEGER, _MAX_INTEGER),
+        "bytes of the device": (
+            [trace.device.total.bytes, trace.device.context.bytes, trace.device.in_use], 0, _MAX_INTEGER,
+        ),
+        "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
+    }  # fmt: skip
+    for what, (values, low, high) in numbers.items():
+        column = np.asarray(values)
+        if column.size and not (low <= column.min() and column.max() <= high):
+            yield f"{what} is outside {low} to {high}"
+    if trace.pools and trace.pools[0] != DEFAULT_POOL:
+        yield "its first pool is not the default one"
+    if trace.pools and not {segment.pool for segment in trace.segments} <= set(trace.pools):
+        yield "a segment's pool is none of its pools"
+    if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
+        yield f"a block's state is none of {', '.join(BLOCK_STATES)}"
+
+
+def _integers(segment: Segment) -> Iterator[int]:
+    yield from (segment.address, segment.size, segment.stream, *segment.pool)
+    for block in segment.blocks:
+        yield from (block.address, block.size, block.requested)

@@ -1,0 +1,164 @@
+"""Splitting a batch into micro-batches.
+
+tensors, arrays     along their first dimension, if that is the batch's size
+dicts               entry by entry
+tuples, lists       columns entry by entry, samples in slices: ``readings`` tells which
+all else            to every micro-batch as it is
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.train.data.batch_layout import (
+    Readings,
+    common_sizes,
+    has_rows,
+    lengths,
+    looks_like_samples,
+    sizes_of,
+)
+
+_DO = (
+    "Give the engine both size=lambda batch: ..., which returns how many samples it has, and "
+    "split=lambda batch, sizes: [...], which returns parts of those sizes."
+)
+
+
+def batch_size(batch: object) -> int:
+    """Return the number of samples of a batch.
+
+    Raises:
+        UsageError: there is nothing in it that has samples, or its parts do not agree.
+
+    >>> batch_size({"x": torch.zeros(8, 3), "y": torch.zeros(8), "epoch": 3})
+    8
+    """
+    sizes = sizes_of(batch, outer=True) or set()
+    if len(sizes) == 1:
+        return sizes.pop()
+    found = set(lengths(batch, outer=True))
+    if len(found) == 1 and found <= sizes:
+        return found.pop()
+    parts = f"parts of {sorted(found)} samples" if found else "nothing that has samples"
+    raise UsageError(f"Cannot tell the size of a batch with {parts}. {_DO}")
+
+
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    """Split a batch into parts of the given sizes.
+
+    Args:
+        batch: tensors, and tuples, lists and dicts of them.
+        sizes: samples of each part; together those of the batch.
+
+    Raises:
+        UsageError: it cannot be told whether a list is of samples or of columns.
+
+    >>> [part["x"].shape[0] for part in split({"x": torch.zeros(5, 2)}, [3, 2])]
+    [3, 2]
+    """
+    if len(sizes) == 1:
+        return [batch]
+    if isinstance(batch, torch.Tensor):
+        return list(torch.split(batch, sizes))
+    splitter, begin, parts = _Splitter(batch, sum(sizes)), 0, []
+    for size in sizes:
+        parts.append(splitter.part(batch, slice(begin, begin + size), outer=True))
+        begin += size
+    return parts
+
+
+def even_sizes(samples: int, parts: int) -> list[int]:
+    """Return sizes that differ by one at most, the larger first; no part is empty.
+
+    >>> even_sizes(10, 4), even_sizes(2, 4)
+    ([3, 3, 2, 2], [1, 1])
+    """
+    parts = min(parts, samples)
+    small, more = divmod(samples, parts)
+    return [small + 1] * more + [small] * (parts - more)
+
+
+class _Splitter:
+    """How one batch of so many samples is split."""
+
+    def __init__(self, batch: object, whole: int) -> None:
+        self._whole = whole
+        self._samples: dict[int, bool] = {}
+        """What each sequence was found to be, for the parts after the first."""
+        self._doubtful = len(sizes_of(batch, outer=True) or ()) > 1
+        """The batch as a whole may be of another size."""
+        # A DataLoader's own collating leaves no samples that hold tensors: where there are some, a collate_fn
+        # of the user's has made the batch, and what may be samples is.
+        self._of_samples = any(self._only_samples(each, outer=each is batch) for each in _sequences(batch))
+
+    def part(self, value: Any, part: slice, *, outer: bool = False) -> Any:
+        """Return a part of a value."""
+        if has_rows(value):
+            return value[part] if value.shape[0] == self._whole else value
+        if isinstance(value, Mapping):
+            return _like(value, {name: self.part(entry, part) for name, entry in value.items()})
+        if not isinstance(value, tuple | list):
+            return value
+        if id(value) not in self._samples:
+            self._samples[id(value)] = self._is_samples(value, outer=outer)
+        if self._samples[id(value)]:
+            return value[part]
+        parts = [self.part(entry, part) for entry in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
+
+    def _only_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
+        readings = Readings.of(value, outer=outer)
+        if not readings.samples or len(value) != self._whole:
+            return False
+        nested = any(has_rows(entry) or isinstance(entry, Mapping | tuple | list) for entry in value)
+        return nested and not (readings.columns and self._whole in (common_sizes(value) or ()))
+
+    def _is_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
+        """Say whether a sequence is samples.
+
+        Raises:
+            UsageError: it may be columns just as well.
+        """
+        readings, as_many = Readings.of(value, outer=outer), len(value) == self._whole
+        if not readings.samples:
+            # Numbers in a tuple: of each sample, or a size of images.
+            return as_many and not readings.columns and self._of_samples
+        if not readings.columns or self._whole not in (common_sizes(value) or ()):
+            return as_many
+        if as_many and self._of_samples and not outer:
+            return True
+        if (as_many or self._doubtful) and (
+            self._of_samples or looks_like_samples(value, alike=as_many and not outer)
+        ):
+            raise UsageError(
+                f"Cannot split a batch of {self._whole}: a {type(value).__name__} of {len(value)} "
+                f"entries in it may be {len(value)} samples, or {len(value)} columns of {self._whole}. {_DO}"
+            )
+        return False
+
+
+def _sequences(value: Any) -> Iterator[Sequence[Any]]:
+    if isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _sequences(entry)
+    elif isinstance(value, tuple | list):
+        yield value
+        for entry in value:
+            yield from _sequences(entry)
+
+
+def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of a value's kind; a copy keeps what its class adds, as a default's factory."""
+    if type(value) is dict:
+        return parts
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)
+        made.update(parts)
+        return made
+    return type(value)(parts)  # type: ignore[call-arg]

@@ -1,0 +1,105 @@
+"""A progress bar for ``fit``, that says what it counts.
+
+epoch 2/5 ━━━━╸━━━━━ 12/26 batches (an optimizer step each) 3.1 per second 0:00:04 left in this epoch
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from memfit.strategies.mechanisms.global_generators import PYTHON
+
+_BEFORE = PYTHON.get_state()
+from rich.console import Console  # noqa: E402 - draws random numbers when it is imported, which are the script's
+from rich.progress import (  # noqa: E402
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+PYTHON.set_state(_BEFORE)
+
+from memfit.train.callbacks import Callback  # noqa: E402
+
+if TYPE_CHECKING:
+    from memfit.train.engine import Engine
+    from memfit.train.step_result import StepResult
+
+_SECONDS_UNSEEN = 2.0
+_SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
+
+
+class ProgressBar(Callback):
+    """Shows how far ``fit`` is: batches, which are optimizer steps unless a gradient is not finite.
+
+    Args:
+        console: where to; the terminal's standard error if none is given.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("batches (an optimizer step each)  {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("left in this epoch  loss {task.fields[loss]}"),
+            console=console or Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+        self._shown = 0.0
+
+    def on_fit_begin(self, engine: "Engine") -> None:  # noqa: ARG002
+        """Begin to draw."""
+        self._progress.start()
+
+    def on_epoch_begin(self, engine: "Engine") -> None:
+        """Begin a bar, from where a resumed epoch stands."""
+        self._task = self._progress.add_task(
+            "", total=engine.batches, epoch=f"{engine.epoch + 1}/{engine.epochs}", rate="", loss="-"
+        )
+        self._began, self._done = time.monotonic(), 0
+
+    def on_window_end(self, engine: "Engine", result: "StepResult") -> None:
+        """Move it on."""
+        if self._task is None:
+            return
+        self._done += 1
+        now = time.monotonic()
+        self._progress.update(self._task, completed=engine.batch)
+        if now - self._shown >= _SECONDS_BETWEEN_LOSSES:
+            self._shown = now
+            rate = f"{self._done / max(now - self._began, 1e-9):.1f} per second"
+            self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
+
+    def on_fit_end(self, engine: "Engine") -> None:  # noqa: ARG002
+        """Leave the terminal as it was."""
+        self._progress.stop()
+        self._task = None
+
+
+def reading_again(items: Iterable[Any], total: int, console: Console | None = None) -> Iterator[Any]:
+    """Hand items on, and show how far they are if that takes more than two seconds."""
+    began = time.monotonic()
+    with ExitStack() as shown:
+        bar: Progress | None = None
+        for done, item in enumerate(items, 1):
+            if bar is None and time.monotonic() - began > _SECONDS_UNSEEN:
+                columns = TextColumn("reading the epoch again"), BarColumn(), MofNCompleteColumn()
+                bar = Progress(
+                    *columns,
+                    TextColumn("batches"),
+                    TimeRemainingColumn(),
+                    TextColumn("left"),
+                    console=console or Console(stderr=True),
+                    transient=True,
+                )
+                shown.enter_context(bar)
+                task = bar.add_task("", total=total)
+            if bar is not None:
+                bar.update(task, completed=done)
+            yield item

@@ -1,0 +1,75 @@
+"""Which line of the user's script is being carried out."""
+
+import functools
+import os
+import re
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+GENERATED = re.compile(
+    r"<eval_with_key>.*|.*[/\\](?:torchinductor_[^/\\]*|compiled[/\\]inductor)[/\\].*", re.DOTALL
+)
+"""Files that torch.compile wrote: by default in the temporary folder, under memfit in its cache."""
+
+_OWN = f"{Path(__file__).parent}{os.sep}"
+
+
+def user_line(start: FrameType | None = None) -> str:
+    """Name the innermost line of Python that is neither PyTorch's, memfit's nor the standard library's.
+
+    A line outside ``site-packages`` is preferred: a loss computed inside ``transformers`` belongs to the
+    line of the script that called it. Without one, the innermost line of an installed package is named.
+
+    Args:
+        start: frame to search outwards from; the caller's by default.
+
+    Returns:
+        ``file:line``, or an empty string where Python has no such frame (PyTorch's autograd thread).
+
+    >>> user_line().endswith(":1")  # this line, as doctest numbers it
+    True
+    """
+    frame: FrameType | None = start or sys._getframe(1)
+    installed = ""
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "user":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if kind == "installed" and not installed:
+            installed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return installed
+
+
+def is_user_file(file: str) -> bool:
+    """Say whether a source file is the user's own: not the standard library's, not an installed package's."""
+    return _kind(file) == "user"
+
+
+@functools.cache
+def _kind(file: str) -> str:
+    """Say whose a source file is: ``user``, ``installed`` (a third-party package) or ``internal``."""
+    # Generated code and python -c have no file to look into.
+    if file.startswith((_OWN, "<frozen", "<string>")) or GENERATED.fullmatch(file):
+        return "internal"
+    for root in _package_roots():
+        if file.startswith(root):
+            return "internal" if file.startswith(f"{root}torch{os.sep}") else "installed"
+    return "internal" if file.startswith(_standard_library()) else "user"
+
+
+@functools.cache
+def _package_roots() -> tuple[str, ...]:
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:  # wherever it was installed, --target folders included
+        paths.add(str(Path(torch.__file__).parents[1]))
+    return tuple(path + os.sep for path in paths | {*site.getsitepackages()} if path)
+
+
+@functools.cache
+def _standard_library() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})

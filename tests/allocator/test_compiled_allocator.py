@@ -1,0 +1,160 @@
+"""The compiled allocator does what ``caching.py`` does, and cannot be led astray."""
+
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from twins import POOLS, TWIN_CONFS, both, compare, random_requests
+
+from memfit.allocator import compiled_allocator
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Ask, Requests
+from memfit.errors import UsageError
+from support.sanitized_build import build
+
+CHECK = Path(__file__).with_name("check_allocator.c")
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("conf", TWIN_CONFS)
+@pytest.mark.parametrize("seed", range(6))
+def test_replays_are_equal(conf, seed):
+    assert compiled_allocator.load() is not None
+    compare(conf, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    conf=st.sampled_from(TWIN_CONFS),
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from(Ask),
+            st.integers(-2, 12),
+            st.integers(-1, 1 << 62),
+            st.integers(0, 2),
+            st.integers(-1, 3),
+        )
+    ),
+    total=st.integers(1, 1 << 62),
+)
+def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
+    asked = Requests()
+    for ask, block, size, stream, pool in rows:
+        asked.add(ask, 0, block, size, stream, pool)
+    with compiled_allocator.opened(
+        AllocatorConfig.of(conf), blocks=12, pools=POOLS, total=total, taken=0, version=(2, 14)
+    ) as allocator:
+        if allocator is None:
+            assert total > 1 << 60
+            return
+        with suppress(UsageError):  # what cannot be
+            allocator.serve(asked)
+        figures = allocator.memory_stats()
+        segments = allocator.snapshot()
+    assert sum(segment.size for segment in segments) == figures["reserved_bytes.all.current"] <= total
+
+
+@pytest.mark.parametrize(
+    ("row", "position"),
+    [
+        ((Ask.FREE, 0), 1),  # was freed before
+        ((Ask.FREE, 5), 1),
+        ((Ask.FREE, -1), 1),
+        ((Ask.FREE_LATER, 1 << 40), 1),
+        ((Ask.MALLOC, 1, 0), 1),
+        ((Ask.MALLOC, 1, -512), 1),
+        ((Ask.MALLOC, -1, 512), 1),
+        ((Ask.MALLOC, 8, 512), 1),
+        ((Ask.MALLOC, 1, 512, 0, 3), 1),  # pools are 0 to 2
+        ((Ask.MALLOC, 1, 512, 0, -1), 1),
+        ((Ask.RELEASE_POOL, -1, 0, 0, 1 << 40), 1),
+        ((Ask.CAPTURE_END, -1), 1),  # none was begun
+        ((99, 0), 1),
+    ],
+)
+def test_what_cannot_be_is_refused(row, position):
+    asked = Requests()
+    for ask, block, size in ((Ask.MALLOC, 0, 512), (Ask.FREE, 0, 0)):
+        asked.add(ask, 0, block, size)
+    with compiled_allocator.opened(
+        AllocatorConfig(), blocks=8, pools=POOLS, total=GIB, taken=0, version=(2, 14)
+    ) as allocator:
+        assert allocator.serve(asked)
+        bad = Requests()
+        bad.add(Ask.EMPTY_CACHE, 0)
+        ask, block, *rest = row
+        bad.add(ask, 0, block, *rest)
+        with pytest.raises(UsageError, match=rf"Request {position} of 2 cannot be served"):
+            allocator.serve(bad)
+
+
+def test_settings_that_pytorch_refuses_are_refused():
+    with pytest.raises(UsageError, match="max_split_size must be at least large_segment_size"):
+        replay(Requests(), AllocatorConfig(max_split_size=35 << 20, large_segment_size=55 << 20), total=GIB)
+
+
+def test_numbers_beyond_64_bits_are_served_in_python():
+    asked = Requests()
+    asked.add(Ask.MALLOC, 0, 0, 1 << 47)
+    assert replay(asked, AllocatorConfig(), total=1 << 70).fits
+    assert replay(asked, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
+
+
+def test_addresses_beyond_64_bits_are_served_in_python():
+    asked = Requests()
+    for number in range(20):  # a reservation of 9/8 of the device for each stream
+        asked.add(Ask.MALLOC, 0, number, 512, stream=number)
+    config = AllocatorConfig(expandable_segments=True)
+    with (
+        compiled_allocator.opened(
+            config, blocks=20, pools=POOLS, total=1 << 60, taken=0, version=(2, 14)
+        ) as allocator,
+        pytest.raises(OverflowError),
+    ):
+        allocator.serve(asked)
+    compiled, interpreted = both(asked, config, total=1 << 60)
+    assert compiled == interpreted
+    assert len(compiled.segments) == 20
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Give an empty cache folder; what was loaded before is forgotten."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    compiled_allocator.load.cache_clear()
+    yield tmp_path / "allocator"
+    compiled_allocator.load.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "cc '", "false"])
+def test_without_a_compiler_it_is_done_in_python(elsewhere, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    assert compiled_allocator.load() is None
+    assert replay(random_requests(random.Random(0), 100), AllocatorConfig(), total=80 * GIB).fits  # noqa: S311
+    assert not list(elsewhere.glob("**/*"))
+
+
+def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):
+    load = [sys.executable, "-c", "from memfit.allocator import native; assert native.load()"]
+    subprocess.run(load, check=True)
+    (library,) = elsewhere.iterdir()
+    made = library.stat().st_mtime_ns
+    subprocess.run(load, check=True)
+    assert library.stat().st_mtime_ns == made
+    library.write_bytes(library.read_bytes()[:100])
+    subprocess.run(load, check=True)
+    assert library.stat().st_size > 1000
+
+
+def test_under_sanitizers(tmp_path):
+    sources = [CHECK, *sorted(compiled_allocator.SOURCES.glob("*.c"))]
+    check = build(tmp_path / "check", sources, f"-I{compiled_allocator.SOURCES}")
+    done = subprocess.run([str(check), "0", "40"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "served" in done.stdout

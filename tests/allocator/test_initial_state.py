@@ -1,0 +1,93 @@
+"""What a history that begins late says of what was there before: against PyTorch's figures, and by hand."""
+
+import numpy as np
+import pytest
+
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.initial_state import beginning
+from memfit.allocator.timeline import timeline
+from memfit.errors import FileFormatError
+from memfit.records import Action, Block
+from support.traces import BASE, freed, segment, trace_of
+
+MIB = 1 << 20
+
+
+# -- against the real allocator --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
+def test_a_history_that_begins_late(drive, situation):
+    late = 700
+    trace, operations, truth = drive(situation, history_from=late)
+    start = beginning(trace, AllocatorConfig.read(trace.settings))
+    _, allocated, reserved = truth[late - 1]
+    assert start.reserved == reserved
+    assert 0 <= allocated - start.allocated <= start.uncertain
+    derived = timeline(trace)
+    truth = truth[late:]
+    at = np.searchsorted(operations, truth[:, 0], side="right") - 1
+    truth, at = truth[at >= 0], at[at >= 0]
+    short = truth[:, 1] - derived.allocated[at]
+    np.testing.assert_array_equal(derived.reserved[at], truth[:, 2])
+    assert short.min() >= 0
+    assert short.max() <= start.uncertain
+    assert short[-1] == 0
+    if situation == "expandable":
+        assert start.uncertain == 0
+
+
+# -- late histories by hand ------------------------------------------------------------------------
+
+
+def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
+    """Return the timeline of a history that ends with segments of one block each, and its beginning."""
+    at_end = [
+        segment(address, size, blocks=[Block(address, size, size, state)]) for address in segment_addresses
+    ]
+    trace = trace_of(history, at_end)
+    return timeline(trace), beginning(trace, AllocatorConfig())
+
+
+def test_a_block_from_before_is_taken_at_its_rounded_size():
+    derived, start = late(freed(BASE, 2 * MIB - 1), BASE)
+    assert (start.allocated, start.reserved, start.uncertain) == (2 * MIB, 20 * MIB, MIB)
+    assert derived.allocated.tolist() == [0, 0]
+    assert derived.reserved.tolist() == [20 * MIB, 20 * MIB]
+
+
+def test_a_block_from_before_has_the_whole_of_a_small_rest():
+    _, start = late(freed(BASE, 19 * MIB), BASE)
+    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
+
+
+def test_a_block_from_before_reaches_to_where_another_began():
+    """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
+    beside = BASE + 5 * MIB // 2
+    history = [(Action.ALLOC, beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
+    derived, start = late(history, BASE)
+    assert (start.allocated, start.uncertain) == (5 * MIB // 2, 0)
+    assert derived.allocated.tolist() == [9 * MIB // 2, 5 * MIB // 2, 5 * MIB // 2, 0, 0]
+
+
+def test_a_block_of_the_history_leaves_no_doubt_about_the_one_before_it():
+    history = [*freed(BASE, 20 * MIB), (Action.ALLOC, BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
+    _, start = late(history, BASE)
+    assert (start.allocated, start.uncertain) == (20 * MIB, 0)
+
+
+@pytest.mark.parametrize("at", [0, 20 * MIB])
+def test_segments_from_before_that_touch_do_not_merge(at):
+    history = [(Action.ALLOC, BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
+    derived, _ = late(history, BASE, BASE + 20 * MIB)
+    assert derived.block_size.tolist() == [20 * MIB, 0, 0]
+
+
+def test_a_late_history_that_contradicts_its_end():
+    with pytest.raises(FileFormatError, match="event 1 of 2, free_completed"):
+        late(freed(BASE, 512), BASE, state="active_allocated")
+
+
+def test_segments_at_the_end_that_overlap():
+    with pytest.raises(FileFormatError, match="overlaps another"):
+        late(freed(BASE, 512), BASE, BASE + MIB)

@@ -1,0 +1,338 @@
+"""The allocator under the referee after every operation, and each rule broken on purpose."""
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from watched import BESIDE, CONFS, EDGES, Watched, run
+
+from memfit.allocator.caching_allocator import CachingAllocator
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.device_memory import DeviceMemory
+from memfit.allocator.invariants import Malloc, Rule, check, check_choice, check_emptied, check_refusal
+from memfit.allocator.stream_events import Event
+
+MIB, GIB = 1 << 20, 1 << 30
+streams = st.integers(0, 2)
+sizes = st.one_of(
+    st.integers(1, 4096),
+    st.integers(1, 300 * MIB),
+    st.builds(lambda edge, beside: max(1, edge + beside), st.sampled_from(EDGES), st.sampled_from(BESIDE)),
+)
+
+
+# -- a sound allocator -----------------------------------------------------------------------------
+
+
+class Operations(RuleBasedStateMachine):
+    """Any operations; ``Watched`` raises when the referee finds something."""
+
+    @initialize(conf=st.sampled_from(CONFS), total=st.sampled_from([700 * MIB, GIB, 4 * GIB]))
+    def begin(self, conf, total):
+        self.watched = Watched(conf, total)
+
+    @rule(size=sizes, stream=streams)
+    def malloc(self, size, stream):
+        self.watched.malloc(size, stream)
+
+    @precondition(lambda self: self.watched.live)
+    @rule(data=st.data())
+    def free(self, data):
+        self.watched.free(data.draw(st.integers(0, len(self.watched.live) - 1)))
+
+    @precondition(lambda self: self.watched.live)
+    @rule(data=st.data(), stream=streams)
+    def record_stream(self, data, stream):
+        self.watched.record_stream(data.draw(st.integers(0, len(self.watched.live) - 1)), stream)
+
+    @rule(stream=streams)
+    def has_gone_on(self, stream):
+        self.watched.has_gone_on(stream)
+
+    @rule()
+    def empty_cache(self):
+        self.watched.empty_cache()
+
+    @precondition(lambda self: not self.watched.private)
+    @rule(capture=st.booleans())
+    def begin_private(self, capture):
+        self.watched.begin_private(capture=capture)
+
+    @precondition(lambda self: self.watched.private)
+    @rule()
+    def end_private(self):
+        self.watched.end_private()
+
+    @precondition(lambda self: not self.watched.private)
+    @rule()
+    def release_private(self):
+        self.watched.release_private()
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("conf", CONFS)
+def test_a_long_run(conf):
+    watched = run(conf, 20261122, 1000)
+    assert watched.allocator.num_device_alloc
+
+
+# -- each rule, broken -----------------------------------------------------------------------------
+
+
+def allocator_of(conf="", total=GIB):
+    """Return an allocator with a small and a large segment, each with a live, a free and a live block."""
+    allocator = CachingAllocator(DeviceMemory(total), AllocatorConfig.of(conf))
+    for size in (1000, 3 * MIB):
+        blocks = [allocator.malloc(size) for _ in range(3)]
+        allocator.free(blocks[1])
+    assert check(allocator) == []
+    return allocator
+
+
+def first_live(allocator):
+    return min(allocator.segments.items())[1]
+
+
+def broken_by(allocator, **more):
+    return {found.rule for found in check(allocator, **more)}
+
+
+def overlap(allocator):
+    first_live(allocator).size += 512
+
+
+def gap(allocator):
+    block = first_live(allocator)
+    block.size -= 512
+    allocator.allocated -= 512
+
+
+def wrong_stream(allocator):
+    first_live(allocator).stream = 7
+
+
+def crooked(allocator):
+    block = first_live(allocator)
+    block.size -= 1
+    block.next.address -= 1
+
+
+def lost(allocator):
+    del allocator.segments[first_live(allocator).address]
+
+
+def twice(allocator):
+    allocator.small.add(first_live(allocator))
+
+
+def in_use_and_in_the_pool(allocator):
+    next(iter(allocator.small.free.values())).free = False
+
+
+def resized_in_its_pool(allocator):
+    block, other = sorted(allocator.small.free.values(), key=lambda block: block.size)
+    block.size, other.size = other.size, block.size
+
+
+def key_of_nothing(allocator):
+    allocator.small.free.popitem()
+
+
+def not_merged(allocator):
+    block = max(allocator.small.free.values(), key=lambda block: block.size)
+    allocator.small.remove(block)
+    allocator.small.add(block.split(512))
+    allocator.small.add(block)
+
+
+def event_of_nobody(allocator):
+    first_live(allocator).events = 1
+
+
+def waits_for_nothing(allocator):
+    block = first_live(allocator)
+    block.waits = True
+    allocator.allocated -= block.size
+
+
+def events_of_a_live_block(allocator):
+    block = first_live(allocator)
+    block.events = 1
+    allocator.events.queues[1] = deque([Event(block)])
+
+
+def waits_and_is_free(allocator):
+    next(iter(allocator.small.free.values())).uses = [1]
+
+
+def miscounted_allocated(allocator):
+    allocator.allocated += 512
+
+
+def miscounted_reserved(allocator):
+    allocator.reserved -= 2 * MIB
+
+
+def leaked(allocator):
+    allocator.memory.malloc(2 * MIB)
+
+
+def beyond_reserved(allocator):
+    allocator.reserved = allocator.allocated - 512
+
+
+def beyond_allowed(allocator):
+    allocator._allowed = allocator.reserved - 1
+
+
+def miscounted_pieces(allocator):
+    allocator.begin_allocate_to_pool((0, 1))
+    allocator.malloc(1)
+    allocator.pools[0, 1].pieces = 0
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "expected"),
+    [
+        (overlap, Rule.NO_OVERLAP),
+        (gap, Rule.TILED),
+        (wrong_stream, Rule.TILED),
+        (crooked, Rule.ALIGNED),
+        (lost, Rule.LISTED_ONCE),
+        (twice, Rule.LISTED_ONCE),
+        (in_use_and_in_the_pool, Rule.LISTED_ONCE),
+        (resized_in_its_pool, Rule.IN_ORDER),
+        (key_of_nothing, Rule.IN_ORDER),
+        (not_merged, Rule.COALESCED),
+        (event_of_nobody, Rule.WAITING),
+        (waits_for_nothing, Rule.WAITING),
+        (events_of_a_live_block, Rule.WAITING),
+        (waits_and_is_free, Rule.WAITING),
+        (miscounted_allocated, Rule.ALLOCATED_SUM),
+        (miscounted_reserved, Rule.RESERVED_SUM),
+        (leaked, Rule.DEVICE_SUM),
+        (beyond_reserved, Rule.ALLOCATED_IS_RESERVED),
+        (beyond_allowed, Rule.WITHIN_FRACTION),
+        (miscounted_pieces, Rule.PIECES),
+    ],
+)
+def test_a_rule_that_is_broken_between_operations(corrupt, expected):
+    allocator = allocator_of()
+    corrupt(allocator)
+    assert expected in broken_by(allocator)
+
+
+@pytest.mark.parametrize(
+    "corrupt", [wrong_stream, miscounted_allocated, not_merged, leaked, beyond_allowed, miscounted_pieces]
+)
+def test_what_is_not_broken_is_not_named(corrupt):
+    """Rules are told apart: one mistake is not a dozen."""
+    allocator = allocator_of()
+    corrupt(allocator)
+    assert len(broken_by(allocator)) == 1
+
+
+def test_an_expandable_segment_that_is_mapped_by_half_handles():
+    allocator = allocator_of("expandable_segments:True")
+    unmapped = allocator.large.unmapped[0][0]
+    unmapped.address += MIB
+    unmapped.size -= MIB
+    unmapped.prev.size += MIB
+    assert Rule.TILED in broken_by(allocator)
+
+
+def test_memory_that_others_had_taken_is_not_the_allocators():
+    allocator = CachingAllocator(DeviceMemory(GIB, used=100 * MIB), AllocatorConfig())
+    allocator.malloc(1)
+    assert check(allocator, taken=100 * MIB) == []
+    assert broken_by(allocator) == {Rule.DEVICE_SUM}
+
+
+@pytest.mark.parametrize(("changes"), [{"stream": 1}, {"size": 4 * MIB}, {"size": 1}, {}])
+def test_a_block_that_is_not_what_was_asked_for(changes):
+    allocator = allocator_of()
+    block = allocator.malloc(3 * MIB)
+    malloc = {"block": block, "size": 3 * MIB, "stream": 0, "fresh": False} | changes
+    found = {broken.rule for broken in check_choice(allocator, Malloc(**malloc))}
+    assert Rule.SERVES in found if changes else found == set()
+
+
+def test_a_larger_block_than_need_be():
+    allocator = allocator_of()
+    small_hole = next(block for block in allocator.large.free.values() if block.size == 3 * MIB)
+    allocator.large.remove(small_hole)  # out of sight of the search
+    block = allocator.malloc(3 * MIB)
+    allocator.large.add(small_hole)
+    malloc = Malloc(block, 3 * MIB, 0, fresh=False)
+    assert [found.rule for found in check_choice(allocator, malloc)] == [Rule.BEST_FIT]
+
+
+def test_new_memory_though_a_free_block_would_have_served():
+    allocator = allocator_of()
+    hidden = list(allocator.large.free.values())
+    for block in hidden:
+        allocator.large.remove(block)
+    malloc = Malloc(allocator.malloc(3 * MIB), 3 * MIB, 0, fresh=True)
+    for block in hidden:
+        allocator.large.add(block)
+    assert {found.rule for found in check_choice(allocator, malloc)} == {Rule.BEST_FIT}
+
+
+def test_a_younger_block_of_the_same_size():
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
+    blocks = [allocator.malloc(20 * MIB) for _ in range(2)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.large.remove(blocks[0])
+    malloc = Malloc(allocator.malloc(20 * MIB), 20 * MIB, 0, fresh=False)
+    allocator.large.add(blocks[0])
+    assert {found.rule for found in check_choice(allocator, malloc)} == {Rule.BEST_FIT}
+
+
+def test_a_block_that_should_have_been_split():
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
+    block = allocator.malloc(19 * MIB)  # the whole of a new segment of 20 MiB
+    assert check_choice(allocator, Malloc(block, 19 * MIB, 0, fresh=True)) == []
+    block.requested = 3 * MIB
+    broken = check_choice(allocator, Malloc(block, 3 * MIB, 0, fresh=True))
+    assert [found.rule for found in broken] == [Rule.SPLIT]
+
+
+def test_a_rest_that_is_not_worth_a_block():
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
+    block = allocator.malloc(9 * MIB)  # 11 MiB of the new segment are split off
+    rest = block.next
+    allocator.large.remove(rest)
+    block.size = block.requested = 19 * MIB
+    rest.address, rest.size = block.address + block.size, MIB
+    allocator.large.add(rest)
+    broken = check_choice(allocator, Malloc(block, 19 * MIB, 0, fresh=True))
+    assert [found.rule for found in broken] == [Rule.SPLIT]
+
+
+def test_a_refusal_though_the_device_has_enough():
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
+    assert {found.rule for found in check_refusal(allocator, GIB - 2 * MIB)} == {Rule.TRIED_ALL}
+    assert check_refusal(allocator, GIB + 1) == []
+
+
+def test_a_refusal_with_a_segment_in_the_cache():
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
+    allocator.free(allocator.malloc(600 * MIB))
+    assert [found.rule for found in check_refusal(allocator, 500 * MIB)] == [Rule.TRIED_ALL]
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_a_cache_that_was_not_emptied(conf):
+    allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig.of(conf))
+    allocator.free(allocator.malloc(1))
+    assert [found.rule for found in check_emptied(allocator)] == [Rule.EMPTIED]
+    allocator.empty_cache()
+    assert check_emptied(allocator) == []

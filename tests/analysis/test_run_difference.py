@@ -1,0 +1,85 @@
+"""What changed between two runs, and how modules that repeat are named for it."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.analysis.fold_module_paths import folded
+from memfit.analysis.run_difference import difference
+from memfit.errors import UsageError
+from memfit.records import Action, Category, GroupBy, Label, Phase
+from memfit.report.schema.dry_run_schema import json_schema
+from memfit.report.terminal.run_difference import Differs, to_json
+from support.traces import BASE, Event, segment, trace_of
+
+SCHEMA = Path(__file__).parents[2] / "docs/diff.schema.json"
+
+
+def run(*modules, size=600):
+    """Return a trace in which each module allocates a block."""
+    events = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20)]
+    for place in range(len(modules)):
+        activation = Category.ACTIVATION
+        events.append(
+            Event(Action.ALLOC, BASE + 1024 * place, size, label=place, stack=-1, category=activation)
+        )
+    labels = tuple(Label(Phase.FORWARD, module, "Mm", -1) for module in modules)
+    return trace_of(events, [segment(BASE, 2 << 20, "small")], labels=labels)
+
+
+def rows(found):
+    return {row.name: (row.before, row.after) for row in found.rows}
+
+
+def test_layers_are_folded_over_both_runs():
+    two, four = (run(*[f"blocks.{n}.fc" for n in range(count)], "head") for count in (2, 4))
+    found = difference(two, four, by=GroupBy.MODULE)
+    assert rows(found) == {"blocks.0-3.fc": (1200, 2400), "head": (600, 600), "rounding": (1272, 2120)}
+    assert found.allocated == (3072, 5120)
+    assert found.reserved == (2 << 20, 2 << 20)
+
+
+def test_a_module_that_is_called_rounding_is_not_the_rounding():
+    found = difference(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
+    assert sorted((row.name, row.before, row.after) for row in found.rows) == [
+        ("head", 0, 600),
+        ("rounding", 424, 848),
+        ("rounding", 600, 600),
+    ]
+
+
+@pytest.mark.parametrize("by", GroupBy)
+def test_rows_sum_to_what_is_allocated(by):
+    found = difference(run("a", "b", "rounding"), run("b"), by=by)
+    assert (sum(row.before for row in found.rows), sum(row.after for row in found.rows)) == found.allocated
+
+
+def test_a_moment_that_one_of_them_lacks():
+    with pytest.raises(UsageError, match="no such phase"):
+        difference(run("a"), run("a"), "backward")
+
+
+def test_the_json_is_as_documented():
+    answer = json.loads(to_json(memfit.diff(run("a"), run("b"), by="module")))
+    assert answer["schema"] == 1
+    assert answer["rows"][0] == {"name": "a", "before": 600, "after": 0}
+    assert SCHEMA.read_bytes().strip() == json_schema(Differs).strip()
+
+
+def test_folding():
+    paths = ["", "h.0.fc", "h.1.fc", "h.1", "h.3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc"]
+    assert folded(paths) == [
+        *("", "h.0-1,3.fc", "h.0-1,3.fc", "h.0-1,3", "h.0-1,3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc")
+    ]
+
+
+def test_folding_holds_no_more_than_the_paths_are_long():
+    paths = [f"m{n}." + "a." * 4_000 + "b" for n in range(5)]
+    tracemalloc.start()
+    assert folded(paths) == paths
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1000 * sum(map(len, paths))  # all beginnings of them would be 4,000 times as long

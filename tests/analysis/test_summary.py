@@ -1,0 +1,263 @@
+"""From a trace to the answer, on traces small enough to work out by hand."""
+
+import dataclasses
+
+import pytest
+
+from memfit.analysis.summary import summarize
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    Figure,
+    Frame,
+    Growth,
+    Label,
+    Mark,
+    MarkKind,
+    Note,
+    Phase,
+    Provenance,
+    ScriptEnd,
+)
+from support.traces import BASE, Event, freed, segment, trace_of
+
+MIB = 1 << 20
+FORWARD, BACKWARD, SETUP = 0, 1, 2
+LABELS = (
+    Label(Phase.FORWARD, "head", "", -1),
+    Label(Phase.BACKWARD, "head", "MmBackward0", 1),
+    Label(Phase.SETUP, "", "", -1),
+)
+FRAMES = (
+    Frame("lib/layer.py", 9, "forward", user=False),
+    Frame("train.py", 3, "main", user=True),
+    Frame("train.py", 7, "main", user=True),
+)
+
+
+def alloc(address, size, label=FORWARD, stack=0, category=Category.UNKNOWN):
+    return Event(Action.ALLOC, BASE + address, size, label=label, stack=stack, category=category)
+
+
+def free(address, size):
+    return freed(BASE + address, size, label=FORWARD)
+
+
+STOPPED = ScriptEnd("steps", 0)
+DEVICE = DeviceUse(
+    "A100-80GB", Figure(80 << 30, Provenance.EXACT), Figure(512 * MIB, Provenance.ASSUMED, "a table"), 0
+)
+
+
+def trace(*events, marks=(), end=STOPPED, statistics=None, notes=()):
+    """Make a trace in one segment of 2 MiB; addresses count from its start."""
+    return trace_of(
+        [Event(Action.SEGMENT_ALLOC, BASE, 2 * MIB, label=FORWARD), *events],
+        [segment(BASE, 2 * MIB, "small")],
+        labels=LABELS,
+        stacks=((0, 1), (1,), (2,)),
+        frames=FRAMES,
+        marks=tuple(marks),
+        device=DEVICE,
+        end=end,
+        statistics=statistics or {},
+        command=("train.py",),
+        notes=notes,
+    )
+
+
+def step_ends(*positions):
+    return [Mark(position, MarkKind.TRAINING_STEP, index) for index, position in enumerate(positions)]
+
+
+def terms(result):
+    return {term.name: term.figure.bytes for term in result.terms}
+
+
+def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
+    result = summarize(
+        trace(
+            alloc(0, 1000, category=Category.PARAMETER),
+            alloc(1024, 600, category=Category.GRADIENT),
+            *free(1024, 600),
+            alloc(1024, 2000),
+            alloc(3072, 512, category=Category.OPTIMIZER_STATE),
+        )
+    )
+    assert result.peak_allocated == 1024 + 512 + 2048
+    assert terms(result)["parameters"] == 1000
+    assert terms(result)["gradients"] == 0
+    assert terms(result)["optimizer state"] == 512
+    assert terms(result)["outputs"] == 2000
+    assert terms(result)["rounding"] == 24 + 48
+    assert terms(result)["cached, not allocated"] == 2 * MIB - result.peak_allocated
+    assert terms(result)["process"] == 2 * MIB + 512 * MIB
+    assert result.peak_process.provenance is Provenance.ASSUMED
+
+
+@pytest.mark.parametrize(("workspaces", "rest"), [(True, Provenance.EXACT), (False, Provenance.ASSUMED)])
+def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
+    note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=workspaces)
+    result = summarize(
+        trace(
+            alloc(0, 1000, category=Category.PARAMETER),
+            alloc(1024, 4096, category=Category.WORKSPACE),
+            notes=(note,),
+        )
+    )
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    assert terms(result)["workspaces"] == 4096
+    assert sure["parameters"] is Provenance.EXACT
+    assert sure["activations"] is rest
+    assert sure["workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
+    assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
+
+
+def test_an_assumed_size_of_the_objects_themselves_leaves_no_figure_exact():
+    note = Note(Provenance.ASSUMED, "a dtype", sizes=True, objects=True)
+    result = summarize(trace(alloc(0, 1000, category=Category.PARAMETER), notes=(note,)))
+    assert {term.figure.provenance for term in result.terms} == {Provenance.ASSUMED}
+
+
+def test_an_assumed_size_that_a_graph_saved_shows_in_the_activations():
+    note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=True, activations=True)
+    result = summarize(trace(alloc(0, 4096, category=Category.ACTIVATION), notes=(note,)))
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    assert sure["activations"] is sure["workspaces"] is Provenance.ASSUMED
+    assert sure["inputs"] is sure["parameters"] is Provenance.EXACT
+
+
+@pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
+def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
+    notes = [
+        Note(provenance, f"size {i}", sizes=True, workspaces=True)
+        for i, provenance in enumerate((Provenance.SIMULATED, *others))
+    ]
+    result = summarize(trace(alloc(0, 4096, category=Category.WORKSPACE), notes=tuple(notes)))
+    sure = {term.name: term.figure.provenance for term in result.terms}
+    worst = Provenance.ASSUMED if Provenance.ASSUMED in others else Provenance.SIMULATED
+    assert sure["workspaces"] is sure["allocated"] is sure["reserved"] is worst
+    assert sure["activations"] is Provenance.EXACT
+
+
+def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
+    result = summarize(
+        trace(
+            alloc(0, 1024, BACKWARD, stack=-1),
+            *free(0, 1024),
+            alloc(0, 1024),
+            marks=[Mark(1, MarkKind.FORWARD, 0)],
+        )
+    )
+    place = result.peak_place
+    assert (place.phase, place.module, place.op, place.line) == (
+        Phase.BACKWARD,
+        "head",
+        "MmBackward0",
+        "train.py:3",
+    )
+    assert place.step == 1
+
+
+def test_steps_count_once_something_other_than_setup_happens():
+    assert summarize(trace(alloc(0, 512, SETUP))).peak_place.step == 0
+    assert summarize(trace(alloc(0, 512, FORWARD))).peak_place.step == 1
+    later = trace(alloc(0, 512, FORWARD), alloc(512, 512, SETUP), marks=step_ends(2))
+    assert summarize(later).peak_place.step == 2
+
+
+def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
+    # Each step keeps 100 bytes of line 3, and makes line 7's anew: 512 bytes, then 520, then 1,500.
+    leaking = trace(
+        alloc(0, 100),
+        alloc(512, 512, stack=2),
+        *free(512, 512),
+        alloc(512, 100),
+        alloc(1024, 520, stack=2),
+        *free(1024, 520),
+        alloc(1024, 100),
+        alloc(1536, 1500, stack=2),
+        marks=step_ends(3, 7, 11),
+    )
+    assert summarize(leaking).growth == Growth(None, 100, "train.py:3", leak=True)
+
+
+def test_a_pool_that_a_graph_captured_in_the_last_steps_is_no_leak():
+    events = [
+        Event(Action.SEGMENT_ALLOC, BASE + 2 * MIB, 2 * MIB, label=FORWARD),
+        alloc(0, 1000),
+        *(alloc(2 * MIB + at, 512) for at in (0, 512, 1024)),
+    ]
+    run = trace(*events, marks=step_ends(3, 4, 5))
+    second = dataclasses.replace(run.segments[0], address=BASE + 2 * MIB)
+    run = dataclasses.replace(run, segments=(*run.segments, second))
+    assert summarize(run).growth == Growth(None, 512, "train.py:3", leak=True)
+    captured = (run.segments[0], dataclasses.replace(second, pool=(0, 1)))
+    assert summarize(dataclasses.replace(run, segments=captured)).growth == Growth(1, 0, "", leak=False)
+
+
+def test_batches_of_varying_size_are_no_leak():
+    varying = trace(
+        alloc(0, 100), *free(0, 100), alloc(0, 200), *free(0, 200), alloc(0, 450), marks=step_ends(2, 5, 8)
+    )
+    assert summarize(varying).growth == Growth(None, 250, "", leak=False)
+
+
+def test_steady_names_the_first_of_the_equal_steps():
+    steady = trace(alloc(0, 100), alloc(512, 100), alloc(1024, 1), *free(1024, 1), marks=step_ends(2, 3, 6))
+    assert summarize(steady).growth == Growth(2, 0, "", leak=False)
+
+
+def test_a_step_that_leaves_less_is_not_called_steady():
+    shrinking = trace(alloc(0, 100), *free(0, 100), marks=step_ends(2, 4))
+    assert summarize(shrinking).growth == Growth(None, -100, "", leak=False)
+
+
+@pytest.mark.parametrize("ends", [(), (2,)])
+def test_one_step_says_nothing_about_growth(ends):
+    assert summarize(trace(alloc(0, 100), marks=step_ends(*ends))).growth.steady_from is None
+
+
+def oom(size, available):
+    return Event(Action.OOM, available, size, label=FORWARD, stack=0)
+
+
+def test_the_failure_that_ended_the_script_is_the_last():
+    failed = trace(
+        oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("out of memory", 1, "OutOfMemoryError")
+    )
+    result = summarize(failed)
+    assert result.verdict == "out of memory"
+    assert result.out_of_memory.requested == 30 * MIB
+    assert result.out_of_memory.shortfall == 27 * MIB
+    assert result.out_of_memory.place.line == "train.py:3"
+
+
+def test_a_failure_that_was_survived_is_the_first():
+    result = summarize(trace(oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("end", 0)))
+    assert result.verdict == "does not fit"
+    assert result.out_of_memory.requested == 4 * MIB
+    assert result.out_of_memory.shortfall == 19 * MIB  # of the 20 MiB segment that 4 MiB are cut from
+
+
+def test_a_counter_that_disagrees_is_noted():
+    agreeing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 512})
+    assert summarize(agreeing).notes == ()
+    differing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 1024})
+    assert "1,024" in summarize(differing).notes[0].text
+
+
+def test_a_script_without_steps_is_told_so():
+    (note,) = summarize(trace(alloc(0, 100), end=ScriptEnd("end", 0))).notes
+    assert "no training step" in note.text
+
+
+def test_figures_are_no_surer_than_the_sizes_they_rest_on():
+    read = Note(Provenance.ASSUMED, "a value was read")
+    sized = Note(Provenance.ASSUMED, "a size was taken at its upper bound", sizes=True)
+    weights = alloc(0, 100, category=Category.PARAMETER)
+    for notes, expected in (((read,), "exact"), ((read, sized), "assumed")):
+        found = {term.name: term.figure.provenance for term in summarize(trace(weights, notes=notes)).terms}
+        assert {found[name] for name in ("activations", "allocated", "reserved")} == {expected}
+        assert found["parameters"] == "exact"

@@ -1,0 +1,92 @@
+"""PyTorch on the ghost with the arena as its allocator: ``cuda_scenarios.py``, and what it should print."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCENARIOS = Path(__file__).with_name("cuda_scenarios.py")
+SAID = {
+    "planned": "3 2 0 0 True\nTrue True\nTrue\nTrue\nTrue\n",
+    "own_stream": "True False 16.0 0.0\n0.0\n",
+    "other_stream": "False 8.0\nTrue 0.0\nTrue\n",
+    "placed_and_used_by_another_stream": "False\nTrue\n2 1\n",
+    "used_by_the_stream_of_a_later_step": "False\nTrue\n",
+    "several_arenas_in_turn": "False True True\n",
+    "plans_of_another_process": "[(1, 0, 0), (2, 1, 0)] True\n[(0, 1, 0), (0, 1, 0)] True\n",
+    "lent": "2 0 2 True\n0 1048576\n",
+    "closed": "0 True\n",
+    "precisions": "3\n",
+    "engine": "4 16 1\n",
+    "pages_move": "50.0 True 33554432\n",
+    "arena_short_of_memory": "True False 48.0\nTrue 16\n",
+    "captured": "14.0 False 46.0\n2.0\n",
+    "pool_of_two_graphs": "14.0\n0.0\n",
+    "capture_within_a_step": "2 0 0\n0 0 2\n",
+    "recorded_with_another_stream": "[[1048576, -2, -1], [2097152, 2, -1]]\n",
+    "forked": "0 8.0\n",
+}
+MESSAGES = {
+    "out_of_memory": (
+        "CUDA out of memory. Tried to allocate 64.00 MiB.",
+        "GPU 0 has a total capacity of 81152.75 MiB of which 48.00 MiB is free.",
+        "memfit.arena holds 0.00 MiB for its plan and 16.00 MiB for all else, of which 16.00 MiB is in use.",
+        "All that could be regained was.",
+        "CUDA out of memory. Tried to allocate 1099511627776.00 MiB.",
+        "48 16.0 0 16",
+    ),
+    "capture_out_of_memory": ("A CUDA graph is being captured, so free memory could not be regained.", "14"),
+    "two_captures": ("memfit.arena: two CUDA graphs are captured at once on one GPU.",),
+    "fraction": ("limited by torch.cuda.set_per_process_memory_fraction.", "True"),
+    "benchmark": (
+        "does not yet support cacheInfo",
+        "cuda_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
+    ),
+    "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
+    "too_late": ("memfit.arena comes too late: CUDA is in use already", "Make the arena first in the script"),
+    "several_gpus": (
+        "True 4 0",
+        "4 16",
+        "memfit.arena has its memory on another GPU, and this step is cuda:0's.",
+    ),
+}
+TRAINING = ("default", "expandable", "heap", "history")
+
+
+@pytest.fixture(scope="module")
+def said():
+    names = [*SAID, *MESSAGES, *TRAINING]
+    command = [sys.executable, str(SCENARIOS), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_scenario_is_run():
+    functions = set(re.findall(r"^def (\w+)\(\):", SCENARIOS.read_text(), re.MULTILINE))
+    assert functions - {"used", "live", "cnn", "transformer", "train"} == {*SAID, *MESSAGES, *TRAINING}
+
+
+@pytest.mark.parametrize("scenario", SAID)
+def test_scenario(said, scenario):
+    assert said[scenario] == SAID[scenario]
+
+
+@pytest.mark.parametrize("scenario", MESSAGES)
+def test_message(said, scenario):
+    assert not said[scenario].startswith("failed"), said[scenario]
+    assert [part for part in MESSAGES[scenario] if part not in said[scenario]] == [], said[scenario]
+
+
+def test_steps_in_the_heap_take_no_more_than_expandable_segments_do(said):
+    print({name: said[name].split() for name in TRAINING})
+    default, expandable, heap = ([float(used) for used in said[name].split()] for name in TRAINING[:3])
+    for job in range(2):
+        assert 0 < heap[job] <= expandable[job] < default[job]
+
+
+def test_what_was_logged_replays_to_what_pytorch_reserves(said):
+    assert said["history"].split() == [said["default"].split()[0], said["expandable"].split()[0]]

@@ -1,0 +1,111 @@
+"""Where the heaps for CUDA place blocks, against a list that does it by looking at every hole."""
+
+import ctypes
+import random
+import subprocess
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.arenas.native import SOURCES
+from memfit.native_build import COMPILE_FLAGS, find_compiler
+
+MANY = 100_000
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocks") / "blocks.so"
+    parts = [str(SOURCES / name) for name in ("blocks.c", "pairs.c", "grow.c")]
+    flags = [flag for flag in COMPILE_FLAGS if "visibility" not in flag]
+    subprocess.run([*find_compiler(), *flags, "-shared", *parts, "-o", str(path)], check=True)
+    found, int64 = ctypes.CDLL(str(path)), ctypes.c_int64
+    found.blocks_begin.argtypes = (ctypes.c_char_p, int64)
+    for name, arguments in (
+        ("blocks_take", (int64,)),
+        ("blocks_give", (int64,)),
+        ("blocks_next_free", (int64, ctypes.c_void_p)),
+    ):
+        function = getattr(found, name)
+        function.restype, function.argtypes = int64, (ctypes.c_char_p, *arguments)
+    return found
+
+
+class Blocks:
+    """The blocks in C."""
+
+    def __init__(self, library, size):
+        self._library, self._state = library, ctypes.create_string_buffer(1024)
+        assert library.blocks_begin(self._state, size)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._library.blocks_end(self._state)
+
+    def take(self, size):
+        return self._library.blocks_take(self._state, size)
+
+    def give(self, offset):
+        return self._library.blocks_give(self._state, offset)
+
+    def holes(self):
+        found, size, offset = [], ctypes.c_int64(), 0
+        while (offset := self._library.blocks_next_free(self._state, offset, ctypes.byref(size))) >= 0:
+            found.append((offset, size.value))
+            offset += size.value
+        return found
+
+
+def holes_of(living, size):
+    """Return the holes between blocks that live, by offset."""
+    ends = [0, *(offset + length for offset, length in sorted(living.items()))]
+    begins = [*sorted(living), size]
+    return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    size=st.integers(1, 400),
+    operations=st.lists(st.one_of(st.integers(1, 60), st.integers(-40, 0)), max_size=200),
+)
+def test_a_block_goes_where_it_fits_best(library, size, operations):
+    living = {}
+    with Blocks(library, size) as blocks:
+        for operation in operations:
+            if operation > 0:
+                fitting = [(hole, offset) for offset, hole in holes_of(living, size) if hole >= operation]
+                expected = min(fitting)[1] if fitting else -1
+                assert blocks.take(operation) == expected
+                if expected >= 0:
+                    living[expected] = operation
+            elif living:
+                offset = sorted(living)[operation % len(living)]
+                assert blocks.give(offset) == living.pop(offset)
+                assert blocks.give(offset) == 0  # a second time
+            assert blocks.holes() == holes_of(living, size)
+
+
+def test_a_hundred_thousand_live_at_once(library):
+    dice, living, size = random.Random(0), [], 1 << 40  # noqa: S311 - the same each time
+    with Blocks(library, size) as blocks:
+        for _ in range(MANY):
+            length = dice.randrange(1, 1 << 20)
+            living.append((blocks.take(length), length))
+        for _ in range(MANY):
+            at = dice.randrange(len(living))
+            offset, length = living[at]
+            assert blocks.give(offset) == length
+            length = dice.randrange(1, 1 << 20)
+            living[at] = (blocks.take(length), length)
+        living.sort()
+        assert all(a + length <= b for (a, length), (b, _) in pairwise(living))
+        assert living[-1][0] + living[-1][1] < 1.2 * sum(
+            length for _, length in living
+        )  # holes were used again
+        for offset, _ in dice.sample(living, MANY):
+            blocks.give(offset)
+        assert blocks.holes() == [(0, size)]

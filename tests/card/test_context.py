@@ -1,0 +1,104 @@
+"""`memfit doctor --context`, rehearsed, and what a kept measurement does to later dry runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit import api
+from memfit.card.context import keep_context, kept_context
+from memfit.devices import find_device
+from memfit.ghost.build.torch_install import find_torch
+from memfit.records import ContextReport, ContextStage, Machine, Provenance
+
+MIB = 1 << 20
+TORCH = find_torch().version
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    stages = (
+        ContextStage("one 4-byte tensor", 512, 2 * MIB, 302 * MIB),
+        ContextStage("first backward", 20 * MIB, 26 * MIB, 647 * MIB),
+    )
+    return ContextReport(
+        "NVIDIA A100-SXM4-80GB",
+        "580.1",
+        "13.0",
+        TORCH,
+        80 << 30,
+        Machine.CARD,
+        "NVML",
+        "2026-01-02",
+        stages,
+        (),
+    )
+
+
+def test_the_table_shows_each_stage_and_what_each_change_does(memfit):
+    run = memfit("doctor", "--context")
+    assert run.code == 0, run.err
+    lines = [line.split() for line in run.out.splitlines()]
+    stages = {tuple(line[:-4]): line[-4:] for line in lines if "matmul" in line or "tensor" in line}
+    # On the ghost all that is outside PyTorch's allocator is the context that the table of GPUs assumes.
+    assert stages["one", "4-byte", "tensor"] == ["0.0", "2.0", "514.0", "512.0"]
+    assert stages["first", "matmul"][-1] == "512.0"
+    (workspaces,) = (line for line in lines if line[:1] == ["CUBLAS_WORKSPACE_CONFIG=:0:0"])
+    assert float(workspaces[-4]) < 0  # of allocated: cuBLAS's workspace lies in PyTorch's allocator
+    assert float(workspaces[-1]) == 0
+    assert "REHEARSAL" in run.out
+    assert "Kept" not in run.err
+
+
+def test_a_rehearsal_is_never_kept(report):
+    assert keep_context(replace(report, machine=Machine.REHEARSAL)) is None
+
+
+def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
+    kept = keep_context(report)
+    assert kept is not None
+    figure = kept_context(find_device("A100-80GB"), TORCH)
+    assert figure is not None
+    assert figure.bytes == 621 * MIB
+    assert figure.provenance is Provenance.MEASURED
+    for part in ("doctor --context", "2026-01-02", "driver 580.1", TORCH, "first backward"):
+        assert part in figure.source
+    assert kept_context(find_device("H100"), TORCH) is None
+    assert kept_context(find_device("A100-80GB:1g.10gb"), TORCH) is None
+    assert kept_context(find_device("A100-80GB"), "2.0.0") is None
+
+
+def test_the_latest_measurement_counts(report):
+    keep_context(report)
+    later = replace(report, day="2026-03-04", driver="590.2", stages=report.stages[:1])
+    keep_context(later)
+    figure = kept_context(find_device("A100-80GB"), TORCH)
+    assert figure is not None
+    assert figure.bytes == 300 * MIB
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"card": 3}'])
+def test_what_is_no_measurement_is_passed_over(report, content):
+    kept = keep_context(report)
+    assert kept is not None
+    kept.write_text(content)
+    assert kept_context(find_device("A100-80GB"), TORCH) is None
+
+
+def test_a_rehearsal_that_got_among_the_kept_is_passed_over(report):
+    kept = keep_context(report)
+    assert kept is not None
+    kept.write_text(kept.read_text().replace('"card",', '"rehearsal",'))
+    assert '"rehearsal"' in kept.read_text()
+    assert kept_context(find_device("A100-80GB"), TORCH) is None
+
+
+def test_a_dry_run_uses_it(report, tmp_path, monkeypatch):
+    keep_context(report)
+    script = tmp_path / "script.py"
+    script.write_text("import torch; x = torch.empty(1, device='cuda')")
+    answer = api.dry_run(script)
+    (context,) = (term.figure for term in answer.terms if term.name == "CUDA context")
+    assert (context.bytes, context.provenance) == (621 * MIB, "measured")
+    assert answer.peak_process.provenance == "measured"
+    assert answer.peak_process.bytes == answer.peak_reserved + 621 * MIB

@@ -1,0 +1,98 @@
+"""`memfit record`, rehearsed: the recorder on a card, where the card is the ghost and says so."""
+
+import os
+
+import pytest
+
+from memfit.card.find import find_card
+from memfit.errors import UnsuitableEnvironmentError
+from support.scripts import TRAIN
+
+STEPS = TRAIN + "    for _ in range(5): step()\n"
+CARD_IS_HERE = os.path.exists("/dev/nvidia0")  # noqa: PTH110 - a device, not a file
+
+
+def test_a_recording_is_the_dry_run_byte_for_byte_and_says_what_it_ran_on(record, dry_run):
+    run, foretold = record(STEPS + "    print('the end')\n"), dry_run(STEPS).answer
+    assert run.code == 0, run.err
+    for part in ("verdict", "steps", "peak", "out_of_memory", "growth", "end"):
+        assert run.answer[part] == foretold[part], part
+    terms = [[(t["name"], t["bytes"]) for t in answer["terms"]] for answer in (run.answer, foretold)]
+    assert terms[0] == terms[1]
+    assert run.answer["device"]["total"] == foretold["device"]["total"]
+    assert run.answer["device"]["in_use"] == 0
+    assert "the end" not in run.out
+    # The ghost in the card's place is never taken for a measurement.
+    assert run.answer["device"]["machine"] == "rehearsal"
+    assert "measured" not in {term["provenance"] for term in run.answer["terms"]}
+    assert "REHEARSAL" in run.out
+    assert "recorded on this card" not in run.out
+    assert run.answer["versions"]["driver"] == "memfit ghost"
+    assert run.answer["versions"]["cudnn"].isdecimal()
+
+
+def test_nothing_of_the_ghosts_own_answers_is_in_a_recording(record):
+    # On the bare ghost a loss reads 0.0; under dry-run the script would be told 1.0 and nothing be filled.
+    script = STEPS + "    print('loss', torch.ones(1, device='cuda').exp().item())\n"
+    script = script.replace("range(5)", "range(2)") + "    print('cpu', torch.randn(1 << 21).any().item())\n"
+    run = record(script)
+    assert "loss 0.0" in run.out
+    assert "cpu True" in run.out
+    assert run.answer["notes"] == []
+
+
+def test_a_script_may_go_on_to_its_own_end(record):
+    run = record(STEPS + "    print('the end')\n", "--to-end")
+    assert run.answer["steps"] == 5
+    assert run.answer["end"]["reason"] == "end"
+    assert "the end" in run.out
+
+
+def test_the_trace_is_kept_and_never_overwritten_unasked(record, tmp_path):
+    first = record(STEPS)
+    trace = tmp_path / "run.memfit"
+    before = trace.read_bytes()
+    assert "memfit explain run.memfit" in first.err
+    again = record(STEPS)
+    assert again.code == 2
+    assert "run.memfit is there already" in again.err
+    assert trace.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "cudaMallocAsync"),
+    ],
+)
+def test_allocators_without_a_history_are_refused_by_name(record, name, value, named):
+    run = record(STEPS, **{name: value})
+    assert run.code == 3
+    assert f"Cannot record with {named}" in run.err
+    assert "memfit dry-run" in run.err
+
+
+def test_running_out_of_memory_is_recorded_where_it_happened(record):
+    run = record("import torch; torch.empty(100 << 30, device='cuda', dtype=torch.uint8)\n")
+    assert run.answer["verdict"] == "out of memory"
+    assert run.answer["out_of_memory"]["requested"] == 100 << 30
+    assert "What would make it fit: memfit dry-run --advise." in run.out
+
+
+@pytest.mark.skipif(CARD_IS_HERE, reason="there is a GPU here")
+def test_without_a_gpu_it_says_what_to_do(memfit, tmp_path):
+    (tmp_path / "script.py").write_text("")
+    run = memfit("record", "script.py", card=None)
+    assert run.code == 3
+    assert "Cannot record script.py: no GPU can be used here" in run.err
+    assert "memfit dry-run" in run.err
+    with pytest.raises(UnsuitableEnvironmentError, match="Cannot look: no GPU"):
+        find_card("look")
+
+
+@pytest.mark.parametrize("options", [("--steps", "0"), ("no_such.py",)])
+def test_a_wrong_command_is_refused_before_anything_runs(memfit, options):
+    run = memfit("record", *options, "script.py")
+    assert run.code == 2
+    assert not run.out

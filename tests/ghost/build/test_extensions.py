@@ -1,0 +1,220 @@
+"""Libraries that import more of NVIDIA's than PyTorch: they load, and what is lacking is refused by name."""
+
+import ctypes
+import subprocess
+
+import pytest
+
+from memfit.ghost.build.imported_symbols import wants
+from memfit.ghost.build.nvidia_names import nvidia_library
+from memfit.ghost.build.runtime_library import build
+from memfit.native_build import find_compiler
+
+SOURCE = """
+int cudaMalloc(void **pointer, unsigned long size);
+int nvjpegCreateSimple(void **handle);
+int cuMadeUp(void);
+const char *nvjpegGetErrorString(int error);
+int helper(void);
+int cudaHelper(void);
+
+int known(void) { void *pointer; return cudaMalloc(&pointer, 100); }
+int unknown(void) { void *handle; return nvjpegCreateSimple(&handle); }
+int of_the_driver(void) { return cuMadeUp(); }
+const char *text(void) { return nvjpegGetErrorString(0); }
+int of_a_sibling(void) { return cudaHelper(); }
+"""
+EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
+MODULE = "void *PyInit_extension(void) { return 0; }"  # Python: "initialization failed": so it was loaded
+
+
+class Workshop:
+    """Compiles libraries as their authors would, against NVIDIA's: none of which is there afterwards."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.ghost = build()
+
+    def library(self, name, source, *options, soname=None):
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        (self.folder / "source.c").write_text(source)
+        command = [
+            *find_compiler(),
+            "-shared",
+            "-fPIC",
+            f"-Wl,-soname,{soname or path.name}",
+            "-o",
+            str(path),
+        ]
+        command += [str(self.folder / "source.c"), *map(str, options)]
+        subprocess.run(command, check=True)
+        return path
+
+    def versioned(self, soname, source=EMPTY):
+        """Return a library whose symbols carry its SONAME as their version, as NVIDIA's do."""
+        (self.folder / "versions").write_text(f"{soname} {{ global: *; }};\n")
+        return self.library(f"nvidia/{soname}", source, f"-Wl,--version-script,{self.folder / 'versions'}")
+
+    def extension(self, name="extension.so", source=SOURCE, cudart=None):
+        sibling = self.library("beside/libsibling.so", "int cudaHelper(void) { return 7; }")
+        nvjpeg = self.versioned("libnvjpeg.so.13")
+        made = self.library(
+            name,
+            source,
+            "-Wl,--no-as-needed,-rpath,$ORIGIN/beside",
+            sibling,
+            nvjpeg,
+            cudart or self.ghost.folder / "libcudart.so.13",
+            self.ghost.folder / "libcuda.so.1",
+            "-Wl,--allow-shlib-undefined",
+        )
+        nvjpeg.unlink()
+        return made
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    return Workshop(tmp_path)
+
+
+def test_what_a_library_wants_is_read_from_its_file(workshop):
+    (wanted,) = wants(workshop.extension(), set())
+    assert {library.soname: versions for library, versions in wanted.libraries.items()} == {
+        "libnvjpeg.so.13": {"libnvjpeg.so.13"},
+        "libcudart.so.13": set(),  # the ghost's own is empty, so that no version was recorded
+        "libcuda.so.1": set(),
+    }
+    assert wanted.functions.keys() == {"cudaMalloc", "nvjpegCreateSimple", "nvjpegGetErrorString", "cuMadeUp"}
+    assert wanted.functions["nvjpegCreateSimple"].family == "nvjpeg"
+    assert wanted.functions["cuMadeUp"] is None
+
+
+@pytest.mark.parametrize(
+    ("soname", "family"),
+    [
+        ("libcudart.so.13", "cudart"),
+        ("libcudart.faf08d9a.so.13", "cudart"),
+        ("libcudart-9335f6a2.so.12.4.127", "cudart"),
+        ("libcublasLt.so.13", "cublas"),
+        ("libcudnn_engines_precompiled.so.9", "cudnn"),
+        ("libnppif.so.13", "npp"),
+        ("libcuda.so.1", "cuda"),
+        ("libcurl.so.4", None),
+        ("libcups.so.2", None),
+        ("libnvme.so.1", None),
+    ],
+)
+def test_nvidias_libraries_are_told_by_name(soname, family):
+    found = nvidia_library(soname)
+    assert (found and found.family) == family
+
+
+CALLS = """
+import ctypes
+extension = ctypes.CDLL({path!r})
+extension.text.restype = ctypes.c_char_p
+print(extension.known(), extension.of_a_sibling(), extension.text().decode())
+print(*ghost.gaps_reached())
+print(extension.unknown(), extension.of_the_driver())
+print(*ghost.gaps_reached())
+print(ghost.extensions.wanted_by["cuMadeUp"])
+"""
+
+
+def test_it_loads_and_what_is_lacking_is_refused_when_called(on_ghost, workshop):
+    printed = on_ghost(CALLS.format(path=str(workshop.extension())), torch=False).splitlines()
+    assert printed == [
+        "0 7 not supported by memfit's ghost",
+        "nvjpegGetErrorString",
+        "9 801",
+        "nvjpegGetErrorString nvjpegCreateSimple cuMadeUp",
+        "extension.so",
+    ]
+
+
+def test_two_extensions_have_refusals_of_their_own(on_ghost, workshop):
+    first = workshop.extension("first.so")
+    source = SOURCE.replace("cuMadeUp", "cuAnotherOne")
+    second = workshop.extension("second.so", source)
+    script = f"""
+        import ctypes
+        for path in ({str(first)!r}, {str(second)!r}):
+            print(ctypes.CDLL(path).of_the_driver())
+        print(*ghost.gaps_reached())
+    """
+    assert on_ghost(script, torch=False).splitlines() == ["801", "801", "cuMadeUp cuAnotherOne"]
+
+
+def test_the_dry_run_names_the_function_and_the_library(dry_run, workshop):
+    path = workshop.extension()
+    script = f"""
+        import ctypes
+        import torch
+        extension = ctypes.CDLL({str(path)!r})
+        torch.zeros(100, device="cuda")
+        extension.unknown()
+    """
+    run = dry_run(script)
+    texts = [note["text"] for note in run.answer["notes"]]
+    assert any("reached nvjpegCreateSimple of extension.so, a known gap" in text for text in texts)
+    assert not any("cuMadeUp" in text for text in texts)  # imported, and never called
+    sure = {term["name"]: term["provenance"] for term in run.answer["terms"]}
+    assert sure["allocated"] == "assumed"  # who knows what it would have done
+
+
+def test_functions_looked_up_in_the_driver_are_told_in_one_note(dry_run):
+    """A library with a CUDA runtime of its own inside looks up hundreds."""
+    script = """
+        import ctypes
+        import torch
+        torch.zeros(100, device="cuda")
+        found, function = ctypes.c_int(), ctypes.c_void_p()
+        for name in (b"cuMadeUp", b"cuMadeUpToo"):
+            ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2(
+                name, ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(found)
+            )
+        print("found", found.value, function.value)
+    """
+    run = dry_run(script)
+    assert "found 1 None" in run.out
+    (text,) = [note["text"] for note in run.answer["notes"] if "cuMadeUp" in note["text"]]
+    assert "functions that the ghost does not have (2, the first cuMadeUp)" in text
+
+
+def test_an_imported_module_is_looked_at_too(on_ghost, workshop):
+    workshop.extension("extension.so", SOURCE + MODULE)
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(workshop.folder)!r})
+        try:
+            import extension
+        except SystemError as error:
+            print(type(error).__name__)
+        print(sorted(ghost.extensions.wanted_by))
+    """
+    assert on_ghost(script, torch=False).splitlines() == [
+        "SystemError",
+        "['cuMadeUp', 'nvjpegCreateSimple', 'nvjpegGetErrorString']",
+    ]
+
+
+def test_one_made_for_another_cuda_is_not_loaded(dry_run, workshop):
+    cudart = workshop.versioned("libcudart.so.12", "int cudaMalloc(void **p, unsigned long n) { return 0; }")
+    path = workshop.extension(cudart=cudart)
+    script = f"""
+        import ctypes
+        import torch
+        torch.zeros(100, device="cuda")
+        ctypes.CDLL({str(path)!r})
+    """
+    run = dry_run(script)
+    assert "OSError: extension.so was not loaded: it needs libcudart.so.12" in run.err
+    assert "Install a build of it for CUDA 13.0." in run.err
+    assert any("extension.so was not loaded" in note["text"] for note in run.answer["notes"])
+
+
+def test_the_ghosts_own_process_is_left_alone(workshop):
+    """Outside a ghost nothing is stood in for: the loader speaks for itself."""
+    with pytest.raises(OSError, match=r"libnvjpeg\.so\.13|libcudart\.so\.13|libcuda\.so\.1"):
+        ctypes.CDLL(str(workshop.extension()))

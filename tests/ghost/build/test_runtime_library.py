@@ -1,0 +1,220 @@
+"""Building the ghost: found in the cache, safe at first use, refused with a reason."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.errors import GhostError, UnsuitableEnvironmentError
+from memfit.ghost.build.elf import ElfFile
+from memfit.ghost.build.runtime_library import build, read_gaps
+from memfit.ghost.build import runtime_library as build_module
+from memfit.ghost.build.torch_install import find_torch, scan
+from memfit.native_build import find_compiler
+
+TORCH = find_torch()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fake_torch(tmp_path):
+    """Return a function that makes a package folder that says it is some PyTorch."""
+
+    def make(version, cuda="'13.0'"):
+        folder = tmp_path / "site-packages" / "torch"
+        (folder / "lib").mkdir(parents=True)
+        (folder / "version.py").write_text(
+            "from typing import Optional\n"
+            f"__version__ = '{version}'\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n"
+        )
+        return folder
+
+    return make
+
+
+def test_builds_once_and_then_finds_it(cache):
+    said = []
+    first = build(report=said.append)
+    second = build(report=said.append)
+    assert first.built
+    assert not second.built
+    assert len(said) == 1
+    assert second.library == first.library
+    assert first.library.is_relative_to(cache)
+    assert {"libcuda.so.1", "libnvidia-ml.so.1"} <= set(first.sonames)
+    assert first.torch_version == TORCH.version
+    assert second.seconds == first.seconds
+    assert {path.name for path in first.folder.parent.iterdir()} == {
+        first.folder.name,
+        f"{first.folder.name}.lock",
+    }
+
+
+def test_everything_torch_imports_is_there(cache):
+    done = build()
+    wanted = scan(TORCH).symbols
+    assert len(wanted) > 500
+    with ElfFile(done.library) as library:
+        assert library.defines(set(wanted)) == wanted
+        names = {gap.name for gap in read_gaps()[0]}
+        assert library.defines(names) == names
+    known = {gap.name for gap in done.gaps}
+    assert "cudaIpcGetEventHandle" in known  # imported
+    assert "cuMulticastCreate" in known  # looked up by name
+
+
+def test_the_library_carries_what_the_sonames_promise(cache):
+    done = build()
+    for soname, versions in scan(TORCH).sonames.items():
+        with ElfFile(done.folder / soname) as empty:
+            assert "libghost.so" in empty.needed()
+        text = (done.folder / soname).read_bytes()
+        assert all(version.encode() in text for version in versions)
+
+
+def test_first_use_by_four_processes(cache):
+    script = (
+        "from memfit.ghost.build.runtime_library import build\n"
+        "b = build(); print(b.built, b.library.exists())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    answers = sorted(process.communicate(timeout=100)[0] for process in processes)
+    assert answers == ["False True\n"] * 3 + ["True True\n"]
+
+
+def test_a_half_written_build_is_made_anew(cache):
+    first = build()
+    (first.folder / "build.json").unlink()
+    assert build().built
+
+
+def test_changed_torch_or_flags_build_elsewhere(cache, tmp_path, monkeypatch):
+    first = build()
+    copy = tmp_path / "site-packages" / "torch"
+    (copy / "lib").mkdir(parents=True)
+    shutil.copy(TORCH.folder / "version.py", copy)
+    for library in TORCH.libraries():
+        (copy / "lib" / library.name).symlink_to(library)
+    assert build(copy).built  # no metadata beside it: other versions are assumed
+    monkeypatch.setattr(build_module, "COMPILE_FLAGS", (*build_module.COMPILE_FLAGS, "-O1"))
+    other = build()
+    assert other.built
+    assert other.folder != first.folder
+
+
+def test_versions_are_those_torch_was_made_for():
+    assert TORCH.made_for("nvidia-cudnn-cu")
+    assert TORCH.made_for("nvidia-nccl-cu")
+    assert TORCH.made_for("nvidia-nonsense-cu") is None
+
+
+# ---- Refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "words"),
+    [
+        ("2.14.1+cpu", "None", ["CPU build (2.14.1+cpu)", "Install the CUDA build"]),
+        ("2.7.1+cu128", "'12.8'", ["2.7.1+cu128", "2.8 or newer"]),
+    ],
+)
+def test_unsuitable_torch(cache, fake_torch, version, cuda, words):
+    with pytest.raises(UnsuitableEnvironmentError) as refused:
+        build(fake_torch(version, cuda))
+    assert all(word in str(refused.value) for word in words)
+    assert not cache.exists()
+
+
+def test_torch_not_installed():
+    script = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+        "from memfit.ghost.build.runtime_library import build\nbuild()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "PyTorch is not installed" in done.stderr
+
+
+def test_building_does_not_import_torch(cache):
+    script = (
+        "import sys; from memfit.ghost.build.runtime_library import build\n"
+        "build(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_other_platforms(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(UnsuitableEnvironmentError, match=r"aarch64.*needs Linux on x86-64"):
+        build()
+
+
+def test_no_compiler(cache, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UnsuitableEnvironmentError, match="looked for cc, gcc, clang"):
+        build()
+    monkeypatch.setenv("CC", "tcc-9")
+    with pytest.raises(UnsuitableEnvironmentError, match=r"looked for \$CC \(tcc-9\)"):
+        build()
+
+
+def test_a_compiler_that_fails(cache, tmp_path, monkeypatch):
+    compiler = tmp_path / "brokencc"
+    compiler.write_text("#!/bin/sh\necho 'internal compiler error: broken' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(GhostError, match=r"exit code 3(.|\n)*internal compiler error: broken"):
+        build()
+    assert [path.suffix for path in (cache / "ghost").iterdir()] == [".lock"]  # nothing half-written
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(GhostError, match="Set MEMFIT_CACHE to a folder that can be written"):
+        build()
+
+
+def test_only_elf_files_are_read(tmp_path):
+    path = tmp_path / "libfake.so"
+    path.write_bytes(b"MZ" + bytes(64))
+    with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
+        ElfFile(path)
+
+
+def test_elf_reader_agrees_with_the_loader():
+    """What this process has loaded of libc is what the file says it defines."""
+    libc = next(
+        Path(line.split()[-1])
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libc.so" in line
+    )
+    with ElfFile(libc) as library:
+        assert library.defines({"malloc", "printf", "no_such_function"}) == {"malloc", "printf"}
+        assert [name for name in library.needed() if name.startswith("ld-linux")]
+
+
+def test_a_damaged_build_is_made_anew(cache):
+    first = build()
+    first.library.write_bytes(first.library.read_bytes()[:1000])
+    assert build().built
+    (first.folder / first.sonames[0]).unlink()
+    assert build().built
+    assert not build().built
+
+
+def test_the_compiler_may_be_a_command_with_options(monkeypatch):
+    monkeypatch.setenv("CC", "cc -O1")
+    assert find_compiler()[1:] == ("-O1",)

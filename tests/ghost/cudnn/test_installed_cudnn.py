@@ -1,0 +1,109 @@
+"""What the installed cuDNN answers: figures of one version, as it gave them; no card has confirmed them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from memfit.devices import find_device
+from memfit.ghost.build.runtime_library import build
+from memfit.ghost.cudnn.client import NoAnswerError, installed_cudnn
+from memfit.ghost.cudnn.find_library import find_library
+from memfit.ghost.cudnn.process import OLDEST
+from memfit.ghost.load import GhostDevice
+from memfit.native_build import find_compiler
+from support.cudnn_descriptors import FALLBACK, convolution
+
+# As cuDNN 9.24.0 answers: bytes of its first choice for 64 to 64 channels, 3x3, on 1x64x224x224 in float32.
+FIRST_CHOICE = {
+    "A100-80GB": {"forward": 12_992_528, "data gradient": 25_837_584, "weight gradient": 28_787_243},
+    "H100-80GB": {"forward": 12_992_528, "data gradient": 25_837_715, "weight gradient": 27_754_640},
+    "RTX-3060": {"forward": 409_856, "data gradient": 409_856, "weight gradient": 26_870_223},
+    "GTX-1660": {"forward": 409_856, "data gradient": 409_856, "weight gradient": 0},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Answers of this very run, not of an earlier one; the ghost itself is built already."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "ghost").symlink_to(build().folder.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMFIT_CACHE", str(folder))
+        yield folder
+
+
+def installed(gpu):
+    client = installed_cudnn(GhostDevice.of(find_device(gpu)), build())
+    try:
+        version = client.answer(convolution("forward")).version
+    except NoAnswerError as error:
+        pytest.skip(f"the installed cuDNN cannot be asked: {error}")
+    assert version >= OLDEST
+    return client, version
+
+
+@pytest.mark.parametrize("gpu", FIRST_CHOICE)
+def test_first_choices_are_those_of_this_version(gpu):
+    client, version = installed(gpu)
+    if version != 92_400:
+        pytest.skip(f"the figures are those of cuDNN 9.24.0, and this is {version}")
+    for operation, size in FIRST_CHOICE[gpu].items():
+        first, *others = client.answer(convolution(operation)).configurations
+        assert first.workspace == size
+        assert others, "PyTorch has something to fall back on"
+
+
+def test_fallbacks_need_next_to_nothing():
+    client, _ = installed("A100-80GB")
+    offers = client.answer(convolution("weight gradient", mode=FALLBACK)).configurations
+    assert min(offer.workspace for offer in offers) == 0
+
+
+DECOY = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void loaded(void) { fclose(fopen(getenv("DECOY_LOADED"), "w")); }
+int cuInit(unsigned flags) { (void)flags; return 0; }
+"""
+
+
+@pytest.mark.parametrize("shielded", [True, False])
+def test_no_driver_of_the_machine_is_ever_loaded(tmp_path, monkeypatch, shielded):
+    """While the stand-in is loaded; without it, cuDNN takes what it finds."""
+    (tmp_path / "decoy.c").write_text(DECOY)
+    for name in ("libcuda.so.1", "libcuda.so"):
+        subprocess.run(
+            [*find_compiler(), "-shared", "-fPIC", "decoy.c", "-o", name], cwd=tmp_path, check=True
+        )
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    monkeypatch.setenv("DECOY_LOADED", str(tmp_path / "loaded"))
+    if not shielded:
+        empty = ("-shared", "-xc", "/dev/null", "-o", "none.so")
+        subprocess.run([*find_compiler(), *empty], cwd=tmp_path, check=True)
+        unshielded = dataclasses.replace(build(), no_device=tmp_path / "none.so")
+        monkeypatch.setattr(sys.modules[__name__], "build", lambda: unshielded)
+    client, _ = installed("A100-80GB")
+    # Not answered before; among the fallbacks are engines that are compiled at run time.
+    client.answer(convolution("forward", images=3 + shielded, mode=FALLBACK))
+    assert (tmp_path / "loaded").exists() != shielded
+    assert bool(client.missed) != shielded, "the stand-in has every function that cuDNN looks for"
+
+
+def test_the_library_beside_torch_comes_first(tmp_path, monkeypatch):
+    torch = tmp_path / "site-packages" / "torch"
+    elsewhere = tmp_path / "system"
+    beside = torch.parent / "nvidia" / "cudnn" / "lib"
+    for folder in (torch / "lib", beside, elsewhere):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("memfit.ghost.cudnn.find_library._SYSTEM", ())
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(elsewhere))
+    name = "libcudnn.so.9999"
+    assert find_library(name, torch) is None
+    (elsewhere / name).touch()
+    assert find_library(name, torch) == elsewhere / name
+    (beside / name).touch()
+    assert find_library(name, torch) == beside / name

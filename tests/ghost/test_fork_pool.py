@@ -1,0 +1,76 @@
+"""The warm process: every candidate gets a fresh fork, and the same figures as a process of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memfit.devices import find_device
+from memfit.errors import TargetError
+from memfit.ghost.build.runtime_library import build
+from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.load import GhostDevice
+
+CANDIDATES = str(Path(__file__).with_name("fork_pool_candidates.py"))
+GIB = 1 << 30
+
+
+def target(name):
+    return f"{CANDIDATES}:{name}"
+
+
+@pytest.fixture(scope="module")
+def device():
+    return GhostDevice.of(find_device("A100-80GB"))
+
+
+@pytest.fixture(scope="module")
+def pool(device):
+    with Pool(build(), device) as pool:
+        yield pool
+
+
+def test_peaks_are_those_of_a_process_of_its_own(pool, device):
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from memfit.devices import find_device
+from memfit.ghost.build.runtime_library import build
+from memfit.ghost.load import GhostDevice, load
+load(build()).configure(GhostDevice.of(find_device("A100-80GB")))
+import fork_pool_candidates
+print(json.dumps(fork_pool_candidates.gpt2_small(batch=2)))
+sys.stdout.flush()
+import os; os._exit(0)
+"""
+    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = json.loads(alone.stdout)
+    answers = pool.map([Candidate(target("gpt2_small"), {"batch": 2})] * 3)
+    assert answers == [expected] * 3
+
+
+def test_each_candidate_has_a_process_to_itself(pool):
+    assert len(set(pool.map([Candidate(target("process"))] * 4))) == 4
+
+
+def test_a_candidate_may_have_its_own_device_and_settings(pool, device):
+    small = replace(device, total_bytes=4 * GIB, name="a smaller one")
+    assert pool.run(Candidate(target("one_tensor"), {"size": 5 * GIB})) == 5 * GIB
+    assert pool.run(Candidate(target("one_tensor"), {"size": 5 * GIB}, device=small)) is None
+    assert pool.run(Candidate(target("one_tensor"), {"size": 3 * GIB}, device=small)) == 3 * GIB
+    assert pool.run(Candidate(target("one_tensor"), {"size": 3 * GIB}, device=small, in_use=2 * GIB)) is None
+    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    found = pool.run(Candidate(target("settings"), device=small, environment=expandable))
+    assert found == {"expandable": True, "device": "a smaller one"}
+    assert pool.run(Candidate(target("settings")))["expandable"] is False
+
+
+def test_a_failure_says_what_failed(pool):
+    with pytest.raises(TargetError, match=r"fails failed: ValueError: this one cannot work[\s\S]*line \d+"):
+        pool.run(Candidate(target("fails")))
+    with pytest.raises(TargetError, match="died without an answer"):
+        pool.run(Candidate(target("dies")))
+    assert pool.run(Candidate(target("one_tensor"), {"size": 512})) == 512

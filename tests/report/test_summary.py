@@ -1,0 +1,149 @@
+"""What people and programs are shown: totals that sum, names that are inert, a schema that is kept."""
+
+import builtins
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memfit import api
+from memfit.records import (
+    Growth,
+    Note,
+    OutOfMemory,
+    Phase,
+    Place,
+    Provenance,
+    ScriptEnd,
+)
+from memfit.report.escape import inert
+from memfit.report.schema.dry_run_schema import Result, json_schema, to_json, to_public
+from memfit.report.terminal.summary import Answer, print_summary
+from support.html_reports import run
+
+GIB = 1 << 30
+SCHEMA = Path(__file__).parents[2] / "docs/dry-run.schema.json"
+
+
+def printed(answer, width=100, *, terminal=False):
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, markup=False, emoji=False
+    )
+    print_summary(answer, console)
+    return console.file.getvalue()
+
+
+def test_the_summary_says_what_was_asked(answer):
+    text = printed(answer)
+    assert "FITS   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
+    assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
+    assert "7,680 MiB" in text
+    assert "Steady from step 2 on" in text
+    assert "a stand-in CUDA runtime" in text
+    assert "\x1b" not in text
+
+
+def test_what_prints_itself_returns_its_text_in_a_notebook(answer, monkeypatch):
+    """There rich would show the lines itself: it looks for IPython's shell by its class's name."""
+    text = printed(answer).splitlines()
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    assert Console().is_jupyter
+    assert repr(Answer.of(answer)).splitlines() == [line.rstrip() for line in text]
+
+
+def test_every_answer_prints_itself():
+    trace = run()
+    for found, first in (
+        (api.summarize(trace), "FITS   needs"),
+        (api.explain(trace), "FITS   needs"),
+        (api.explain(trace).summary, "FITS   needs"),
+        (api.diff(trace, trace), "before  peak in: step 1"),
+        (api.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
+    ):
+        assert str(found) == repr(found)
+        assert first in repr(found)
+
+
+def test_out_of_memory_says_where_and_how_much(answer):
+    failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
+    text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
+    assert "OUT OF MEMORY   of 80.00 GiB: asked for 3.0 GiB with 1.0 GiB free, short 2.0 GiB there" in text
+    assert "Ran out in: step 2 · forward · layers.3.mlp" in text
+
+
+def test_growth_names_the_line(answer):
+    text = printed(replace(answer, growth=Growth(None, 4 << 20, "/somewhere/train.py:7", leak=True)))
+    assert "Still growing by 4.0 MiB a step after 3 steps, held by /somewhere/train.py:7." in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_any_width_will_do(answer, width):
+    assert all(len(line) <= width for line in printed(answer, width).splitlines())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "\x1b[31mred",
+        "a\rb",
+        "bell\x07",
+        "\u202egnp.exe",
+        "[bold]x[/bold]",
+        ":smiley:",
+        "\x9b31m",
+        "\ud800",
+    ],
+)
+def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
+    place = Place(1, Phase.FORWARD, name, name, name + ":3")
+    hostile = replace(
+        answer,
+        peak_place=place,
+        command=(name,),
+        notes=(Note(Provenance.EXACT, name, name),),
+        growth=Growth(None, 1, name, leak=True),
+        versions={"torch": name},
+        out_of_memory=OutOfMemory(place, 1, 0, 1),
+    )
+    text = printed(hostile, 400)
+    assert inert(name) in text
+    assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
+    assert json.loads(to_json(to_public(hostile)))["peak"]["module"] == name
+
+
+def test_names_that_would_fill_the_screen_are_cut(answer):
+    text = printed(replace(answer, peak_place=Place(1, Phase.FORWARD, "x" * 10_000, "", "")), 200)
+    assert len(text) < 4_000
+    assert "[9,500 more]" in text.replace("\n", "")
+
+
+def test_the_json_is_the_public_schema(answer):
+    decoded = msgspec.json.decode(to_json(to_public(answer)), type=Result)
+    assert decoded.peak.process == 15 * GIB // 2
+    assert decoded.terms[0].provenance == "exact"
+    assert json.loads(to_json(to_public(answer)))["out_of_memory"] is None
+
+
+def test_the_committed_schema_is_what_the_code_says():
+    # from memfit.report.schema.dry_run_schema import json_schema; json_schema() is the file
+    assert SCHEMA.read_bytes().strip() == json_schema().strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("RuntimeError: size mismatch\n\tfor head: [10] and [9]", "RuntimeError: size mismatch ..."),
+        ("ImportError: \nTimm is missing\nInstall it", "ImportError: Timm is missing ..."),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_of_an_exception_in_several_lines_the_first_is_shown(answer, text, shown):
+    end = ScriptEnd("exception", 1, text, "train.py:4")
+    out = printed(replace(answer, verdict="unknown", end=end))
+    assert f"The script ended with {shown}  train.py:4" in out
+    assert "\\n" not in out

@@ -1,0 +1,135 @@
+"""What a script is run again with: whole models, fused optimizers, and a word on how that ended."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import json
+from torch import nn
+
+import memfit
+from memfit.analysis.advice import Change, Trial
+from memfit.errors import TargetError
+from memfit.recording.hooks import LiftedHooks
+from memfit.records import ScriptEnd
+from memfit.run.settings import ChildSettings
+from memfit.strategies import inject_plan, trial_run
+from memfit.strategies.inject_plan import Intervention
+from memfit.strategies.mechanisms.wrap_forward import wrappers
+from support.traces import trace_of
+
+
+class Net(nn.Module):
+    """It has no forward: a loop calls its blocks, or a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Have models checkpointed, and return a function that reads which ones were."""
+    models = tmp_path / "models"
+    models.touch()
+    hooks = LiftedHooks()
+    inject_plan._Planning(Intervention(False, ("checkpointing",), False, str(models))).install(hooks)
+    yield lambda: models.read_text().split()
+    hooks.remove()
+
+
+def checkpointed(model):
+    """Say of which blocks."""
+    return [any(wrappers(block)) for block in model.blocks]
+
+
+def test_whole_models_that_are_trained_get_the_plan_once(changed):
+    trained, teacher, plain = Net(), Net(), nn.Sequential(nn.Linear(2, 2))
+    torch.optim.SGD(trained.blocks[1].parameters())
+    torch.optim.Adam([{"params": iter(trained.parameters())}, {"params": plain.parameters()}])
+    assert checkpointed(trained) == [True] * 3
+    assert checkpointed(teacher) == [False] * 3
+    assert changed() == ["Net"]  # the other has nothing to checkpoint
+
+
+def test_the_outermost_of_models_that_were_copied_and_wrapped_get_the_plan(changed):
+    copied, wrapped = copy.deepcopy(Net()), nn.DataParallel(Net())
+    torch.optim.SGD([*copied.parameters(), *wrapped.parameters()])
+    assert checkpointed(copied) == checkpointed(wrapped.module) == [True] * 3
+    assert changed() == ["DataParallel", "Net"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_plan_of_the_scripts_own_stays_alone(changed, early):
+    model = Net()
+    if early:
+        torch.optim.SGD(model.parameters())
+    memfit.apply(model.blocks, memfit.Checkpointing("1"))
+    torch.optim.SGD(model.parameters())
+    assert checkpointed(model) == [False, True, False]
+    assert changed() == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fused"),
+    [({}, True), ({"fused": None, "foreach": None}, True), ({"fused": False}, False), ({"foreach": 1}, None)],
+)
+def test_an_optimizer_is_fused_where_the_script_does_not_choose(chosen, fused):
+    def made(_optimizer, **settings):
+        assert settings.get("fused") is fused
+
+    inject_plan._fused(made, None, **chosen)
+
+
+@pytest.fixture
+def run_again(monkeypatch):
+    """Return a function that runs a script again, whose run ends in a way."""
+
+    def run(end, models="Net\nNet\n"):
+        def traced(command, settings, _output, _on_progress):
+            if isinstance(end, TargetError):
+                raise end
+            assert settings.module
+            assert command[2:] == ("train.py", "--fast")
+            told = json.decode(command[1], type=Intervention)
+            assert (told.strategies, told.fused, told.module) == (("offload",), True, False)
+            Path(told.models).write_text(models)
+            return trace_of((), end=end)
+
+        monkeypatch.setattr(trial_run, "traced", traced)
+        settings = ChildSettings(None, False, 3, labels=True, stdout_to_stderr=False)
+        return trial_run.run_again(("train.py", "--fast"), settings, Change(("offload",), fused=True), print)
+
+    return run
+
+
+@pytest.mark.parametrize("end", [ScriptEnd("end", 0), ScriptEnd("steps", 0)])
+def test_a_run_to_the_end_says_which_models_were_changed(run_again, end):
+    found = run_again(end)
+    assert isinstance(found, Trial)
+    assert (found.trace.end, found.models) == (end, ("Net", "Net"))
+
+
+@pytest.mark.parametrize(
+    "end", [ScriptEnd("end", 3), ScriptEnd("exception", 1), ScriptEnd("out of memory", 1)]
+)
+def test_a_run_that_fails_says_how_it_ended(run_again, end):
+    assert run_again(end) == end
+
+
+def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_again):
+    found = run_again(ScriptEnd("end", 0), models="")
+    why = "offload suits no model whose parameters an optimizer takes"
+    assert found == ScriptEnd("refused", 0, why)
+
+
+def test_a_run_that_cannot_be_made_says_why_in_the_scripts_name(run_again):
+    found = run_again(TargetError(f"{trial_run._UNATTENDED} failed before it used the GPU: EOFError"))
+    assert found.reason == "refused"
+    assert found.exception == "run again, without input, train.py failed before it used the GPU: EOFError"
+
+
+def test_who_interrupts_the_run_means_all_of_it(run_again):
+    with pytest.raises(KeyboardInterrupt):
+        run_again(ScriptEnd("interrupted", 130))

@@ -1,0 +1,99 @@
+"""The self-check: a recomputation that differs is named, and no other."""
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import DivergenceError
+from memfit.strategies.checkpointing import Checkpointing
+from support.checkpointed_blocks import MODES, Shared, compare
+
+
+def test_a_cast_that_autocast_kept_is_no_difference():
+    """The second call finds the weight's cast; its recomputation casts again."""
+
+    def call(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    compare(Shared(), call=call, settings=Checkpointing("block", check=True))
+
+
+@MODES
+def test_the_check_takes_tensors_of_all_kinds(use_reentrant):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            empty, whole = torch.tensor([]), torch.arange(6) > 2
+            y = self.inner(x)
+            z = torch.complex(y, y).conj().imag * whole + y.double().half().to(torch.float8_e4m3fn).float()
+            z = (2 * z).mul_(y)  # which autograd clones first, in one of the two runs if reentrant
+            return z.sum() + empty.sum() + torch.tensor(2.0)
+
+    compare(nn.Sequential(Odd()), settings=Checkpointing("0", check=True, use_reentrant=use_reentrant))
+
+
+@MODES
+def test_the_check_finds_what_differs_and_names_it(use_reentrant):
+    """Row 33: shapes are the same, values are not."""
+
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x * self.calls).tanh()
+
+    for check in (False, True):
+        model = nn.Sequential(nn.Linear(6, 6), Forgetful())
+        Checkpointing("1", check=check, use_reentrant=use_reentrant).apply(model)
+        loss = model(torch.randn(4, 6)).sum()
+        if not check:
+            loss.backward()  # plain checkpointing says nothing
+            continue
+        with pytest.raises(
+            DivergenceError, match=r"region 1: .*aten\.mul\.Tensor -> \[4, 6\] float32 has other values"
+        ):
+            loss.backward()
+
+
+def test_the_check_finds_one_bit():
+    class Flips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.noise = torch.zeros(4, 6)
+
+        def forward(self, x):
+            return self.inner(x + self.noise).tanh()
+
+    model = nn.Sequential(Flips())
+    Checkpointing("0", check=True).apply(model)
+    x = torch.ones(4, 6)
+    loss = model(x).sum()
+    model[0].noise[3, 5] = 2**-23
+    with pytest.raises(DivergenceError, match=r"aten\.add\.Tensor -> \[4, 6\]"):
+        loss.backward()
+
+
+def test_the_check_finds_another_course():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.turn = False
+
+        def forward(self, x):
+            self.turn = not self.turn
+            return self.inner(x.sin() if self.turn else x.cos())
+
+    model = nn.Sequential(Turns())
+    Checkpointing("0", check=True).apply(model)
+    with pytest.raises(DivergenceError, match=r"the forward did aten\.sin.* recomputation aten\.cos"):
+        model(torch.ones(4, 6)).sum().backward()

@@ -1,0 +1,70 @@
+"""PyTorch's real allocator, driven on the ghost in many situations: for tests in several folders."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memfit.trace.snapshot import trace_of
+
+DRIVER = Path(__file__).parents[1] / "allocator" / "drive_allocator.py"
+
+SITUATIONS = {
+    "default": ("", {"total": 6 << 30}),
+    "several streams": ("", {"streams": 3, "share": 0.3, "total": 3 << 30}),
+    "expandable": ("expandable_segments:True", {"streams": 2, "share": 0.2, "total": 4 << 30}),
+    "max_split_size": ("max_split_size_mb:64", {"streams": 2, "share": 0.2}),
+    "expandable and max_split_size": ("expandable_segments:True,max_split_size_mb:32", {}),
+    "roundup": ("roundup_power2_divisions:[1:2,8:4,64:8,>:2]", {"streams": 2}),
+    "roundup of all": ("roundup_power2_divisions:8", {}),
+    "large segments": ("large_segment_size_mb:48", {}),
+    "garbage collection": ("garbage_collection_threshold:0.6", {"fraction": 0.8, "total": 6 << 30}),
+    "private pools": ("", {"pools": 2, "streams": 2, "share": 0.1}),
+    "captured graphs": ("", {"operations": 800, "graphs": 0.02, "streams": 2, "share": 0.2}),
+    "captured graphs, expandable": ("expandable_segments:True", {"operations": 800, "graphs": 0.02}),
+    "training": ("", {"operations": 200, "training_steps": 3}),
+}
+
+
+def pytest_generate_tests(metafunc):
+    """Give a test that asks for a situation each of them, unless it names its own."""
+    named = any("situation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "situation" in metafunc.fixturenames and not named:
+        metafunc.parametrize("situation", SITUATIONS)
+
+
+@cache
+def driven(situation, **more):
+    """Run the driver in a situation, once each.
+
+    Returns:
+        The trace, the operation each event belongs to, and rows of (operation, allocated, reserved): what
+        PyTorch counted after each.
+    """
+    conf, options = SITUATIONS[situation]
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.pickle"
+        command = [sys.executable, str(DRIVER), str(out), json.dumps(options | more)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        result = pickle.loads(out.read_bytes())  # noqa: S301  written by the line before
+    trace = replace(trace_of(result["snapshot"]), statistics=result["statistics"])
+    stamps = [event["user_metadata"] for event in result["snapshot"]["device_traces"][0]]
+    # Threads of autograd stamp nothing: they work for the operation that runs.
+    operations = np.maximum.accumulate([int(stamp or -1) for stamp in stamps])
+    return trace, operations, np.array(result["truth"])
+
+
+@pytest.fixture
+def drive():
+    """Return ``driven``."""
+    return driven

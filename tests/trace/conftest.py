@@ -1,0 +1,63 @@
+"""A small trace, and a file that holds it."""
+
+import numpy as np
+import pytest
+
+from memfit.records import (
+    Action,
+    Category,
+    DeviceUse,
+    Events,
+    Figure,
+    Frame,
+    Label,
+    Mark,
+    MarkKind,
+    Phase,
+    Provenance,
+    ScriptEnd,
+    Tensor,
+    Trace,
+)
+from memfit.trace.trace_file import write_trace
+
+
+@pytest.fixture
+def trace():
+    """Two events, and one of everything they refer to."""
+    events = Events(
+        action=np.array([Action.SEGMENT_ALLOC, Action.ALLOC], np.uint8),
+        address=np.array([1 << 45, 1 << 45], np.uint64),
+        size=np.array([2 << 20, 100], np.int64),
+        stream=np.array([0, 0], np.int32),
+        time=np.array([1, 2], np.int64),
+        label=np.array([0, 0], np.int32),
+        stack=np.array([-1, 0], np.int32),
+        category=np.array([0, Category.PARAMETER], np.uint8),
+        pool=np.array([1, 1], np.int32),
+        tensor=np.array([-1, 0], np.int32),
+    )
+    figure = Figure(1 << 30, Provenance.EXACT, "here")
+    return Trace(
+        events=events,
+        labels=(Label(Phase.FORWARD, "layers.0", "", 0),),
+        stacks=((0,),),
+        frames=(Frame("train.py", 3, "main", user=True),),
+        marks=(Mark(1, MarkKind.FORWARD, 0),),
+        segments=(),
+        device=DeviceUse("A100", figure, figure, 0),
+        end=ScriptEnd("end", 0),
+        settings={},
+        statistics={},
+        versions={"torch": "2.14.1"},
+        command=("train.py",),
+        pools=((0, 0), (1, 0)),
+        tensors=(Tensor("layers.0", "weight", "float32", (5, 5)),),
+    )
+
+
+@pytest.fixture
+def file(tmp_path, trace):
+    path = tmp_path / "run.memfit"
+    write_trace(trace, path)
+    return path

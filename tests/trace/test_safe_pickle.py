@@ -1,0 +1,150 @@
+"""The unpickler of plain data: what it admits, and everything it must refuse."""
+
+import os
+import pickle
+import pickletools
+import struct
+from collections import OrderedDict
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.trace import safe_pickle
+from memfit.trace.safe_pickle import RefusedError, loads
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+plain = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-(1 << 31), 1 << 31), inner)
+    ),
+    max_leaves=30,
+)
+
+
+# Protocol 2 has no bytes: it makes them with a function.
+@given(plain, st.integers(3, pickle.HIGHEST_PROTOCOL))
+def test_plain_data_comes_back(data, protocol):
+    assert loads(pickle.dumps(data, protocol)) == data
+
+
+def test_what_is_shared_stays_shared():
+    frames = [{"name": "f"}]
+    first, second = loads(pickle.dumps([frames, frames]))
+    assert first is second
+
+
+def test_what_holds_itself_comes_back():
+    knot = []
+    knot.append(knot)
+    assert (found := loads(pickle.dumps(knot)))[0] is found
+
+
+def test_large_strings_and_many_items():
+    data = {"x" * 300: ["y" * 70_000, list(range(3000)), {i: str(i) for i in range(3000)}]}
+    assert loads(pickle.dumps(data)) == data
+
+
+class Command:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+REFUSED = {
+    "a function": (pickle.dumps(Command(), 4), "system"),
+    "a function, early protocol": (pickle.dumps(Command(), 2), "posix.system"),
+    "a class": (pickle.dumps(OrderedDict(a=1)), "collections.OrderedDict"),
+    "a set": (pickle.dumps({1, 2}), "opcode"),
+    "a bytearray": (pickle.dumps(bytearray(b"x"), 5), "opcode"),
+    "protocol 0": (pickle.dumps([1], 0), "not a pickle"),
+    "an instance": (b"\x80\x02(ios\nsystem\n.", "INST"),
+    "a call": (b"\x80\x02NNR.", "REDUCE"),
+    "a built object": (b"\x80\x02}}b.", "BUILD"),
+    "an object by number": (b"\x80\x02\x82\x01.", "EXT1"),
+    "a persistent object": (b"\x80\x02NQ.", "BINPERSID"),
+    "a named persistent object": (b"\x80\x02Pid\n.", "PERSID"),
+    "not a pickle": (b"PK\x03\x04", "not a pickle"),
+    "nothing": (b"", "not a pickle"),
+    "no value": (b"\x80\x04.", "cut off"),
+    "a list that is none": (b"\x80\x04K\x01K\x02a.", "damaged"),
+    "a dict that is none": (b"\x80\x04](K\x01K\x02u.", "damaged"),
+    "half an item": (b"\x80\x04}(K\x01u.", "damaged"),
+    "a key that is a tuple": (b"\x80\x04})K\x01s.", "damaged"),
+    "a mark too few": (b"\x80\x04]K\x01e.", "cut off"),
+    "a tuple of too few": (b"\x80\x04K\x01\x87.", "cut off"),
+    "text that is no text": (b"\x80\x04\x8c\x01\xff.", "damaged"),
+    "a word never said": (b"\x80\x04h\x05.", "cut off"),
+    "a place far away": (b"\x80\x04Nr\xff\xff\xff\xff.", "damaged"),
+    "a string of 2**63 bytes": (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b"x.", "cut off"),
+    "bytes of 2**40": (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.", "cut off"),
+    "a number of 2**20 bytes": (
+        b"\x80\x04\x8b" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20) + b".",
+        "damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    data, words = REFUSED[name]
+    with pytest.raises(RefusedError) as caught:
+        loads(data)
+    assert words in str(caught.value)
+
+
+def test_nothing_is_executed(monkeypatch):
+    data, ran = pickle.dumps(Command()), []
+    monkeypatch.setattr("posix.system", ran.append)
+    pickle.loads(data)  # noqa: S301  what Python's own does
+    assert ran == ["true"]
+    with pytest.raises(RefusedError):
+        loads(data)
+    assert ran == ["true"]
+
+
+def test_a_million_nested_lists():
+    data = b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b"."
+    assert len(loads(data)) == 1
+
+
+def test_a_million_nested_tuples_are_no_key():
+    data = b"\x80\x04}" + b")" + b"\x85" * 1_000_000 + b"Ns."
+    with pytest.raises(RefusedError, match="damaged"):
+        loads(data)
+
+
+def test_operations_are_limited(monkeypatch):
+    monkeypatch.setattr(safe_pickle, "MAX_OPERATIONS", 100)
+    with pytest.raises(RefusedError, match="more than 100 operations"):
+        loads(b"\x80\x04" + b"N" * 200 + b".")
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_refused_or_read(data):
+    with suppress(RefusedError):
+        loads(b"\x80\x04" + data)
+
+
+@given(plain, st.data())
+def test_damage_is_refused_or_read(value, draw):
+    data = bytearray(pickle.dumps(value))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
+    with suppress(RefusedError):
+        loads(bytes(data[: draw.draw(st.integers(0, len(data)))]))
+
+
+def test_only_opcodes_that_exist():
+    known = {ord(op.code.encode("latin-1")) for op in pickletools.opcodes}
+    assert set(safe_pickle._OPERATIONS) | set(safe_pickle._CALLS) <= known

@@ -1,0 +1,241 @@
+"""Trace files: exact round trips, and writing whole or not at all."""
+
+import json
+import os
+import re
+import stat
+import zipfile
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import FileFormatError, UsageError
+from memfit.records import (
+    Action,
+    Block,
+    Category,
+    DeviceUse,
+    Events,
+    Figure,
+    Frame,
+    Label,
+    Mark,
+    MarkKind,
+    Note,
+    Phase,
+    Provenance,
+    ScriptEnd,
+    Segment,
+    Tensor,
+    Trace,
+)
+from memfit.trace import trace_file
+from memfit.trace.trace_file import is_trace, read_trace, write_trace
+
+LARGEST = (1 << 63) - 1
+
+# -- random traces ---------------------------------------------------------------------------------
+
+naturals = st.integers(0, LARGEST)
+figures = st.builds(Figure, naturals, st.sampled_from(Provenance), st.text())
+blocks = st.builds(Block, naturals, naturals, naturals, st.sampled_from(trace_file.BLOCK_STATES))
+
+
+def index_below(count, lowest=0):
+    return st.integers(lowest, count - 1)
+
+
+@st.composite
+def columns(draw, labels, stacks, pools, tensors):
+    n = draw(st.integers(0, 30))
+
+    def column(numbers, dtype):
+        return np.array(draw(st.lists(numbers, min_size=n, max_size=n)), dtype)
+
+    return Events(
+        action=column(st.integers(0, max(Action)), np.uint8),
+        address=column(naturals, np.uint64),
+        size=column(naturals, np.int64),
+        stream=column(st.integers(0, (1 << 31) - 1), np.int32),
+        time=column(st.integers(-(1 << 63), LARGEST), np.int64),
+        label=column(index_below(labels, -1), np.int32),
+        stack=column(index_below(stacks, -1), np.int32),
+        category=column(st.integers(0, max(Category)), np.uint8),
+        pool=column(st.integers(0, pools - 1), np.int32) if pools else None,
+        tensor=column(index_below(tensors, -1), np.int32) if tensors else None,
+    )
+
+
+@st.composite
+def traces(draw):
+    frames = tuple(
+        draw(st.lists(st.builds(Frame, st.text(), st.integers(0, 1 << 31), st.text(), st.booleans())))
+    )
+    stack = st.lists(index_below(len(frames))).map(tuple) if frames else st.just(())
+    stacks = tuple(draw(st.lists(stack, max_size=5)))
+    label = st.builds(Label, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
+    labels = tuple(draw(st.lists(label, max_size=5)))
+    told = draw(st.booleans())
+    private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
+    pools = ((0, 0), *draw(private)) if told else ()
+    shape = st.lists(naturals, max_size=3).map(tuple)
+    tensors = tuple(draw(st.lists(st.builds(Tensor, st.text(), st.text(), st.text(), shape), max_size=3)))
+    events = draw(columns(len(labels), len(stacks), len(pools), len(tensors)))
+    mark = st.builds(Mark, st.integers(0, len(events)), st.sampled_from(MarkKind), naturals)
+    segment = st.builds(
+        Segment,
+        naturals,
+        naturals,
+        naturals,
+        st.text(),
+        st.sampled_from(pools) if told else st.tuples(naturals, naturals),
+        expandable=st.booleans(),
+        blocks=st.lists(blocks, max_size=3).map(tuple),
+    )
+    texts = st.dictionaries(st.text(), st.text(), max_size=3)
+    return Trace(
+        events=events,
+        labels=labels,
+        stacks=stacks,
+        frames=frames,
+        marks=tuple(draw(st.lists(mark, max_size=3))),
+        segments=tuple(draw(st.lists(segment, max_size=3))),
+        device=draw(st.builds(DeviceUse, st.text(), figures, figures, naturals)),
+        end=draw(st.builds(ScriptEnd, st.text(), st.integers(-255, 255), st.text(), st.text())),
+        settings=draw(texts),
+        statistics=draw(st.dictionaries(st.text(), st.integers(-LARGEST, LARGEST), max_size=3)),
+        versions=draw(texts),
+        command=tuple(draw(st.lists(st.text(), max_size=3))),
+        notes=tuple(
+            draw(st.lists(st.builds(Note, st.sampled_from(Provenance), st.text(), st.text()), max_size=3))
+        ),
+        pools=pools,
+        tensors=tensors,
+    )
+
+
+def assert_equal(one, other):
+    for field in fields(Events):
+        left, right = getattr(one.events, field.name), getattr(other.events, field.name)
+        if left is None or right is None:
+            assert left is right
+            continue
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    for field in fields(Trace):
+        if field.name != "events":
+            assert getattr(one, field.name) == getattr(other, field.name)
+
+
+# -- round trips -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # a file is written to the disk each time
+@given(traces())
+def test_a_trace_comes_back_exactly(tmp_path_factory, trace):
+    path = tmp_path_factory.getbasetemp() / "round.memfit"
+    write_trace(trace, path)
+    assert_equal(read_trace(path), trace)
+
+
+def test_the_header_holds_every_field():
+    in_header = set(trace_file._Header.__struct_fields__) - {"format", "version"}
+    assert in_header == {field.name for field in fields(Trace)} - {"events"} | {"events"}
+    assert set(trace_file._COLUMNS) == {field.name for field in fields(Events)}
+
+
+def test_equal_traces_make_equal_files(tmp_path, trace, file):
+    again = tmp_path / "again.memfit"
+    write_trace(trace, again)
+    assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_name_that_is_not_utf8_gets_a_question_mark(tmp_path, trace):
+    path = tmp_path / "run.memfit"
+    write_trace(replace(trace, command=("caf\udce9.py",), settings={"a\udce9": "b"}), path)
+    found = read_trace(path)
+    assert found.command == ("caf?.py",)
+    assert found.settings == {"a?": "b"}
+    assert found.labels == trace.labels
+
+
+def test_a_trace_is_told_from_a_pickle(tmp_path, file):
+    other = tmp_path / "other"
+    other.write_bytes(b"\x80\x04}.")
+    assert is_trace(file)
+    assert not is_trace(other)
+    with pytest.raises(FileFormatError, match="No such file"):
+        is_trace(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("version", "missing"), [(1, {"pool": "pools", "tensor": "tensors"}), (2, {"tensor": "tensors"})]
+)
+def test_a_file_of_an_earlier_version_lacks_columns(file, trace, version, missing):
+    """It had neither the columns nor their tables."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"]) | {"version": version}
+    for column, table in missing.items():
+        del header[table], members[f"columns/{column}"]
+    members["header.json"] = json.dumps(header).encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    without = replace(trace.events, **dict.fromkeys(missing))
+    assert_equal(read_trace(file), replace(trace, events=without, **dict.fromkeys(missing.values(), ())))
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_the_umask_decides_the_mode(tmp_path, trace):
+    before = os.umask(0o027)
+    try:
+        write_trace(trace, tmp_path / "run.memfit")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run.memfit").stat().st_mode) == 0o640
+
+
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, trace, file, monkeypatch):
+    old = file.read_bytes()
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match=r"Cannot write .*run\.memfit: No space left on device"):
+        write_trace(trace, file)
+    assert file.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_interrupt_leaves_nothing_either(tmp_path, trace, monkeypatch):
+    def interrupt(_descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(trace, tmp_path / "run.memfit")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_to(tmp_path, trace):
+    for path, words in [
+        (tmp_path / "none" / "run.memfit", "No such file or directory"),
+        (tmp_path, "not an ordinary file"),
+        (Path("/dev/null"), "not an ordinary file"),
+    ]:
+        with pytest.raises(UsageError, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
+            write_trace(trace, path)
+
+
+def test_a_trace_too_long_is_not_written(tmp_path, trace, monkeypatch):
+    monkeypatch.setattr(trace_file, "MAX_EVENTS", 1)
+    with pytest.raises(UsageError, match="at most 1 events, this one has 2"):
+        write_trace(trace, tmp_path / "run.memfit")

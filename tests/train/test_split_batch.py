@@ -1,0 +1,221 @@
+"""Batches of every kind, in parts."""
+
+import re
+from collections import OrderedDict, defaultdict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from memfit.errors import UsageError
+from memfit.train.data.split_batch import batch_size, even_sizes, split
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+X, Y = torch.arange(10).reshape(5, 2), torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        (X, Y),
+        [X, Y],
+        {"x": X, "y": Y},
+        Pair(X, Y),
+        {"x": X, "more": (Y, {"z": X})},
+        {"x": X, "epoch": 3, "scale": torch.tensor(2.0), "name": "train"},
+        {"x": X, "text": ["a", "b", "c", "d", "e"]},
+        {"x": X, "text": ("a", "b", "c", "d", "e")},
+        [X, {"y": Y}],
+        [X, [Y, Y]],
+        [[X, Y], [X, Y]],
+        [{"x": X}, {"x": X}, Y],
+        OrderedDict(x=X, y=Y),
+        defaultdict(list, x=X),
+        X.numpy(),
+    ],
+)
+def test_every_kind(batch):
+    assert batch_size(batch) == 5
+    parts = split(batch, [2, 2, 1])
+    assert [batch_size(part) for part in parts] == [2, 2, 1]
+    assert all(type(part) is type(batch) for part in parts)
+
+
+def test_samples_of_many_lengths():
+    samples = [torch.zeros(length) for length in (3, 1, 2, 5, 4)]
+    assert batch_size(samples) == 5
+    parts = split(samples, [2, 3])
+    assert [[len(sample) for sample in part] for part in parts] == [[3, 1], [2, 5, 4]]
+
+
+def test_what_is_no_sample_goes_to_every_part():
+    scale = torch.tensor(2.0)
+    parts = split({"x": X, "epoch": 3, "scale": scale}, [4, 1])
+    assert [(part["epoch"], part["scale"] is scale) for part in parts] == [(3, True)] * 2
+    assert torch.equal(torch.cat([part["x"] for part in parts]), X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [({"epoch": 3}, "nothing that has samples"), ((X, torch.zeros(4)), r"parts of \[4, 5\] samples")],
+)
+def test_a_size_that_cannot_be_told(batch, words):
+    with pytest.raises(UsageError, match=words):
+        batch_size(batch)
+
+
+@pytest.mark.parametrize("samples", range(1, 20))
+@pytest.mark.parametrize("parts", range(1, 8))
+def test_sizes_differ_by_one_at_most(samples, parts):
+    sizes = even_sizes(samples, parts)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, parts)
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) > 0
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.sample(index)
+
+
+def image(index, height=4):
+    return torch.full((3, height, 5), float(index))
+
+
+SAMPLES = [
+    lambda i: (image(i), i, f"{i}.png"),
+    lambda i: (image(i), {"y": i, "z": [float(i), f"{i}"]}),
+    lambda i: (torch.ones(7) * i, (i, i + 1)),
+    lambda i: ((image(i), image(i)), (i, (i, i))),
+    lambda i: (image(i), image(i), image(i)),
+    lambda i: ({"x": image(i)}, {"x": image(i)}, i),
+    lambda i: (f"{i}", b"0"),
+    lambda i: {"x": image(i), "paths": (f"{i}.png", [f"{i}", i])},
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_what_a_loader_makes_of_tuples_is_split_as_it_was_collated(sample):
+    dataset = Samples(sample)
+    batch = next(iter(DataLoader(dataset, batch_size=6)))
+    assert batch_size(batch) == 6
+    begin = 0
+    for part, size in zip(split(batch, [1, 4, 1]), [1, 4, 1], strict=True):
+        assert same(part, default_collate([dataset[begin + i] for i in range(size)]))
+        begin += size
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
+    return one == other
+
+
+def target(index, boxes):
+    return {"boxes": torch.full((boxes, 4), float(index)), "labels": torch.full((boxes,), index)}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("outer", [list, tuple, lambda both: dict(zip("xy", both, strict=True))])
+@pytest.mark.parametrize("samples", [2, 3, 4])
+@pytest.mark.parametrize("alike", [False, True])
+def test_detection(kind, outer, samples, alike):
+    """As torchvision's references have it: tuple(zip(*samples)). Never along the channels."""
+    images = kind(image(i, 4 if alike else 4 + i) for i in range(samples))
+    targets = kind(target(i, 1 + i) for i in range(samples))
+    batch = outer([images, targets])
+    assert batch_size(batch) == samples
+    for i, part in enumerate(split(batch, [1] * samples)):
+        mine, theirs = part.values() if isinstance(part, dict) else part
+        assert [x is images[i] for x in mine] == [True]
+        assert [y is targets[i] for y in theirs] == [True]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (image(i), i),
+        lambda i: {"image": image(i), "height": 4},
+        lambda i: {"input_ids": list(range(1 + i)), "label": i},
+        lambda i: (torch.ones(1 + i), "a"),
+    ],
+)
+def test_a_list_of_samples_as_they_are(sample):
+    """collate_fn=list."""
+    batch = [sample(i) for i in range(4)]
+    assert batch_size(batch) == 4
+    assert [[id(each) for each in part] for part in split(batch, [3, 1])] == [
+        [id(each) for each in batch[:3]],
+        [id(batch[3])],
+    ]
+
+
+def test_numbers_of_samples_go_with_them_and_sizes_of_images_do_not():
+    images = tuple(image(i, 4 + i) for i in range(2))
+    parts = split((images, (5, 7), tuple(target(i, 1 + i) for i in range(2))), [1, 1])
+    assert [part[1] for part in parts] == [(5,), (7,)]
+    assert [part["size"] for part in split({"x": X[:2], "size": (5, 7)}, [1, 1])] == [(5, 7)] * 2
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [image(0), image(1), image(2), image(3)],
+        [image(0), image(1), image(2)],
+        ([image(0), image(1), image(2)], torch.arange(3)),
+        ([image(0), image(1), image(2), image(3)], [target(i, 3) for i in range(4)]),
+        (torch.stack([image(0), image(1)]), [target(0, 2), target(1, 2)]),
+        {"x": [torch.ones(2, 7), torch.ones(2, 7)], "y": torch.ones(2)},
+        [{"x": X}, {"x": X}],
+        [[X[:3], X[:1]], [X[:4], X[:2]]],
+    ],
+)
+def test_what_may_be_either_is_refused_where_it_is_split(batch):
+    whole = batch_size(batch)
+    assert split(batch, [whole]) == [batch]
+    with pytest.raises(UsageError, match=r"samples, or \d columns of \d.*size=lambda.*split=lambda"):
+        split(batch, [1] * whole)
+
+
+def test_what_to_give_when_the_size_cannot_be_told_is_enough():
+    class Batch:
+        def __init__(self, x):
+            self.x = x
+
+    with pytest.raises(UsageError, match=re.escape("both size=lambda batch: ..., which")):
+        batch_size(Batch(X))
+
+
+def test_a_defaultdict_stays_one():
+    batch = defaultdict(list, x=X)
+    part = split(batch, [2, 3])[0]
+    assert part["nothing yet"] == []
+    assert list(batch) == ["x"], "the batch itself is as it was"
+
+
+def test_as_many_columns_as_samples():
+    parts = split([X[:2], X[2:4]], [1, 1])
+    assert [[x.tolist() for x in part] for part in parts] == [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
+
+
+def test_samples_that_have_nothing():
+    boxes = [[torch.ones(4)], [], [torch.zeros(4), torch.ones(4)]]
+    assert split({"x": X[:3], "boxes": boxes}, [2, 1])[0]["boxes"] == boxes[:2]

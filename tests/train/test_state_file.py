@@ -1,0 +1,174 @@
+"""Files of states: whole or not there, and plain."""
+
+import fcntl
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.errors import FileFormatError, UsageError
+from memfit.train.resume import state_file
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    state_file.save({"version": 1}, path)
+
+    def torn(value, file):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="No space left"):
+        state_file.save({"version": 2}, path)
+    assert state_file.load(path) == {"version": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    with (tmp_path / ".state.partial").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="Another process is saving"):
+            state_file.save({"version": 1}, tmp_path / "state")
+    state_file.save({"version": 1}, tmp_path / "state")
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit():
+    """The whole of it, 50 kills: python benchmarks/killed.py"""
+    script = Path(__file__).parents[2] / "benchmarks" / "killed.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "8"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 kills" in done.stdout
+    assert "0 unfinished files left" in done.stdout
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"version": Evil()}, 2)],
+)
+def test_what_is_no_state_is_refused(tmp_path, content, capsys):
+    (tmp_path / "state").write_bytes(content)
+    with pytest.raises(FileFormatError, match="Cannot resume from"):
+        state_file.load(tmp_path / "state")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bit_that_changed_is_found(tmp_path):
+    """PyTorch would load it: the parameter is another."""
+    path = tmp_path / "state"
+    state_file.save({"version": 1, "parameter": torch.full((64,), 1.5)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((64,), 1.5).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path)["parameter"][0] != 1.5
+    with pytest.raises(FileFormatError, match="or damaged"):
+        state_file.load(path)
+
+
+def test_something_else_is_refused(tmp_path):
+    torch.save({"model": {}}, tmp_path / "state")
+    with pytest.raises(FileFormatError, match="something else"):
+        state_file.load(tmp_path / "state")
+    with pytest.raises(FileNotFoundError):
+        state_file.load(tmp_path / "nothing")
+
+
+def test_random_numbers_go_on_where_they_were():
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002, S311
+
+    kept = state_file.random_state()
+    first = draw()
+    state_file.set_random_state(kept)
+    assert draw() == first
+
+
+class WithExtra(nn.Linear):
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def engine(lr=0.1, extra=None, callbacks=()):
+    torch.manual_seed(0)
+    model = WithExtra(4, 1)
+    model.extra = extra
+    return memfit.Engine(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        loss=lambda model, data: model(data).square().mean(),
+        callbacks=callbacks,
+    )
+
+
+def test_numbers_of_numpy_s_are_saved_and_read(tmp_path):
+    def run():
+        metric = memfit.EarlyStopping(lambda engine: np.mean([1.0, 2.0]))
+        extra = {"scale": np.float32(1.5), "seen": [np.int64(3), (np.bool_(True),)]}
+        return engine(np.logspace(-3, -1, 3)[1], extra, [metric])
+
+    first, again = run(), engine(callbacks=[memfit.EarlyStopping(lambda engine: 0.0)])
+    first.fit([torch.ones(4, 4)], epochs=2)
+    first.save(tmp_path / "run")
+    assert type(first.optimizer.param_groups[0]["lr"]) is np.float64, "the run's own are as they were"
+    again.load(tmp_path / "run")
+    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert again.model.extra == {"scale": 1.5, "seen": [3, (True,)]}
+    assert again.callbacks[0].best == 1.5
+    assert type(first.callbacks[0].best) is float
+
+
+@pytest.mark.parametrize(
+    ("extra", "place"),
+    [
+        (Path("x"), r"state\['model'\]\['_extra_state'\] is a pathlib\.\w+"),
+        ({"a": [1, Evil()]}, r"\['_extra_state'\]\['a'\]\[1\] is a .*test_state\.Evil"),
+        ({"a": np.longdouble(1)}, r"\['_extra_state'\]\['a'\] is a numpy\.longdouble"),
+        ({"a": np.zeros(3)}, r"\['_extra_state'\]\['a'\] is a numpy\.ndarray"),
+    ],
+)
+def test_what_could_not_be_read_is_refused_when_it_is_saved(extra, place, tmp_path):
+    engine().save(tmp_path / "run")
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(UsageError, match=f"Cannot save the run: .*{place}"):
+        engine(extra=extra).save(tmp_path / "run")
+    assert (tmp_path / "run").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_pytorch_s_schedulers_keep_is_plain(tmp_path):
+    def run():
+        made = engine()
+        milestones = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, list(np.arange(2, 8, 2)), gamma=0.5)
+        made.scheduler = made._accounts.update.scheduler = milestones
+        return made
+
+    first, again = run(), run()
+    first.fit([torch.ones(4, 4)] * 3)
+    first.save(tmp_path / "run")
+    again.load(tmp_path / "run")
+    assert again.scheduler.milestones == {2: 1, 4: 1, 6: 1}
+    for one in (first, again):
+        one.step(torch.ones(4, 4))
+    assert again.scheduler.get_last_lr() == first.scheduler.get_last_lr() == [0.025]
