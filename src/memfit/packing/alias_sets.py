@@ -64,14 +64,15 @@ class AliasSet:
     """Bytes."""
     device: str
     given: bool
-    """Whether it is not the graph's own, as ``Value.given``."""
+    """Whether it is not the graph's own, as ``GraphValue.given``."""
 
 
 def alias_sets(flow: Dataflow) -> tuple[AliasSet, ...]:
     """Return the alias sets of a graph, in the order of their first values.
 
     >>> from memfit.records import GraphValue
-    >>> linear, view = (Value(name, at, at + 2, 64, "cpu", given=False) for at, name in enumerate("ab"))
+    >>> linear = GraphValue("a", 0, 2, 64, "cpu", given=False)
+    >>> view = GraphValue("b", 1, 3, 64, "cpu", given=False)
     >>> [(found.names, found.begin, found.end) for found in alias_sets(Dataflow((linear, view), ((1, 0),)))]
     [(('a', 'b'), 0, 3)]
     """
