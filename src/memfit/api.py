@@ -9,27 +9,23 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from msgspec.structs import replace
-
 from memfit.allocator.requests import requests
 from memfit.allocator.timeline import timeline
 from memfit.analysis import summary
-from memfit.analysis.advice import Change, Trial, advised
+from memfit.analysis.advice import advised
 from memfit.analysis.allocator_comparison import Comparison, compare
 from memfit.analysis.attribution import attribute
 from memfit.analysis.explanation import explanation
 from memfit.analysis.location import how_sure
 from memfit.analysis.run_difference import Difference, difference
-from memfit.atomic_files import write_bytes
+from memfit.atomic_files import check_output, write_bytes
 from memfit.card.context import keep_context, measure_context
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
-from memfit.errors import TargetError, UsageError
 from memfit.ghost.doctor import Check, checks
 from memfit.packing import best_packing
 from memfit.packing.best_packing import Packing
@@ -37,7 +33,7 @@ from memfit.packing.csv_table import packed_table, read_buffers
 from memfit.packing.graph_packing import pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.run_packing import pack_run
-from memfit.records import DryRun, GroupBy, Machine, Note, Provenance, ScriptEnd, Trace
+from memfit.records import DryRun, GroupBy, Machine, Trace
 from memfit.report import export
 from memfit.report.estimate import Estimate
 from memfit.report.html import page
@@ -46,11 +42,10 @@ from memfit.report.terminal.explanation import Explained
 from memfit.report.terminal.packing import PackedModule, PackedRun
 from memfit.report.terminal.run_difference import Differing
 from memfit.report.terminal.summary import Answer
-from memfit.run.ghost_options import ghost_settings
-from memfit.run.parent import Progress, check_output, check_script
-from memfit.run.settings import ChildSettings
-from memfit.run.traced import traced
-from memfit.strategies.trial_run import run_again
+from memfit.run.ghost_settings import ghost_settings
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress, run_script, script_command
+from memfit.strategies.trial_run import trial_runner
 from memfit.trace.snapshot import read_snapshot, write_snapshot
 from memfit.trace.trace_file import is_trace, read_trace
 
@@ -81,14 +76,6 @@ __all__ = [
     "write_bytes",
     "write_snapshot",
 ]
-
-STEPS = 3
-"""Training steps of a dry run: the first makes the optimizer's state, the second shows the peak with
-it, the third shows whether anything still grows."""
-_LOSS_CALLED = (
-    "The loss was called as loss(model, inputs), to run the forward itself; one of (output, target) is "
-    "given as a criterion: loss=nn.MSELoss(), inputs=(x, target)."
-)
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -144,29 +131,25 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
-    command = _checked(script, arguments, module=module, steps=steps, output=output)
-    ghost = functools.partial(
-        ghost_settings,
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        labels=labels,
+        stdout_to_stderr=stdout_to_stderr,
         gpu=gpu,
+        memory=memory,
         in_use=in_use,
         values=values,
         host_memory=host_memory,
         weights=weights,
         workspaces=workspaces,
     )
-    settings = ChildSettings(ghost(memory=memory), module, steps, labels, stdout_to_stderr)
-    trace = traced(command, settings, output, on_progress)
+    command = script_command(script, arguments, options, output)
+    trace = run_script(command, options, ghost_settings(options), output, on_progress)
     found = summarize(trace)
     if advise:
-        roomy = replace(settings, ghost=ghost(memory=NO_LIMIT))
-
-        def again(change: Change, what: str) -> Trial | ScriptEnd:
-            def show(progress: Progress) -> None:
-                on_progress(dataclasses.replace(progress, trying=what))
-
-            return run_again(command, roomy, change, show)
-
-        found = advised(trace, found, again)
+        unlimited = dataclasses.replace(options, memory=NO_LIMIT)
+        found = advised(trace, found, trial_runner(command, unlimited, on_progress))
     if html is not None:
         write_html(trace, found, html)
     return found
@@ -206,10 +189,10 @@ def record(  # noqa: PLR0913 - one parameter an option
 
     >>> result = record("train.py", ["--batch-size", "8"])  # doctest: +SKIP
     """
-    command = _checked(script, arguments, module=module, steps=steps, output=output)
+    options = RunOptions(module=module, steps=steps, labels=labels, stdout_to_stderr=stdout_to_stderr)
+    command = script_command(script, arguments, options, output)
     find_card(f"record {command[0]}")
-    settings = ChildSettings(None, module, steps, labels, stdout_to_stderr)
-    return summarize(traced(command, settings, output, on_progress))
+    return summarize(run_script(command, options, None, output, on_progress))
 
 
 def estimate(  # noqa: PLR0913 - one parameter an option
@@ -267,39 +250,13 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
     (True, 4198400)
     """
-    from torch.nn import Module
-
+    from memfit.estimating.ghost_runner import GhostRunner
     from memfit.estimating.serialise import job_of, pack
 
-    packed = pack(job_of(model, inputs, loss, optimizer, steps))
-
-    def run(gpu: str, memory: int | None) -> DryRun:
-        with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
-            Path(file.name).write_bytes(packed.data)
-            done = dry_run(
-                "memfit.estimating.training_script",
-                [file.name],
-                module=True,
-                gpu=gpu,
-                memory=memory,
-                in_use=in_use,
-                steps=steps,
-                values=values,
-            )
-        if done.end.reason == "interrupted":
-            raise KeyboardInterrupt
-        if done.end.reason == "exception":
-            gaps = " ".join(note.text for note in done.notes if note.sizes)
-            where = f" ({done.end.where})" if done.end.where else ""
-            called = "" if loss is None or isinstance(loss, Module) else f" {_LOSS_CALLED}"
-            raise TargetError(
-                f"The model failed on the ghost{where}: {done.end.exception}.{called} {gaps}".rstrip()
-            )
-        notes = tuple(Note(Provenance.ASSUMED, text) for text in packed.notes)
-        return dataclasses.replace(done, command=(packed.name,), notes=(*notes, *done.notes))
-
+    run_job = functools.partial(dry_run, module=True, in_use=in_use, steps=steps, values=values)
+    run = GhostRunner(pack(job_of(model, inputs, loss, optimizer, steps)), run_job)
     first = run(gpu, memory)
-    # Where it does not fit, what it needs in all is still worth knowing, and takes one more run.
+    # The total of a model that does not fit takes one more run, with unlimited memory.
     return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)
 
 
@@ -525,16 +482,3 @@ def pack_table(
 def diagnose() -> tuple[Check, ...]:
     """Look at everything memfit needs, and say of each whether it is here and what would mend it."""
     return checks()
-
-
-def _checked(
-    script: str | Path, arguments: Sequence[str], *, module: bool, steps: int | None, output: Path | None
-) -> tuple[str, ...]:
-    """Refuse what cannot be run, before anything is built; return the script's ``sys.argv``."""
-    if steps is not None and steps < 1:
-        raise UsageError(f"steps must be at least 1, not {steps}.")
-    command = (str(script), *arguments)
-    check_script(command, module=module)
-    if output is not None:
-        check_output(output)
-    return command

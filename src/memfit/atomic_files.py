@@ -1,4 +1,4 @@
-"""Write a file whole or not at all."""
+"""Write a file whole or not at all, and check early that it can be written."""
 
 import os
 import secrets
@@ -39,6 +39,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         if isinstance(error, OSError):
             raise _cannot_write(path, error) from None
         raise
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        UsageError: its folder does not exist or is not writable, or the path is a folder.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"Cannot write {path}: its folder does not exist.")
+    if path.is_dir():
+        raise UsageError(f"Cannot write {path}: it is a folder.")
+    if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"Cannot write {path}: its folder is not writable.")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

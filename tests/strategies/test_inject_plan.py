@@ -13,7 +13,7 @@ from memfit.analysis.advice import Change, Trial
 from memfit.errors import TargetError
 from memfit.recording.hooks import LiftedHooks
 from memfit.records import ScriptEnd
-from memfit.run.settings import ChildSettings
+from memfit.run.options import RunOptions
 from memfit.strategies import inject_plan, trial_run
 from memfit.strategies.inject_plan import Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
@@ -87,19 +87,19 @@ def run_again(monkeypatch):
     """Return a function that runs a script again, whose run ends in a way."""
 
     def run(end, models="Net\nNet\n"):
-        def traced(command, settings, _output, _on_progress):
+        def run_script(command, options, _ghost, _output, _on_progress):
             if isinstance(end, TargetError):
                 raise end
-            assert settings.module
+            assert options.module
             assert command[2:] == ("train.py", "--fast")
             told = json.decode(command[1], type=Intervention)
             assert (told.strategies, told.fused, told.module) == (("offload",), True, False)
             Path(told.models).write_text(models)
             return trace_of((), end=end)
 
-        monkeypatch.setattr(trial_run, "traced", traced)
-        settings = ChildSettings(None, False, 3, labels=True, stdout_to_stderr=False)
-        return trial_run.run_again(("train.py", "--fast"), settings, Change(("offload",), fused=True), print)
+        monkeypatch.setattr(trial_run, "run_script", run_script)
+        change = Change(("offload",), fused=True)
+        return trial_run.run_again(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run
 

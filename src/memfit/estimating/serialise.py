@@ -85,8 +85,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A job that is ready to travel."""
+class PackedModel:
+    """A model and its training step, serialised."""
 
     data: bytes
     """What ``unpack`` reads."""
@@ -94,6 +94,8 @@ class Packed:
     """What the estimate is of, as its summary names it."""
     notes: tuple[str, ...]
     """What was assumed."""
+    calls_loss: bool
+    """Whether the loss is a function of ``(model, inputs)``."""
 
 
 def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> Job:
@@ -149,7 +151,7 @@ def _steps_alone(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack(job: Job) -> Packed:
+def pack(job: Job) -> PackedModel:
     """Pack a job.
 
     Raises:
@@ -169,7 +171,8 @@ def pack(job: Job) -> Packed:
         ) from None
     assumed = {_NO_LOSS: job.loss is None and job.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)
-    return Packed(file.getvalue(), f"memfit.estimate({type(job.model).__name__})", notes)
+    calls_loss = job.loss is not None and not isinstance(job.loss, torch.nn.Module)
+    return PackedModel(file.getvalue(), f"memfit.estimate({type(job.model).__name__})", notes, calls_loss)
 
 
 def unpack(data: bytes) -> tuple[Job, list[torch.nn.Module]]:

@@ -16,8 +16,10 @@ from memfit.card.outside_allocator import Outside
 from memfit.devices import find_device, refusal
 from memfit.ghost.load import Ghost, load
 from memfit.ghost.patching.after_import import after_import
+from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.records import DeviceUse, Figure, Machine, Provenance
+from memfit.run.options import RunOptions
 from memfit.run.settings import GhostSettings
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ class OnGhost:
         GhostError: it cannot be loaded, or refuses the configuration.
     """
 
-    def __init__(self, settings: GhostSettings) -> None:
+    def __init__(self, settings: GhostSettings, options: RunOptions) -> None:
         self._settings = settings
+        self._options = options
         self._recorder: Recorder | None = None
         self._values: Values | None = None
         self._host: Host | None = None
@@ -74,7 +77,7 @@ class OnGhost:
             count=settings.devices,
             in_use=context + settings.device.in_use,
             own=context,
-            workspaces=settings.workspaces,
+            workspaces=WorkspaceSource(options.workspaces),
         )
         # Now, not when torch has been imported: this may be what imports it.
         after_import(_LOADER, self._watch_loading)
@@ -85,12 +88,12 @@ class OnGhost:
         from memfit.ghost.values import gpu_reads
 
         self._recorder = recorder
-        choices = gpu_reads.ValueChoices.parse(self._settings.values)
+        choices = gpu_reads.ValueChoices.parse(self._options.values)
         self._values = gpu_reads.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
         caches = cache_folder("compiled")
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
-        if self._settings.host_memory:
+        if self._options.host_memory:
             from memfit.ghost.host_memory import skip_filling
 
             self._host = skip_filling.install(recorder.note)
@@ -106,7 +109,7 @@ class OnGhost:
 
         if self._recorder is not None:
             pretrained_weights.install(
-                sys.modules[_LOADER], self._recorder.note, never=not self._settings.weights
+                sys.modules[_LOADER], self._recorder.note, never=not self._options.weights
             )
 
     def refusal(self) -> str:

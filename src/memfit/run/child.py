@@ -34,7 +34,7 @@ PATIENCE = 5.0  # seconds for the threads of a script that was ended under them
 class Report:
     """Lines of JSON to the parent, over a pipe: progress at most ten times a second, and the end."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._last = 0.0
 
@@ -60,12 +60,12 @@ class Report:
         self._write({"end": end, "traced": traced})
 
     def _write(self, line: dict[str, object]) -> None:
-        if self._descriptor < 0:
+        if self._descriptor is None:
             return
         try:
             os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
         except OSError:
-            self._descriptor = -1  # nobody is listening any more
+            self._descriptor = None  # the parent has gone
 
 
 class Run:
@@ -87,12 +87,12 @@ class Run:
 
         from memfit.recording.recorder import Recorder
 
-        settings = self._settings
+        options = self._settings.options
         torch.cuda._lazy_call(self._check_ground)  # type: ignore[no-untyped-call]
         recorder = Recorder(
             self._ground.ghost,
-            settings.steps,
-            labels=settings.labels,
+            options.steps,
+            labels=options.labels,
             on_change=self._changed,
             end_now=lambda: self.finish(ScriptEnd("steps", 0)),
         )
@@ -113,7 +113,7 @@ class Run:
         """Run the script, and say how it ended; its own traceback goes to standard error."""
         threading.excepthook = _quiet_excepthook(threading.excepthook)
         try:
-            run_as_main(self._command, module=self._settings.module)
+            run_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - whatever a script can raise is an end of it
             self._last = error  # its frames keep the script's objects alive until they were asked
             end = end_of(error)
@@ -154,7 +154,7 @@ class Run:
             self._ground.stepped()
 
     def _enough(self) -> bool:
-        wanted = self._settings.steps
+        wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
     def _write_trace(self, end: ScriptEnd) -> bool:
@@ -175,10 +175,10 @@ def main() -> None:
     _, text, *command = sys.argv
     settings = read_settings(text)
     faulthandler.enable()
-    if settings.stdout_to_stderr:
+    if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
     try:
-        ground = OnCard() if settings.ghost is None else OnGhost(settings.ghost)
+        ground = OnCard() if settings.ghost is None else OnGhost(settings.ghost, settings.options)
     except MemfitError as error:
         Report(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         os._exit(error.exit_code)

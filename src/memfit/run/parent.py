@@ -12,7 +12,8 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,13 @@ from types import FrameType
 
 import msgspec
 
+from memfit.atomic_files import check_output
 from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
 from memfit.python_command import python_code
-from memfit.records import ScriptEnd
-from memfit.run.settings import ChildSettings, write_settings
+from memfit.records import ScriptEnd, Trace
+from memfit.run.options import RunOptions
+from memfit.run.settings import ChildSettings, GhostSettings, write_settings
+from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
 POLL = 0.1  # seconds between two looks at the process
@@ -54,29 +58,66 @@ class _Line(msgspec.Struct):
 
 
 def run_script(
-    command: tuple[str, ...], settings: ChildSettings, on_progress: Callable[[Progress], None]
-) -> ScriptEnd:
-    """Run a script in a process of its own, on the ghost or on this machine's GPU.
+    command: tuple[str, ...],
+    options: RunOptions,
+    ghost: GhostSettings | None,
+    output: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> Trace:
+    """Run a script in a process of its own and return its trace.
 
     Args:
         command: the script (or module) and its arguments: its ``sys.argv``.
-        settings: how to run it; ``progress`` is filled in here.
-        on_progress: called about ten times a second, also when nothing new is known.
-
-    Returns:
-        How the script ended. The trace is at ``settings.output``.
+        options: how to run it.
+        ghost: what ``ghost_settings(options)`` returned; None runs on this machine's GPU.
+        output: where to keep the trace; None keeps no file.
+        on_progress: called about ten times a second, with or without news.
 
     Raises:
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
-            the device asked for.
-        UsageError: the trace cannot be written where it was to go.
+            the requested device.
+        UsageError: the trace cannot be written to ``output``.
     """
-    reader, writer = os.pipe()
-    try:
-        with _interrupts_left_to_the_script():
-            line = _talk(command, settings, reader, writer, on_progress)
-    finally:
-        os.close(reader)
+    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+        path = output if output is not None else Path(folder) / "run.memfit"
+        reader, writer = os.pipe()
+        try:
+            with _interrupts_left_to_the_script():
+                settings = ChildSettings(options, ghost, str(path.absolute()), writer)
+                _check_end(command[0], _talk(command, settings, reader, on_progress))
+        finally:
+            os.close(reader)
+        return read_trace(path)
+
+
+def script_command(
+    script: str | Path, arguments: Sequence[str], options: RunOptions, output: Path | None
+) -> tuple[str, ...]:
+    """Return the script's ``sys.argv``, checked before anything is built or run.
+
+    Raises:
+        UsageError: there is no such script, the trace cannot be written to ``output``, or ``steps`` is out
+            of range.
+    """
+    if options.steps is not None and options.steps < 1:
+        raise UsageError(f"steps must be at least 1, not {options.steps}.")
+    command = (str(script), *arguments)
+    if not options.module:
+        _check_script(Path(command[0]))
+    if output is not None:
+        check_output(output)
+    return command
+
+
+def _check_script(path: Path) -> None:
+    if not path.exists():
+        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
+
+
+def _check_end(script: str, line: _Line) -> None:
+    """Raise unless the script's process wrote a trace."""
     if line.end is None:
         raise AssertionError  # _talk raises in that case
     if line.end.reason == "refused":
@@ -84,55 +125,22 @@ def run_script(
     if not line.traced and line.end.reason == "interrupted":
         raise KeyboardInterrupt
     if not line.traced:
-        raise TargetError(_never_used(command[0], line.end))
-    return line.end
-
-
-def check_script(arguments: tuple[str, ...], *, module: bool) -> None:
-    """Refuse a script that is not there, before anything is built.
-
-    Raises:
-        UsageError: no such file, or not a Python file or folder.
-    """
-    if module:
-        return
-    path = Path(arguments[0])
-    if not path.exists():
-        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
-
-
-def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is run.
-
-    Raises:
-        UsageError: its folder is not there or not writable, or it is a folder itself.
-    """
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"Cannot write {path}: its folder does not exist.")
-    if path.is_dir():
-        raise UsageError(f"Cannot write {path}: it is a folder.")
-    if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"Cannot write {path}: its folder is not writable.")
+        raise TargetError(_never_used(script, line.end))
 
 
 def _talk(
     command: tuple[str, ...],
     settings: ChildSettings,
     reader: int,
-    writer: int,
     on_progress: Callable[[Progress], None],
 ) -> _Line:
-    settings = msgspec.structs.replace(settings, progress=writer)
     text = write_settings(settings)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
-        pass_fds=(writer,),
+        pass_fds=(settings.progress,),
     )
-    os.close(writer)
+    os.close(settings.progress)
     last = _Line()
     try:
         for line in _lines(reader, process):

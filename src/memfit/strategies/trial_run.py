@@ -2,25 +2,42 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from msgspec import json
-from msgspec.structs import replace
 
-from memfit.analysis.advice import Change, Trial, completed
+from memfit.analysis.advice import Change, Run, Trial, completed
 from memfit.errors import MemfitError
 from memfit.records import ScriptEnd
-from memfit.run.parent import Progress
-from memfit.run.settings import ChildSettings
-from memfit.run.traced import traced
+from memfit.run.ghost_settings import ghost_settings
+from memfit.run.options import RunOptions
+from memfit.run.parent import Progress, run_script
+from memfit.run.settings import GhostSettings
 from memfit.strategies.inject_plan import Intervention
 
 _UNATTENDED = "memfit.strategies.inject_plan"
 
 
+def trial_runner(
+    command: tuple[str, ...], options: RunOptions, on_progress: Callable[[Progress], None]
+) -> Run:
+    """Return the function with which ``advised`` runs a script under a change."""
+    ghost = ghost_settings(options)
+
+    def run(change: Change, what: str) -> Trial | ScriptEnd:
+        def show(progress: Progress) -> None:
+            on_progress(replace(progress, trying=what))
+
+        return run_again(command, options, ghost, change, show)
+
+    return run
+
+
 def run_again(
     command: tuple[str, ...],
-    settings: ChildSettings,
+    options: RunOptions,
+    ghost: GhostSettings,
     change: Change,
     on_progress: Callable[[Progress], None],
 ) -> Trial | ScriptEnd:
@@ -28,7 +45,8 @@ def run_again(
 
     Args:
         command: the script's ``sys.argv``.
-        settings: as for a run of the script alone.
+        options: as for a run of the script alone.
+        ghost: what ``ghost_settings(options)`` returned.
         change: what it is run with.
         on_progress: as for ``run_script``.
 
@@ -41,11 +59,12 @@ def run_again(
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         models = Path(folder) / "models"
         models.touch()
-        told = Intervention(settings.module, change.strategies, change.fused, str(models))
+        told = Intervention(options.module, change.strategies, change.fused, str(models))
         try:
-            trace = traced(
+            trace = run_script(
                 (_UNATTENDED, json.encode(told).decode(), *command),
-                replace(settings, module=True),
+                replace(options, module=True),
+                ghost,
                 None,
                 on_progress,
             )

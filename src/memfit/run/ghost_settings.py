@@ -1,4 +1,4 @@
-"""From the options of a dry run to what its process is told of the ghost."""
+"""From the options of a dry run to the settings of its ghost."""
 
 import itertools
 import os
@@ -12,32 +12,23 @@ from memfit.ghost.load import GhostDevice
 from memfit.ghost.values.value_options import ValueChoices
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
+from memfit.run.options import RunOptions
 from memfit.run.settings import GhostSettings
 
 
-def ghost_settings(
-    *,
-    gpu: str,
-    memory: int | None,
-    in_use: int,
-    values: str,
-    host_memory: bool,
-    weights: bool,
-    workspaces: str,
-) -> GhostSettings:
-    """Check what ``api.dry_run`` was given about the GPU, and build the ghost.
-
-    The arguments are those of ``api.dry_run``.
+def ghost_settings(options: RunOptions) -> GhostSettings:
+    """Check the options that concern the GPU, and build the ghost.
 
     Raises:
-        UsageError: one of them is not what it should be, or nothing is left to measure in.
-        MemfitError: no such device, or torch or the platform does not serve.
+        UsageError: an option is out of range, or leaves no memory to measure in.
+        MemfitError: there is no such device, or torch or the platform cannot run the ghost.
     """
+    memory, in_use = options.memory, options.in_use
     _check_bytes(memory=memory, in_use=in_use)
-    ValueChoices.parse(values)
-    if workspaces not in tuple(WorkspaceSource):
-        raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {workspaces!r}.")
-    device = find_device(gpu)
+    ValueChoices.parse(options.values)
+    if options.workspaces not in tuple(WorkspaceSource):
+        raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {options.workspaces!r}.")
+    device = find_device(options.gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = kept_context(device, find_torch().version) or Figure(
         device.context_bytes, Provenance.ASSUMED, device.sources["context_bytes"]
@@ -53,10 +44,6 @@ def ghost_settings(
         stands_for=GhostDevice.of(device, total.bytes),
         device=DeviceUse(device.name, total, context, in_use),
         devices=devices,
-        values=values,
-        host_memory=host_memory,
-        weights=weights,
-        workspaces=WorkspaceSource(workspaces),
     )
 
 

@@ -1,0 +1,48 @@
+"""Run a packed model on the ghost, and turn what its script raised into an answer about the model."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memfit.errors import TargetError
+from memfit.estimating.serialise import PackedModel
+from memfit.records import DryRun, Note, Provenance
+
+_LOSS_CALL = (
+    "The loss was called as loss(model, inputs), so that it runs the forward itself. For a loss that takes "
+    "(output, target), pass a criterion: loss=nn.MSELoss(), inputs=(x, target)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GhostRunner:
+    """Runs a model's training step on the ghost of any GPU; ``Estimate`` keeps it for ``fits(gpu)``."""
+
+    model: PackedModel
+    dry_run: Callable[..., DryRun]
+    """``memfit.dry_run`` with the options of the estimate."""
+
+    def __call__(self, gpu: str, memory: int | None) -> DryRun:
+        """Run on a GPU, by name, with so many bytes; None for that GPU's own memory.
+
+        Raises:
+            TargetError: the model, the loss or the optimizer failed on the ghost.
+            UsageError: there is no such GPU.
+        """
+        with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
+            Path(file.name).write_bytes(self.model.data)
+            script = "memfit.estimating.training_script"
+            result = self.dry_run(script, [file.name], gpu=gpu, memory=memory)
+        if result.end.reason == "interrupted":
+            raise KeyboardInterrupt
+        if result.end.reason == "exception":
+            raise TargetError(self._failure(result))
+        notes = tuple(Note(Provenance.ASSUMED, text) for text in self.model.notes)
+        return replace(result, command=(self.model.name,), notes=(*notes, *result.notes))
+
+    def _failure(self, result: DryRun) -> str:
+        gaps = " ".join(note.text for note in result.notes if note.sizes)
+        where = f" ({result.end.where})" if result.end.where else ""
+        called = f" {_LOSS_CALL}" if self.model.calls_loss else ""
+        return f"The model failed on the ghost{where}: {result.end.exception}.{called} {gaps}".rstrip()

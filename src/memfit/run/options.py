@@ -1,0 +1,40 @@
+"""The options of a run, each described once: the CLI and ``api.py`` fill them in, the child reads them."""
+
+from dataclasses import dataclass
+
+from memfit.devices import DEFAULT
+
+STEPS = 3
+"""Training steps of a run by default: the first creates the optimizer's state, the second shows the peak with
+that state, the third shows whether memory still grows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run a script. A recording on a GPU uses the first four; a dry run on the ghost uses all."""
+
+    module: bool = False
+    """The command names a module, as after ``python -m``, not a file."""
+    steps: int | None = STEPS
+    """Training steps after which memfit ends the script; None lets the script run to its end."""
+    labels: bool = True
+    """Record modules and phases. The figures are the same without."""
+    stdout_to_stderr: bool = False
+    """Send the script's standard output to standard error: memfit's own result goes to standard output."""
+
+    gpu: str = DEFAULT
+    """Name of a device in the table (``memfit gpus``), or of a MIG slice of one."""
+    memory: int | None = None
+    """Bytes of device memory; None for the memory of ``gpu``."""
+    in_use: int = 0
+    """Bytes of device memory that other processes hold."""
+    values: str = ""
+    """What the ghost returns when the script reads a GPU value, as ``ValueChoices.parse`` reads it."""
+    host_memory: bool = True
+    """Skip the filling of large CPU tensors, so that their pages take no host memory."""
+    weights: bool = True
+    """Load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this machine,
+    and with False all of them, are synthesized from their configuration."""
+    workspaces: str = "cudnn"
+    """Where the sizes of cuDNN's workspaces come from, a ``WorkspaceSource``: ``cudnn`` (the installed cuDNN,
+    or the rules where it cannot answer), ``rules``, or ``none`` (0 bytes)."""
