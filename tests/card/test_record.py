@@ -55,7 +55,7 @@ def test_the_trace_is_kept_and_never_overwritten_unasked(record, tmp_path):
     assert "memfit explain run.memfit" in first.err
     again = record(STEPS)
     assert again.code == 2
-    assert "run.memfit is there already" in again.err
+    assert "run.memfit already exists" in again.err
     assert trace.read_bytes() == before
 
 

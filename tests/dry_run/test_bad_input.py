@@ -45,7 +45,7 @@ def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
         (("--values", "float=blue", "script.py"), 2, "float"),
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
-        ((), 2, "Which script"),
+        ((), 2, "No script given"),
         (("script.py",), 3, "never used the GPU"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the command line prints, and where: results to standard output, progress to standard error."""
+"""What the commands print, and where: results on standard output, progress on standard error."""
 
 import sys
 import time
@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.errors import TargetError
+from memfit.errors import INTERRUPTED, TargetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
+    from memfit.analysis.allocator_comparison import Comparison
     from memfit.analysis.explanation import Explanation
     from memfit.analysis.run_difference import Difference
     from memfit.packing.best_packing import Packing
@@ -21,55 +22,67 @@ if TYPE_CHECKING:
     from memfit.run.parent import Progress
 
 
-AGAIN = "memfit: to try advice the script runs again, silently, without input; it writes its files again."
+RERUNS = (
+    "memfit: to try its advice, memfit runs the script again, silently and without input. Each run writes "
+    "the script's output files again."
+)
 
 
-def write(result: "DryRun", json: str | None) -> None:
-    """Print a summary, and write it as JSON if asked to; ``-`` is standard output, and no summary."""
+def write_result(result: "DryRun", json: str | None) -> None:
+    """Print a run's summary, and write it as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.schema.dry_run_schema import to_json, to_public
     from memfit.report.terminal.summary import print_summary
 
-    if not _written(to_json(to_public(result)), json):
+    if not _write_json(to_json(to_public(result)), json):
         print_summary(result, stdout())
 
 
-def write_explanation(found: "Explanation", json: str | None, by: str | None) -> None:
-    """Print an explanation, and write it as JSON if asked to; ``-`` is standard output, and nothing else.
+def write_explanation(explanation: "Explanation", json: str | None, by: str | None) -> None:
+    """Print an explanation, and write it as JSON if requested; with ``-``, print JSON only.
 
     Args:
-        found: what to print.
+        explanation: what to print.
         json: where JSON goes; None for nowhere.
-        by: what bytes are summed by in a table of their own.
+        by: what the table sums bytes by; None for the default tables.
     """
     from memfit.records import GroupBy
     from memfit.report.schema.dry_run_schema import explained, to_json
     from memfit.report.terminal.explanation import print_explanation
 
-    if not _written(to_json(explained(found)), json):
-        print_explanation(found, None if by is None else GroupBy(by), stdout())
+    if not _write_json(to_json(explained(explanation)), json):
+        print_explanation(explanation, None if by is None else GroupBy(by), stdout())
 
 
-def write_difference(found: "Difference", json: str | None) -> None:
-    """Print a difference, and write it as JSON if asked to; ``-`` is standard output, and nothing else."""
+def write_difference(difference: "Difference", json: str | None) -> None:
+    """Print a difference, and write it as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.terminal.run_difference import print_difference, to_json
 
-    if not _written(to_json(found), json):
-        print_difference(found, stdout())
+    if not _write_json(to_json(difference), json):
+        print_difference(difference, stdout())
 
 
-def write_packing(found: "Packing | Packed", capacity: int | None, json: str | None) -> None:
-    """Print a packing, and write it as JSON if asked to; ``-`` is standard output, and nothing else."""
+def write_comparison(comparison: "Comparison", json: str | None) -> None:
+    """Print allocator settings compared, and write them as JSON if requested; with ``-``, print JSON only."""
+    from memfit.report.schema.replay_schema import to_json
+    from memfit.report.terminal.allocator_comparison import print_comparison
+
+    if not _write_json(to_json(comparison), json):
+        print_comparison(comparison, stdout())
+
+
+def write_packing(packing: "Packing | Packed", capacity: int | None, json: str | None) -> None:
+    """Print a packing, and write it as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.schema.pack_schema import to_json
     from memfit.report.terminal.packing import print_packing
 
-    if not _written(to_json(found, capacity), json):
-        print_packing(found, capacity, stdout())
+    if not _write_json(to_json(packing, capacity), json):
+        print_packing(packing, capacity, stdout())
 
 
-def _written(content: bytes, json: str | None) -> bool:
-    """Write JSON to where it is wanted; say whether that is standard output, so that nothing else goes there.
+def _write_json(content: bytes, json: str | None) -> bool:
+    """Write JSON where it was requested; return whether that was standard output.
 
-    Before anything is printed: whoever reads that may stop at any line.
+    Before anything else is printed: a reader of standard output may close it at any line.
     """
     from memfit import api
 
@@ -83,26 +96,26 @@ def _written(content: bytes, json: str | None) -> bool:
 def exit_code(result: "DryRun", *, fail: bool) -> int:
     """Return the exit code of a run."""
     if "interrupted" in (result.end.reason, result.untried.reason if result.untried else ""):
-        return 130
+        return INTERRUPTED
     if result.end.reason == "exception" or (result.end.reason == "end" and result.end.exit_code):
         return TargetError.exit_code
     return 1 if fail and result.verdict != "fits" else 0
 
 
 def stdout() -> "Console":
-    """Return standard output, to print on."""
+    """Return a console that prints on standard output."""
     from rich.console import Console
 
     class Printer(Console):
         def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704 - the BrokenPipeError that rich is handling: main answers for it
+            raise  # noqa: PLE0704 - re-raise the BrokenPipeError that rich is handling: main() handles it
 
-    # What is piped is not wrapped: somebody may search it.
+    # Piped output is not wrapped, so that grep finds whole lines.
     return Printer(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
-def name_trace(output: Path) -> None:
-    """Say where the trace was kept."""
+def print_trace_path(output: Path) -> None:
+    """Print where the trace was saved."""
     from memfit.report.escape import inert
 
     print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
@@ -110,27 +123,31 @@ def name_trace(output: Path) -> None:
 
 @contextmanager
 def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
-    """Show how far a script is for as long as the block lasts."""
+    """Show a script's progress for as long as the block lasts.
+
+    Args:
+        steps: training steps after which memfit stops the script; None if it runs to its end.
+    """
     from memfit.report.terminal.progress_line import progress_line
 
-    begun = time.monotonic()
-    told = False
+    started = time.monotonic()
+    has_announced_reruns = False
     with progress_line() as show:
 
-        def tell(progress: "Progress") -> None:
-            nonlocal told
-            if progress.trying and not told:
-                told = True
-                print(AGAIN, file=sys.stderr, flush=True)
-            show(_state(progress, steps, begun))
+        def on_progress(progress: "Progress") -> None:
+            nonlocal has_announced_reruns
+            if progress.trying and not has_announced_reruns:
+                has_announced_reruns = True
+                print(RERUNS, file=sys.stderr, flush=True)
+            show(_progress_text(progress, steps, time.monotonic() - started))
 
-        yield tell
+        yield on_progress
 
 
-def _state(progress: "Progress", steps: int | None, since: float) -> str:
+def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> str:
     from memfit.units import format_gib
 
-    seconds = f"{time.monotonic() - since:.0f} s"
+    seconds = f"{elapsed:.0f} s"
     trying = f"trying: {progress.trying} · " if progress.trying else ""
     if not progress.peak:
         return f"memfit: {trying}starting · {seconds}"

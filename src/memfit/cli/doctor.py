@@ -1,0 +1,39 @@
+"""``memfit doctor``."""
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.cli.console import stdout
+
+
+def doctor(
+    *,
+    gaps: Annotated[bool, Parameter(negative="")] = False,
+    context: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Check that everything memfit needs is installed: PyTorch, a C compiler, the ghost.
+
+    Args:
+        gaps: List the CUDA functions that the ghost does not implement.
+        context: Measure, on this machine's GPU, what a process holds outside PyTorch's allocator and what
+            lowers it. Later dry runs for this GPU use the measured figure.
+    """
+    if context:
+        return _measure_context()
+    from memfit.api import diagnose
+    from memfit.report.terminal.doctor import print_diagnosis
+
+    return print_diagnosis(diagnose(), stdout(), details=gaps)
+
+
+def _measure_context() -> int:
+    from memfit import api
+    from memfit.report.terminal.context import print_context
+
+    report = api.measure_context()
+    print_context(report, stdout())
+    if saved := api.keep_context(report):
+        print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
+    return 0

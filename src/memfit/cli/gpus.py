@@ -1,0 +1,12 @@
+"""``memfit gpus``."""
+
+from memfit.cli.console import stdout
+
+
+def gpus() -> int:
+    """List the GPUs that the ghost can stand in for."""
+    from memfit.devices import all_devices
+    from memfit.report.terminal.devices import print_devices
+
+    print_devices(all_devices(), stdout())
+    return 0

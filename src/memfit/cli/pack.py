@@ -1,0 +1,52 @@
+"""``memfit pack``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.cli.console import write_packing
+from memfit.cli.options import OUTPUT, bytes_or_none
+from memfit.errors import UsageError
+
+
+def pack(
+    path: Path,
+    /,
+    *,
+    capacity: str | None = None,
+    seconds: float = 10.0,
+    csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+) -> int:
+    """Find the least memory a recorded step needs if every buffer gets a planned offset.
+
+    Args:
+        path: A trace (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle), or a table of
+            buffers (.csv) with the columns id, lower, upper and size: a buffer is live in [lower, upper).
+        capacity: Stop the search once the packing is within this size: 8GiB, or a number in the table's
+            units. By default memfit searches for the smallest packing.
+        seconds: Time limit of the search.
+        csv: Write each buffer with its offset to this file.
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with code 1 if the packing found is larger than the capacity.
+    """
+    from memfit import api
+    from memfit.report.terminal.progress_line import progress_line
+
+    if fail and capacity is None:
+        raise UsageError("--fail needs a capacity to compare with: add --capacity 8GiB.")
+    if csv is not None and csv.resolve() == path.resolve():
+        raise UsageError(f"--csv {csv} would overwrite the input. Name another file.")
+    for output in (None if json == "-" else json, csv):
+        if output is not None:
+            api.check_output(Path(output))
+    limit = bytes_or_none(capacity)
+    with progress_line() as show:
+        run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
+        packing = run(path, limit, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
+    if csv is not None:
+        api.write_bytes(csv, api.packed_table(packing.parts).encode())
+    write_packing(packing, limit, json)
+    return int(fail and limit is not None and packing.height > limit)

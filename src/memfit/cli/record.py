@@ -1,0 +1,67 @@
+"""``memfit record``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from memfit.cli.console import exit_code, print_trace_path, progress, write_result
+from memfit.cli.options import OUTPUT
+from memfit.errors import UsageError
+
+USAGE = (
+    "Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n       memfit record [OPTIONS] -m MODULE [ARGS...]"
+)
+
+
+def record(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
+    steps: int = 3,
+    to_end: Annotated[bool, Parameter(negative="")] = False,
+    output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
+    json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
+    fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
+    labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
+) -> int:
+    """Run a script on this machine's GPU and report the GPU memory it used.
+
+    The script really trains; memfit stops it after a few training steps. memfit records PyTorch's allocator
+    history, and reads from the driver what the process holds outside PyTorch's allocator. The trace is
+    saved; memfit explain reads it on any machine.
+
+    Args:
+        command: The script and its own arguments.
+        module: Run a module, as python -m does.
+        steps: Stop the script after this many training steps.
+        to_end: Let the script run to its end instead. Host memory grows with every allocation recorded.
+        output: Save the trace to this file. The default is run.memfit; memfit does not overwrite it unless
+            you name it with this option.
+        json: Write the result as JSON to this file, or - for standard output.
+        fail: Exit with code 1 if the script does not fit.
+        labels: Record modules and phases. Byte counts are the same without.
+    """
+    from memfit import api
+
+    if not command:
+        raise UsageError("No script given. Run memfit record SCRIPT.py [ARGS...], or use -m MODULE.")
+    trace = Path("run.memfit") if output is None else output
+    if output is None and trace.exists():
+        raise UsageError(f"{trace} already exists. Name another file with -o, or this one to overwrite it.")
+    if json is not None and json != "-":
+        api.check_output(Path(json))
+    step_limit = None if to_end else steps
+    with progress(step_limit) as show:
+        result = api.record(
+            command[0],
+            command[1:],
+            module=module,
+            steps=step_limit,
+            labels=labels,
+            output=trace,
+            stdout_to_stderr=json == "-",
+            on_progress=show,
+        )
+    write_result(result, json)
+    print_trace_path(trace)
+    return exit_code(result, fail=fail)
