@@ -1,5 +1,6 @@
-"""What may be imported where: the command line starts without torch, traces are read without it."""
+"""Which modules may import torch, and what the package exports."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,43 +10,6 @@ import pytest
 import memfit
 
 PACKAGE = Path(memfit.__file__).parent
-PUBLIC = {
-    "Accumulation",
-    "Callback",
-    "Checkpointing",
-    "Configuration",
-    "EarlyStopping",
-    "Engine",
-    "Job",
-    "LossScale",
-    "MemfitError",
-    "Offload",
-    "OptimizerState",
-    "Plan",
-    "Precision",
-    "ProgressBar",
-    "Saving",
-    "StepResult",
-    "apply",
-    "arena",
-    "auto_fp16",
-    "configure",
-    "diagnose",
-    "diff",
-    "dry_run",
-    "estimate",
-    "explain",
-    "force_fp32",
-    "pack",
-    "read",
-    "record",
-    "replay",
-    "revert",
-    "summarize",
-    "synthetic_batch",
-    "watch",
-    "write_snapshot",
-}
 
 NEEDS_TORCH = {
     "arenas",
@@ -70,8 +34,8 @@ def modules_without_torch():
             yield ".".join(parts).removesuffix(".__init__")
 
 
-def python(code):
-    """Run a piece of Python in a fresh interpreter and return what it printed."""
+def run_python(code):
+    """Run code in a fresh interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -82,8 +46,8 @@ def test_folders_that_need_torch_exist(folder):
     assert (PACKAGE / folder).is_dir()
 
 
-def test_modules_outside_these_folders_import_no_torch():
-    culprits = python(
+def test_modules_outside_these_folders_do_not_import_torch():
+    culprits = run_python(
         "import importlib, sys\n"
         f"for name in {list(modules_without_torch())}:\n"
         "    importlib.import_module(name)\n"
@@ -96,7 +60,7 @@ def test_modules_outside_these_folders_import_no_torch():
     "arguments", [["--help"], ["dry-run", "--help"], ["record", "--help"], ["--version"], ["gpus"]]
 )
 def test_the_command_line_answers_without_torch(arguments):
-    printed = python(
+    printed = run_python(
         "import sys\n"
         "from memfit.cli.main import main\n"
         f"sys.argv = ['memfit', *{arguments}]\n"
@@ -114,20 +78,29 @@ def test_python_m_memfit_is_the_same_command():
     assert "dry-run" in as_module
 
 
-def test_the_exported_names_are_exactly_the_public_list():
-    assert set(memfit.__all__) == PUBLIC | {"__version__"}
+def type_checkers_imports():
+    """Yield the name, its alias and its module of each import in memfit/__init__.py under TYPE_CHECKING."""
+    for statement in ast.parse((PACKAGE / "__init__.py").read_text()).body:
+        if isinstance(statement, ast.If):
+            for line in statement.body:
+                yield from ((name.name, name.asname, line.module) for name in line.names)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_an_exported_name_leads_to_memfits_own_code(name):
+def test_type_checkers_see_the_exported_names():
+    modules = memfit._MODULE_OF_NAME
+    assert sorted(type_checkers_imports()) == [(name, name, modules[name]) for name in memfit.__all__]
+
+
+@pytest.mark.parametrize("name", sorted({*memfit.__all__} - {"__version__"}))
+def test_an_exported_name_is_defined_in_memfit(name):
     assert getattr(memfit, name).__module__.startswith("memfit.")
 
 
-def test_a_name_that_is_not_exported_is_an_attribute_error():
+def test_a_name_that_is_not_exported_raises_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         memfit.no_such_name  # noqa: B018
 
 
-def test_importing_the_package_imports_nothing_else_of_it():
-    loaded = python("import memfit, sys; print(*(m for m in sys.modules if m.startswith('memfit.')))")
+def test_importing_memfit_imports_none_of_its_modules():
+    loaded = run_python("import memfit, sys; print(*(m for m in sys.modules if m.startswith('memfit.')))")
     assert loaded.split() == []

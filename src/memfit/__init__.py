@@ -8,112 +8,101 @@
 True
 """
 
+# ruff: noqa: I001 - one statement a module, aliases and all
+
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memfit.api import (
-        diagnose,
-        diff,
-        dry_run,
-        estimate,
-        explain,
-        pack,
-        read,
-        record,
-        replay,
-        summarize,
-        write_snapshot,
-    )
-    from memfit.arenas.arena import arena
-    from memfit.errors import MemfitError
-    from memfit.estimating.synthetic_batch import synthetic_batch
-    from memfit.strategies.accumulation import Accumulation
-    from memfit.strategies.apply import apply, revert
-    from memfit.strategies.checkpointing import Checkpointing
-    from memfit.strategies.configuration import Configuration, configure
-    from memfit.strategies.offload import Offload
-    from memfit.strategies.optimizer_state import OptimizerState
-    from memfit.strategies.plan import Plan
-    from memfit.strategies.precision import LossScale, Precision
-    from memfit.strategies.precision_decorators import auto_fp16, force_fp32
-    from memfit.train.callbacks import Callback, EarlyStopping, Saving
-    from memfit.train.engine import Engine
-    from memfit.train.job import Job
-    from memfit.train.progress_bar import ProgressBar
-    from memfit.train.step_result import StepResult
-    from memfit.versions import __version__
-    from memfit.watching.watch import watch
-
-__all__ = [
-    "Accumulation",
-    "Callback",
-    "Checkpointing",
-    "Configuration",
-    "EarlyStopping",
-    "Engine",
-    "Job",
-    "LossScale",
-    "MemfitError",
-    "Offload",
-    "OptimizerState",
-    "Plan",
-    "Precision",
-    "ProgressBar",
-    "Saving",
-    "StepResult",
-    "__version__",
-    "apply",
-    "arena",
-    "auto_fp16",
-    "configure",
-    "diagnose",
-    "diff",
-    "dry_run",
-    "estimate",
-    "explain",
-    "force_fp32",
-    "pack",
-    "read",
-    "record",
-    "replay",
-    "revert",
-    "summarize",
-    "synthetic_batch",
-    "watch",
-    "write_snapshot",
-]
-_HOMES = {
-    "__version__": "memfit.versions",
-    "Accumulation": "memfit.strategies.accumulation",
-    "Callback": "memfit.train.callbacks",
-    "Checkpointing": "memfit.strategies.checkpointing",
-    "Configuration": "memfit.strategies.configuration",
-    "EarlyStopping": "memfit.train.callbacks",
-    "Engine": "memfit.train.engine",
-    "Job": "memfit.train.job",
-    "LossScale": "memfit.strategies.precision",
-    "MemfitError": "memfit.errors",
-    "Offload": "memfit.strategies.offload",
-    "OptimizerState": "memfit.strategies.optimizer_state",
-    "Plan": "memfit.strategies.plan",
-    "Precision": "memfit.strategies.precision",
-    "ProgressBar": "memfit.train.progress_bar",
-    "Saving": "memfit.train.callbacks",
-    "StepResult": "memfit.train.step_result",
-    "apply": "memfit.strategies.apply",
-    "arena": "memfit.arenas.arena",
-    "auto_fp16": "memfit.strategies.precision_decorators",
-    "configure": "memfit.strategies.configuration",
-    "force_fp32": "memfit.strategies.precision_decorators",
-    "revert": "memfit.strategies.apply",
-    "synthetic_batch": "memfit.estimating.synthetic_batch",
-    "watch": "memfit.watching.watch",
+_NAMES_OF_MODULE = {
+    "memfit.api": (
+        "diagnose",
+        "diff",
+        "dry_run",
+        "estimate",
+        "explain",
+        "pack",
+        "read",
+        "record",
+        "replay",
+        "summarize",
+        "write_snapshot",
+    ),
+    "memfit.arenas.arena": ("arena",),
+    "memfit.errors": ("MemfitError",),
+    "memfit.estimating.synthetic_batch": ("synthetic_batch",),
+    "memfit.strategies.accumulation": ("Accumulation",),
+    "memfit.strategies.apply": ("apply", "revert"),
+    "memfit.strategies.checkpointing": ("Checkpointing",),
+    "memfit.strategies.configuration": ("Configuration", "configure"),
+    "memfit.strategies.offload": ("Offload",),
+    "memfit.strategies.optimizer_state": ("OptimizerState",),
+    "memfit.strategies.plan": ("Plan",),
+    "memfit.strategies.precision": ("LossScale", "Precision"),
+    "memfit.strategies.precision_decorators": ("auto_fp16", "force_fp32"),
+    "memfit.train.callbacks": ("Callback", "EarlyStopping", "Saving"),
+    "memfit.train.engine": ("Engine",),
+    "memfit.train.job": ("Job",),
+    "memfit.train.progress_bar": ("ProgressBar",),
+    "memfit.train.step_result": ("StepResult",),
+    "memfit.versions": ("__version__",),
+    "memfit.watching.watch": ("watch",),
 }
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+__all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - strings, from the table
+
+if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that these imports agree with it
+    from memfit.api import (
+        diagnose as diagnose,
+        diff as diff,
+        dry_run as dry_run,
+        estimate as estimate,
+        explain as explain,
+        pack as pack,
+        read as read,
+        record as record,
+        replay as replay,
+        summarize as summarize,
+        write_snapshot as write_snapshot,
+    )
+    from memfit.arenas.arena import arena as arena
+    from memfit.errors import MemfitError as MemfitError
+    from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
+    from memfit.strategies.accumulation import Accumulation as Accumulation
+    from memfit.strategies.apply import (
+        apply as apply,
+        revert as revert,
+    )
+    from memfit.strategies.checkpointing import Checkpointing as Checkpointing
+    from memfit.strategies.configuration import (
+        Configuration as Configuration,
+        configure as configure,
+    )
+    from memfit.strategies.offload import Offload as Offload
+    from memfit.strategies.optimizer_state import OptimizerState as OptimizerState
+    from memfit.strategies.plan import Plan as Plan
+    from memfit.strategies.precision import (
+        LossScale as LossScale,
+        Precision as Precision,
+    )
+    from memfit.strategies.precision_decorators import (
+        auto_fp16 as auto_fp16,
+        force_fp32 as force_fp32,
+    )
+    from memfit.train.callbacks import (
+        Callback as Callback,
+        EarlyStopping as EarlyStopping,
+        Saving as Saving,
+    )
+    from memfit.train.engine import Engine as Engine
+    from memfit.train.job import Job as Job
+    from memfit.train.progress_bar import ProgressBar as ProgressBar
+    from memfit.train.step_result import StepResult as StepResult
+    from memfit.versions import __version__ as __version__
+    from memfit.watching.watch import watch as watch
 
 
 def __getattr__(name: str) -> object:
-    # Late, so that importing memfit (and memfit --help) costs next to nothing.
-    if name not in __all__:
+    # Imported on first use, so that ``import memfit`` and ``memfit --help`` stay fast.
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "memfit.api")), name)
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
