@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and give what they say."""
+"""The examples in docstrings run, and print what they show."""
 
 import doctest
 import importlib
@@ -6,30 +6,29 @@ import pkgutil
 
 import pytest
 
-import memfit.strategies
-import memfit.train
-import memfit.watching
+import memfit
 
-PACKAGES = [memfit.watching, memfit.strategies, memfit.train]
-MODULES = [
-    "memfit.units",
-    *(
-        found.name
-        for package in PACKAGES
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ),
-]
+MODULES = sorted(
+    found.name
+    for found in pkgutil.walk_packages(memfit.__path__, "memfit.")
+    if not found.name.endswith("__main__")
+)
+
+
+def examples(name):
+    """Return the examples in a module's docstrings."""
+    tests = doctest.DocTestFinder().find(importlib.import_module(name))
+    return [example for test in tests for example in test.examples]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_are_right(name):
-    module = importlib.import_module(name)
-    assert doctest.testmod(module).failed == 0
+def test_docstring_examples_print_what_they_show(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_there_are_examples():
-    finder = doctest.DocTestFinder()
-    found = {
-        name for name in MODULES if any(one.examples for one in finder.find(importlib.import_module(name)))
-    }
-    assert {"memfit.train.engine", "memfit.strategies.apply", "memfit.strategies.configuration"} <= found
+def test_few_examples_are_skipped():
+    """Skipped are those that need a script, a trace file, a process on the ghost or a GPU."""
+    found = [example for name in MODULES for example in examples(name)]
+    skipped = [example for example in found if example.options.get(doctest.SKIP)]
+    assert len(found) - len(skipped) >= 130
+    assert len(skipped) <= 20
