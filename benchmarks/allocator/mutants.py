@@ -80,10 +80,10 @@ def mutated_c(mutant: Mutant) -> Iterator[None]:
         ValueError: the line is not there, or more than once.
     """
     with TemporaryDirectory() as folder:
-        sources = Path(shutil.copytree(compiled_allocator.SOURCES, Path(folder) / "c"))
+        sources = Path(shutil.copytree(compiled_allocator.LIBRARY.sources, Path(folder) / "c"))
         changed = sources / mutant.module
         changed.write_text(_replaced(mutant, changed.read_text()))
-        library = compiled_allocator.opened_library(compile_library(sources, Path(folder) / "mutant.so"))
+        library = compiled_allocator.LIBRARY.open(compile_library(sources, Path(folder) / "mutant.so"))
         with mock.patch.object(compiled_allocator, "load", return_value=library):
             yield
 

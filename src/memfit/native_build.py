@@ -1,4 +1,4 @@
-"""The user's C compiler, and the folder where what it made is kept."""
+"""The user's C compiler, and the cache folder of what it compiled."""
 
 import ctypes
 import fcntl
@@ -8,9 +8,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -22,16 +23,22 @@ COMPILE_FLAGS = (
     "-D_GNU_SOURCE",  # dladdr, MAP_FIXED_NOREPLACE, clock_gettime
     "-O2",
     "-fPIC",
-    "-fvisibility=hidden",  # what is not marked API stays inside
+    "-fvisibility=hidden",  # only what is marked API is exported
     "-Wall",
     "-Wextra",
-    "-Wno-unused-parameter",  # prototypes are NVIDIA's; most of what they pass is of no use here
+    "-Wno-unused-parameter",  # prototypes are NVIDIA's; most of their arguments are not needed here
 )
+SHARED_C = Path(__file__).with_name("c")
+"""The folder of the headers that all of memfit's C code may include."""
+
+Signature = tuple[Any, Sequence[Any]]
+"""The ctypes result type of a function, and its argument types."""
+
 _SHOWN_LINES = 20
 
 
 def cache_folder(kind: str = "ghost") -> Path:
-    """Return where builds are kept: ``$MEMFIT_CACHE/ghost``, or the user's cache folder; or another kind."""
+    """Return the cache folder of a kind of file, in ``$MEMFIT_CACHE`` or the user's cache folder."""
     chosen = os.environ.get("MEMFIT_CACHE")
     return (Path(chosen) if chosen else platformdirs.user_cache_path("memfit")) / kind
 
@@ -40,14 +47,14 @@ def find_compiler() -> tuple[str, ...]:
     """Return the C compiler's command: ``$CC`` (``ccache gcc``), or the first of ``cc``, ``gcc``, ``clang``.
 
     Raises:
-        UnsuitableEnvironmentError: there is none.
+        UnsuitableEnvironmentError: no C compiler was found.
 
     """
     chosen = os.environ.get("CC", "").strip()
     try:
         commands = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
-    except ValueError as error:  # a quotation without end
-        raise UnsuitableEnvironmentError(f"CC={chosen} is no command: {error}.") from None
+    except ValueError as error:  # an unclosed quotation
+        raise UnsuitableEnvironmentError(f"CC={chosen} is not a command: {error}.") from None
     for name, *options in commands:
         path = shutil.which(name)
         if path:
@@ -63,7 +70,7 @@ def run_compiler(*command: str) -> None:
     """Run the compiler.
 
     Raises:
-        GhostError: it failed; with its last lines.
+        GhostError: the compiler failed; the message has its last lines.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -74,40 +81,74 @@ def run_compiler(*command: str) -> None:
         )
 
 
-def kept_library(kind: str, sources: Path, opened: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL:
-    """Return the library of a folder's C files, compiled when first needed and kept in the cache folder.
+class NativeLibrary:
+    """A library of memfit's own C code, compiled on first use and kept in the cache folder."""
 
-    Raises:
-        MemfitError: there is no compiler, or it failed.
-        OSError: the cache folder cannot be written, or the library not be loaded.
-    """
-    digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
-    for source in sorted(sources.glob("*.[ch]")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    path = cache_folder(kind) / f"{digest.hexdigest()[:16]}.so"
-    if path.exists():
-        with suppress(OSError, AttributeError):  # whoever tidies caches left half of it
-            return opened(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compile_library(sources, Path(folder) / path.name).replace(path)
-    return opened(path)
+    def __init__(self, kind: str, sources: Path, functions: Mapping[str, Signature]) -> None:
+        """Describe a library.
+
+        Args:
+            kind: its folder in the cache.
+            sources: the folder of its C files.
+            functions: the result and argument types of each exported function.
+        """
+        self.sources = sources
+        self._kind = kind
+        self._functions = functions
+        self._loaded: ctypes.CDLL | None = None
+
+    def load(self) -> ctypes.CDLL:
+        """Return the library, compiled if need be. It stays loaded.
+
+        Raises:
+            MemfitError: no C compiler was found, or it failed.
+            OSError: the cache folder cannot be written, or the library cannot be loaded.
+        """
+        if self._loaded is None:
+            self._loaded = self._cached()
+        return self._loaded
+
+    def open(self, path: Path) -> ctypes.CDLL:
+        """Load a library that ``compile_library`` made, and declare the types of its functions."""
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in self._functions.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        return library
+
+    def _cached(self) -> ctypes.CDLL:
+        digest = hashlib.sha256(repr((COMPILE_FLAGS, os.uname().machine)).encode())
+        for source in (*shared_headers(), *sorted(self.sources.glob("*.[ch]"))):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        path = cache_folder(self._kind) / f"{digest.hexdigest()[:16]}.so"
+        if path.exists():
+            with suppress(OSError, AttributeError):  # a cache cleaner may have truncated it
+                return self.open(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            compile_library(self.sources, Path(folder) / path.name).replace(path)
+        return self.open(path)
+
+
+def shared_headers() -> list[Path]:
+    """Return the headers that all of memfit's C code may include."""
+    return sorted(SHARED_C.glob("*.h"))
 
 
 def compile_library(sources: Path, library: Path) -> Path:
     """Compile the C files of a folder.
 
     Raises:
-        MemfitError: there is no compiler, or it failed.
+        MemfitError: no C compiler was found, or it failed.
     """
     files = map(str, sorted(sources.glob("*.c")))
-    run_compiler(*find_compiler(), *COMPILE_FLAGS, "-shared", *files, "-o", str(library))
+    run_compiler(*find_compiler(), *COMPILE_FLAGS, f"-I{SHARED_C}", "-shared", *files, "-o", str(library))
     return library
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, so that processes that start together compile once. Released if we die."""
+    """Hold a lock file, so that processes that start together compile once; exiting releases it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

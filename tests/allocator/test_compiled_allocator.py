@@ -125,8 +125,9 @@ def test_addresses_beyond_64_bits_are_served_in_python():
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Give an empty cache folder; what was loaded before is forgotten."""
+    """Return an empty cache folder for a process that has not loaded the library yet."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled_allocator.LIBRARY, "_loaded", None)
     compiled_allocator.load.cache_clear()
     yield tmp_path / "allocator"
     compiled_allocator.load.cache_clear()
@@ -141,7 +142,8 @@ def test_without_a_compiler_it_is_done_in_python(elsewhere, monkeypatch, compile
 
 
 def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):
-    load = [sys.executable, "-c", "from memfit.allocator import native; assert native.load()"]
+    code = "from memfit.allocator.compiled_allocator import load; assert load()"
+    load = [sys.executable, "-c", code]
     subprocess.run(load, check=True)
     (library,) = elsewhere.iterdir()
     made = library.stat().st_mtime_ns
@@ -153,8 +155,8 @@ def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):
 
 
 def test_under_sanitizers(tmp_path):
-    sources = [CHECK, *sorted(compiled_allocator.SOURCES.glob("*.c"))]
-    check = build(tmp_path / "check", sources, f"-I{compiled_allocator.SOURCES}")
+    sources = [CHECK, *sorted(compiled_allocator.LIBRARY.sources.glob("*.c"))]
+    check = build(tmp_path / "check", sources, f"-I{compiled_allocator.LIBRARY.sources}")
     done = subprocess.run([str(check), "0", "40"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout

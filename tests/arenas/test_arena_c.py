@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from memfit.arenas.native import SOURCES
+from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
-PARTS = [SOURCES / name for name in ("arena.c", "grow.c", "live.c", "log.c", "record.c")]
+PARTS = [LIBRARY.sources / name for name in ("arena.c", "grow.c", "live.c", "log.c", "record.c")]
 CHECK = Path(__file__).with_name("check_arena.c")
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_blocks_of_many_threads_are_never_overwritten(tmp_path, sanitizers):
     program = tmp_path / "check"
-    said = run_under(sanitizers, program, [CHECK, *PARTS], f"-I{SOURCES}", arguments=("1", "60"))
+    said = run_under(sanitizers, program, [CHECK, *PARTS], f"-I{LIBRARY.sources}", arguments=("1", "60"))
     placed, overlapping, recorded = (int(part.split()[0]) for part in said.split(", "))
     assert min(placed, overlapping, recorded) > 200  # so that it was tried

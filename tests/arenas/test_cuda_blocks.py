@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.arenas.native import SOURCES
-from memfit.native_build import COMPILE_FLAGS, find_compiler
+from memfit.arenas.native import LIBRARY
+from memfit.native_build import COMPILE_FLAGS, SHARED_C, find_compiler
 
 MANY = 100_000
 
@@ -18,9 +18,11 @@ MANY = 100_000
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "blocks.so"
-    parts = [str(SOURCES / name) for name in ("blocks.c", "pairs.c", "grow.c")]
+    parts = [str(LIBRARY.sources / name) for name in ("blocks.c", "pairs.c", "grow.c")]
     flags = [flag for flag in COMPILE_FLAGS if "visibility" not in flag]
-    subprocess.run([*find_compiler(), *flags, "-shared", *parts, "-o", str(path)], check=True)
+    subprocess.run(
+        [*find_compiler(), *flags, f"-I{SHARED_C}", "-shared", *parts, "-o", str(path)], check=True
+    )
     found, int64 = ctypes.CDLL(str(path)), ctypes.c_int64
     found.blocks_begin.argtypes = (ctypes.c_char_p, int64)
     for name, arguments in (

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from memfit.arenas.native import SOURCES
+from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
 HERE = Path(__file__).parent
-PARTS = [path for path in SOURCES.glob("*.c") if path.name not in {"cpu.c", "raise.c"}]
+PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu.c", "raise.c"}]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ PARTS = [path for path in SOURCES.glob("*.c") if path.name not in {"cpu.c", "rai
 def test_memory_is_whose_it_was_given_to(tmp_path, sanitizers, threads, rounds):
     sources = [HERE / "check_cuda.c", HERE / "fake_cuda.c", *PARTS]
     arguments = (str(threads), "1", str(rounds))
-    flags = (f"-I{SOURCES}", "-rdynamic", "-ldl")
+    flags = (f"-I{LIBRARY.sources}", "-rdynamic", "-ldl")
     said = run_under(sanitizers, tmp_path / "check", sources, *flags, arguments=arguments)
     placed, out_of_memory, used_elsewhere, used_again, trimmed, captured = map(int, said.split())
     assert min(placed, out_of_memory, used_elsewhere, used_again) > 200  # so that each was tried

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import RUNTIME, read_gaps
+from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_gaps
 from memfit.ghost.build.torch_install import find_torch, scan
 from memfit.native_build import find_compiler
 
@@ -79,7 +79,7 @@ def constants(arguments, includes, expressions):
 CAMEL = re.compile(r"_([a-z0-9])")
 PROPERTIES = re.findall(
     r"^    (?:char|int|size_t|unsigned) (\w+)",
-    (RUNTIME / "device.c").read_text().split("struct properties {")[1].split("};")[0],
+    (RUNTIME / "cuda/device_properties.c").read_text().split("struct properties {")[1].split("};")[0],
     re.MULTILINE,
 )
 IRREGULAR = {
@@ -112,13 +112,13 @@ def camel(name):
 
 LAYOUTS = [
     (
-        "device.c",
+        "cuda/device_properties.c",
         "struct properties",
         "struct cudaDeviceProp",
         {name: camel(name) for name in PROPERTIES if name not in ONLY_CUDA_12},
     ),
     (
-        "host.c",
+        "cuda/pointer_attributes.c",
         "struct pointer_attributes",
         "struct cudaPointerAttributes",
         {
@@ -129,7 +129,7 @@ LAYOUTS = [
         },
     ),
     (
-        "kernels.c",
+        "cuda/kernels.c",
         "struct function_attributes",
         "struct cudaFuncAttributes",
         {
@@ -142,19 +142,19 @@ LAYOUTS = [
         },
     ),
     (
-        "kernels.c",
+        "cuda/kernels.c",
         "struct launch_config",
         "cudaLaunchConfig_t",
         {"grid": "gridDim", "block": "blockDim", "shared": "dynamicSmemBytes", "stream": "stream"},
     ),
     (
-        "kernels.c",
+        "cuda/kernels.c",
         "struct driver_launch_config",
         "CUlaunchConfig",
         {"grid": "gridDimX", "block": "blockDimX", "shared": "sharedMemBytes", "stream": "hStream"},
     ),
     (
-        "virtual.c",
+        "cuda/virtual_memory.c",
         "struct allocation_properties",
         "CUmemAllocationProp",
         {
@@ -166,18 +166,18 @@ LAYOUTS = [
         },
     ),
     (
-        "cublas.c",
+        "libraries/cublas.c",
         "struct heuristic_result",
         "cublasLtMatmulHeuristicResult_t",
         {"algorithm": "algo", "workspace_size": "workspaceSize", "state": "state", "waves": "wavesCount"},
     ),
     (
-        "cudnn_convolution.c",
+        "libraries/cudnn_convolution.c",
         "struct algorithm_performance",
         "cudnnConvolutionFwdAlgoPerf_t",
         {"result": "status", "time": "time", "memory": "memory", "determinism": "determinism"},
     ),
-    ("nccl.c", "struct unique_id", "ncclUniqueId", {"bytes": "internal"}),
+    ("libraries/nccl.c", "struct unique_id", "ncclUniqueId", {"bytes": "internal"}),
 ]
 
 
@@ -186,7 +186,7 @@ def test_layout(headers, cuda_version, file, ours, theirs, fields):
     def layout(name, members):
         return [f"sizeof({name})", *(f"offsetof({name}, {member})" for member in members)]
 
-    arguments = [f"-DCUDA_VERSION={cuda_version}", f"-I{RUNTIME}"]
+    arguments = [f"-DCUDA_VERSION={cuda_version}", *INCLUDES]
     mine = constants(arguments, [RUNTIME / file], layout(ours, fields))
     real = constants(headers, HEADERS, layout(theirs, fields.values()))
     assert dict(zip(["size", *fields], mine, strict=True)) == dict(zip(["size", *fields], real, strict=True))
@@ -258,9 +258,9 @@ def real(headers):
 
 @pytest.fixture(scope="session")
 def written(cuda_version):
-    arguments = (f"-DCUDA_VERSION={cuda_version}", f"-I{RUNTIME}")
+    arguments = (f"-DCUDA_VERSION={cuda_version}", *INCLUDES)
     found = {}
-    for file in sorted(RUNTIME.glob("*.c")):
+    for file in sorted(RUNTIME.rglob("*.c")):
         found |= prototypes(preprocessed(arguments, (str(file),)))
     return found
 

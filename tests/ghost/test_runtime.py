@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.ghost.build.runtime_library import RUNTIME
+from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME
 from support.sanitized_build import build
 
 CHECKS = Path(__file__).with_name("checks")
@@ -15,9 +15,9 @@ NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())
 
 @pytest.fixture(scope="session")
 def checks(tmp_path_factory):
-    sources = [*CHECKS.glob("*.c"), *RUNTIME.glob("*.c")]
+    sources = [*CHECKS.glob("*.c"), *RUNTIME.rglob("*.c")]
     program = tmp_path_factory.mktemp("checks") / "checks"
-    return build(program, sources, f"-I{RUNTIME}", "-lpthread", "-ldl")
+    return build(program, sources, *INCLUDES, "-lpthread", "-ldl")
 
 
 def test_every_check_is_run(checks):

@@ -19,8 +19,8 @@ CHECK = Path(__file__).with_name("check_packers.c")
 
 
 def test_under_sanitizers(tmp_path):
-    sources = [CHECK, *sorted(native.SOURCES.glob("*.c"))]
-    check = build(tmp_path / "check", sources, f"-I{native.SOURCES}")
+    sources = [CHECK, *sorted(native.LIBRARY.sources.glob("*.c"))]
+    check = build(tmp_path / "check", sources, f"-I{native.LIBRARY.sources}")
     done = subprocess.run([str(check), "0", "400"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(int(count) for count in re.findall(r"\d+", done.stdout)), done.stdout  # each happened

@@ -23,10 +23,9 @@ from memfit.allocator.device_memory import Calls
 from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.allocator.requests import Requests
 from memfit.errors import MemfitError, UsageError
-from memfit.native_build import kept_library
+from memfit.native_build import NativeLibrary
 from memfit.records import Segment
 
-SOURCES = Path(__file__).with_name("c")
 _NEVER = 1 << 62
 """Stands for a limit that there is not; a number beyond it cannot be passed on."""
 
@@ -42,32 +41,30 @@ _COLUMNS = 10  # of a block's row; of them these are looked at before the row is
 _MAPPED, _FIRST = 5, 6
 
 
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+LIBRARY = NativeLibrary(
+    "allocator",
+    Path(__file__).with_name("c"),
+    {  # declared in c/allocator.h
+        "allocator_new": (_POINTER, (_POINTER, _NUMBER, _NUMBER)),
+        "allocator_delete": (None, (_POINTER,)),
+        "allocator_serve": (ctypes.c_int, (_POINTER, _NUMBER, *(_POINTER,) * len(_SERVED))),
+        "allocator_address": (_NUMBER, (_POINTER, _NUMBER)),
+        "allocator_block_count": (_NUMBER, (_POINTER,)),
+        "allocator_blocks": (None, (_POINTER, _POINTER)),
+        "allocator_statistics": (None, (_POINTER, _POINTER)),
+        "allocator_outcome": (_NUMBER, (_POINTER, _POINTER)),
+    },
+)
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Return the library, compiled if need be; None where it cannot be."""
+    """Return the library, compiled if need be; None if it cannot be compiled."""
     try:
-        return kept_library("allocator", SOURCES, opened_library)
+        return LIBRARY.load()
     except (MemfitError, OSError):
         return None
-
-
-def opened_library(path: Path) -> ctypes.CDLL:
-    """Load what ``compile_library`` made, and tell the types of its functions: ``c/allocator.h`` has them."""
-    library = ctypes.CDLL(str(path))
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    for name, result, arguments in (
-        ("allocator_new", pointer, (pointer, number, number)),
-        ("allocator_delete", None, (pointer,)),
-        ("allocator_serve", ctypes.c_int, (pointer, number, *(pointer,) * len(_SERVED))),
-        ("allocator_address", number, (pointer, number)),
-        ("allocator_block_count", number, (pointer,)),
-        ("allocator_blocks", None, (pointer, pointer)),
-        ("allocator_statistics", None, (pointer, pointer)),
-        ("allocator_outcome", number, (pointer, pointer)),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,13 @@
-"""The arena in C: ``c/placing.h`` says what is passed."""
+"""The arena in C: ``c/placing.h`` describes the arguments."""
 
 import ctypes
-import functools
 from pathlib import Path
 
 import numpy as np
 
-from memfit.native_build import kept_library
+from memfit.native_build import NativeLibrary
 from memfit.packing.buffers import Column
 
-SOURCES = Path(__file__).with_name("c")
 IDLE, RECORDING, PLACING = range(3)
 LIVES, SHARED = -1, -2
 FREED = -1
@@ -20,47 +18,36 @@ TALLY = (
 CUDA_COUNTS = ("pages", "most_pages", "arena", "heaps", "spare", "in_heaps", "live", "most_live")
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """Return the library, compiled if need be. It stays loaded: memory may lie in its arenas.
-
-    Raises:
-        MemfitError: there is no compiler, or it failed.
-    """
-    return kept_library("placing", SOURCES, opened_library)
-
-
-def opened_library(path: Path) -> ctypes.CDLL:
-    """Load the compiled library, and tell the types of its functions."""
-    library = ctypes.CDLL(str(path))
-    pointer, int64, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    for name, result, arguments in (
-        ("arena_begin", None, (pointer, flag, ctypes.c_size_t, pointer)),
-        ("arena_end", None, (pointer,)),
-        ("arena_tally", None, (pointer, pointer)),
-        ("arena_live", int64, (pointer,)),
-        ("arena_bytes", int64, (pointer,)),
-        ("arena_recorded_count", int64, (pointer, flag)),
-        ("arena_recorded", None, (pointer, flag, pointer)),
-        ("arena_log", None, (pointer, int64)),
-        ("arena_logged_count", int64, (pointer,)),
-        ("arena_logged", int64, (pointer, pointer, int64)),
-        ("plan_new", pointer, (int64, pointer, pointer)),
-        ("plan_free", None, (pointer,)),
-        ("cpu_attach", pointer, (ctypes.c_char_p,)),
-        ("cpu_detach", None, ()),
-        ("cpu_lane", ctypes.c_size_t, ()),
-        ("cpu_reserve", flag, (int64,)),
-        ("cpu_trim", None, ()),
-        ("cuda_attach", pointer, (flag,)),
-        ("cuda_reserve", flag, (int64,)),
-        ("cuda_trim", None, ()),
-        ("cuda_lend", None, ()),
-        ("cuda_count", None, (flag, pointer)),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+_POINTER, _INT64, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+LIBRARY = NativeLibrary(
+    "placing",
+    Path(__file__).with_name("c"),
+    {
+        "arena_begin": (None, (_POINTER, _FLAG, ctypes.c_size_t, _POINTER)),
+        "arena_end": (None, (_POINTER,)),
+        "arena_tally": (None, (_POINTER, _POINTER)),
+        "arena_live": (_INT64, (_POINTER,)),
+        "arena_bytes": (_INT64, (_POINTER,)),
+        "arena_recorded_count": (_INT64, (_POINTER, _FLAG)),
+        "arena_recorded": (None, (_POINTER, _FLAG, _POINTER)),
+        "arena_log": (None, (_POINTER, _INT64)),
+        "arena_logged_count": (_INT64, (_POINTER,)),
+        "arena_logged": (_INT64, (_POINTER, _POINTER, _INT64)),
+        "plan_new": (_POINTER, (_INT64, _POINTER, _POINTER)),
+        "plan_free": (None, (_POINTER,)),
+        "cpu_attach": (_POINTER, (ctypes.c_char_p,)),
+        "cpu_detach": (None, ()),
+        "cpu_lane": (ctypes.c_size_t, ()),
+        "cpu_reserve": (_FLAG, (_INT64,)),
+        "cpu_trim": (None, ()),
+        "cuda_attach": (_POINTER, (_FLAG,)),
+        "cuda_reserve": (_FLAG, (_INT64,)),
+        "cuda_trim": (None, ()),
+        "cuda_lend": (None, ()),
+        "cuda_count": (None, (_FLAG, _POINTER)),
+    },
+)
+load = LIBRARY.load
 
 
 def tally(arena: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """How much memory libraries ask for to work in: the answers to the runtime's questions.
 
-    cuDNN call ──> runtime/spaces.c ──question──> Workspaces.answer ──bytes──> PyTorch allocates them
+    cuDNN call ──> workspaces.c     ──question──> Workspaces.answer ──bytes──> PyTorch allocates them
                                                       │      │
                                  the installed cuDNN (cudnn/)   workspaces.toml
 

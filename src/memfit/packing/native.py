@@ -1,7 +1,6 @@
-"""The packers in C: ``c/pack.h`` says what is passed."""
+"""The packers in C: ``c/pack.h`` describes the arguments."""
 
 import ctypes
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,38 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.native_build import kept_library
+from memfit.native_build import NativeLibrary
 from memfit.packing.buffers import Buffers, Column, Sections
 
-SOURCES = Path(__file__).with_name("c")
 FOUND, INFEASIBLE, NODE_LIMIT, CANCELLED, NO_HOST_MEMORY = range(5)
 _WAIT = 0.05  # seconds between two looks at the clock, and for Ctrl-C
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """Return the library, compiled if need be.
-
-    Raises:
-        MemfitError: there is no compiler, or it failed.
-    """
-    return kept_library("packing", SOURCES, opened_library)
-
-
-def opened_library(path: Path) -> ctypes.CDLL:
-    """Load the compiled library, and tell the types of its functions."""
-    library = ctypes.CDLL(str(path))
-    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    library.pack_place.argtypes = (*[int32] * 2, *[pointer] * 4, ctypes.c_int, *[pointer] * 2)
-    library.pack_search.argtypes = (
-        *[int32] * 2,
-        *[pointer] * 5,
-        int64,
-        ctypes.c_char_p,
-        int64,
-        *[pointer] * 3,
-    )
-    return library
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_PLACE = (*[_INT32] * 2, *[_POINTER] * 4, ctypes.c_int, *[_POINTER] * 2)
+_SEARCH = (*[_INT32] * 2, *[_POINTER] * 5, _INT64, ctypes.c_char_p, _INT64, *[_POINTER] * 3)
+LIBRARY = NativeLibrary(
+    "packing",
+    Path(__file__).with_name("c"),
+    {"pack_place": (ctypes.c_int, _PLACE), "pack_search": (ctypes.c_int, _SEARCH)},
+)
+load = LIBRARY.load
 
 
 def place(

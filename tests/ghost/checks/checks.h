@@ -3,7 +3,7 @@
 #ifndef MEMFIT_GHOST_CHECKS_H
 #define MEMFIT_GHOST_CHECKS_H
 
-#include "ghost.h"
+#include "core/ghost.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -12,7 +12,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define GIB ((uint64_t)1 << 30)
 #define CHECK(condition)                                                                                     \
     do {                                                                                                     \
         if (!(condition)) {                                                                                  \

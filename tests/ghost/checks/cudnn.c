@@ -1,6 +1,6 @@
 /* cuDNN: descriptors, what is asked about an operation, and the log of work space. */
 #include "checks.h"
-#include "cudnn.h"
+#include "libraries/cudnn.h"
 
 #include <math.h>
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
-from memfit.ghost.build.runtime_library import RUNTIME, Build, make_empty_libraries
+from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
 from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
 from memfit.ghost.build.imported_symbols import Wants, wants
@@ -150,7 +150,7 @@ def _compile(work: Path, source: str, sonames: Mapping[str, Sequence[str]], ghos
     # Its SONAME is the source's, as another extension's refusals are in a library of the same file name.
     soname = f"-Wl,-soname,{hashlib.sha256(source.encode()).hexdigest()}"
     compiler = find_compiler()
-    options = (*COMPILE_FLAGS, f"-I{RUNTIME}", "-shared", soname)
+    options = (*COMPILE_FLAGS, *INCLUDES, "-shared", soname)
     run_compiler(*compiler, *options, str(file), str(ghost), "-o", str(library))
     make_empty_libraries(work, sonames, library, compiler)
 
@@ -161,7 +161,7 @@ def _source(refusals: Mapping[str, str]) -> str:
         f'API long {name}(void) {{ return ghost_gap_called("{name}", {refusal}); }}'
         for name, refusal in sorted(refusals.items())
     )
-    return "\n".join(('#include "ghost.h"', *functions, ""))
+    return "\n".join(('#include "core/ghost.h"', *functions, ""))
 
 
 def _refusal(name: str, library: NvidiaLibrary | None) -> str:

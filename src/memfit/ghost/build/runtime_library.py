@@ -1,7 +1,7 @@
 """Build the ghost runtime for the PyTorch that is installed, once.
 
     torch/lib/*.so ──scan──> which NVIDIA functions it imports, from which SONAMEs
-    runtime/*.c    ─────────> those that are written          ─┐
+    runtime/**/*.c ─────────> those that are written          ─┐
     gaps.txt       ─────────> those that are refused           ├─> libghost.so
     the rest       ─────────> stubs that return success       ─┘
     each SONAME    ─────────> an empty library of that name, whose symbols libghost.so has
@@ -25,11 +25,21 @@ import msgspec
 
 from memfit.errors import GhostError
 from memfit import native_build
-from memfit.native_build import COMPILE_FLAGS, cache_folder, find_compiler, locked, run_compiler
+from memfit.native_build import (
+    COMPILE_FLAGS,
+    SHARED_C,
+    cache_folder,
+    find_compiler,
+    locked,
+    run_compiler,
+    shared_headers,
+)
 from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.torch_install import TorchInstall, Wanted, find_torch, scan
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
+INCLUDES = (f"-I{RUNTIME}", f"-I{SHARED_C}")
+"""Compiler options for C that includes ``core/ghost.h``."""
 NO_DEVICE = Path(__file__).parents[1] / "cudnn" / "no_device.c"
 _DONE = "build.json"
 
@@ -121,7 +131,7 @@ def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
     here = Path(__file__)
     ours = [Path(native_build.__file__), here, here.with_name("elf.py"), here.with_name("torch_install.py")]
-    for source in (*ours, *sorted(RUNTIME.rglob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
+    for source in (*ours, *shared_headers(), *sorted(RUNTIME.rglob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for library in torch.libraries():
         digest.update(f"{library.name} {library.stat().st_size}\n".encode())
@@ -177,12 +187,13 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
 def _compile_runtime(
     work: Path, wanted: Wanted, flags: Sequence[str], compiler: Sequence[str]
 ) -> tuple[Gap, ...]:
-    sources = sorted(RUNTIME.glob("*.c"))
-    objects = [work / f"{source.stem}.o" for source in sources]
+    sources = sorted(RUNTIME.rglob("*.c"))
+    objects = [work / f"{source.parent.name}-{source.stem}.o" for source in sources]
+    flags = (*COMPILE_FLAGS, *flags, *INCLUDES)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         jobs = [
             workers.submit(
-                run_compiler, *compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(made)
+                run_compiler, *compiler, *flags, "-c", str(source), "-o", str(made)
             )
             for source, made in zip(sources, objects, strict=True)
         ]
@@ -197,7 +208,7 @@ def _compile_runtime(
     library = work / "libghost.so"
     link = ("-shared", "-Wl,-soname,libghost.so", "-o", str(library))
     run_compiler(
-        *compiler, *COMPILE_FLAGS, f"-I{RUNTIME}", str(stubs), *map(str, objects), *link, "-ldl", "-lpthread"
+        *compiler, *COMPILE_FLAGS, *INCLUDES, str(stubs), *map(str, objects), *link, "-ldl", "-lpthread"
     )
     for path in objects:
         path.unlink()
@@ -237,7 +248,7 @@ def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
     They take no arguments and return a long: on x86-64 the caller clears its own arguments away, and
     reads as much of the result as it expects.
     """
-    lines = ['#include "ghost.h"']
+    lines = ['#include "core/ghost.h"']
     lines += [
         f"API long {name}(void) {{ return ghost_stub_called(); }}" for name in sorted(plain - refusals.keys())
     ]

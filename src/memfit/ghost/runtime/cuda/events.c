@@ -1,0 +1,90 @@
+/* Events: when each was recorded, on which capture, and whether a test still holds it. */
+#include "core/ghost.h"
+#include "cuda/captures.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+#define FASTEST_MS 0.001f /* events are never 0 ms apart: scripts divide by it */
+
+struct event {
+    uint64_t ticket;  /* 0: finished when it was recorded */
+    uint64_t capture; /* of the stream it was recorded on */
+    bool recorded;
+    struct timespec at;
+    uint64_t work; /* kernels and library calls before it */
+};
+
+static _Thread_local float answered_ms; /* 0: the host's own time */
+
+API void ghost_answer_elapsed(float milliseconds) { answered_ms = milliseconds; }
+
+API status cudaEventCreateWithFlags(void **event, unsigned flags)
+{
+    return ghost_new_handle(event, sizeof(struct event));
+}
+
+API status cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
+
+API status cudaEventDestroy(void *event)
+{
+    free(event);
+    return SUCCESS;
+}
+
+static uint64_t work_so_far(void)
+{
+    return __atomic_load_n(&ghost_counts.launches, __ATOMIC_RELAXED) +
+           __atomic_load_n(&ghost_counts.library_calls, __ATOMIC_RELAXED);
+}
+
+API status cudaEventRecord(struct event *event, void *stream)
+{
+    event->recorded = true;
+    event->capture = stream_capture(stream);
+    clock_gettime(CLOCK_MONOTONIC, &event->at);
+    event->work = work_so_far();
+    event->ticket = take_ticket();
+    return SUCCESS;
+}
+
+API status cudaEventRecordWithFlags(struct event *event, void *stream, unsigned flags)
+{
+    return cudaEventRecord(event, stream);
+}
+
+API status cudaEventQuery(struct event *event) { return ticket_is_finished(event->ticket) ? SUCCESS : ghost_fail(NOT_READY); }
+
+API status cudaEventSynchronize(struct event *event)
+{
+    event->ticket = 0;
+    return SUCCESS;
+}
+
+/* The host's own time between the two records: a duration of the dry run, not of any GPU. A caller that times a
+ * single piece of work compares it with alternatives (cudnn.benchmark does): all take equally long here, so the first
+ * one wins in every run. For a caller known to compare longer pieces of work (ghost/compile/torch_compile.py),
+ * ghost_answer_elapsed sets the answer. */
+API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
+{
+    if (!start->recorded || !end->recorded)
+        return ghost_fail(INVALID_HANDLE);
+    if (!ticket_is_finished(start->ticket) || !ticket_is_finished(end->ticket))
+        return ghost_fail(NOT_READY);
+    float elapsed = 1e3f * (float)(end->at.tv_sec - start->at.tv_sec) +
+                    1e-6f * (float)(end->at.tv_nsec - start->at.tv_nsec);
+    bool single = end->work - start->work <= 1;
+    *milliseconds = answered_ms > 0                    ? answered_ms
+                    : !single && elapsed > FASTEST_MS ? elapsed
+                                                      : FASTEST_MS;
+    return SUCCESS;
+}
+
+API status cudaStreamWaitEvent(void *stream, void *handle, unsigned flags)
+{
+    /* Waiting for an event of a capturing stream draws this one into the capture. */
+    const struct event *event = handle;
+    if (event->capture && capture_is_active(event->capture))
+        stream_join_capture(stream, event->capture);
+    return SUCCESS;
+}

@@ -1,0 +1,240 @@
+/* Kernels: registered, asked about, launched. None runs; launches are counted, and each may have
+ * written to any device memory (copies.c).
+ *
+ * nvcc puts into every object file calls to the __cuda functions below. They are not in any header;
+ * their prototypes are those of crt/host_runtime.h in the CUDA toolkit (12 and 13).
+ */
+#include "core/ghost.h"
+#include "cuda/captures.h"
+
+#include <stdlib.h>
+
+/* ---- Registration, when torch's libraries are loaded ----------------------------------------- */
+
+API void **__cudaRegisterFatBinary(void *binary)
+{
+    static void *handle[4];
+    return handle;
+}
+
+API void __cudaRegisterFatBinaryEnd(void **handle) {}
+API void __cudaUnregisterFatBinary(void **handle) {}
+API char __cudaInitModule(void **handle) { return 1; }
+
+API void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int external,
+                           size_t size, int constant, int global)
+{
+}
+
+API void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name,
+                                int thread_limit, void *thread_id, void *block_id, void *block_dim,
+                                void *grid_dim, int *warp_size)
+{
+}
+
+/* ---- Launches -------------------------------------------------------------------------------- */
+
+static status launched(const void *stream)
+{
+    COUNT(launches);
+    note_captured_node(stream);
+    forget_everything();
+    return SUCCESS;
+}
+
+/* kernel<<<grid, block, shared, stream>>>(...) pushes its configuration and calls the kernel's host
+ * function, which pops it again: so they nest as deep as one, per thread. */
+#define DEEPEST 16
+
+static _Thread_local struct {
+    dim3 grid, block;
+    size_t shared;
+    void *stream;
+} configurations[DEEPEST];
+static _Thread_local int depth;
+
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream)
+{
+    if (depth == DEEPEST)
+        return INVALID_CONFIGURATION; /* the caller then skips the launch */
+    configurations[depth].grid = grid;
+    configurations[depth].block = block;
+    configurations[depth].shared = shared;
+    configurations[depth].stream = stream;
+    depth++;
+    return SUCCESS;
+}
+
+API status __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **stream)
+{
+    if (depth == 0)
+        return ghost_fail(INVALID_CONFIGURATION);
+    depth--;
+    *grid = configurations[depth].grid;
+    *block = configurations[depth].block;
+    *shared = configurations[depth].shared;
+    *stream = configurations[depth].stream;
+    return SUCCESS;
+}
+
+API status __cudaGetKernel(const void **kernel, const void *function)
+{
+    *kernel = function;
+    return SUCCESS;
+}
+
+API status __cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                              void *stream)
+{
+    return launched(stream);
+}
+
+API status cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
+                            void *stream)
+{
+    return launched(stream);
+}
+
+API status cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
+                                       size_t shared, void *stream)
+{
+    return launched(stream);
+}
+
+/* Source: driver_types.h, cudaLaunchConfig_t. */
+struct launch_config {
+    dim3 grid, block;
+    size_t shared;
+    void *stream;
+    void *attributes;
+    unsigned attribute_count;
+};
+
+API status cudaLaunchKernelExC(const struct launch_config *config, const void *function, void **arguments)
+{
+    return launched(config->stream);
+}
+
+API status cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                          unsigned block_y, unsigned block_z, unsigned shared, void *stream, void **arguments,
+                          void **extra)
+{
+    return launched(stream);
+}
+
+API status cuLaunchCooperativeKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                                     void *stream, void **arguments)
+{
+    return launched(stream);
+}
+
+/* Source: cuda.h, CUlaunchConfig. */
+struct driver_launch_config {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    void *attributes;
+    unsigned attribute_count;
+};
+
+API status cuLaunchKernelEx(const struct driver_launch_config *config, void *function, void **arguments,
+                            void **extra)
+{
+    return launched(config->stream);
+}
+
+/* ---- What kernels are ------------------------------------------------------------------------ */
+
+/* Registers and shared memory of a kernel are in the binary that is never read: assumed. They
+ * decide launch shapes and, through occupancy, the size of a few reduction buffers. */
+#define REGISTERS_ASSUMED 32
+
+/* Source: driver_types.h 12.8 and 13.0, cudaFuncAttributes. */
+struct function_attributes {
+    size_t shared_size_bytes, const_size_bytes, local_size_bytes;
+    int max_threads_per_block;
+    int num_regs;
+    int ptx_version;
+    int binary_version;
+    int cache_mode_ca;
+    int max_dynamic_shared_size_bytes;
+    int preferred_shmem_carveout;
+    int clusters[6]; /* clusterDimMustBeSet .. nonPortableClusterSizeAllowed */
+    int reserved[16];
+};
+_Static_assert(sizeof(struct function_attributes) == 144, "cudaFuncAttributes");
+
+API status cudaFuncGetAttributes(struct function_attributes *attributes, const void *function)
+{
+    *attributes = (struct function_attributes){
+        .max_threads_per_block = 1024,
+        .num_regs = REGISTERS_ASSUMED,
+        .ptx_version = 10 * ghost_spec.major + ghost_spec.minor,
+        .binary_version = 10 * ghost_spec.major + ghost_spec.minor,
+        .max_dynamic_shared_size_bytes = (int)ghost_spec.shared_per_block,
+        .preferred_shmem_carveout = -1, /* the driver chooses */
+    };
+    return SUCCESS;
+}
+
+/* Source: cuda.h, CUfunction_attribute. */
+enum { FUNCTION_MAX_THREADS_PER_BLOCK = 0, FUNCTION_REGISTERS = 4 };
+
+API status cuFuncGetAttribute(int *value, int attribute, void *function)
+{
+    *value = attribute == FUNCTION_MAX_THREADS_PER_BLOCK ? 1024
+             : attribute == FUNCTION_REGISTERS           ? REGISTERS_ASSUMED
+                                                         : 0;
+    return SUCCESS;
+}
+
+static int occupancy(int block_size, size_t shared)
+{
+    int blocks = block_size > 0 ? ghost_spec.threads_per_multiprocessor / block_size : 1;
+    if (blocks > ghost_spec.blocks_per_multiprocessor)
+        blocks = ghost_spec.blocks_per_multiprocessor;
+    if (shared > 0 && (uint64_t)blocks > ghost_spec.shared_per_multiprocessor / shared)
+        blocks = (int)(ghost_spec.shared_per_multiprocessor / shared);
+    return blocks < 1 ? 1 : blocks;
+}
+
+API status cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function,
+                                                                  int block_size, size_t shared,
+                                                                  unsigned flags)
+{
+    *blocks = occupancy(block_size, shared);
+    return SUCCESS;
+}
+
+API status cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int block_size,
+                                                         size_t shared)
+{
+    *blocks = occupancy(block_size, shared);
+    return SUCCESS;
+}
+
+API status cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int block_size,
+                                                       size_t shared)
+{
+    *blocks = occupancy(block_size, shared);
+    return SUCCESS;
+}
+
+API status cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config)
+{
+    *clusters = 1;
+    return SUCCESS;
+}
+
+/* The device address of a __device__ variable. Its bytes are never known, so one address, taken
+ * once from the malloc arena, serves for all of them. */
+API status cudaGetSymbolAddress(void **address, const void *symbol)
+{
+    static uint64_t variables;
+    ghost_lock();
+    if (!variables)
+        variables = address_take(ARENA_MALLOC, MIB);
+    ghost_unlock();
+    *address = (void *)variables;
+    return variables ? SUCCESS : ghost_fail(OUT_OF_MEMORY);
+}

@@ -1,0 +1,75 @@
+/* Streams: handles with a priority, and callbacks that run at once. */
+#include "core/ghost.h"
+#include "cuda/captures.h"
+
+#include <stdlib.h>
+
+API status cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority)
+{
+    status result = ghost_new_handle(stream, sizeof(struct stream));
+    if (result != SUCCESS)
+        return ghost_fail(result);
+    *(struct stream *)*stream = (struct stream){.priority = priority, .flags = flags};
+    return SUCCESS;
+}
+
+API status cudaStreamCreateWithFlags(void **stream, unsigned flags)
+{
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+API status cudaStreamCreate(void **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+API status cudaStreamDestroy(void *stream)
+{
+    free(created_stream(stream));
+    return SUCCESS;
+}
+
+API status cudaStreamGetPriority(void *stream, int *priority)
+{
+    *priority = created_stream(stream) ? created_stream(stream)->priority : 0;
+    return SUCCESS;
+}
+
+API status cudaStreamGetFlags(void *stream, unsigned *flags)
+{
+    *flags = created_stream(stream) ? created_stream(stream)->flags : 0;
+    return SUCCESS;
+}
+
+API status cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
+{
+    if (least)
+        *least = 0;
+    if (greatest)
+        *greatest = -5; /* as on every card since Pascal */
+    return SUCCESS;
+}
+
+API status cudaStreamAddCallback(void *stream, void (*callback)(void *, status, void *), void *data,
+                                 unsigned flags)
+{
+    callback(stream, SUCCESS, data);
+    return SUCCESS;
+}
+
+API status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data)
+{
+    note_captured_node(stream);
+    if (!stream_capture(stream)) /* in a graph it runs when the graph does, which it never does */
+        function(data);
+    return SUCCESS;
+}
+
+API status cuLaunchHostFunc(void *stream, void (*function)(void *), void *data)
+{
+    return cudaLaunchHostFunc(stream, function, data);
+}
+
+API status cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags)
+{
+    note_captured_node(stream);
+    forget(address, sizeof value);
+    return SUCCESS;
+}

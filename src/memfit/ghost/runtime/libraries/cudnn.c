@@ -1,0 +1,223 @@
+/* cuDNN: handles, descriptors, and how a question about a size is put. cudnn.h lists the rest. */
+#include "libraries/cudnn.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+API size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
+API size_t cudnnGetCudartVersion(void) { return CUDA_VERSION; }
+
+/* Source: library_types.h, libraryPropertyType: 0 major, 1 minor, 2 patch level. */
+API status cudnnGetProperty(int type, int *value)
+{
+    const int parts[] = {CUDNN_VERSION / 10000, CUDNN_VERSION / 100 % 100, CUDNN_VERSION % 100};
+    if (type < 0 || type > 2)
+        return DNN_BAD_PARAM;
+    *value = parts[type];
+    return SUCCESS;
+}
+
+API const char *cudnnGetErrorString(int error)
+{
+    return error == SUCCESS ? "CUDNN_STATUS_SUCCESS" : "not supported by memfit's ghost";
+}
+
+API void cudnnGetLastErrorString(char *message, size_t capacity)
+{
+    if (capacity)
+        message[0] = '\0';
+}
+
+/* ---- Handles --------------------------------------------------------------------------------- */
+
+struct dnn_handle {
+    void *stream;
+};
+
+API status cudnnCreate(void **handle) { return ghost_new_handle(handle, sizeof(struct dnn_handle)); }
+
+API status cudnnDestroy(void *handle)
+{
+    free(handle);
+    return SUCCESS;
+}
+
+API status cudnnSetStream(struct dnn_handle *handle, void *stream)
+{
+    handle->stream = stream;
+    return SUCCESS;
+}
+
+API status cudnnGetStream(struct dnn_handle *handle, void **stream)
+{
+    *stream = handle->stream;
+    return SUCCESS;
+}
+
+/* ---- Descriptors of which nothing is asked --------------------------------------------------- */
+
+#define DESCRIPTOR(Kind, size)                                                                               \
+    API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
+    {                                                                                                        \
+        return ghost_new_handle(descriptor, size);                                                           \
+    }                                                                                                        \
+    API status cudnnDestroy##Kind##Descriptor(void *descriptor)                                              \
+    {                                                                                                        \
+        free(descriptor);                                                                                    \
+        return SUCCESS;                                                                                      \
+    }
+
+DESCRIPTOR(Activation, 1)
+DESCRIPTOR(Pooling, 1)
+DESCRIPTOR(SpatialTransformer, 1)
+
+/* ---- Tensors and filters --------------------------------------------------------------------- */
+
+DESCRIPTOR(Tensor, sizeof(struct tensor))
+DESCRIPTOR(Filter, sizeof(struct tensor))
+
+API status cudnnSetTensorNdDescriptor(struct tensor *tensor, int data_type, int dimensions, const int *sizes,
+                                      const int *strides)
+{
+    *tensor = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    for (int i = 0; i < tensor->dimensions; i++) {
+        tensor->sizes[i] = sizes[i];
+        tensor->strides[i] = strides[i];
+    }
+    return SUCCESS;
+}
+
+API status cudnnGetTensorNdDescriptor(const struct tensor *tensor, int wanted, int *data_type,
+                                      int *dimensions, int *sizes, int *strides)
+{
+    *data_type = tensor->data_type;
+    *dimensions = tensor->dimensions;
+    for (int i = 0; i < tensor->dimensions && i < wanted; i++) {
+        sizes[i] = (int)tensor->sizes[i];
+        strides[i] = (int)tensor->strides[i];
+    }
+    return SUCCESS;
+}
+
+/* Source: cudnn_graph.h, cudnnTensorFormat_t. */
+enum { FORMAT_NCHW = 0, FORMAT_NHWC = 1 };
+
+API status cudnnSetFilterNdDescriptor(struct tensor *filter, int data_type, int format, int dimensions,
+                                      const int *sizes)
+{
+    *filter = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    int64_t stride = 1;
+    bool channels_last = format == FORMAT_NHWC && filter->dimensions > 1;
+    if (channels_last) {
+        filter->strides[1] = 1;
+        stride = sizes[1];
+    }
+    for (int i = filter->dimensions - 1; i >= 0; i--) {
+        filter->sizes[i] = sizes[i];
+        if (channels_last && i == 1)
+            continue;
+        filter->strides[i] = stride;
+        stride *= sizes[i];
+    }
+    return SUCCESS;
+}
+
+API status cudnnGetFilterNdDescriptor(const struct tensor *filter, int wanted, int *data_type, int *format,
+                                      int *dimensions, int *sizes)
+{
+    *data_type = filter->data_type;
+    *dimensions = filter->dimensions;
+    *format = filter->dimensions > 1 && filter->strides[1] == 1 && filter->sizes[1] > 1 ? FORMAT_NHWC
+                                                                                        : FORMAT_NCHW;
+    for (int i = 0; i < filter->dimensions && i < wanted; i++)
+        sizes[i] = (int)filter->sizes[i];
+    return SUCCESS;
+}
+
+/* ---- Questions ------------------------------------------------------------------------------- */
+
+static bool make_room(struct text *text, size_t needed)
+{
+    if (needed <= text->capacity)
+        return true;
+    size_t capacity = 2 * needed;
+    char *larger = realloc(text->at, capacity);
+    if (!larger)
+        return false;
+    text->at = larger;
+    text->capacity = capacity;
+    return true;
+}
+
+void say(struct text *text, const char *format, ...)
+{
+    va_list arguments;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        size_t room = text->capacity - text->length;
+        va_start(arguments, format);
+        int needed = vsnprintf(text->at ? text->at + text->length : NULL, room, format, arguments);
+        va_end(arguments);
+        if (needed >= 0 && (size_t)needed < room) {
+            text->length += (size_t)needed;
+            return;
+        }
+        if (needed < 0 || !make_room(text, text->length + (size_t)needed + 1))
+            break;
+    }
+    text->cut = true;
+}
+
+void free_text(struct text *text)
+{
+    free(text->at);
+    *text = (struct text){.at = NULL};
+}
+
+struct text question_about(const char *kind)
+{
+    struct text question = {.at = NULL};
+    say(&question, "{\"kind\":\"%s\"", kind);
+    return question;
+}
+
+void say_number(struct text *question, const char *name, int64_t value)
+{
+    say(question, ",\"%s\":%lld", name, (long long)value);
+}
+
+void say_text(struct text *question, const char *name, const char *value)
+{
+    say(question, ",\"%s\":\"%s\"", name, value);
+}
+
+void say_list(struct text *question, const char *name, const int64_t *values, int count)
+{
+    say(question, ",\"%s\":[", name);
+    for (int i = 0; i < count; i++)
+        say(question, i ? ",%lld" : "%lld", (long long)values[i]);
+    say(question, "]");
+}
+
+void say_tensor(struct text *question, const char *name, const struct tensor *tensor)
+{
+    say(question, ",\"%s\":{\"data_type\":%d", name, tensor->data_type);
+    say_list(question, "sizes", tensor->sizes, tensor->dimensions);
+    say_list(question, "strides", tensor->strides, tensor->dimensions);
+    say(question, "}");
+}
+
+int offered(struct text *question, struct ghost_configuration *offers, int room)
+{
+    say(question, "}");
+    int count = ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->at, offers, room);
+    free_text(question);
+    return count;
+}
+
+uint64_t asked(struct text *question)
+{
+    struct ghost_configuration only = {0};
+    return offered(question, &only, 1) > 0 ? only.workspace : 0;
+}

@@ -1,0 +1,79 @@
+/* The CTC loss. PyTorch takes cuDNN's where the blank is 0, targets are one row of int32, inputs are
+ * float32 and no target is longer than 255 or than its input (aten/src/ATen/native/cudnn/LossCTC.cpp). */
+#include "libraries/cudnn.h"
+
+#include <stdlib.h>
+
+struct ctc {
+    int data_type, longest; /* longest: label of any sample, where the descriptor says it */
+};
+
+API status cudnnCreateCTCLossDescriptor(void **descriptor)
+{
+    return ghost_new_handle(descriptor, sizeof(struct ctc));
+}
+
+API status cudnnDestroyCTCLossDescriptor(void *descriptor)
+{
+    free(descriptor);
+    return SUCCESS;
+}
+
+API status cudnnSetCTCLossDescriptorEx(struct ctc *ctc, int data_type, int normalization, int gradient)
+{
+    *ctc = (struct ctc){.data_type = data_type};
+    return SUCCESS;
+}
+
+API status cudnnSetCTCLossDescriptor_v9(struct ctc *ctc, int data_type, int normalization, int gradient,
+                                        int longest)
+{
+    *ctc = (struct ctc){data_type, longest};
+    return SUCCESS;
+}
+
+static status ctc_workspace(const struct tensor *probabilities, int longest, int algorithm, size_t *size)
+{
+    struct text question = question_about("ctc");
+    say_tensor(&question, "probabilities", probabilities); /* steps, batch, alphabet */
+    say_number(&question, "longest", longest);
+    say_number(&question, "algorithm", algorithm);
+    *size = (size_t)asked(&question);
+    return SUCCESS;
+}
+
+API status cudnnGetCTCLossWorkspaceSize(void *handle, struct tensor *probabilities, struct tensor *gradients,
+                                        const int *labels, const int *label_lengths, const int *input_lengths,
+                                        int algorithm, struct ctc *ctc, size_t *size)
+{
+    int longest = 0;
+    for (int64_t i = 0; i < probabilities->sizes[1]; i++)
+        if (label_lengths[i] > longest)
+            longest = label_lengths[i];
+    return ctc_workspace(probabilities, longest, algorithm, size);
+}
+
+API status cudnnGetCTCLossWorkspaceSize_v8(void *handle, int algorithm, struct ctc *ctc,
+                                           struct tensor *probabilities, struct tensor *gradients,
+                                           size_t *size)
+{
+    return ctc_workspace(probabilities, ctc->longest, algorithm, size);
+}
+
+API status cudnnCTCLoss(void *handle, void *probabilities_layout, const void *probabilities,
+                        const int *labels, const int *label_lengths, const int *input_lengths, void *costs,
+                        void *gradients_layout, void *gradients, int algorithm, void *ctc, void *workspace,
+                        size_t workspace_size)
+{
+    ghost_space_used(workspace, workspace_size);
+    return (status)ghost_stub_called();
+}
+
+API status cudnnCTCLoss_v8(void *handle, int algorithm, void *ctc, void *probabilities_layout,
+                           const void *probabilities, const int *labels, const int *label_lengths,
+                           const int *input_lengths, void *costs, void *gradients_layout, void *gradients,
+                           size_t workspace_size, void *workspace)
+{
+    ghost_space_used(workspace, workspace_size);
+    return (status)ghost_stub_called();
+}

@@ -1,0 +1,186 @@
+/* cuSOLVER: handles, and the sizes of work space.
+ *
+ * The factorizations themselves are generated stubs: they write on the device, `devInfo` included,
+ * which PyTorch reads as 0, success. What PyTorch allocates for them is the work space that these
+ * functions ask for.
+ *
+ * NVIDIA documents no sizes. Those given here are what LAPACK documents for the routine of the same
+ * name, and are recorded as assumed. They are all in the functions under "Work space".
+ */
+#include "core/ghost.h"
+
+OPAQUE(cusolverDnCreate, cusolverDnDestroy)
+OPAQUE(cusolverDnCreateParams, cusolverDnDestroyParams)
+OPAQUE(cusolverDnCreateGesvdjInfo, cusolverDnDestroyGesvdjInfo)
+OPAQUE(cusolverDnCreateSyevjInfo, cusolverDnDestroySyevjInfo)
+
+/* ---- Work space, in elements of the matrix ---------------------------------------------------- */
+
+/* Source: the LWORK of the routine's reference documentation, LAPACK 3.12 (netlib.org/lapack), for
+ * its best performance, with blocks of BLOCK columns. LAPACK factorizes in place where a GPU's
+ * blocked code keeps a panel (getrf, potrf), which is counted as one block of columns; its Jacobi
+ * methods work in place where a parallel one keeps a copy of the matrix and its rotations. */
+#define BLOCK 32
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t panel(int64_t columns) { return BLOCK * columns; } /* geqrf orgqr sytrf; getrf potrf */
+static int64_t apply_q(int side, int64_t m, int64_t n) { return panel(side == 0 ? n : m); } /* 0: left */
+static int64_t gesvd(int64_t m, int64_t n) { return 3 * least(m, n) + panel(m + n); }
+static int64_t syevd(int64_t n) { return 1 + 6 * n + 2 * n * n; }
+static int64_t geev(int64_t n) { return (2 + BLOCK) * n + n * n; } /* and the matrix, which it keeps */
+static int64_t jacobi(int64_t m, int64_t n, int64_t batch)
+{
+    return batch * (m * n + least(m, n) * n + m + n);
+}
+
+/* ---- The answers ------------------------------------------------------------------------------ */
+
+enum { INVALID_SIZE = 3 }; /* cusolver_common.h, CUSOLVER_STATUS_INVALID_VALUE */
+
+static void assumed(void)
+{
+    ghost_assumed("cuSOLVER work space, as large as LAPACK's documentation asks for");
+}
+
+/* In elements, as an int; what does not fit is refused, as the library does. */
+static status in_elements(int *out, int64_t elements)
+{
+    assumed();
+    if (elements > INT32_MAX)
+        return INVALID_SIZE;
+    *out = (int)most(1, elements);
+    return SUCCESS;
+}
+
+/* In bytes; nothing on the host. */
+static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int data_type)
+{
+    assumed();
+    *on_device = (size_t)most(1, elements) * data_type_width(data_type);
+    *on_host = 0;
+    return SUCCESS;
+}
+
+/* The routines that exist once per type: S, D, C and Z. LAPACK says or and sy of
+ * real matrices, un and he of complex ones. */
+#define ROUTINES(T, q, sy)                                                                                   \
+    API status cusolverDn##T##potrf_bufferSize(void *handle, int uplo, int n, void *a, int lda, int *size)   \
+    {                                                                                                        \
+        return in_elements(size, panel(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##getrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
+    {                                                                                                        \
+        return in_elements(size, panel(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##geqrf_bufferSize(void *handle, int m, int n, void *a, int lda, int *size)      \
+    {                                                                                                        \
+        return in_elements(size, panel(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##q##gqr_bufferSize(void *handle, int m, int n, int k, const void *a, int lda,   \
+                                                const void *tau, int *size)                                  \
+    {                                                                                                        \
+        return in_elements(size, panel(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##q##mqr_bufferSize(void *handle, int side, int operation, int m, int n, int k,  \
+                                                const void *a, int lda, const void *tau, const void *c,      \
+                                                int ldc, int *size)                                          \
+    {                                                                                                        \
+        return in_elements(size, apply_q(side, m, n));                                                       \
+    }                                                                                                        \
+    API status cusolverDn##T##sytrf_bufferSize(void *handle, int n, void *a, int lda, int *size)             \
+    {                                                                                                        \
+        return in_elements(size, panel(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##gesvd_bufferSize(void *handle, int m, int n, int *size)                        \
+    {                                                                                                        \
+        return in_elements(size, gesvd(m, n));                                                               \
+    }                                                                                                        \
+    API status cusolverDn##T##gesvdj_bufferSize(void *handle, int vectors, int economy, int m, int n,        \
+                                                const void *a, int lda, const void *s, const void *u,        \
+                                                int ldu, const void *v, int ldv, int *size, void *settings)  \
+    {                                                                                                        \
+        return in_elements(size, jacobi(m, n, 1));                                                           \
+    }                                                                                                        \
+    API status cusolverDn##T##gesvdjBatched_bufferSize(                                                      \
+        void *handle, int vectors, int m, int n, const void *a, int lda, const void *s, const void *u,       \
+        int ldu, const void *v, int ldv, int *size, void *settings, int batch)                               \
+    {                                                                                                        \
+        return in_elements(size, jacobi(m, n, batch));                                                       \
+    }                                                                                                        \
+    API status cusolverDn##T##gesvdaStridedBatched_bufferSize(                                               \
+        void *handle, int vectors, int rank, int m, int n, const void *a, int lda, long long a_step,         \
+        const void *s, long long s_step, const void *u, int ldu, long long u_step, const void *v, int ldv,   \
+        long long v_step, int *size, int batch)                                                              \
+    {                                                                                                        \
+        return in_elements(size, jacobi(m, n, batch));                                                       \
+    }                                                                                                        \
+    API status cusolverDn##T##sy##evd_bufferSize(void *handle, int vectors, int uplo, int n, const void *a,  \
+                                                 int lda, const void *w, int *size)                          \
+    {                                                                                                        \
+        return in_elements(size, syevd(n));                                                                  \
+    }                                                                                                        \
+    API status cusolverDn##T##sy##evj_bufferSize(void *handle, int vectors, int uplo, int n, const void *a,  \
+                                                 int lda, const void *w, int *size, void *settings)          \
+    {                                                                                                        \
+        return in_elements(size, jacobi(n, n, 1));                                                           \
+    }                                                                                                        \
+    API status cusolverDn##T##sy##evjBatched_bufferSize(void *handle, int vectors, int uplo, int n,          \
+                                                        const void *a, int lda, const void *w, int *size,    \
+                                                        void *settings, int batch)                           \
+    {                                                                                                        \
+        return in_elements(size, jacobi(n, n, batch));                                                       \
+    }
+
+ROUTINES(S, or, sy)
+ROUTINES(D, or, sy)
+ROUTINES(C, un, he)
+ROUTINES(Z, un, he)
+
+/* The routines that take the type as an argument. */
+
+API status cusolverDnXpotrf_bufferSize(void *handle, void *settings, int uplo, int64_t n, int a_type,
+                                       const void *a, int64_t lda, int compute_type, size_t *on_device,
+                                       size_t *on_host)
+{
+    return in_bytes(on_device, on_host, panel(n), a_type);
+}
+
+API status cusolverDnXgeqrf_bufferSize(void *handle, void *settings, int64_t m, int64_t n, int a_type,
+                                       const void *a, int64_t lda, int tau_type, const void *tau,
+                                       int compute_type, size_t *on_device, size_t *on_host)
+{
+    return in_bytes(on_device, on_host, panel(n), a_type);
+}
+
+API status cusolverDnXsytrs_bufferSize(void *handle, int uplo, int64_t n, int64_t columns, int a_type,
+                                       const void *a, int64_t lda, const int64_t *pivots, int b_type, void *b,
+                                       int64_t ldb, size_t *on_device, size_t *on_host)
+{
+    return in_bytes(on_device, on_host, panel(columns), a_type);
+}
+
+API status cusolverDnXsyevd_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
+                                       int a_type, const void *a, int64_t lda, int w_type, const void *w,
+                                       int compute_type, size_t *on_device, size_t *on_host)
+{
+    return in_bytes(on_device, on_host, syevd(n), a_type);
+}
+
+API status cusolverDnXsyevBatched_bufferSize(void *handle, void *settings, int vectors, int uplo, int64_t n,
+                                             int a_type, const void *a, int64_t lda, int w_type,
+                                             const void *w, int compute_type, size_t *on_device,
+                                             size_t *on_host, int64_t batch)
+{
+    return in_bytes(on_device, on_host, jacobi(n, n, batch), a_type);
+}
+
+API status cusolverDnXgeev_bufferSize(void *handle, void *settings, int left, int right, int64_t n,
+                                      int a_type, const void *a, int64_t lda, int w_type, const void *w, int left_type,
+                                      const void *left_vectors, int64_t left_step, int right_type,
+                                      const void *right_vectors, int64_t right_step, int compute_type,
+                                      size_t *on_device, size_t *on_host)
+{
+    return in_bytes(on_device, on_host, geev(n), a_type);
+}

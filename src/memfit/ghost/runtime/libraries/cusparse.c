@@ -1,0 +1,241 @@
+/* cuSPARSE: matrices that remember their shape, sizes of work space, and results whose size depends on
+ * values. cuSPARSELt, the library of matrices with two zeros in four, is a gap (gaps.txt).
+ *
+ * How many entries a sparse product or sum has depends on where its factors' entries lie, which is not
+ * known here: as many are answered as there can be. NVIDIA documents no sizes of work space; one index
+ * for each row and each entry is assumed throughout. Both are recorded as assumed.
+ */
+#include "core/ghost.h"
+
+OPAQUE(cusparseCreate, cusparseDestroy)
+OPAQUE(cusparseCreateMatDescr, cusparseDestroyMatDescr)
+OPAQUE(cusparseCreateBsrsm2Info, cusparseDestroyBsrsm2Info)
+OPAQUE(cusparseCreateBsrsv2Info, cusparseDestroyBsrsv2Info)
+OPAQUE(cusparseSpGEMM_createDescr, cusparseSpGEMM_destroyDescr)
+OPAQUE(cusparseSpSM_createDescr, cusparseSpSM_destroyDescr)
+OPAQUE(cusparseSpSV_createDescr, cusparseSpSV_destroyDescr)
+
+API const char *cusparseGetErrorString(int error)
+{
+    return error == SUCCESS ? "success" : "not supported by memfit's ghost";
+}
+
+/* ---- Matrices -------------------------------------------------------------------------------- */
+
+struct sparse_matrix {
+    int64_t rows, columns, entries;
+};
+
+static status new_matrix(void **out, struct sparse_matrix matrix)
+{
+    status result = ghost_new_handle(out, sizeof matrix);
+    if (result == SUCCESS)
+        *(struct sparse_matrix *)*out = matrix;
+    return result;
+}
+
+API status cusparseCreateCsr(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *offsets,
+                             void *indices, void *values, int offsets_type, int indices_type, int base,
+                             int value_type)
+{
+    return new_matrix(matrix, (struct sparse_matrix){rows, columns, entries});
+}
+
+API status cusparseCreateCoo(void **matrix, int64_t rows, int64_t columns, int64_t entries, void *row_indices,
+                             void *column_indices, void *values, int index_type, int base, int value_type)
+{
+    return new_matrix(matrix, (struct sparse_matrix){rows, columns, entries});
+}
+
+API status cusparseCreateDnMat(void **matrix, int64_t rows, int64_t columns, int64_t step, void *values,
+                               int value_type, int order)
+{
+    return ghost_new_handle(matrix, 64);
+}
+
+API status cusparseCreateDnVec(void **vector, int64_t size, void *values, int value_type)
+{
+    return ghost_new_handle(vector, 64);
+}
+
+API status cusparseDestroySpMat(void *matrix) { return ghost_end_handle(matrix); }
+API status cusparseDestroyDnMat(void *matrix) { return ghost_end_handle(matrix); }
+API status cusparseDestroyDnVec(void *vector) { return ghost_end_handle(vector); }
+
+API status cusparseSpMatGetSize(const struct sparse_matrix *matrix, int64_t *rows, int64_t *columns,
+                                int64_t *entries)
+{
+    *rows = matrix->rows;
+    *columns = matrix->columns;
+    *entries = matrix->entries;
+    return SUCCESS;
+}
+
+/* ---- Work space ------------------------------------------------------------------------------ */
+
+/* In bytes; what cannot be counted is more than any device has. */
+static size_t work_size(int64_t rows, int64_t entries)
+{
+    size_t indices, bytes;
+    ghost_assumed("cuSPARSE work space, as large as one index for each row and each entry");
+    if (__builtin_add_overflow(rows, entries, &indices) ||
+        __builtin_mul_overflow(indices, sizeof(int32_t), &bytes))
+        return SIZE_MAX / 2;
+    return bytes;
+}
+
+static status work_for(const struct sparse_matrix *matrix, size_t *size)
+{
+    *size = work_size(matrix->rows, matrix->entries);
+    return SUCCESS;
+}
+
+API status cusparseSpMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
+                                   const struct sparse_matrix *a, void *b, const void *beta, void *c,
+                                   int compute_type, int algorithm, size_t *size)
+{
+    return work_for(a, size);
+}
+
+API status cusparseSpMV_bufferSize(void *handle, int operation, const void *alpha,
+                                   const struct sparse_matrix *a, void *x, const void *beta, void *y,
+                                   int compute_type, int algorithm, size_t *size)
+{
+    return work_for(a, size);
+}
+
+API status cusparseSDDMM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
+                                    void *a, void *b, const void *beta, const struct sparse_matrix *c,
+                                    int compute_type, int algorithm, size_t *size)
+{
+    return work_for(c, size);
+}
+
+API status cusparseSpSM_bufferSize(void *handle, int a_operation, int b_operation, const void *alpha,
+                                   const struct sparse_matrix *a, void *b, void *c, int compute_type,
+                                   int algorithm, void *solver, size_t *size)
+{
+    return work_for(a, size);
+}
+
+API status cusparseSpSV_bufferSize(void *handle, int operation, const void *alpha,
+                                   const struct sparse_matrix *a, void *x, void *y, int compute_type,
+                                   int algorithm, void *solver, size_t *size)
+{
+    return work_for(a, size);
+}
+
+API status cusparseXcsrsort_bufferSizeExt(void *handle, int rows, int columns, int entries,
+                                          const int *offsets, const int *indices, size_t *size)
+{
+    *size = work_size(rows, entries);
+    return SUCCESS;
+}
+
+API status cusparseXcoosort_bufferSizeExt(void *handle, int rows, int columns, int entries,
+                                          const int *row_indices, const int *column_indices, size_t *size)
+{
+    *size = work_size(rows, entries);
+    return SUCCESS;
+}
+
+/* The older solvers for matrices of blocks, once per type. */
+#define BLOCKS(T)                                                                                            \
+    API status cusparse##T##bsrsv2_bufferSize(void *handle, int direction, int operation, int rows,          \
+                                              int entries, void *type, void *values, const int *offsets,     \
+                                              const int *indices, int block, void *solver, int *size)        \
+    {                                                                                                        \
+        *size = (int)work_size(rows, entries);                                                               \
+        return SUCCESS;                                                                                      \
+    }                                                                                                        \
+    API status cusparse##T##bsrsm2_bufferSize(void *handle, int direction, int a_operation, int b_operation, \
+                                              int rows, int columns, int entries, void *type, void *values,  \
+                                              const int *offsets, const int *indices, int block,             \
+                                              void *solver, int *size)                                       \
+    {                                                                                                        \
+        *size = (int)work_size(rows, entries);                                                               \
+        return SUCCESS;                                                                                      \
+    }                                                                                                        \
+    API status cusparse##T##csrgeam2_bufferSizeExt(                                                          \
+        void *handle, int rows, int columns, const void *alpha, void *a_type, int a_entries,                 \
+        const void *a_values, const int *a_offsets, const int *a_indices, const void *beta, void *b_type,    \
+        int b_entries, const void *b_values, const int *b_offsets, const int *b_indices, void *c_type,       \
+        const void *c_values, const int *c_offsets, const int *c_indices, size_t *size)                      \
+    {                                                                                                        \
+        *size = work_size(rows, (int64_t)a_entries + b_entries);                                             \
+        return SUCCESS;                                                                                      \
+    }
+
+BLOCKS(S)
+BLOCKS(D)
+BLOCKS(C)
+BLOCKS(Z)
+
+/* No pivot is zero: matrices to be solved with are taken to be regular. */
+API status cusparseXbsrsv2_zeroPivot(void *handle, void *solver, int *position)
+{
+    *position = -1;
+    return SUCCESS;
+}
+
+API status cusparseXbsrsm2_zeroPivot(void *handle, void *solver, int *position)
+{
+    return cusparseXbsrsv2_zeroPivot(handle, solver, position);
+}
+
+/* ---- Results whose size depends on where entries lie ----------------------------------------- */
+
+/* At most `entries`, and no more than the matrix has places. */
+static int64_t entries_within(int64_t entries, int64_t rows, int64_t columns)
+{
+    ghost_assumed("entries of a sparse product or sum, as many as there can be");
+    int64_t places, most = __builtin_mul_overflow(rows, columns, &places) ? INT64_MAX : places;
+    return entries < most ? entries : most;
+}
+
+/* A sum C = A + B: at most the entries of both. The count goes to the host or the device. */
+API status cusparseXcsrgeam2Nnz(void *handle, int rows, int columns, void *a_type, int a_entries,
+                                const int *a_offsets, const int *a_indices, void *b_type, int b_entries,
+                                const int *b_offsets, const int *b_indices, void *c_type, int *c_offsets,
+                                int *count, void *work)
+{
+    forget_everything();
+    if (!is_device_address(count))
+        *count = (int)entries_within((int64_t)a_entries + b_entries, rows, columns);
+    return SUCCESS;
+}
+
+/* A product C = A B, in two steps that are each asked for their work space first (`work` is null). An
+ * entry of A meets at most a row of B. */
+static int64_t product_entries(const struct sparse_matrix *a, const struct sparse_matrix *b)
+{
+    int64_t each = b->columns < b->entries ? b->columns : b->entries, entries;
+    if (__builtin_mul_overflow(a->entries, each, &entries))
+        entries = INT64_MAX;
+    return entries_within(entries, a->rows, b->columns);
+}
+
+API status cusparseSpGEMM_workEstimation(void *handle, int a_operation, int b_operation, const void *alpha,
+                                         const struct sparse_matrix *a, const struct sparse_matrix *b,
+                                         const void *beta, void *c, int compute_type, int algorithm,
+                                         void *product, size_t *size, void *work)
+{
+    if (work)
+        forget_everything();
+    else
+        *size = work_size(a->rows, a->entries);
+    return SUCCESS;
+}
+
+API status cusparseSpGEMM_compute(void *handle, int a_operation, int b_operation, const void *alpha,
+                                  const struct sparse_matrix *a, const struct sparse_matrix *b,
+                                  const void *beta, struct sparse_matrix *c, int compute_type, int algorithm,
+                                  void *product, size_t *size, void *work)
+{
+    if (work)
+        forget_everything();
+    else
+        *size = work_size(a->rows, product_entries(a, b));
+    c->entries = product_entries(a, b);
+    return SUCCESS;
+}

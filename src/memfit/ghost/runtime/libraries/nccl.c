@@ -1,0 +1,258 @@
+/* NCCL: communicators that know their size and rank, and collectives that move nothing.
+ *
+ * There is one process, so what other ranks would send is not known: the receiving buffer becomes
+ * unknown. Two cases are exact, and are treated as the copies they are: a communicator of one
+ * rank, and a broadcast from this rank. NCCL's own buffers are outside PyTorch's allocator and are
+ * not modelled.
+ */
+#include "core/ghost.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+status cudaMalloc(void **pointer, size_t size);
+status cudaFree(void *pointer);
+
+/* Source: nccl.h 2.27 and 2.30. Of 128 bytes, so it is passed on the stack. */
+struct unique_id {
+    char bytes[128];
+};
+
+struct communicator {
+    int ranks, rank;
+};
+
+API status ncclGetVersion(int *version)
+{
+    *version = NCCL_VERSION;
+    return SUCCESS;
+}
+
+API const char *ncclGetErrorString(int error)
+{
+    return error == SUCCESS ? "no error" : "not supported by memfit's ghost";
+}
+
+API const char *ncclGetLastError(void *communicator) { return ""; }
+
+API status ncclGetUniqueId(struct unique_id *id)
+{
+    *id = (struct unique_id){"memfit ghost"};
+    return SUCCESS;
+}
+
+API status ncclCommGetUniqueId(void *communicator, struct unique_id *id) { return ncclGetUniqueId(id); }
+
+/* ---- Communicators --------------------------------------------------------------------------- */
+
+static status make(struct communicator **communicator, int ranks, int rank)
+{
+    void *made;
+    status result = ghost_new_handle(&made, sizeof **communicator);
+    if (result != SUCCESS)
+        return result;
+    *communicator = made;
+    **communicator = (struct communicator){ranks, rank};
+    return SUCCESS;
+}
+
+API status ncclCommInitRank(struct communicator **communicator, int ranks, struct unique_id id, int rank)
+{
+    return make(communicator, ranks, rank);
+}
+
+API status ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id,
+                                  int rank, void *config)
+{
+    return make(communicator, ranks, rank);
+}
+
+API status ncclCommInitRankScalable(struct communicator **communicator, int ranks, int rank, int id_count,
+                                    struct unique_id *ids, void *config)
+{
+    return make(communicator, ranks, rank);
+}
+
+API status ncclCommInitAll(struct communicator **communicators, int devices, const int *device_list)
+{
+    status result = SUCCESS;
+    for (int rank = 0; rank < devices && result == SUCCESS; rank++)
+        result = make(&communicators[rank], devices, rank);
+    return result;
+}
+
+#define NO_COLOR (-1) /* nccl.h, NCCL_SPLIT_NOCOLOR: this rank is in no part */
+
+/* Which other ranks chose this color is theirs to know: assumed to be all of them. */
+API status ncclCommSplit(const struct communicator *parent, int color, int key,
+                         struct communicator **communicator, void *config)
+{
+    *communicator = NULL;
+    if (color == NO_COLOR)
+        return SUCCESS;
+    ghost_assumed("ncclCommSplit");
+    return make(communicator, parent->ranks, parent->rank);
+}
+
+API status ncclCommShrink(const struct communicator *parent, int *excluded, int count,
+                          struct communicator **communicator, void *config, int flags)
+{
+    int rank = parent->rank;
+    for (int i = 0; i < count; i++)
+        rank -= excluded[i] < parent->rank;
+    return make(communicator, parent->ranks - count, rank);
+}
+
+API status ncclCommDestroy(struct communicator *communicator)
+{
+    free(communicator);
+    return SUCCESS;
+}
+
+API status ncclCommAbort(struct communicator *communicator) { return ncclCommDestroy(communicator); }
+
+API status ncclCommCount(const struct communicator *communicator, int *ranks)
+{
+    *ranks = communicator->ranks;
+    return SUCCESS;
+}
+
+API status ncclCommUserRank(const struct communicator *communicator, int *rank)
+{
+    *rank = communicator->rank;
+    return SUCCESS;
+}
+
+API status ncclCommCuDevice(const struct communicator *communicator, int *device)
+{
+    *device = ghost_current_device;
+    return SUCCESS;
+}
+
+API status ncclCommGetAsyncError(const struct communicator *communicator, int *error)
+{
+    *error = SUCCESS;
+    return SUCCESS;
+}
+
+API status ncclCommMemStats(const struct communicator *communicator, int which, uint64_t *value)
+{
+    ghost_assumed("ncclCommMemStats");
+    *value = 0;
+    return SUCCESS;
+}
+
+API status ncclCommRegister(const struct communicator *communicator, void *buffer, size_t size, void **handle)
+{
+    *handle = buffer;
+    return SUCCESS;
+}
+
+API status ncclCommWindowRegister(struct communicator *communicator, void *buffer, size_t size, void **window,
+                                  int flags)
+{
+    *window = buffer;
+    return SUCCESS;
+}
+
+API status ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence,
+                                    struct communicator *communicator)
+{
+    static int last = 15; /* above every operation nccl.h names */
+    *operation = __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
+    return SUCCESS;
+}
+
+API status ncclMemAlloc(void **pointer, size_t size) { return cudaMalloc(pointer, size); }
+API status ncclMemFree(void *pointer) { return cudaFree(pointer); }
+
+/* ---- Collectives ----------------------------------------------------------------------------- */
+
+/* Source: nccl.h, ncclDataType_t, from ncclInt8 to ncclFloat8e5m2. */
+static uint64_t bytes_of(uint64_t count, int type)
+{
+    static const unsigned char widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return count * (type >= 0 && (size_t)type < sizeof widths ? widths[type] : 8);
+}
+
+static status move(void *to, const void *from, uint64_t bytes, bool exact, const void *stream)
+{
+    COUNT(library_calls);
+    note_captured_node(stream);
+    if (exact)
+        copy_on_device((uint64_t)to, (uint64_t)from, bytes);
+    else
+        forget((uint64_t)to, bytes);
+    return SUCCESS;
+}
+
+#define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: of one value, that value */
+
+static bool alone(const struct communicator *communicator) { return communicator->ranks == 1; }
+
+API status ncclAllReduce(const void *send, void *receive, size_t count, int type, int operation,
+                         struct communicator *communicator, void *stream)
+{
+    return move(receive, send, bytes_of(count, type), alone(communicator) && operation < PLAIN_OPERATIONS,
+                stream);
+}
+
+API status ncclReduce(const void *send, void *receive, size_t count, int type, int operation, int root,
+                      struct communicator *communicator, void *stream)
+{
+    if (communicator->rank != root)
+        return SUCCESS; /* only the root receives */
+    return ncclAllReduce(send, receive, count, type, operation, communicator, stream);
+}
+
+API status ncclReduceScatter(const void *send, void *receive, size_t receive_count, int type, int operation,
+                             struct communicator *communicator, void *stream)
+{
+    return ncclAllReduce(send, receive, receive_count, type, operation, communicator, stream);
+}
+
+API status ncclBroadcast(const void *send, void *receive, size_t count, int type, int root,
+                         struct communicator *communicator, void *stream)
+{
+    return move(receive, send, bytes_of(count, type), communicator->rank == root, stream);
+}
+
+API status ncclBcast(void *buffer, size_t count, int type, int root, struct communicator *communicator,
+                     void *stream)
+{
+    return ncclBroadcast(buffer, buffer, count, type, root, communicator, stream);
+}
+
+API status ncclAllGather(const void *send, void *receive, size_t send_count, int type,
+                         struct communicator *communicator, void *stream)
+{
+    uint64_t bytes = bytes_of(send_count, type) * (uint64_t)communicator->ranks;
+    return move(receive, send, bytes, alone(communicator), stream);
+}
+
+API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,
+                        struct communicator *communicator, void *stream)
+{
+    return ncclAllGather(send, receive, count, type, communicator, stream);
+}
+
+API status ncclGather(const void *send, void *receive, size_t count, int type, int root,
+                      struct communicator *communicator, void *stream)
+{
+    if (communicator->rank != root)
+        return SUCCESS;
+    return ncclAllGather(send, receive, count, type, communicator, stream);
+}
+
+API status ncclSend(const void *send, size_t count, int type, int peer, struct communicator *communicator,
+                    void *stream)
+{
+    note_captured_node(stream);
+    return SUCCESS;
+}
+
+API status ncclRecv(void *receive, size_t count, int type, int peer, struct communicator *communicator,
+                    void *stream)
+{
+    return move(receive, NULL, bytes_of(count, type), false, stream);
+}

@@ -1,0 +1,211 @@
+/* NVML: what torch.cuda.device_count, pynvml and PyTorch's expandable segments ask of the machine.
+ *
+ * Source of the layouts: nvml.h of the CUDA 12 and 13 toolkits. A device handle is its index + 1.
+ */
+#include "core/ghost.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
+
+static void *handle_of(unsigned index) { return (void *)(uint64_t)(index + 1); }
+static int index_of(const void *handle) { return (int)(uint64_t)handle - 1; }
+
+API status nvmlInit(void) { return SUCCESS; }
+API status nvmlInit_v2(void) { return SUCCESS; }
+API status nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
+API status nvmlShutdown(void) { return SUCCESS; }
+
+API const char *nvmlErrorString(status error)
+{
+    return error == SUCCESS ? "success" : "not supported by memfit's ghost";
+}
+
+API status nvmlSystemGetCudaDriverVersion_v2(int *version)
+{
+    *version = CUDA_VERSION;
+    return SUCCESS;
+}
+
+API status nvmlSystemGetCudaDriverVersion(int *version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
+
+API status nvmlSystemGetDriverVersion(char *text, unsigned capacity)
+{
+    snprintf(text, capacity, "memfit ghost");
+    return SUCCESS;
+}
+
+/* ---- Devices --------------------------------------------------------------------------------- */
+
+/* NVML counts the machine's cards, before CUDA_VISIBLE_DEVICES picks some of them. A script that
+ * picks card 3 expects there to be one, so then the machine is given as many as CUDA allows here. */
+API status nvmlDeviceGetCount_v2(unsigned *count)
+{
+    *count = getenv("CUDA_VISIBLE_DEVICES") ? MAX_DEVICES : (unsigned)ghost_device_count;
+    return SUCCESS;
+}
+
+API status nvmlDeviceGetCount(unsigned *count) { return nvmlDeviceGetCount_v2(count); }
+
+API status nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
+{
+    if (index >= MAX_DEVICES)
+        return NVML_INVALID_ARGUMENT;
+    *handle = handle_of(index);
+    return SUCCESS;
+}
+
+API status nvmlDeviceGetHandleByIndex(unsigned index, void **handle)
+{
+    return nvmlDeviceGetHandleByIndex_v2(index, handle);
+}
+
+API status nvmlDeviceGetIndex(void *handle, unsigned *index)
+{
+    *index = (unsigned)index_of(handle);
+    return SUCCESS;
+}
+
+/* The bus is the device's number + 1, as cudaDeviceGetPCIBusId says. */
+API status nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **handle)
+{
+    unsigned domain, bus;
+    if (sscanf(bus_id, "%x:%x:", &domain, &bus) != 2 || bus == 0 || bus > MAX_DEVICES)
+        return NVML_NOT_FOUND;
+    *handle = handle_of(bus - 1);
+    return SUCCESS;
+}
+
+API status nvmlDeviceGetUUID(void *handle, char *uuid, unsigned capacity)
+{
+    /* "ghost" and the index, as in cudaDeviceProp.uuid */
+    snprintf(uuid, capacity, "GPU-67686f73-74%02x-0000-0000-000000000000", index_of(handle) & 0xff);
+    return SUCCESS;
+}
+
+API status nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
+{
+    char candidate[80];
+    for (unsigned index = 0; index < MAX_DEVICES; index++) {
+        nvmlDeviceGetUUID(handle_of(index), candidate, sizeof candidate);
+        if (strcmp(candidate, uuid) == 0)
+            return nvmlDeviceGetHandleByIndex_v2(index, handle);
+    }
+    return NVML_NOT_FOUND;
+}
+
+API status nvmlDeviceGetName(void *handle, char *name, unsigned capacity)
+{
+    snprintf(name, capacity, "%s", ghost_spec.name);
+    return SUCCESS;
+}
+
+/* ---- Use ------------------------------------------------------------------------------------- */
+
+struct memory_info {
+    unsigned long long total, free, used;
+};
+
+API status nvmlDeviceGetMemoryInfo(void *handle, struct memory_info *info)
+{
+    int device = index_of(handle);
+    if (device < 0 || device >= MAX_DEVICES)
+        return NVML_INVALID_ARGUMENT;
+    ghost_lock();
+    uint64_t total = ghost_spec.total_bytes, used = capacity_used(device);
+    ghost_unlock();
+    *info = (struct memory_info){total, used < total ? total - used : 0, used};
+    return SUCCESS;
+}
+
+API status nvmlDeviceGetUtilizationRates(void *handle, unsigned *gpu_and_memory)
+{
+    gpu_and_memory[0] = gpu_and_memory[1] = 0;
+    return SUCCESS;
+}
+
+/* nvmlProcessInfo_v1_t, and what later versions of it begin with. */
+struct process_info {
+    unsigned pid;
+    unsigned long long used_bytes;
+};
+
+/* nvmlProcessInfo_v2_t, which _v3 of the function fills. */
+struct process_info_v2 {
+    struct process_info process;
+    unsigned gpu_instance, compute_instance;
+};
+
+#define NO_INSTANCE 0xffffffffu /* of a card that is not cut into slices */
+
+/* The one process of the card is this one, and it is there once it holds memory of its own. */
+static status running(void *handle, unsigned *count, struct process_info *found)
+{
+    int device = index_of(handle);
+    if (device < 0 || device >= MAX_DEVICES || !count)
+        return NVML_INVALID_ARGUMENT;
+    ghost_lock();
+    uint64_t allocated = ghost_devices[device].allocated, own = ghost_devices[device].own;
+    ghost_unlock();
+    unsigned room = *count;
+    *count = allocated ? 1 : 0;
+    *found = (struct process_info){(unsigned)getpid(), own + allocated};
+    return room < *count ? NVML_INSUFFICIENT_SIZE : SUCCESS;
+}
+
+API status nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process_info *out)
+{
+    struct process_info found;
+    status answer = running(handle, count, &found);
+    if (answer == SUCCESS && *count && out)
+        *out = found;
+    return answer;
+}
+
+API status nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct process_info_v2 *out)
+{
+    struct process_info found;
+    status answer = running(handle, count, &found);
+    if (answer == SUCCESS && *count && out)
+        *out = (struct process_info_v2){found, NO_INSTANCE, NO_INSTANCE};
+    return answer;
+}
+
+/* ---- Links: there are none ------------------------------------------------------------------- */
+
+API status nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, int *type)
+{
+    return NVML_NOT_SUPPORTED;
+}
+
+API status nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, void *info)
+{
+    return NVML_NOT_SUPPORTED;
+}
+
+API status nvmlDeviceGetP2PStatus(void *handle, void *peer, int capability, int *p2p_status)
+{
+    *p2p_status = 0; /* NVML_P2P_STATUS_OK, as cudaDeviceCanAccessPeer says */
+    return SUCCESS;
+}
+
+/* Source: nvml.h, nvmlGpuFabricInfo_v2_t. Asked by expandable segments before they share memory. */
+struct fabric_info {
+    unsigned version;
+    unsigned char cluster_uuid[16];
+    int result;
+    unsigned clique_id;
+    unsigned char state; /* 0: NVML_GPU_FABRIC_STATE_NOT_SUPPORTED */
+};
+
+API status nvmlDeviceGetGpuFabricInfoV(void *handle, struct fabric_info *info)
+{
+    memset(info->cluster_uuid, 0, sizeof info->cluster_uuid);
+    info->result = SUCCESS;
+    info->clique_id = 0;
+    info->state = 0;
+    return SUCCESS;
+}

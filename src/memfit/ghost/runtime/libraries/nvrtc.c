@@ -1,0 +1,57 @@
+/* NVRTC: programs compile to an empty image, which cuModuleLoadData takes (driver.c). PyTorch
+ * compiles some elementwise kernels this way on first use. */
+#include "core/ghost.h"
+
+#include <stdlib.h>
+
+#define EMPTY 1 /* bytes of an image or log that holds only its final 0 */
+
+API status nvrtcVersion(int *major, int *minor)
+{
+    *major = CUDA_VERSION / 1000;
+    *minor = CUDA_VERSION / 10 % 100;
+    return SUCCESS;
+}
+
+API const char *nvrtcGetErrorString(int error)
+{
+    return error == SUCCESS ? "NVRTC_SUCCESS" : "not supported by memfit's ghost";
+}
+
+API status nvrtcCreateProgram(void **program, const char *source, const char *name, int header_count,
+                              const char *const *headers, const char *const *include_names)
+{
+    return ghost_new_handle(program, 64);
+}
+
+API status nvrtcDestroyProgram(void **program)
+{
+    free(*program);
+    *program = NULL;
+    return SUCCESS;
+}
+
+API status nvrtcAddNameExpression(void *program, const char *expression) { return SUCCESS; }
+API status nvrtcCompileProgram(void *program, int count, const char *const *options) { return SUCCESS; }
+
+API status nvrtcGetLoweredName(void *program, const char *expression, const char **lowered)
+{
+    *lowered = expression;
+    return SUCCESS;
+}
+
+#define ARTIFACT(get, get_size)                                                                              \
+    API status get_size(void *program, size_t *size)                                                         \
+    {                                                                                                        \
+        *size = EMPTY;                                                                                       \
+        return SUCCESS;                                                                                      \
+    }                                                                                                        \
+    API status get(void *program, char *out)                                                                 \
+    {                                                                                                        \
+        *out = '\0';                                                                                         \
+        return SUCCESS;                                                                                      \
+    }
+
+ARTIFACT(nvrtcGetPTX, nvrtcGetPTXSize)
+ARTIFACT(nvrtcGetCUBIN, nvrtcGetCUBINSize)
+ARTIFACT(nvrtcGetProgramLog, nvrtcGetProgramLogSize)

@@ -1,0 +1,55 @@
+/* Workspaces of libraries: how large they are, and where they were.
+ *
+ * The caller (PyTorch, through its own allocator) allocates a workspace in the size that the library reports, and
+ * passes its address with the call. The ghost sees both: it gets the size from memfit.ghost.workspaces, which registered
+ * as the answerer, and logs each use, so that the allocation can be identified in the allocator's history by its
+ * address, its size and its label.
+ */
+#include "core/ghost.h"
+
+#include "array.h"
+
+static ghost_answerer answerer;
+
+API void ghost_answer_with(ghost_answerer answer) { answerer = answer; }
+
+int ghost_ask(const char *question, struct ghost_configuration *out, int room)
+{
+    if (answerer) {
+        int count = answerer(question, out, room);
+        return count < 0 ? 0 : count < room ? count : room;
+    }
+    ghost_assumed("work space of libraries");
+    if (room > 0)
+        out[0] = (struct ghost_configuration){0};
+    return room > 0;
+}
+
+static struct {
+    ARRAY(struct ghost_space);
+} uses;
+
+void ghost_space_used(const void *address, uint64_t size)
+{
+    struct ghost_space use = {(uint64_t)address, size, ghost_label()};
+    if (!address || !size)
+        return;
+    ghost_lock();
+    /* A loop without hooks would log the same use again and again. */
+    struct ghost_space *last = uses.count ? &uses.items[uses.count - 1] : NULL;
+    bool repeated = last && last->address == use.address && last->size == use.size && last->label == use.label;
+    struct ghost_space *place = repeated ? NULL : array_append(&uses);
+    if (place)
+        *place = use;
+    ghost_unlock();
+}
+
+API size_t ghost_spaces(struct ghost_space *out, size_t capacity)
+{
+    ghost_lock();
+    for (size_t i = 0; i < uses.count && i < capacity; i++)
+        out[i] = uses.items[i];
+    size_t count = uses.count;
+    ghost_unlock();
+    return count;
+}
