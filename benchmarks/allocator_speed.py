@@ -20,7 +20,7 @@ from pathlib import Path
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
-from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.requests import RequestKind, Requests, read_requests
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.load import GhostDevice, load
@@ -57,11 +57,11 @@ def training_operations(count: int) -> list[Operation]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
         api.dry_run(EXAMPLE, output=path, stdout_to_stderr=True)
-        asked = requests(api.read(path))
+        asked = read_requests(api.read(path))
     once = [
-        (number, size if ask == Ask.MALLOC else 0)
+        (number, size if ask == RequestKind.MALLOC else 0)
         for ask, number, size in zip(asked.ask, asked.block, asked.size, strict=True)
-        if ask in (Ask.MALLOC, Ask.FREE)
+        if ask in (RequestKind.MALLOC, RequestKind.FREE)
     ]
     freed = {number for number, size in once if not size}
     once += [(number, 0) for number, size in once if size and number not in freed]
@@ -91,7 +91,7 @@ def main() -> int:
     for name, operations in workloads.items():
         asked = Requests()
         for number, size in operations:
-            asked.add(Ask.MALLOC if size else Ask.FREE, 0, number, size)
+            asked.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
         runs = [
             (theirs(torch, operations), ours(asked, compiled=True), ours(asked, compiled=False))
             for _ in range(arguments.runs)

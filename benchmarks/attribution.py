@@ -18,9 +18,9 @@ import numpy as np
 
 import memfit
 from memfit.allocator.timeline import timeline
-from memfit.analysis.attribution import Attribution, attribute
-from memfit.analysis.breakdown import held
-from memfit.records import Category, GroupBy, MarkKind, Trace
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import breakdown_at
+from memfit.records import Attribution, Category, GroupBy, MarkKind, Trace
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = (
@@ -96,12 +96,12 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
         f"{kind}: {len(ours[kind])} of {len(theirs[kind])} seen" for kind in ours if not ours[kind]
     ]
     peak = int(np.argmax(line.allocated))
-    at_peak = held(trace, line, attribution, peak)
+    at_peak = breakdown_at(trace, line, attribution, peak)
     unknown = sum(
         row.bytes for row in at_peak.rows[GroupBy.CATEGORY] if row.name in ("unknown", "before the history")
     )
     for event in np.linspace(0, len(trace.events) - 1, 50).astype(int).tolist():
-        rows = held(trace, line, attribution, event).rows
+        rows = breakdown_at(trace, line, attribution, event).rows
         differences += [
             f"event {event}: rows by {by} sum to another figure than is allocated"
             for by in rows

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import api
-from memfit.allocator.requests import requests
+from memfit.allocator.requests import read_requests
 from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, sections
 from memfit.packing.csv_table import read_buffers
@@ -160,7 +160,7 @@ def large() -> Iterator[dict[str, Any]]:
     """Pack very many buffers."""
     print(f"\n{'':24}{'buffers':>10}{'height/bound':>14}{'wall, CPU':>16}{'within 1.005':>18}")
     for job, options in LARGE.items():
-        asked = requests(traced(*job.split(), *options))
+        asked = read_requests(traced(*job.split(), *options))
         (buffers,) = lifetimes(asked).values()
         step = last_step(asked)
         yield many(job, one_step(buffers, *step[1:]) if step else buffers, CLOSE)

@@ -15,7 +15,7 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
-from memfit.allocator.requests import requests
+from memfit.allocator.requests import read_requests
 from memfit.allocator.timeline import timeline
 from memfit.records import MarkKind
 from memfit.trace.trace_file import read_trace
@@ -147,7 +147,7 @@ def replays(trace):
     """
     device = trace.device
     again = replay(
-        requests(trace),
+        read_requests(trace),
         AllocatorConfig.read(trace.settings),
         total=device.total.bytes,
         taken=device.context.bytes + device.in_use,

@@ -7,16 +7,16 @@ from dataclasses import replace
 from model import BY_STEPS, DifferenceError, Kind, Log, Operation, Piece, Situation, compare_pieces
 
 from memfit.allocator import compiled_allocator
-from memfit.allocator.compiled_allocator import NativeAllocator
+from memfit.allocator.compiled_allocator import CompiledAllocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.memory_stats import COUNTERS, NAMES
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 
 
 class CompiledModel:
     """The compiled allocator in a situation; ``compiled_model`` makes one."""
 
-    def __init__(self, allocator: NativeAllocator, situation: Situation) -> None:
+    def __init__(self, allocator: CompiledAllocator, situation: Situation) -> None:
         self._allocator = allocator
         self._situation = situation
         self._held = False
@@ -26,19 +26,19 @@ class CompiledModel:
         asked, number = Requests(), operation.number
         stream = self._situation.streams[operation.stream]
         if operation.kind == Kind.ALLOCATE:
-            asked.add(Ask.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
+            asked.add(RequestKind.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
         elif operation.kind == Kind.FREE:
-            asked.add(Ask.FREE, 0, number)
+            asked.add(RequestKind.FREE, 0, number)
         elif operation.kind == Kind.USE:
-            asked.add(Ask.USE, 0, number, stream=stream)
+            asked.add(RequestKind.USE, 0, number, stream=stream)
         elif operation.kind == Kind.HOLD:
             self._held = not self._held
         else:
-            asked.add(Ask.EMPTY_CACHE, 0)
+            asked.add(RequestKind.EMPTY_CACHE, 0)
         self._allocator.serve(asked)
         if not self._held:
             over = Requests()
-            over.add(Ask.ALL_GONE_ON, 0)
+            over.add(RequestKind.ALL_GONE_ON, 0)
             self._allocator.serve(over)
         if operation.kind == Kind.ALLOCATE and self._allocator.address(number) != address:
             raise DifferenceError(f"address {address:#x}, compiled {self._allocator.address(number):#x}")

@@ -98,7 +98,7 @@ class Model:
 
     def __init__(self, situation: Situation, caching: ModuleType = ours) -> None:
         self._situation = situation
-        self._out_of_memory = caching.OutOfMemory
+        self._out_of_memory = caching.SimulatedOutOfMemoryError
         config = AllocatorConfig.of(situation.conf)
         self.allocator = caching.CachingAllocator(DeviceMemory(situation.total), config, situation.version)
         if situation.fraction is not None:

@@ -19,9 +19,10 @@ from memfit.native_build import compile_library
 _MODULES = (
     "rounding",
     "device_memory",
+    "expandable_segment",
     "blocks",
     "stream_events",
-    "expandable_segments",
+    "expandable_blocks",
     "segments",
     "reclaim",
     "caching_allocator",

@@ -9,16 +9,28 @@ from watched import CONFS, random_size
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.replay import Replay, replay
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import RequestKind, Requests
+from memfit.records import Replay
 
 TWIN_CONFS = (*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20")
 GIB = 1 << 30
 STREAMS = ([0], [0, 7], [0, -5, 1 << 50])
 POOLS = ((0, 0), (0, 1), (0, 2))
 MANY = (30, 200)  # blocks that live at a time
-SELDOM = [ask for ask in Ask if ask not in (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.USE, Ask.CAPTURE_END)]
-SELDOM += 4 * [Ask.GONE_ON]
+SELDOM = [
+    ask
+    for ask in RequestKind
+    if ask
+    not in (
+        RequestKind.MALLOC,
+        RequestKind.FREE,
+        RequestKind.FREE_LATER,
+        RequestKind.USE,
+        RequestKind.CAPTURE_END,
+    )
+]
+SELDOM += 4 * [RequestKind.GONE_ON]
 
 
 class Script:
@@ -39,10 +51,10 @@ class Script:
         (kind,) = dice.choices(tuple(kinds), tuple(kinds.values()))
         if kind == "malloc" or not self._live:
             size, stream = random_size(dice), dice.choice(self._streams)
-            self.asked.add(Ask.MALLOC, event, event, size, stream, self._pool)
+            self.asked.add(RequestKind.MALLOC, event, event, size, stream, self._pool)
             self._live.append(event)
         elif kind == "use":
-            self.asked.add(Ask.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
+            self.asked.add(RequestKind.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
         elif kind == "free":
             self._free(event, self._live.pop(dice.randrange(len(self._live))))
         else:
@@ -50,20 +62,20 @@ class Script:
 
     def _free(self, event: int, block: int) -> None:
         later = self._dice.choice((True, *(False,) * 9))
-        self.asked.add(Ask.FREE_LATER if later else Ask.FREE, event, block)
+        self.asked.add(RequestKind.FREE_LATER if later else RequestKind.FREE, event, block)
         self._later += [block] if later else []
 
     def _seldom(self, event: int) -> None:
         dice, asked = self._dice, self.asked
         ask = dice.choice(SELDOM)
-        if ask is Ask.GONE_ON and self._later:
+        if ask is RequestKind.GONE_ON and self._later:
             asked.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
-        elif ask is Ask.CAPTURE_BEGIN:
-            asked.add(Ask.CAPTURE_END if self._capturing else Ask.CAPTURE_BEGIN, event)
+        elif ask is RequestKind.CAPTURE_BEGIN:
+            asked.add(RequestKind.CAPTURE_END if self._capturing else RequestKind.CAPTURE_BEGIN, event)
             self._capturing = not self._capturing
-        elif ask is Ask.FAILED:
+        elif ask is RequestKind.FAILED:
             asked.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
-        elif ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL):
+        elif ask in (RequestKind.RELEASE_POOL, RequestKind.EMPTY_POOL):
             asked.add(ask, event, pool=self._pool)
             self._pool = dice.choice((0, 1, 2, self._pool))
         else:

@@ -9,7 +9,14 @@ from sizes import size_of
 from memfit.allocator import caching_allocator as ours
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.invariants import Broken, Malloc, check, check_choice, check_emptied, check_refusal
+from memfit.allocator.invariants import (
+    MallocResult,
+    Violation,
+    check,
+    check_choice,
+    check_emptied,
+    check_refusal,
+)
 
 if TYPE_CHECKING:
     from memfit.allocator.blocks import Block
@@ -45,7 +52,7 @@ _WHEN_FULL = (35, 53, *tuple(_WEIGHTS.values())[2:])
 class BrokenError(Exception):
     """The referee found broken rules."""
 
-    def __init__(self, broken: list[Broken]) -> None:
+    def __init__(self, broken: list[Violation]) -> None:
         super().__init__("; ".join(f"{found.rule.name}: {found.where}" for found in broken))
         self.broken = broken
 
@@ -68,7 +75,7 @@ class Watched:
         self.private = False
         """Whether allocations go to a private pool."""
         self._pool_id = 0, 1
-        self._out_of_memory = caching.OutOfMemory
+        self._out_of_memory = caching.SimulatedOutOfMemoryError
 
     def malloc(self, size: int, stream: int) -> None:
         """Allocate."""
@@ -81,7 +88,7 @@ class Watched:
             return
         self.live.append(block)
         fresh, retried = allocator.num_device_alloc != asked, allocator.num_alloc_retries != retries
-        self._check(check_choice(allocator, Malloc(block, size, stream, fresh, retried)))
+        self._check(check_choice(allocator, MallocResult(block, size, stream, fresh, retried)))
 
     def free(self, index: int) -> None:
         """Free one of the live blocks."""
@@ -128,7 +135,7 @@ class Watched:
             self._pool_id = 0, self._pool_id[1] + 1
         self._check()
 
-    def _check(self, found: list[Broken] | None = None) -> None:
+    def _check(self, found: list[Violation] | None = None) -> None:
         broken = (found or []) + check(self.allocator, taken=TAKEN)
         if broken:
             raise BrokenError(broken)

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from memfit.allocator.requests import requests
+from memfit.allocator.requests import read_requests
 from memfit.allocator.timeline import timeline
 from memfit.analysis import summary
-from memfit.analysis.advice import advised
-from memfit.analysis.allocator_comparison import Comparison, compare
+from memfit.analysis.advice import find_advice
+from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.attribution import attribute
-from memfit.analysis.explanation import explanation
-from memfit.analysis.location import how_sure
-from memfit.analysis.run_difference import Difference, difference
+from memfit.analysis.explanation import explain_trace
+from memfit.analysis.location import least_certain
+from memfit.analysis.run_difference import compare_runs
 from memfit.atomic_files import check_output, write_bytes
 from memfit.card.context import keep_context, measure_context
 from memfit.card.find import find_card
@@ -33,7 +33,7 @@ from memfit.packing.csv_table import packed_table, read_buffers
 from memfit.packing.graph_packing import pack_graph
 from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
 from memfit.packing.run_packing import pack_run
-from memfit.records import DryRun, GroupBy, Machine, Trace
+from memfit.records import AllocatorComparison, DryRun, GroupBy, Machine, RunDifference, Trace
 from memfit.report import export
 from memfit.report.estimate import Estimate
 from memfit.report.html import page
@@ -52,7 +52,7 @@ from memfit.trace.trace_file import is_trace, read_trace
 if TYPE_CHECKING:
     import torch
 
-    from memfit.allocator.setting_outcomes import Outcome
+    from memfit.records import SettingOutcome
 
 __all__ = [
     "check_output",
@@ -149,7 +149,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     found = summarize(trace)
     if advise:
         unlimited = dataclasses.replace(options, memory=NO_LIMIT)
-        found = advised(trace, found, trial_runner(command, unlimited, on_progress))
+        found = find_advice(trace, found, trial_runner(command, unlimited, on_progress))
     if html is not None:
         write_html(trace, found, html)
     return found
@@ -300,13 +300,13 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     Row(name='head', bytes=823410688, blocks=1, provenance=<Provenance.EXACT: 'exact'>)
     """
     trace = target if isinstance(target, Trace) else read(target)
-    found = explanation(trace, at, fragments=fragments)
+    found = explain_trace(trace, at, fragments=fragments)
     return Explained.of(found, summary=Answer.of(found.summary), page=lambda: html(trace, found.summary))
 
 
 def diff(
     before: Trace | str | Path, after: Trace | str | Path, at: str = "peak", by: str = "category"
-) -> Difference:
+) -> RunDifference:
     """Say what changed between two runs: who holds what, at the same moment of each.
 
     Args:
@@ -320,7 +320,7 @@ def diff(
         FileFormatError: a file is neither, or contradicts itself.
     """
     runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
-    return Differing.of(difference(runs[0], runs[1], at, GroupBy(by)))
+    return Differing.of(compare_runs(runs[0], runs[1], at, GroupBy(by)))
 
 
 def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:
@@ -360,7 +360,7 @@ def replay(
     in_use: int | None = None,
     smallest: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
+) -> AllocatorComparison:
     """Say how a trace would have fared under other allocator settings, or on another GPU; needs neither.
 
     Args:
@@ -378,7 +378,7 @@ def replay(
         FileFormatError: the trace does not tell what was asked for.
     """
     return Compared.of(
-        compare(
+        compare_settings(
             trace,
             confs,
             device=find_device(gpu) if gpu is not None else None,
@@ -446,15 +446,15 @@ def pack(
         flow = dataflow(target)
         return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))
     trace = target if isinstance(target, Trace) else read(target)
-    reserved: tuple[Outcome, ...] = ()
+    reserved: tuple[SettingOutcome, ...] = ()
     is_of_cpu = trace.device.machine is Machine.CPU  # there PyTorch keeps no cache
     if not is_of_cpu:
         rival = "expandable_segments:True"
-        reserved = compare(trace, rival, memory=NO_LIMIT, on_progress=on_progress).outcomes
+        reserved = compare_settings(trace, rival, memory=NO_LIMIT, on_progress=on_progress).outcomes
     packed = pack_run(
-        requests(trace),
+        read_requests(trace),
         reserved,
-        how_sure(note for note in trace.notes if note.sizes),
+        least_certain(note for note in trace.notes if note.sizes),
         alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
         capacity=capacity,
         seconds=seconds,

@@ -14,7 +14,7 @@ from twins import POOLS, TWIN_CONFS, both, compare, random_requests
 from memfit.allocator import compiled_allocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 from memfit.errors import UsageError
 from support.sanitized_build import build
 
@@ -34,7 +34,7 @@ def test_replays_are_equal(conf, seed):
     conf=st.sampled_from(TWIN_CONFS),
     rows=st.lists(
         st.tuples(
-            st.sampled_from(Ask),
+            st.sampled_from(RequestKind),
             st.integers(-2, 12),
             st.integers(-1, 1 << 62),
             st.integers(0, 2),
@@ -63,31 +63,31 @@ def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
 @pytest.mark.parametrize(
     ("row", "position"),
     [
-        ((Ask.FREE, 0), 1),  # was freed before
-        ((Ask.FREE, 5), 1),
-        ((Ask.FREE, -1), 1),
-        ((Ask.FREE_LATER, 1 << 40), 1),
-        ((Ask.MALLOC, 1, 0), 1),
-        ((Ask.MALLOC, 1, -512), 1),
-        ((Ask.MALLOC, -1, 512), 1),
-        ((Ask.MALLOC, 8, 512), 1),
-        ((Ask.MALLOC, 1, 512, 0, 3), 1),  # pools are 0 to 2
-        ((Ask.MALLOC, 1, 512, 0, -1), 1),
-        ((Ask.RELEASE_POOL, -1, 0, 0, 1 << 40), 1),
-        ((Ask.CAPTURE_END, -1), 1),  # none was begun
+        ((RequestKind.FREE, 0), 1),  # was freed before
+        ((RequestKind.FREE, 5), 1),
+        ((RequestKind.FREE, -1), 1),
+        ((RequestKind.FREE_LATER, 1 << 40), 1),
+        ((RequestKind.MALLOC, 1, 0), 1),
+        ((RequestKind.MALLOC, 1, -512), 1),
+        ((RequestKind.MALLOC, -1, 512), 1),
+        ((RequestKind.MALLOC, 8, 512), 1),
+        ((RequestKind.MALLOC, 1, 512, 0, 3), 1),  # pools are 0 to 2
+        ((RequestKind.MALLOC, 1, 512, 0, -1), 1),
+        ((RequestKind.RELEASE_POOL, -1, 0, 0, 1 << 40), 1),
+        ((RequestKind.CAPTURE_END, -1), 1),  # none was begun
         ((99, 0), 1),
     ],
 )
 def test_what_cannot_be_is_refused(row, position):
     asked = Requests()
-    for ask, block, size in ((Ask.MALLOC, 0, 512), (Ask.FREE, 0, 0)):
+    for ask, block, size in ((RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0)):
         asked.add(ask, 0, block, size)
     with compiled_allocator.opened(
         AllocatorConfig(), blocks=8, pools=POOLS, total=GIB, taken=0, version=(2, 14)
     ) as allocator:
         assert allocator.serve(asked)
         bad = Requests()
-        bad.add(Ask.EMPTY_CACHE, 0)
+        bad.add(RequestKind.EMPTY_CACHE, 0)
         ask, block, *rest = row
         bad.add(ask, 0, block, *rest)
         with pytest.raises(UsageError, match=rf"Request {position} of 2 cannot be served"):
@@ -101,7 +101,7 @@ def test_settings_that_pytorch_refuses_are_refused():
 
 def test_numbers_beyond_64_bits_are_served_in_python():
     asked = Requests()
-    asked.add(Ask.MALLOC, 0, 0, 1 << 47)
+    asked.add(RequestKind.MALLOC, 0, 0, 1 << 47)
     assert replay(asked, AllocatorConfig(), total=1 << 70).fits
     assert replay(asked, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
 
@@ -109,7 +109,7 @@ def test_numbers_beyond_64_bits_are_served_in_python():
 def test_addresses_beyond_64_bits_are_served_in_python():
     asked = Requests()
     for number in range(20):  # a reservation of 9/8 of the device for each stream
-        asked.add(Ask.MALLOC, 0, number, 512, stream=number)
+        asked.add(RequestKind.MALLOC, 0, number, 512, stream=number)
     config = AllocatorConfig(expandable_segments=True)
     with (
         compiled_allocator.opened(

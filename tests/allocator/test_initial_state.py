@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
+from memfit.allocator.initial_state import initial_state
 from memfit.allocator.timeline import timeline
 from memfit.errors import FileFormatError
-from memfit.records import Action, Block
+from memfit.records import Action, SnapshotBlock
 from support.traces import BASE, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ MIB = 1 << 20
 def test_a_history_that_begins_late(drive, situation):
     late = 700
     trace, operations, truth = drive(situation, history_from=late)
-    start = beginning(trace, AllocatorConfig.read(trace.settings))
+    start = initial_state(trace, AllocatorConfig.read(trace.settings))
     _, allocated, reserved = truth[late - 1]
     assert start.reserved == reserved
     assert 0 <= allocated - start.allocated <= start.uncertain
@@ -43,10 +43,11 @@ def test_a_history_that_begins_late(drive, situation):
 def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
     """Return the timeline of a history that ends with segments of one block each, and its beginning."""
     at_end = [
-        segment(address, size, blocks=[Block(address, size, size, state)]) for address in segment_addresses
+        segment(address, size, blocks=[SnapshotBlock(address, size, size, state)])
+        for address in segment_addresses
     ]
     trace = trace_of(history, at_end)
-    return timeline(trace), beginning(trace, AllocatorConfig())
+    return timeline(trace), initial_state(trace, AllocatorConfig())
 
 
 def test_a_block_from_before_is_taken_at_its_rounded_size():

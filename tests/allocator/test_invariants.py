@@ -11,8 +11,15 @@ from watched import BESIDE, CONFS, EDGES, Watched, run
 from memfit.allocator.caching_allocator import CachingAllocator
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.invariants import Malloc, Rule, check, check_choice, check_emptied, check_refusal
-from memfit.allocator.stream_events import Event
+from memfit.allocator.invariants import (
+    Invariant,
+    MallocResult,
+    check,
+    check_choice,
+    check_emptied,
+    check_refusal,
+)
+from memfit.allocator.stream_events import StreamEvent
 
 MIB, GIB = 1 << 20, 1 << 30
 streams = st.integers(0, 2)
@@ -165,7 +172,7 @@ def waits_for_nothing(allocator):
 def events_of_a_live_block(allocator):
     block = first_live(allocator)
     block.events = 1
-    allocator.events.queues[1] = deque([Event(block)])
+    allocator.events.queues[1] = deque([StreamEvent(block)])
 
 
 def waits_and_is_free(allocator):
@@ -201,26 +208,26 @@ def miscounted_pieces(allocator):
 @pytest.mark.parametrize(
     ("corrupt", "expected"),
     [
-        (overlap, Rule.NO_OVERLAP),
-        (gap, Rule.TILED),
-        (wrong_stream, Rule.TILED),
-        (crooked, Rule.ALIGNED),
-        (lost, Rule.LISTED_ONCE),
-        (twice, Rule.LISTED_ONCE),
-        (in_use_and_in_the_pool, Rule.LISTED_ONCE),
-        (resized_in_its_pool, Rule.IN_ORDER),
-        (key_of_nothing, Rule.IN_ORDER),
-        (not_merged, Rule.COALESCED),
-        (event_of_nobody, Rule.WAITING),
-        (waits_for_nothing, Rule.WAITING),
-        (events_of_a_live_block, Rule.WAITING),
-        (waits_and_is_free, Rule.WAITING),
-        (miscounted_allocated, Rule.ALLOCATED_SUM),
-        (miscounted_reserved, Rule.RESERVED_SUM),
-        (leaked, Rule.DEVICE_SUM),
-        (beyond_reserved, Rule.ALLOCATED_IS_RESERVED),
-        (beyond_allowed, Rule.WITHIN_FRACTION),
-        (miscounted_pieces, Rule.PIECES),
+        (overlap, Invariant.NO_OVERLAP),
+        (gap, Invariant.TILED),
+        (wrong_stream, Invariant.TILED),
+        (crooked, Invariant.ALIGNED),
+        (lost, Invariant.LISTED_ONCE),
+        (twice, Invariant.LISTED_ONCE),
+        (in_use_and_in_the_pool, Invariant.LISTED_ONCE),
+        (resized_in_its_pool, Invariant.IN_ORDER),
+        (key_of_nothing, Invariant.IN_ORDER),
+        (not_merged, Invariant.COALESCED),
+        (event_of_nobody, Invariant.WAITING),
+        (waits_for_nothing, Invariant.WAITING),
+        (events_of_a_live_block, Invariant.WAITING),
+        (waits_and_is_free, Invariant.WAITING),
+        (miscounted_allocated, Invariant.ALLOCATED_SUM),
+        (miscounted_reserved, Invariant.RESERVED_SUM),
+        (leaked, Invariant.DEVICE_SUM),
+        (beyond_reserved, Invariant.ALLOCATED_IS_RESERVED),
+        (beyond_allowed, Invariant.WITHIN_FRACTION),
+        (miscounted_pieces, Invariant.PIECES),
     ],
 )
 def test_a_rule_that_is_broken_between_operations(corrupt, expected):
@@ -245,14 +252,14 @@ def test_an_expandable_segment_that_is_mapped_by_half_handles():
     unmapped.address += MIB
     unmapped.size -= MIB
     unmapped.prev.size += MIB
-    assert Rule.TILED in broken_by(allocator)
+    assert Invariant.TILED in broken_by(allocator)
 
 
 def test_memory_that_others_had_taken_is_not_the_allocators():
     allocator = CachingAllocator(DeviceMemory(GIB, used=100 * MIB), AllocatorConfig())
     allocator.malloc(1)
     assert check(allocator, taken=100 * MIB) == []
-    assert broken_by(allocator) == {Rule.DEVICE_SUM}
+    assert broken_by(allocator) == {Invariant.DEVICE_SUM}
 
 
 @pytest.mark.parametrize(("changes"), [{"stream": 1}, {"size": 4 * MIB}, {"size": 1}, {}])
@@ -260,8 +267,8 @@ def test_a_block_that_is_not_what_was_asked_for(changes):
     allocator = allocator_of()
     block = allocator.malloc(3 * MIB)
     malloc = {"block": block, "size": 3 * MIB, "stream": 0, "fresh": False} | changes
-    found = {broken.rule for broken in check_choice(allocator, Malloc(**malloc))}
-    assert Rule.SERVES in found if changes else found == set()
+    found = {broken.rule for broken in check_choice(allocator, MallocResult(**malloc))}
+    assert Invariant.SERVES in found if changes else found == set()
 
 
 def test_a_larger_block_than_need_be():
@@ -270,8 +277,8 @@ def test_a_larger_block_than_need_be():
     allocator.large.remove(small_hole)  # out of sight of the search
     block = allocator.malloc(3 * MIB)
     allocator.large.add(small_hole)
-    malloc = Malloc(block, 3 * MIB, 0, fresh=False)
-    assert [found.rule for found in check_choice(allocator, malloc)] == [Rule.BEST_FIT]
+    malloc = MallocResult(block, 3 * MIB, 0, fresh=False)
+    assert [found.rule for found in check_choice(allocator, malloc)] == [Invariant.BEST_FIT]
 
 
 def test_new_memory_though_a_free_block_would_have_served():
@@ -279,10 +286,10 @@ def test_new_memory_though_a_free_block_would_have_served():
     hidden = list(allocator.large.free.values())
     for block in hidden:
         allocator.large.remove(block)
-    malloc = Malloc(allocator.malloc(3 * MIB), 3 * MIB, 0, fresh=True)
+    malloc = MallocResult(allocator.malloc(3 * MIB), 3 * MIB, 0, fresh=True)
     for block in hidden:
         allocator.large.add(block)
-    assert {found.rule for found in check_choice(allocator, malloc)} == {Rule.BEST_FIT}
+    assert {found.rule for found in check_choice(allocator, malloc)} == {Invariant.BEST_FIT}
 
 
 def test_a_younger_block_of_the_same_size():
@@ -291,18 +298,18 @@ def test_a_younger_block_of_the_same_size():
     for block in blocks:
         allocator.free(block)
     allocator.large.remove(blocks[0])
-    malloc = Malloc(allocator.malloc(20 * MIB), 20 * MIB, 0, fresh=False)
+    malloc = MallocResult(allocator.malloc(20 * MIB), 20 * MIB, 0, fresh=False)
     allocator.large.add(blocks[0])
-    assert {found.rule for found in check_choice(allocator, malloc)} == {Rule.BEST_FIT}
+    assert {found.rule for found in check_choice(allocator, malloc)} == {Invariant.BEST_FIT}
 
 
 def test_a_block_that_should_have_been_split():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     block = allocator.malloc(19 * MIB)  # the whole of a new segment of 20 MiB
-    assert check_choice(allocator, Malloc(block, 19 * MIB, 0, fresh=True)) == []
+    assert check_choice(allocator, MallocResult(block, 19 * MIB, 0, fresh=True)) == []
     block.requested = 3 * MIB
-    broken = check_choice(allocator, Malloc(block, 3 * MIB, 0, fresh=True))
-    assert [found.rule for found in broken] == [Rule.SPLIT]
+    broken = check_choice(allocator, MallocResult(block, 3 * MIB, 0, fresh=True))
+    assert [found.rule for found in broken] == [Invariant.SPLIT]
 
 
 def test_a_rest_that_is_not_worth_a_block():
@@ -313,26 +320,26 @@ def test_a_rest_that_is_not_worth_a_block():
     block.size = block.requested = 19 * MIB
     rest.address, rest.size = block.address + block.size, MIB
     allocator.large.add(rest)
-    broken = check_choice(allocator, Malloc(block, 19 * MIB, 0, fresh=True))
-    assert [found.rule for found in broken] == [Rule.SPLIT]
+    broken = check_choice(allocator, MallocResult(block, 19 * MIB, 0, fresh=True))
+    assert [found.rule for found in broken] == [Invariant.SPLIT]
 
 
 def test_a_refusal_though_the_device_has_enough():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
-    assert {found.rule for found in check_refusal(allocator, GIB - 2 * MIB)} == {Rule.TRIED_ALL}
+    assert {found.rule for found in check_refusal(allocator, GIB - 2 * MIB)} == {Invariant.TRIED_ALL}
     assert check_refusal(allocator, GIB + 1) == []
 
 
 def test_a_refusal_with_a_segment_in_the_cache():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     allocator.free(allocator.malloc(600 * MIB))
-    assert [found.rule for found in check_refusal(allocator, 500 * MIB)] == [Rule.TRIED_ALL]
+    assert [found.rule for found in check_refusal(allocator, 500 * MIB)] == [Invariant.TRIED_ALL]
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 def test_a_cache_that_was_not_emptied(conf):
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig.of(conf))
     allocator.free(allocator.malloc(1))
-    assert [found.rule for found in check_emptied(allocator)] == [Rule.EMPTIED]
+    assert [found.rule for found in check_emptied(allocator)] == [Invariant.EMPTIED]
     allocator.empty_cache()
     assert check_emptied(allocator) == []

@@ -9,9 +9,9 @@ import pytest
 from memfit import api
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay as replayed
-from memfit.allocator.requests import Ask, requests
+from memfit.allocator.requests import RequestKind, read_requests
 from memfit.errors import FileFormatError
-from memfit.records import Action, Block, Mark, MarkKind
+from memfit.records import Action, Mark, MarkKind, SnapshotBlock
 from memfit.trace.trace_file import read_trace
 from support.traces import Event, freed, segment, trace_of
 
@@ -37,9 +37,9 @@ def back(address, size, pool):
 
 def asks(trace):
     """Return what is asked for, with the number of its pool where there is one."""
-    found = requests(trace)
+    found = read_requests(trace)
     rows = zip(found.ask, found.pool, strict=True)
-    return [f"{Ask(ask).name} {pool}" if pool else Ask(ask).name for ask, pool in rows]
+    return [f"{RequestKind(ask).name} {pool}" if pool else RequestKind(ask).name for ask, pool in rows]
 
 
 def history(*events, marks=(), **fields):
@@ -63,11 +63,11 @@ def test_random_scripts_replay_to_every_figure(dry_run, conf, more, tmp_path):
     run = dry_run(JOB.read_text(), seed, "300", *more, options=options, env=environment)
     assert run.answer["end"]["reason"] == "end", run.out
     trace = read_trace(trace)
-    found = requests(trace)
-    counts = {ask: list(found.ask).count(ask) for ask in Ask}
-    assert counts[Ask.CAPTURE_BEGIN] == counts[Ask.CAPTURE_END] > 3, seed
+    found = read_requests(trace)
+    counts = {ask: list(found.ask).count(ask) for ask in RequestKind}
+    assert counts[RequestKind.CAPTURE_BEGIN] == counts[RequestKind.CAPTURE_END] > 3, seed
     assert len(found.pools) > 5
-    assert more or counts[Ask.RELEASE_POOL] > 3
+    assert more or counts[RequestKind.RELEASE_POOL] > 3
     taken = trace.device.context.bytes
     again = replayed(found, AllocatorConfig.read(trace.settings), total=trace.device.total.bytes, taken=taken)
     # Of two streams that go on at once, a hash table tells which block is merged first.
@@ -89,7 +89,7 @@ def test_a_private_pool_keeps_to_itself():
     """The same requests share one segment in the default pool, and take two in different ones."""
     size = 12 * MIB
     apart = [*used(A, size, 0), *used(B, size, 1)]
-    again = replayed(requests(history(*apart)), AllocatorConfig(), total=GIB)
+    again = replayed(read_requests(history(*apart)), AllocatorConfig(), total=GIB)
     assert [(segment.size, segment.pool) for segment in again.segments] == [(size, (0, 0)), (size, GRAPH)]
 
 
@@ -100,14 +100,14 @@ def test_what_empty_cache_gave_back_was_no_longer_used():
     assert asks(trace) == wanted
     unmarked = history(*events, statistics=NEVER_SHORT)
     assert asks(unmarked) == wanted
-    again = replayed(requests(unmarked), AllocatorConfig(), total=GIB)
+    again = replayed(read_requests(unmarked), AllocatorConfig(), total=GIB)
     assert again.segments == ()
 
 
 def test_until_then_its_memory_stays():
     events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), back(B, 12 * MIB, 0)]
     (left,) = replayed(
-        requests(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
+        read_requests(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
     ).segments
     assert left.pool == GRAPH
 
@@ -116,7 +116,7 @@ def test_memory_of_private_pools_alone_was_a_mem_pools():
     events = [*used(C, 12 * MIB, 0), *used(A, 12 * MIB, 2), back(A, 12 * MIB, 2)]
     trace = history(*events, statistics=NEVER_SHORT)
     assert asks(trace)[-2:] == ["RELEASE_POOL 2", "EMPTY_POOL 2"]
-    again = replayed(requests(trace), AllocatorConfig(), total=GIB)
+    again = replayed(read_requests(trace), AllocatorConfig(), total=GIB)
     assert [segment.pool for segment in again.segments] == [(0, 0)]  # the cache was not emptied
     assert again.statistics["num_sync_all_streams"] == 1
 
@@ -128,14 +128,14 @@ def test_a_mem_pools_end_that_is_marked_counts_though_nothing_was_given_back():
     )
     assert asks(trace) == ["MALLOC 2", "RELEASE_POOL 2", "EMPTY_POOL 2"]
     unheard_of = history(*used(A, 12 * MIB, 0), marks=[(0, MarkKind.MEM_POOL_GONE, 77)])
-    assert requests(unheard_of).pools == (*POOLS, (0, 77))
+    assert read_requests(unheard_of).pools == (*POOLS, (0, 77))
 
 
 def test_a_malloc_that_is_short_gives_back_what_is_no_longer_used():
     events = [*used(A, 40 * MIB, 1), back(A, 40 * MIB, 1), *used(B, 50 * MIB, 0)[:2]]
     trace = history(*events)  # of a device of which at most 50 MiB were seen
     assert asks(trace) == ["MALLOC 1", "FREE", "RELEASE_POOL 1", "MALLOC"]
-    again = replayed(requests(trace), AllocatorConfig(), total=60 * MIB)
+    again = replayed(read_requests(trace), AllocatorConfig(), total=60 * MIB)
     assert again.statistics["num_alloc_retries"] == 1
     assert again.fits
 
@@ -180,9 +180,9 @@ def test_while_a_graph_is_captured_nothing_is_given_back():
     events = [*used(A, 40 * MIB, 0), *used(B, 50 * MIB, 1)[:2]]
     free, captured = history(*events), history(*events, marks=marks)
     assert asks(captured) == ["MALLOC", "FREE", "CAPTURE_BEGIN", "MALLOC 1", "CAPTURE_END"]
-    assert replayed(requests(free), AllocatorConfig(), total=60 * MIB).fits
-    failed = replayed(requests(captured), AllocatorConfig(), total=60 * MIB)
-    assert (failed.fits, failed.failed_event, failed.requested) == (False, 5, 50 * MIB)
+    assert replayed(read_requests(free), AllocatorConfig(), total=60 * MIB).fits
+    failed = replayed(read_requests(captured), AllocatorConfig(), total=60 * MIB)
+    assert (failed.failure.event, failed.failure.requested) == (5, 50 * MIB)
 
 
 def test_what_was_freed_while_capturing_waits_until_after():
@@ -195,14 +195,14 @@ def test_what_was_freed_while_capturing_waits_until_after():
     ]
     events[3:3] = used(B, 12 * MIB, 0)[:2]
     trace = history(*events, marks=[(0, MarkKind.CAPTURE_BEGIN, 0), (5, MarkKind.CAPTURE_END, 0)])
-    found = requests(trace)
+    found = read_requests(trace)
     assert "GONE_ON" in asks(trace)
     again = replayed(found, AllocatorConfig(), total=GIB)
     assert [segment.size for segment in again.segments] == [12 * MIB, 12 * MIB]  # it was used again
 
 
 def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tells():
-    old = Block(A, 12 * MIB, 12 * MIB, "active_allocated")
+    old = SnapshotBlock(A, 12 * MIB, 12 * MIB, "active_allocated")
     trace = history(
         *freed(B, 12 * MIB, pool=2, stream=3),
         segments=[
@@ -210,7 +210,7 @@ def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tell
             segment(B, 12 * MIB, pool=MEM_POOL, blocks=[replace(old, address=B, state="inactive")]),
         ],
     )
-    found = requests(trace)
+    found = read_requests(trace)
     assert list(zip(found.stream[:2], found.pool[:2], strict=True)) == [(0, 1), (3, 2)]
 
 
@@ -224,7 +224,7 @@ def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tell
 )
 def test_where_the_pools_of_events_are_not_told_it_is_refused(fields):
     with pytest.raises(FileFormatError, match=r"private pools.*PyTorch 2\.12 and later say so"):
-        requests(trace_of(used(A, 12 * MIB, 0), **fields))
+        read_requests(trace_of(used(A, 12 * MIB, 0), **fields))
 
 
 def test_no_caching_is_not_tried_where_graphs_are_captured():

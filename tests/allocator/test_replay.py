@@ -6,10 +6,10 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
-from memfit.allocator.requests import Ask, Requests, requests
-from memfit.allocator.setting_outcomes import Outcome, Rates, Setting, outcome, recommended, smallest_capacity
+from memfit.allocator.requests import RequestKind, Requests, read_requests
+from memfit.allocator.setting_outcomes import recommended_outcome, replay_setting, smallest_capacity
 from memfit.errors import FileFormatError, UsageError
-from memfit.records import Action, Mark, MarkKind
+from memfit.records import Action, AllocatorSetting, CallRates, FailedMalloc, Mark, MarkKind, SettingOutcome
 from support.traces import freed, trace_of
 
 MIB = 1 << 20
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def asks(found):
-    return [Ask(ask).name for ask in found.ask]
+    return [RequestKind(ask).name for ask in found.ask]
 
 
 def shape(segment):
@@ -47,7 +47,7 @@ def test_what_the_real_allocator_did_is_done_again(drive, situation):
     config = AllocatorConfig.read(trace.settings)
     if situation == "garbage collection":  # the driver limits the device by a call, which no history tells
         config = changed(config, per_process_memory_fraction=0.8)
-    again = replay(requests(trace), config, total=TOTAL[situation] << 30)
+    again = replay(read_requests(trace), config, total=TOTAL[situation] << 30)
     assert again.peak_allocated == truth[:, 1].max()
     assert again.peak_reserved == truth[:, 2].max()
     assert again.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
@@ -66,7 +66,7 @@ def test_a_block_that_another_stream_uses_waits_until_the_history_says():
             (Action.ALLOC, 0x1000, 2 * MIB),
         ]
     )
-    found = requests(trace)
+    found = read_requests(trace)
     assert asks(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
     again = replay(found, AllocatorConfig(), total=GIB)
     assert again.statistics["active_bytes.all.peak"] == 4 * MIB
@@ -85,19 +85,19 @@ def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left():
     )
     wanted = ["MALLOC", "FREE", "EMPTY_CACHE", "MALLOC"]
     trace = changed(trace_of(events), statistics={"num_alloc_retries": 0})
-    assert asks(requests(trace)) == wanted
+    assert asks(read_requests(trace)) == wanted
     marked = changed(trace, marks=(Mark(4, MarkKind.EMPTY_CACHE, 0),))
-    assert asks(requests(marked)) == wanted
+    assert asks(read_requests(marked)) == wanted
     full = changed(
         trace, statistics={}, device=changed(trace.device, total=changed(trace.device.total, bytes=21 * MIB))
     )
-    assert asks(requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
+    assert asks(read_requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
 
 
 def test_a_free_of_nothing_names_the_event():
     trace = trace_of([(Action.FREE_REQUESTED, 0x7000, 512)])
     with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested of 512 bytes at 0x7000"):
-        requests(trace)
+        read_requests(trace)
 
 
 def test_a_replay_ends_where_a_malloc_fails():
@@ -109,9 +109,9 @@ def test_a_replay_ends_where_a_malloc_fails():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    again = replay(requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
+    again = replay(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
     assert not again.fits
-    assert (again.failed_event, again.requested, again.free) == (3, 40 * MIB, 32 * MIB)
+    assert again.failure == FailedMalloc(3, 40 * MIB, 32 * MIB)
     assert again.peak_reserved == 30 * MIB
 
 
@@ -122,7 +122,7 @@ def test_without_a_cache_every_tensor_costs_two_calls():
             (Action.ALLOC, 0x1000, 2 * MIB),
             *freed(0x1000, 2 * MIB),
         ]
-    again = replay(requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
+    again = replay(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
     assert (again.calls.malloc, again.calls.free) == (5, 5)
     assert again.peak_reserved == 2 * MIB
 
@@ -137,8 +137,8 @@ def test_the_smallest_capacity_is_found_from_above():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    found = requests(trace)
-    size = smallest_capacity(found, Setting(), taken=2 * MIB, version=(2, 14))
+    found = read_requests(trace)
+    size = smallest_capacity(found, AllocatorSetting(), taken=2 * MIB, version=(2, 14))
     assert size == 42 * MIB  # the cached 30 MiB are given back when the 40 do not fit
     assert replay(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
     assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
@@ -146,29 +146,39 @@ def test_the_smallest_capacity_is_found_from_above():
 
 def test_only_what_gains_is_recommended():
     def row(reserved, seconds=0.0, *, fits=True, conf="expandable_segments:True"):
-        done = changed(replay(_NOTHING, AllocatorConfig(), total=GIB), fits=fits, peak_reserved=reserved)
-        return Outcome(Setting(conf), done, seconds)
+        failure = None if fits else FailedMalloc(0, 1, 0)
+        done = changed(
+            replay(_NOTHING, AllocatorConfig(), total=GIB), failure=failure, peak_reserved=reserved
+        )
+        return SettingOutcome(AllocatorSetting(conf), done, seconds)
 
     now = row(1000 * MIB, conf="")
-    assert recommended([row(999 * MIB)], now) is None  # not worth a line
-    assert recommended([row(900 * MIB, seconds=0.5)], now) is None  # slower
-    assert recommended([row(900 * MIB, fits=False)], now) is None
+    assert recommended_outcome([row(999 * MIB)], now) is None  # not worth a line
+    assert recommended_outcome([row(900 * MIB, seconds=0.5)], now) is None  # slower
+    assert recommended_outcome([row(900 * MIB, fits=False)], now) is None
     best = row(800 * MIB)
-    assert recommended([row(900 * MIB), best], now) is best
-    assert recommended([best], row(100 * MIB, fits=False, conf="")) is best
+    assert recommended_outcome([row(900 * MIB), best], now) is best
+    assert recommended_outcome([best], row(100 * MIB, fits=False, conf="")) is best
 
 
 def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
-    from memfit.allocator.setting_outcomes import sensible
+    from memfit.allocator.setting_outcomes import settings_worth_trying
 
     for version in ((2, 8), (2, 14)):
-        names = [setting.name for setting in sensible(version)]
+        names = [setting.name for setting in settings_worth_trying(version)]
         assert len(set(names)) == len(names)
-        for setting in sensible(version):
+        for setting in settings_worth_trying(version):
             setting.config()
-    assert not any("large_segment" in setting.conf for setting in sensible((2, 8)))
+    assert not any("large_segment" in setting.conf for setting in settings_worth_trying((2, 8)))
     with pytest.raises(UsageError, match="max_split_size_mb:3 "):
-        outcome(_NOTHING, Setting("max_split_size_mb:3"), total=GIB, taken=0, version=(2, 14), rates=Rates())
+        replay_setting(
+            _NOTHING,
+            AllocatorSetting("max_split_size_mb:3"),
+            total=GIB,
+            taken=0,
+            version=(2, 14),
+            rates=CallRates(),
+        )
 
 
 def test_blocks_of_one_size_are_told_apart_by_the_age_of_their_segment_since_2_12():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.errors import FileFormatError
-from memfit.records import Action, Block, Mark, MarkKind, Segment
+from memfit.records import Action, Mark, MarkKind, Segment, SnapshotBlock
 from support.traces import BASE, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -58,7 +58,10 @@ def test_what_is_older_than_the_history_is_no_change():
     live = segment(
         BASE,
         2 * MIB,
-        blocks=[Block(BASE, 512, 100, STATES[1]), Block(BASE + 512, 2 * MIB - 512, 0, STATES[0])],
+        blocks=[
+            SnapshotBlock(BASE, 512, 100, STATES[1]),
+            SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
+        ],
     )
     rows = [(Action.EARLIER, BASE, 100), (Action.ALLOC, BASE + 512, 100), *freed(BASE + 512, 100)]
     derived = timeline(trace_of(rows, [live]))
@@ -79,7 +82,10 @@ def test_older_than_the_history_is_what_it_begins_with(rows):
     live = segment(
         BASE,
         2 * MIB,
-        blocks=[Block(BASE, 512, 100, STATES[1]), Block(BASE + 512, 2 * MIB - 512, 0, STATES[0])],
+        blocks=[
+            SnapshotBlock(BASE, 512, 100, STATES[1]),
+            SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
+        ],
     )
     with pytest.raises(FileFormatError, match="older than the history"):
         timeline(trace_of(rows, [live]))
@@ -214,7 +220,7 @@ def test_settings_that_pytorch_would_refuse():
 addresses = st.integers(0, 8).map(lambda n: BASE + n * MIB // 2)
 extents = st.integers(0, 8).map(lambda n: n * MIB // 2)
 actions = st.sampled_from([action for action in Action if action is not Action.OOM])
-in_blocks = st.builds(Block, addresses, extents, extents, st.sampled_from(STATES))
+in_blocks = st.builds(SnapshotBlock, addresses, extents, extents, st.sampled_from(STATES))
 at_end = st.builds(
     Segment,
     addresses,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.advice import Change, Trial, advised
-from memfit.analysis.allocator_comparison import compare
+from memfit.analysis.advice import ScriptChange, TrialResult, find_advice
+from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.summary import summarize
 from memfit.cli.console import exit_code
 from memfit.records import (
@@ -76,9 +76,9 @@ def given(first, *others):
         result = results.pop(0)
         if result is KeyboardInterrupt:
             raise result
-        return Trial(result, ("Net",)) if isinstance(result, Trace) else result
+        return TrialResult(result, ("Net",)) if isinstance(result, Trace) else result
 
-    answer = advised(first, summarize(first), run)
+    answer = find_advice(first, summarize(first), run)
     assert not results
     return answer, tried
 
@@ -99,9 +99,9 @@ def test_each_saves_beyond_those_above_it():
 
 
 def test_it_says_which_models_were_changed():
-    results = iter((Trial(trace(300), ("Net",)), Trial(trace(100), ("Net", "Net"))))
+    results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
-    assert [one.how for one in advised(first, summarize(first), lambda *_: next(results)).advice] == [
+    assert [one.how for one in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
         "memfit.apply(model, [memfit.Checkpointing()])  # once made: Net",
         "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # each, once made: Net, Net",
     ]
@@ -157,7 +157,9 @@ def test_what_settings_cost_is_what_the_replay_calls():
         history += [Event(Action.SEGMENT_FREE, *block) for block in blocks]
         marks.append(Mark(len(history), MarkKind.TRAINING_STEP, step))
     first = trace_of(history, marks=tuple(marks), device=device(80 << 10), end=STEPS)
-    before, after = (row.seconds_per_step for row in compare(first, "expandable_segments:True").outcomes)
+    before, after = (
+        row.seconds_per_step for row in compare_settings(first, "expandable_segments:True").outcomes
+    )
     assert after - before > 0.5e-3
     (one,) = given(first)[0].advice
     assert one.costs == f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
@@ -196,12 +198,12 @@ def test_what_memory_ran_out_for_is_run_whole_first(end):
     short = trace(200, oom=True, end=end, total=300)
     answer, tried = given(short, trace(400), trace(150))
     assert told(answer) == [("checkpoint the repeated blocks", 250, 250, True)]
-    assert tried[0] == Change()
+    assert tried[0] == ScriptChange()
     assert answer.in_all.bytes == 500 * MIB
     assert (answer.verdict, answer.peak_reserved) == (summarize(short).verdict, 200 * MIB)
     answer, _ = given(short, FAILED)
     assert (answer.advice, answer.in_all, answer.untried) == ((), None, FAILED)
-    assert advised(short, summarize(short)).advice == ()
+    assert find_advice(short, summarize(short)).advice == ()
 
 
 def test_who_interrupts_it_gets_what_was_found_by_then():
@@ -220,7 +222,7 @@ def test_what_cannot_be_replayed_says_why():
 
 def test_figures_say_how_sure_they_are():
     first = trace(400, cached=300, total=0)
-    (one,) = advised(first, summarize(first)).advice
+    (one,) = find_advice(first, summarize(first)).advice
     assert (one.saves.provenance, one.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
     assert one.fits is None
     (one,) = given(trace(400), trace(200, **PARAMETERS))[0].advice

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memfit.analysis.allocator_comparison import compare
+from memfit.analysis.allocator_comparison import compare_settings
 from memfit.devices import find_device
 from memfit.errors import UsageError
 from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance, ScriptEnd
@@ -30,27 +30,29 @@ CARD = find_device("RTX-3060")
     ],
 )
 def test_the_device_is_the_traces_but_for_what_is_named(options, total, taken):
-    found = compare(trace_of(HISTORY, device=DEVICE), [], **options)
+    found = compare_settings(trace_of(HISTORY, device=DEVICE), [], **options)
     assert (found.total, found.taken) == (total, taken)
 
 
 def test_a_trace_without_a_device_wants_one():
     with pytest.raises(UsageError, match="Name one: --gpu, or --memory"):
-        compare(trace_of(HISTORY), [])
-    assert compare(trace_of(HISTORY), [], memory=GIB).total == GIB
+        compare_settings(trace_of(HISTORY), [])
+    assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
 @pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
 def test_where_nothing_is_left_nothing_is_replayed(memory, said):
     words = f"{said} of memory, of which the CUDA context takes 512.0 MiB and others 100.0 MiB"
     with pytest.raises(UsageError, match=words):
-        compare(trace_of(HISTORY, device=DEVICE), [], memory=memory)
+        compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
 
 def test_the_traces_own_settings_come_first_and_once():
     trace = trace_of(HISTORY, device=DEVICE, settings={"conf": "max_split_size_mb:64"})
     tried = []
-    found = compare(trace, ["expandable_segments:True", "max_split_size_mb:64"], on_progress=tried.append)
+    found = compare_settings(
+        trace, ["expandable_segments:True", "max_split_size_mb:64"], on_progress=tried.append
+    )
     assert tried == ["max_split_size_mb:64", "expandable_segments:True"]
     assert [row.setting.name for row in found.outcomes] == tried
     assert found.current is found.outcomes[0]
@@ -72,17 +74,17 @@ def test_the_traces_own_settings_come_first_and_once():
 def test_what_cannot_be_tried_is_refused(options, words):
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": options.pop("torch", "2.11.0")})
     with pytest.raises(UsageError, match=words):
-        compare(trace, options.pop("confs", []), **options)
+        compare_settings(trace, options.pop("confs", []), **options)
 
 
 def test_one_conf_may_stand_alone():
-    found = compare(trace_of(HISTORY, device=DEVICE), "expandable_segments:True")
+    found = compare_settings(trace_of(HISTORY, device=DEVICE), "expandable_segments:True")
     assert [row.setting.name for row in found.outcomes] == ["", "expandable_segments:True"]
 
 
 def test_only_what_the_version_has_is_tried():
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": "2.9.1"})
-    tried = " ".join(row.setting.name for row in compare(trace, None).outcomes)
+    tried = " ".join(row.setting.name for row in compare_settings(trace, None).outcomes)
     assert "max_split_size_mb" in tried
     assert "garbage" not in tried
     assert "large_segment" not in tried
@@ -92,37 +94,38 @@ def test_the_cache_is_emptied_each_step_only_where_steps_are_known():
     steps = [Mark(position, MarkKind.TRAINING_STEP, step) for step, position in enumerate((2, 4), 1)]
     for marks in (steps, []):
         tried = [
-            row.setting.name for row in compare(trace_of(HISTORY, device=DEVICE, marks=marks), None).outcomes
+            row.setting.name
+            for row in compare_settings(trace_of(HISTORY, device=DEVICE, marks=marks), None).outcomes
         ]
         assert ("empty_cache() every step" in tried) == bool(marks)
 
 
 def test_a_replay_that_does_not_end_as_pytorch_did_is_noted():
     end = {"allocated_bytes.all.current": 0, "reserved_bytes.all.current": 20 * MIB}
-    agrees = compare(trace_of(HISTORY, device=DEVICE, statistics=end), [])
+    agrees = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
     assert not [note for note in agrees.notes if "not modelled" in note.text]
     end["allocated_bytes.all.current"] = 512
-    differs = compare(trace_of(HISTORY, device=DEVICE, statistics=end), [])
+    differs = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
     (note,) = [note for note in differs.notes if "not modelled" in note.text]
     assert "ends with 0 bytes allocated and 20,971,520 reserved, PyTorch with 512 and 20,971,520" in note.text
     assert note.provenance is Provenance.ASSUMED
-    elsewhere = compare(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
+    elsewhere = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
     assert not [note for note in elsewhere.notes if "not modelled" in note.text]
 
 
 def test_a_harmful_setting_is_worth_unsetting():
     small = [(Action.SEGMENT_ALLOC, BASE, 48 * MIB), (Action.ALLOC, BASE, 33 * MIB)]
     trace = trace_of(small, device=DEVICE, settings={"conf": "roundup_power2_divisions:2"})
-    found = compare(trace, [""])
+    found = compare_settings(trace, [""])
     assert found.recommended is found.outcomes[1]
 
 
 def test_what_is_not_known_is_noted():
-    told = compare(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
+    told = compare_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
     assert told.notes == ()
     late = [*freed(BASE, 2 * MIB), (Action.SEGMENT_FREE, BASE, 20 * MIB)]
     end = ScriptEnd("out of memory", 1)
-    notes = [note.text for note in compare(trace_of(late, (), end=end), [], memory=GIB).notes]
+    notes = [note.text for note in compare_settings(trace_of(late, (), end=end), [], memory=GIB).notes]
     assert [" ".join(text.split()[:4]) for text in notes] == [
         "A snapshot does not",
         "What the CUDA context",

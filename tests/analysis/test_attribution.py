@@ -7,11 +7,22 @@ import pytest
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import LARGEST, held, moment
-from memfit.analysis.location import place_at
-from memfit.analysis.phase_ledger import ledger
+from memfit.analysis.breakdown import LARGEST, breakdown_at, peak_event
+from memfit.analysis.location import location_at
+from memfit.analysis.phase_ledger import phase_ledger
 from memfit.errors import UsageError
-from memfit.records import Action, Category, Frame, GroupBy, Label, Mark, MarkKind, Phase, ScriptEnd, Tensor
+from memfit.records import (
+    Action,
+    Category,
+    Frame,
+    GroupBy,
+    Label,
+    Mark,
+    MarkKind,
+    Phase,
+    ScriptEnd,
+    TensorInfo,
+)
 from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -120,14 +131,14 @@ def test_a_phase_is_one_wherever_it_is_asked_for():
     line = timeline(trace)
     attribution = attribute(trace, line)
     told = [tuple(Phase)[one] for one in attribution.phase_of_event]
-    assert told == [place_at(trace, event).phase for event in range(len(trace.events))]
+    assert told == [location_at(trace, event).phase for event in range(len(trace.events))]
     for phase in dict.fromkeys(told):
-        at = moment(trace, line, phase)
+        at = peak_event(trace, line, phase)
         assert told[at] is phase
         assert line.allocated[at] == max(
             level for one, level in zip(told, line.allocated.tolist(), strict=True) if one is phase
         )
-    assert [change.phase for change in ledger(trace, line, attribution)] == [S, F, S, B]
+    assert [change.phase for change in phase_ledger(trace, line, attribution)] == [S, F, S, B]
 
 
 HELD = (
@@ -149,7 +160,7 @@ def test_rows_of_every_kind_sum_to_what_is_allocated_at_every_event():
     line = timeline(trace)
     attribution = attribute(trace, line)
     for event in range(len(trace.events)):
-        found = held(trace, line, attribution, event)
+        found = breakdown_at(trace, line, attribution, event)
         assert found.allocated == line.allocated[event]
         assert set(found.rows) == set(GroupBy)
         for rows in found.rows.values():
@@ -164,10 +175,10 @@ def test_a_tensor_that_a_module_owns_is_that_modules():
     trace = dataclasses.replace(
         trace,
         events=dataclasses.replace(trace.events, tensor=tensor),
-        tensors=(Tensor("blocks.1.fc", "weight", "float32", (250,)),),
+        tensors=(TensorInfo("blocks.1.fc", "weight", "float32", (250,)),),
     )
     line = timeline(trace)
-    found = held(trace, line, attribute(trace, line), len(trace.events) - 1)
+    found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
     names = {row.name: row.bytes for row in found.rows[GroupBy.MODULE]}
     assert names["blocks.0-1.fc"] == 1000  # the forward's blocks are gone by then
     assert (found.largest[0].name, found.largest[0].shape) == ("weight", (250,))
@@ -180,20 +191,20 @@ def test_a_tensor_that_a_module_owns_is_that_modules():
 def test_a_moment_is_when_most_is_held(at, event):
     trace = run(*HELD)
     line = timeline(trace)
-    assert moment(trace, line, at) == event
+    assert peak_event(trace, line, at) == event
 
 
 @pytest.mark.parametrize("at", ["3", "0", "lunch", "recompute", "9" * 5000])
 def test_a_moment_that_is_not_there_is_refused(at):
     trace = run(*HELD)
     with pytest.raises(UsageError, match=f"--at {at}"):
-        moment(trace, timeline(trace), at)
+        peak_event(trace, timeline(trace), at)
 
 
 def test_the_ledger_says_what_each_phase_changed():
     trace = run(*HELD)
     line = timeline(trace)
-    changes = ledger(trace, line, attribute(trace, line))
+    changes = phase_ledger(trace, line, attribute(trace, line))
     assert [(change.phase, dict(change.by_category)) for change in changes] == [
         (Phase.SETUP, {"parameters": 1024}),
         (Phase.FORWARD, {"activations": 512}),
@@ -209,7 +220,7 @@ def test_the_ledger_says_what_each_phase_changed():
 def test_recomputation_is_part_of_its_backward_in_the_ledger():
     trace = run(made(0, 9, F), made(1, 9, B), made(2, 9, R), made(3, 9, B), made(4, 9, O))
     line = timeline(trace)
-    changes = ledger(trace, line, attribute(trace, line))
+    changes = phase_ledger(trace, line, attribute(trace, line))
     assert [(one.phase, one.step) for one in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
     assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
 
@@ -219,6 +230,6 @@ def test_of_a_trace_without_events_there_is_nothing_to_say():
     line = timeline(trace)
     attribution = attribute(trace, line)
     assert len(attribution.category) == 0
-    assert ledger(trace, line, attribution) == ()
+    assert phase_ledger(trace, line, attribution) == ()
     with pytest.raises(UsageError, match="Nothing was allocated"):
-        moment(trace, line, "peak")
+        peak_event(trace, line, "peak")

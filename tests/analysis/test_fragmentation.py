@@ -6,7 +6,6 @@ from memfit.analysis.fragmentation import END, PEAK_ALLOCATED, PEAK_RESERVED, fr
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
-    Block,
     Category,
     Frame,
     Label,
@@ -14,9 +13,10 @@ from memfit.records import (
     MarkKind,
     Note,
     Phase,
-    Place,
     Provenance,
     ReservedBytes,
+    ScriptLocation,
+    SnapshotBlock,
 )
 from support.traces import BASE, Event, freed, segment, trace_of
 
@@ -66,18 +66,18 @@ def test_a_hole_and_the_blocks_that_pin_it():
     assert moment.all == ReservedBytes.of(
         requested=11 * MIB + 412, rounding=100, unsplit=MIB - 512, holes=8 * MIB
     )
-    assert moment.place == Place(1, Phase.BACKWARD, "layers.0", "MmBackward0", "")
+    assert moment.place == ScriptLocation(1, Phase.BACKWARD, "layers.0", "MmBackward0", "")
     (hole,) = moment.holes
     assert (hole.address, hole.size, hole.kind) == (BASE + 4 * MIB, 8 * MIB, "large")
     assert (hole.segment, hole.segment_size, hole.blocks, hole.in_use) == (BASE, 20 * MIB, 2, 12 * MIB)
     assert not hole.expandable
     before, after = hole.pins
     assert (before.address, before.size, before.category) == (BASE, 4 * MIB, "unknown")
-    assert before.born == Place(1, Phase.FORWARD, "layers.0", "", "/somewhere/train.py:3")
+    assert before.born == ScriptLocation(1, Phase.FORWARD, "layers.0", "", "/somewhere/train.py:3")
     assert before.freed is None
     assert (after.address, after.size, after.category) == (BASE + 12 * MIB, 8 * MIB, "gradient")
-    assert after.born == Place(1, Phase.BACKWARD, "layers.0", "MmBackward0", "/somewhere/train.py:7")
-    assert after.freed == Place(2, Phase.OPTIMIZER, "", "", "")
+    assert after.born == ScriptLocation(1, Phase.BACKWARD, "layers.0", "MmBackward0", "/somewhere/train.py:7")
+    assert after.freed == ScriptLocation(2, Phase.OPTIMIZER, "", "", "")
 
 
 def test_a_block_that_waits_for_a_stream_is_no_hole_and_pins():
@@ -138,11 +138,11 @@ def test_mapped_memory_with_nothing_in_it_has_a_pool(mapped, kind):
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_segments_without_a_history_are_told_apart(kind):
     """What was mapped before the history has the pool that it has at the end."""
-    blocks = (Block(BASE, 20 * MIB, 0, "inactive"),)
+    blocks = (SnapshotBlock(BASE, 20 * MIB, 0, "inactive"),)
     mapping = segment(BASE, 20 * MIB, kind, expandable=True, blocks=blocks)
     for moment in told([], [mapping], settings=EXPANDABLE).moments:
         assert getattr(moment, kind) == moment.all == ReservedBytes.of(cached=20 * MIB)
-        assert moment.place == Place(0, Phase.SETUP, "", "", "")
+        assert moment.place == ScriptLocation(0, Phase.SETUP, "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_there_is_no_such_moment(events):
 
 @pytest.mark.parametrize("requested", [-1, 2 * MIB + 1])
 def test_a_block_that_has_not_what_was_asked_for(requested):
-    blocks = (Block(BASE, 2 * MIB, requested, "active_allocated"),)
+    blocks = (SnapshotBlock(BASE, 2 * MIB, requested, "active_allocated"),)
     with pytest.raises(FileFormatError, match="were asked for"):
         told([], [segment(BASE, 2 * MIB, "small", blocks=blocks)])
 
@@ -180,8 +180,8 @@ def test_a_block_that_has_not_what_was_asked_for(requested):
 def test_a_block_made_before_rounding_was_set_has_no_more_rounding_than_bytes():
     """A script may set roundup_power2_divisions late: a request of 5 MiB would get 6 MiB now."""
     blocks = (
-        Block(BASE, 5 * MIB, 5 * MIB - 1, "active_allocated"),
-        Block(BASE + 5 * MIB, 15 * MIB, 0, "inactive"),
+        SnapshotBlock(BASE, 5 * MIB, 5 * MIB - 1, "active_allocated"),
+        SnapshotBlock(BASE + 5 * MIB, 15 * MIB, 0, "inactive"),
     )
     settings = {"conf": "roundup_power2_divisions:2"}
     end = told([], [segment(BASE, 20 * MIB, blocks=blocks)], settings=settings).moments[-1]

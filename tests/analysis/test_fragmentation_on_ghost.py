@@ -9,10 +9,10 @@ import pytest
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.replay import replay
-from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.requests import RequestKind, Requests, read_requests
 from memfit.allocator.timeline import timeline
 from memfit.analysis.fragmentation import END, HOLES, PEAK_ALLOCATED, PEAK_RESERVED, fragmentation
-from memfit.records import Action, Block, Provenance, Segment
+from memfit.records import Action, Provenance, Segment, SnapshotBlock
 
 MIB = 1 << 20
 NEVER_SHORT = {"captured graphs", "captured graphs, expandable"}
@@ -74,7 +74,7 @@ def in_use_after(trace, events):
     blocks = {}
     for action, address, requested, size in rows_until(trace, events, timeline(trace).block_size):
         if action == Action.ALLOC:
-            blocks[address] = Block(address, size, requested, "active_allocated")
+            blocks[address] = SnapshotBlock(address, size, requested, "active_allocated")
         elif action == Action.FREE_REQUESTED:
             blocks[address] = replace(blocks[address], state="active_awaiting_free")
         elif action == Action.FREE_COMPLETED:
@@ -89,9 +89,9 @@ def added_up(trace, events):
         blocks, at = [], start
         for address, block in used:
             if start <= address < stop:
-                blocks += [Block(at, address - at, 0, "inactive")] * (at < address) + [block]
+                blocks += [SnapshotBlock(at, address - at, 0, "inactive")] * (at < address) + [block]
                 at = address + block.size
-        blocks += [Block(at, stop - at, 0, "inactive")] * (at < stop)
+        blocks += [SnapshotBlock(at, stop - at, 0, "inactive")] * (at < stop)
         kind = "small" if small else "large"
         yield Segment(start, stop - start, 0, kind, (0, 0), expandable=False, blocks=tuple(blocks))
 
@@ -154,13 +154,15 @@ def test_any_moment_is_what_its_columns_add_up_to(drive, situation):
 def test_any_moment_is_what_a_replay_has(drive, situation):
     """Up to where memory is first short: a replay needs the device's size, which a snapshot does not hold."""
     trace, _, _ = drive(situation)
-    asked = requests(trace)
+    asked = read_requests(trace)
     short = np.isin(trace.events.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.OOM))
     if situation in NEVER_SHORT:
         short[:] = False
     until = int(np.argmax(short)) if short.any() else len(trace.events)
     mallocs = [
-        index for index, ask in enumerate(asked.ask) if ask == Ask.MALLOC and asked.event[index] < until
+        index
+        for index, ask in enumerate(asked.ask)
+        if ask == RequestKind.MALLOC and asked.event[index] < until
     ]
     assert len(mallocs) >= 50
     for index in random.Random(20261122).sample(mallocs, 10):  # noqa: S311

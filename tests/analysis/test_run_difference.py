@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import memfit
-from memfit.analysis.fold_module_paths import folded
-from memfit.analysis.run_difference import difference
+from memfit.analysis.fold_module_paths import fold_module_paths
+from memfit.analysis.run_difference import compare_runs
 from memfit.errors import UsageError
 from memfit.records import Action, Category, GroupBy, Label, Phase
 from memfit.report.schema.dry_run_schema import json_schema
@@ -36,14 +36,14 @@ def rows(found):
 
 def test_layers_are_folded_over_both_runs():
     two, four = (run(*[f"blocks.{n}.fc" for n in range(count)], "head") for count in (2, 4))
-    found = difference(two, four, by=GroupBy.MODULE)
+    found = compare_runs(two, four, by=GroupBy.MODULE)
     assert rows(found) == {"blocks.0-3.fc": (1200, 2400), "head": (600, 600), "rounding": (1272, 2120)}
     assert found.allocated == (3072, 5120)
     assert found.reserved == (2 << 20, 2 << 20)
 
 
 def test_a_module_that_is_called_rounding_is_not_the_rounding():
-    found = difference(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
+    found = compare_runs(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
     assert sorted((row.name, row.before, row.after) for row in found.rows) == [
         ("head", 0, 600),
         ("rounding", 424, 848),
@@ -53,13 +53,13 @@ def test_a_module_that_is_called_rounding_is_not_the_rounding():
 
 @pytest.mark.parametrize("by", GroupBy)
 def test_rows_sum_to_what_is_allocated(by):
-    found = difference(run("a", "b", "rounding"), run("b"), by=by)
+    found = compare_runs(run("a", "b", "rounding"), run("b"), by=by)
     assert (sum(row.before for row in found.rows), sum(row.after for row in found.rows)) == found.allocated
 
 
 def test_a_moment_that_one_of_them_lacks():
     with pytest.raises(UsageError, match="no such phase"):
-        difference(run("a"), run("a"), "backward")
+        compare_runs(run("a"), run("a"), "backward")
 
 
 def test_the_json_is_as_documented():
@@ -71,7 +71,7 @@ def test_the_json_is_as_documented():
 
 def test_folding():
     paths = ["", "h.0.fc", "h.1.fc", "h.1", "h.3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc"]
-    assert folded(paths) == [
+    assert fold_module_paths(paths) == [
         *("", "h.0-1,3.fc", "h.0-1,3.fc", "h.0-1,3", "h.0-1,3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc")
     ]
 
@@ -79,7 +79,7 @@ def test_folding():
 def test_folding_holds_no_more_than_the_paths_are_long():
     paths = [f"m{n}." + "a." * 4_000 + "b" for n in range(5)]
     tracemalloc.start()
-    assert folded(paths) == paths
+    assert fold_module_paths(paths) == paths
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1000 * sum(map(len, paths))  # all beginnings of them would be 4,000 times as long

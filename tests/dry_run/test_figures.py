@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from memfit.analysis.breakdown import NAMES, ROUNDING
+from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING
 from support.scripts import TRAIN, figures
 
 
@@ -27,7 +27,7 @@ def test_parameters_gradients_and_state_are_told_apart(dry_run):
     assert held["gradients"] == asked_for
     assert held["optimizer state"] == 2 * asked_for
     assert held["unknown"] == 0
-    parts = (*NAMES.values(), ROUNDING)
+    parts = (*CATEGORY_NAMES.values(), ROUNDING)
     assert sum(held[part] for part in parts) == held["allocated"] == run.answer["peak"]["allocated"]
     assert held["allocated"] + held["cached, not allocated"] == held["reserved"]
     assert held["reserved"] + held["CUDA context"] == held["process"] == run.answer["peak"]["process"]

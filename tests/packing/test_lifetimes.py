@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 from memfit.packing.buffers import Buffers, sections
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
 
@@ -23,13 +23,13 @@ def columns(buffers):
 def test_the_picture_in_the_docstring():
     found = lifetimes(
         asked(
-            (Ask.MALLOC, 0, 1),
-            (Ask.MALLOC, 1, 512),
-            (Ask.MALLOC, 2, 513),
-            (Ask.FREE, 0, 0),
-            (Ask.FREE_LATER, 1, 0),
-            (Ask.GONE_ON, 1, 0),
-            (Ask.STEP, -1, 0),
+            (RequestKind.MALLOC, 0, 1),
+            (RequestKind.MALLOC, 1, 512),
+            (RequestKind.MALLOC, 2, 513),
+            (RequestKind.FREE, 0, 0),
+            (RequestKind.FREE_LATER, 1, 0),
+            (RequestKind.GONE_ON, 1, 0),
+            (RequestKind.STEP, -1, 0),
         )
     )
     assert list(found) == [(0, 0)]
@@ -39,11 +39,11 @@ def test_the_picture_in_the_docstring():
 def test_streams_and_pools_are_apart():
     found = lifetimes(
         asked(
-            (Ask.MALLOC, 0, 512),
-            (Ask.MALLOC, 1, 512, 1),
-            (Ask.MALLOC, 2, 512, 1, 1),
-            (Ask.FREE, 1, 0),
-            (Ask.MALLOC, 3, 512),
+            (RequestKind.MALLOC, 0, 512),
+            (RequestKind.MALLOC, 1, 512, 1),
+            (RequestKind.MALLOC, 2, 512, 1, 1),
+            (RequestKind.FREE, 1, 0),
+            (RequestKind.MALLOC, 3, 512),
             pools=((0, 0), (1, 0)),
         )
     )
@@ -52,18 +52,18 @@ def test_streams_and_pools_are_apart():
 
 
 def test_a_malloc_that_failed_is_no_buffer():
-    found = lifetimes(asked((Ask.FAILED, -1, 512), (Ask.MALLOC, 0, 512)))
+    found = lifetimes(asked((RequestKind.FAILED, -1, 512), (RequestKind.MALLOC, 0, 512)))
     assert columns(found[0, 0]) == [("10", 1, 2, 512)]
 
 
 def test_nothing_asked_is_nothing_to_pack():
-    assert lifetimes(asked((Ask.STEP, -1, 0))) == {}
+    assert lifetimes(asked((RequestKind.STEP, -1, 0))) == {}
 
 
 def test_the_last_full_step():
-    step = (Ask.STEP, -1, 0)
-    assert last_step(asked((Ask.MALLOC, 0, 512), step)) is None
-    assert last_step(asked(step, (Ask.MALLOC, 0, 512), step, (Ask.FREE, 0, 0))) == (2, 0, 2)
+    step = (RequestKind.STEP, -1, 0)
+    assert last_step(asked((RequestKind.MALLOC, 0, 512), step)) is None
+    assert last_step(asked(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))) == (2, 0, 2)
 
 
 def test_one_step_as_the_docstring_draws_it():

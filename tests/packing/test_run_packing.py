@@ -2,19 +2,35 @@
 
 import pytest
 
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 from memfit.errors import UsageError
 from memfit.packing import run_packing
 from memfit.packing.best_packing import pack
 from memfit.packing.run_packing import pack_run
 from memfit.records import Provenance
 
-STEP = (Ask.STEP, -1, 0)
+STEP = (RequestKind.STEP, -1, 0)
 SIDE, GRAPH = (1, 0), (0, 1)  # another stream; a pool of its own
 A_STEP = (
-    *((Ask.MALLOC, 0, 1024), (Ask.MALLOC, 1, 512, *SIDE), (Ask.MALLOC, 2, 2048, *GRAPH)),  # kept for good
-    *(STEP, (Ask.MALLOC, 3, 512), (Ask.MALLOC, 4, 1536), (Ask.FREE, 3, 0), (Ask.FREE, 4, 0)),
-    *((Ask.MALLOC, 5, 512, *GRAPH), (Ask.FREE, 5, 0), (Ask.MALLOC, 6, 1024, *SIDE), STEP, (Ask.FREE, 6, 0)),
+    *(
+        (RequestKind.MALLOC, 0, 1024),
+        (RequestKind.MALLOC, 1, 512, *SIDE),
+        (RequestKind.MALLOC, 2, 2048, *GRAPH),
+    ),  # kept for good
+    *(
+        STEP,
+        (RequestKind.MALLOC, 3, 512),
+        (RequestKind.MALLOC, 4, 1536),
+        (RequestKind.FREE, 3, 0),
+        (RequestKind.FREE, 4, 0),
+    ),
+    *(
+        (RequestKind.MALLOC, 5, 512, *GRAPH),
+        (RequestKind.FREE, 5, 0),
+        (RequestKind.MALLOC, 6, 1024, *SIDE),
+        STEP,
+        (RequestKind.FREE, 6, 0),
+    ),
 )
 
 
@@ -53,13 +69,20 @@ def test_arenas_lie_one_above_the_other():
 
 
 def test_without_steps_it_is_the_whole_run():
-    found = packed((Ask.MALLOC, 0, 512), (Ask.FREE, 0, 0), STEP, (Ask.MALLOC, 1, 1024))
+    found = packed(
+        (RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0), STEP, (RequestKind.MALLOC, 1, 1024)
+    )
     assert (found.step, found.height, found.live, found.unshared) == (0, 1024, 1024, 1536)
 
 
 def test_what_lives_before_and_after_a_step_only_is_not_live_in_it():
     found = packed(
-        (Ask.MALLOC, 0, 9216), (Ask.FREE, 0, 0), STEP, (Ask.MALLOC, 1, 512), STEP, (Ask.MALLOC, 2, 9216)
+        (RequestKind.MALLOC, 0, 9216),
+        (RequestKind.FREE, 0, 0),
+        STEP,
+        (RequestKind.MALLOC, 1, 512),
+        STEP,
+        (RequestKind.MALLOC, 2, 9216),
     )
     assert (found.height, found.live) == (512, 512)
 

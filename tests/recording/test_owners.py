@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from memfit.analysis.breakdown import certainty
+from memfit.analysis.breakdown import category_provenance
 from memfit.records import Category, Provenance
 from support.attribution_scripts import all_told, bytes_of
 
@@ -303,8 +303,8 @@ def test_shared_memory_counts_once_and_goes_by_all_names(dry_run):
     # What cuDNN keeps for its backward: its size is memfit's rule, and so is the sum of which it is a part.
     assert bytes_of(found, category="activations", name="result3 of CudnnRnnBackward0", module="recurrent")
     assert {one.name for one in found if one.category == "workspaces"} <= {"", "cuBLAS workspace"}
-    assert certainty(trace)[Category.ACTIVATION] is Provenance.ASSUMED
-    assert certainty(trace)[Category.INPUT] is Provenance.EXACT
+    assert category_provenance(trace)[Category.ACTIVATION] is Provenance.ASSUMED
+    assert category_provenance(trace)[Category.INPUT] is Provenance.EXACT
     # Written to in place: one allocation each, made by a layer, last computed by what came after it.
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]

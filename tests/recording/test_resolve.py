@@ -9,7 +9,7 @@ from memfit.recording.labels import LabelBook
 from memfit.recording.owners import Held, Holdings
 from memfit.recording.phases import begin_forwards, complete
 from memfit.recording.resolve import labelled, mark_spaces
-from memfit.records import Action, Category, MarkKind, Phase, Tensor
+from memfit.records import Action, Category, MarkKind, Phase, TensorInfo
 from support.traces import BASE, Event, events_of, freed
 
 
@@ -36,7 +36,7 @@ def settled(*held, serials=(1, 2, 3)):
     """Settle three allocations: one before a backward, one in it, and one after it."""
     book = book_of(Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.LOSS)
     book.marks.append((2, MarkKind.BACKWARD, 0))
-    holdings = Holdings({Tensor("", "x", "", ()): 0}, {"": 0, "Exp": 1}, list(held))
+    holdings = Holdings({TensorInfo("", "x", "", ()): 0}, {"": 0, "Exp": 1}, list(held))
     history = events_of([made(0), made(1), made(2)])
     return labelled(history, np.array(serials, np.int32), book, holdings), book
 
@@ -65,7 +65,7 @@ def test_what_computed_an_allocation_is_kept_with_where_that_was():
 def test_who_saved_what_was_given_to_it_did_not_make_it():
     book = book_of(Phase.INPUT, Phase.FORWARD, Phase.LOSS)
     held = [saved(3, Category.INPUT, place, 0, op=1) for place in (0, 1)]
-    holdings = Holdings({Tensor("", "x", "", ()): 0}, {"": 0, "Exp": 1}, held)
+    holdings = Holdings({TensorInfo("", "x", "", ()): 0}, {"": 0, "Exp": 1}, held)
     events = labelled(events_of([made(0), made(1)]), np.array([1, 2], np.int32), book, holdings)
     assert [book.labels[label].op for label in events.label] == ["", "Exp"]  # a mask is its own
 

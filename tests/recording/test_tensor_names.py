@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from memfit.recording.tensor_names import Name, Named, Names, describe
-from memfit.records import Tensor
+from memfit.records import TensorInfo
 
 
 def named(module, *, suffix="", root="Net"):
@@ -15,18 +15,18 @@ def named(module, *, suffix="", root="Net"):
 
 def test_a_tensor_is_called_as_its_module_calls_it():
     weight, bias = named(nn.Sequential(nn.Linear(3, 2)))
-    assert describe([weight]) == Tensor("Net.0", "weight", "float32", (2, 3))
-    assert describe([bias]) == Tensor("Net.0", "bias", "float32", (2,))
+    assert describe([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
+    assert describe([bias]) == TensorInfo("Net.0", "bias", "float32", (2,))
 
 
 def test_a_wrapped_module_goes_by_the_name_it_had():
     wrapper = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(3, 2)})
     weight, _ = named(nn.Sequential(wrapper))
-    assert describe([weight]) == Tensor("Net.0", "weight", "float32", (2, 3))
+    assert describe([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
 
 
 def test_what_belongs_to_a_tensor_without_a_name_says_what_it_is():
-    assert describe([Named(torch.zeros(3), Name(), ".grad")]) == Tensor("", "grad", "float32", (3,))
+    assert describe([Named(torch.zeros(3), Name(), ".grad")]) == TensorInfo("", "grad", "float32", (3,))
 
 
 def test_tied_weights_go_by_all_of_their_names():
@@ -41,7 +41,7 @@ def test_tied_weights_go_by_all_of_their_names():
 def test_two_parameters_of_the_same_data_are_one():
     pair = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     pair[1].weight.data = pair[0].weight.data
-    assert describe(named(pair)) == Tensor("Net.0", "weight = 1.weight", "float32", (3, 3))
+    assert describe(named(pair)) == TensorInfo("Net.0", "weight = 1.weight", "float32", (3, 3))
 
 
 def test_pieces_of_one_flat_tensor_are_counted():
@@ -50,8 +50,10 @@ def test_pieces_of_one_flat_tensor_are_counted():
     for parameter in net.parameters():
         parameter.data = flat[begin : begin + parameter.numel()].view_as(parameter)
         begin += parameter.numel()
-    assert describe(named(net)) == Tensor("Net", "0.weight and 3 more", "float32", (begin - 4,))
-    assert describe(named(net[1], root="Net.1")[::-1]) == Tensor("Net.1", "bias and 1 more", "float32", (3,))
+    assert describe(named(net)) == TensorInfo("Net", "0.weight and 3 more", "float32", (begin - 4,))
+    assert describe(named(net[1], root="Net.1")[::-1]) == TensorInfo(
+        "Net.1", "bias and 1 more", "float32", (3,)
+    )
     gradients = describe(named(net, suffix=".grad"))
     assert gradients.name == "0.weight.grad and 3 more"
 

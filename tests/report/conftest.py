@@ -9,9 +9,9 @@ from memfit.records import (
     Growth,
     Note,
     Phase,
-    Place,
     Provenance,
     ScriptEnd,
+    ScriptLocation,
     Term,
 )
 from support.allocator_situations import drive
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def answer():
-    place = Place(2, Phase.BACKWARD, "layers.3.mlp", "MmBackward0", "/somewhere/train.py:12")
+    place = ScriptLocation(2, Phase.BACKWARD, "layers.3.mlp", "MmBackward0", "/somewhere/train.py:12")
     exact = Provenance.EXACT
     return DryRun(
         verdict="fits",

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from memfit.analysis.allocator_comparison import compare
+from memfit.analysis.allocator_comparison import compare_settings
 from memfit.records import Action, DeviceUse, Figure, Mark, MarkKind, Provenance
 from memfit.report.schema.dry_run_schema import json_schema
 from memfit.report.schema.replay_schema import Replayed, to_json
@@ -29,7 +29,7 @@ STEPS = [Mark(position, MarkKind.TRAINING_STEP, step) for step, position in enum
 
 def compared(confs, marks=(), **options):
     trace = trace_of(HISTORY, device=DEVICE, settings=ROUNDED, marks=marks, versions={"torch": "2.14.1"})
-    return compare(trace, confs, **options)
+    return compare_settings(trace, confs, **options)
 
 
 def printed(found, width=80):

@@ -11,7 +11,18 @@ from rich.console import Console
 
 from memfit import api
 from memfit.allocator.timeline import timeline
-from memfit.records import Action, Block, Category, Frame, GroupBy, Label, Mark, MarkKind, Phase, Tensor
+from memfit.records import (
+    Action,
+    Category,
+    Frame,
+    GroupBy,
+    Label,
+    Mark,
+    MarkKind,
+    Phase,
+    SnapshotBlock,
+    TensorInfo,
+)
 from memfit.report.escape import inert
 from memfit.report.export import COLUMNS
 from memfit.report.terminal.run_difference import print_difference, to_json
@@ -53,7 +64,7 @@ def named(trace, name):
     tensor = np.full(len(trace.events), -1, np.int32)
     tensor[1] = 0
     events = replace(trace.events, tensor=tensor)
-    return replace(trace, events=events, tensors=(Tensor("fc", name, "float32", (250,)),))
+    return replace(trace, events=events, tensors=(TensorInfo("fc", name, "float32", (250,)),))
 
 
 def test_counters_of_the_chrome_trace_are_the_timeline():
@@ -80,7 +91,7 @@ def test_the_table_has_a_row_for_each_allocation():
 
 
 def test_what_is_older_than_the_history_was_made_nobody_knows_when():
-    live = segment(BASE, 2 * MIB, "small", blocks=[Block(BASE, 2 * MIB, 600, "active_allocated")])
+    live = segment(BASE, 2 * MIB, "small", blocks=[SnapshotBlock(BASE, 2 * MIB, 600, "active_allocated")])
     trace = trace_of([(Action.EARLIER, BASE, 600), (Action.OOM, 0, 1 << 30)], [live])
     (row,) = csv.DictReader(io.StringIO(api.table(trace)))
     assert (row["born"], row["step"], row["phase"], row["requested"]) == ("", "", "", "600")

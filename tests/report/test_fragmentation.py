@@ -9,18 +9,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memfit.analysis.explanation import Explanation
 from memfit.records import (
     Breakdown,
+    Explanation,
     Fragmentation,
     GroupBy,
     Hole,
     Phase,
-    Pin,
-    Place,
+    PinningBlock,
     Provenance,
     ReservedBytes,
-    ReservedMoment,
+    ReservedMemoryUse,
+    ScriptLocation,
 )
 from memfit.report.escape import inert
 from memfit.report.schema.dry_run_schema import Explained, explained, json_schema, to_json, to_public
@@ -28,9 +28,9 @@ from memfit.report.terminal.fragmentation import print_fragmentation
 
 MIB = 1 << 20
 SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
-BORN = Place(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")
-FREED = Place(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
-PIN = Pin(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
+BORN = ScriptLocation(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")
+FREED = ScriptLocation(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
+PIN = PinningBlock(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
 HOLE = Hole(7 * MIB, 13 * MIB, "large", 2 * MIB, 20 * MIB, False, 2, 7 * MIB, (PIN,))
 SMALL = ReservedBytes.of(requested=MIB, holes=MIB)
 LARGE = ReservedBytes.of(
@@ -41,7 +41,7 @@ LARGE = ReservedBytes.of(
     holes=13 * MIB,
     cached=20 * MIB,
 )
-MOMENT = ReservedMoment("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
+MOMENT = ReservedMemoryUse("peak reserved", 7, BORN, SMALL + LARGE, SMALL, LARGE, (HOLE,))
 CACHED = ReservedBytes.of(cached=5 * MIB)
 END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=ReservedBytes.of())
 FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
@@ -125,7 +125,7 @@ def test_what_does_not_apply_is_said():
     "name", ["layer\x1b[31m", "a\rb\x07", "\u202egpj.exe", "\x9b2J", "\ud800", "[bold]x[/]"]
 )
 def test_names_from_a_trace_are_inert(answer, name):
-    place = Place(1, Phase.FORWARD, name, name, f"{name}:1")
+    place = ScriptLocation(1, Phase.FORWARD, name, name, f"{name}:1")
     pin = replace(PIN, born=place, freed=place)
     hostile = replace(FOUND, moments=(replace(MOMENT, place=place, holes=(replace(HOLE, pins=(pin,)),)),))
     text = printed(hostile, 400)

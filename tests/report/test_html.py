@@ -8,19 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memfit.allocator.block_lifetimes import FREE, LIVE, Walk
+from memfit.allocator.block_lifetimes import FREE, LIVE, BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
+from memfit.allocator.initial_state import initial_state
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import held as held_at
-from memfit.analysis.location import place_at
+from memfit.analysis.breakdown import breakdown_at
+from memfit.analysis.location import location_at
 from memfit.analysis.summary import summarize
 from memfit.errors import FileFormatError
 from memfit.records import (
     Action,
     Advice,
-    Block,
     Figure,
     GroupBy,
     Label,
@@ -30,6 +29,7 @@ from memfit.records import (
     Phase,
     Provenance,
     ScriptEnd,
+    SnapshotBlock,
 )
 from memfit.report.html.payload import payload
 from memfit.report.html.texts import NO_FILE, Words
@@ -50,7 +50,7 @@ def check_sums(trace, held, moments):
     attribution = attribute(trace, line)
     for moment in moments:
         event = int(held.columns["moment.event"][moment])
-        of_explain = held_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
+        of_explain = breakdown_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
         rows = {row.name: row.bytes for row in of_explain if row.bytes}
         assert sums(held, moment) == rows
         assert sum(rows.values()) == line.allocated[event]
@@ -79,7 +79,7 @@ def test_the_real_allocator_is_drawn_piece_by_piece(drive, situation, late):
     if late:
         assert held.facts["old"]
     config = AllocatorConfig.read(trace.settings)
-    walk = Walk(trace.events, config, beginning(trace, config))
+    walk = BlockTracker(trace.events, config, initial_state(trace, config))
     of, ranges = blocks(held), held.columns
     waited = 0
     for moment in moments:
@@ -162,8 +162,10 @@ def test_what_an_unmapping_cuts_is_two_ranges():
 
 
 def test_a_history_that_begins_late_says_so():
-    old = Block(BASE, 4 * MIB, 4 * MIB, "active_allocated")
-    whole = segment(BASE, 20 * MIB, blocks=[old, Block(BASE + 4 * MIB, 16 * MIB, 16 * MIB, "inactive")])
+    old = SnapshotBlock(BASE, 4 * MIB, 4 * MIB, "active_allocated")
+    whole = segment(
+        BASE, 20 * MIB, blocks=[old, SnapshotBlock(BASE + 4 * MIB, 16 * MIB, 16 * MIB, "inactive")]
+    )
     held = drawn(trace_of([Event(Action.ALLOC, BASE + 4 * MIB, MIB), *freed(BASE + 4 * MIB, MIB)], [whole]))
     assert sums(held, 0) == {"before the history": 4 * MIB, "unknown": MIB}
     assert held.facts["old"] == 1
@@ -198,7 +200,7 @@ def test_moments_and_blocks_are_told():
 def test_every_moment_has_its_step():
     trace = run(marks=(Mark(0, MarkKind.FORWARD, 0), *run().marks))
     of = drawn(trace).columns
-    steps = [place_at(trace, event).step for event in of["moment.event"].tolist()]
+    steps = [location_at(trace, event).step for event in of["moment.event"].tolist()]
     assert of["moment.step"].tolist() == steps
     assert set(steps) == {0, 1, 2, 3}
 
@@ -418,8 +420,8 @@ def test_what_no_device_has_is_refused(where):
 
 def test_what_is_older_than_the_history_is_there_from_its_beginning():
     """A post-mortem begins with what was there: no time passed while it was told."""
-    parts = [Block(BASE + 1024 * n, 1024, 600, "active_allocated") for n in range(3)]
-    rest = Block(BASE + 3072, 2 * MIB - 3072, 0, "inactive")
+    parts = [SnapshotBlock(BASE + 1024 * n, 1024, 600, "active_allocated") for n in range(3)]
+    rest = SnapshotBlock(BASE + 3072, 2 * MIB - 3072, 0, "inactive")
     trace = trace_of(
         [
             *[Event(Action.EARLIER, BASE + 1024 * n, 600) for n in range(3)],

@@ -3,8 +3,8 @@
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.below_peak import below_peak
-from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, Tensor
+from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.records import Action, Category, DeviceUse, Figure, Label, Phase, Provenance, TensorInfo
 from support.browser import chart, check, click_at, painted, shown
 from support.html_reports import (
     BACKWARD,
@@ -61,7 +61,7 @@ def test_the_moments_to_look_at_are_a_click_or_a_key_away(show):
     buttons.nth(1).focus()
     page.keyboard.press("Enter")
     assert check(page, trace, text).allocated == 97 * MIB
-    assert [one.event for one in below_peak(trace, timeline(trace))] == [4, 7]
+    assert [one.event for one in secondary_peaks(trace, timeline(trace))] == [4, 7]
 
 
 def test_a_stretch_of_the_timeline_is_dragged_open(show):
@@ -163,7 +163,7 @@ def many(count):
 def test_layers_that_repeat_are_folded(show):
     """Layers with the same parts are; those of a sequence, which may be of any kind, are not."""
     sequence = [Label(Phase.FORWARD, f"model.head.{i}", "", -1) for i in (0, 2)]
-    owners = tuple(Tensor(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
+    owners = tuple(TensorInfo(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
     page = show(report(run(labels=(LABELS[0], *sequence, *LABELS[3:]), tensors=owners)))
     boxes = page.locator("#icicle button")
     said = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")

@@ -16,9 +16,9 @@ from memfit.records import (
     Note,
     OutOfMemory,
     Phase,
-    Place,
     Provenance,
     ScriptEnd,
+    ScriptLocation,
 )
 from memfit.report.escape import inert
 from memfit.report.schema.dry_run_schema import Result, json_schema, to_json, to_public
@@ -100,7 +100,7 @@ def test_any_width_will_do(answer, width):
     ],
 )
 def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
-    place = Place(1, Phase.FORWARD, name, name, name + ":3")
+    place = ScriptLocation(1, Phase.FORWARD, name, name, name + ":3")
     hostile = replace(
         answer,
         peak_place=place,
@@ -117,7 +117,7 @@ def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
 
 
 def test_names_that_would_fill_the_screen_are_cut(answer):
-    text = printed(replace(answer, peak_place=Place(1, Phase.FORWARD, "x" * 10_000, "", "")), 200)
+    text = printed(replace(answer, peak_place=ScriptLocation(1, Phase.FORWARD, "x" * 10_000, "", "")), 200)
     assert len(text) < 4_000
     assert "[9,500 more]" in text.replace("\n", "")
 

@@ -9,7 +9,7 @@ from msgspec import json
 from torch import nn
 
 import memfit
-from memfit.analysis.advice import Change, Trial
+from memfit.analysis.advice import ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.recording.hooks import LiftedHooks
 from memfit.records import ScriptEnd
@@ -98,7 +98,7 @@ def run_again(monkeypatch):
             return trace_of((), end=end)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        change = Change(("offload",), fused=True)
+        change = ScriptChange(("offload",), fused=True)
         return trial_run.run_again(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run
@@ -107,7 +107,7 @@ def run_again(monkeypatch):
 @pytest.mark.parametrize("end", [ScriptEnd("end", 0), ScriptEnd("steps", 0)])
 def test_a_run_to_the_end_says_which_models_were_changed(run_again, end):
     found = run_again(end)
-    assert isinstance(found, Trial)
+    assert isinstance(found, TrialResult)
     assert (found.trace.end, found.models) == (end, ("Net", "Net"))
 
 

@@ -4,7 +4,7 @@ import json
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import live
+from memfit.analysis.breakdown import describe_allocation
 from memfit.trace.trace_file import read_trace
 
 BEGIN = """
@@ -27,7 +27,7 @@ def all_told(dry_run, script, steps=1000):
     assert done.code == 0, done.err
     trace = read_trace(done.folder / "run.memfit")
     attribution = attribute(trace, timeline(trace))
-    found = [live(trace, attribution, index) for index in range(len(attribution.born))]
+    found = [describe_allocation(trace, attribution, index) for index in range(len(attribution.born))]
     assert not [one for one in found if one.category == "unknown"]
     return found, trace, json.loads((done.folder / "truth.json").read_text())
 

@@ -28,7 +28,7 @@ from memfit.records import (
     Phase,
     Provenance,
     ScriptEnd,
-    Tensor,
+    TensorInfo,
 )
 from memfit.report.html import page
 from support.traces import BASE, Event, trace_of
@@ -47,8 +47,8 @@ FRAMES = (
     Frame("/home/ada/work/model.py", 22, "forward", user=True),
 )
 TENSORS = (
-    Tensor("blocks.0.fc", "weight", "float32", (1024, 1024)),
-    Tensor("blocks.0.fc", "weight.grad", "float32", (1024, 1024)),
+    TensorInfo("blocks.0.fc", "weight", "float32", (1024, 1024)),
+    TensorInfo("blocks.0.fc", "weight.grad", "float32", (1024, 1024)),
 )
 LARGE, SMALL = BASE, BASE + GIB
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202eevil\u2066\x00"
@@ -122,7 +122,7 @@ def evil():
         trace,
         labels=names,
         frames=tuple(replace(one, file=f"{EVIL}{one.file}/{NOT_UTF8}", function=EVIL) for one in FRAMES),
-        tensors=(Tensor(EVIL, LONG + EVIL, EVIL, (1,)), Tensor(LONG, "\ud800", "float32", ())),
+        tensors=(TensorInfo(EVIL, LONG + EVIL, EVIL, (1,)), TensorInfo(LONG, "\ud800", "float32", ())),
         notes=(Note(Provenance.ASSUMED, EVIL, EVIL), Note(Provenance.EXACT, LONG)),
         device=replace(trace.device, name=EVIL),
     )

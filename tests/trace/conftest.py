@@ -16,7 +16,7 @@ from memfit.records import (
     Phase,
     Provenance,
     ScriptEnd,
-    Tensor,
+    TensorInfo,
     Trace,
 )
 from memfit.trace.trace_file import write_trace
@@ -52,7 +52,7 @@ def trace():
         versions={"torch": "2.14.1"},
         command=("train.py",),
         pools=((0, 0), (1, 0)),
-        tensors=(Tensor("layers.0", "weight", "float32", (5, 5)),),
+        tensors=(TensorInfo("layers.0", "weight", "float32", (5, 5)),),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
+from memfit.allocator.initial_state import initial_state
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, Events, Label, Phase, Trace
@@ -104,7 +104,7 @@ def test_what_is_older_than_the_history_and_outlives_it_is_told_first(real, kept
     assert (told.events.action[:earlier] == Action.EARLIER).all()
     line, expected = timeline(told), timeline(whole)
     np.testing.assert_array_equal(line.reserved[earlier:], expected.reserved[len(events) - kept :])
-    spare = beginning(told, AllocatorConfig.read(told.settings)).uncertain
+    spare = initial_state(told, AllocatorConfig.read(told.settings)).uncertain
     short = expected.allocated[len(events) - kept :] - line.allocated[earlier:]
     assert short.min(initial=0) >= 0
     assert short.max(initial=0) <= spare

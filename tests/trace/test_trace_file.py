@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
-    Block,
     Category,
     DeviceUse,
     Events,
@@ -30,7 +29,8 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
     Segment,
-    Tensor,
+    SnapshotBlock,
+    TensorInfo,
     Trace,
 )
 from memfit.trace import trace_file
@@ -42,7 +42,7 @@ LARGEST = (1 << 63) - 1
 
 naturals = st.integers(0, LARGEST)
 figures = st.builds(Figure, naturals, st.sampled_from(Provenance), st.text())
-blocks = st.builds(Block, naturals, naturals, naturals, st.sampled_from(trace_file.BLOCK_STATES))
+blocks = st.builds(SnapshotBlock, naturals, naturals, naturals, st.sampled_from(trace_file.BLOCK_STATES))
 
 
 def index_below(count, lowest=0):
@@ -83,7 +83,7 @@ def traces(draw):
     private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
     pools = ((0, 0), *draw(private)) if told else ()
     shape = st.lists(naturals, max_size=3).map(tuple)
-    tensors = tuple(draw(st.lists(st.builds(Tensor, st.text(), st.text(), st.text(), shape), max_size=3)))
+    tensors = tuple(draw(st.lists(st.builds(TensorInfo, st.text(), st.text(), st.text(), shape), max_size=3)))
     events = draw(columns(len(labels), len(stacks), len(pools), len(tensors)))
     mark = st.builds(Mark, st.integers(0, len(events)), st.sampled_from(MarkKind), naturals)
     segment = st.builds(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memfit.errors import FileFormatError
-from memfit.records import Block, Events, Segment
+from memfit.records import Events, Segment, SnapshotBlock
 from memfit.trace import trace_file
 from memfit.trace.trace_file import read_trace, write_trace
 
@@ -151,7 +151,7 @@ def test_headers_that_contradict(file, change, words):
 
 
 def test_segments_out_of_range(file, trace):
-    block = Block(0, -1, 0, "inactive")
+    block = SnapshotBlock(0, -1, 0, "inactive")
     segment = Segment(0, 1, 0, "large", (0, 0), expandable=False, blocks=(block,))
     write_trace(replace(trace, segments=(segment,)), file)
     assert "a segment's number" in refused(file)

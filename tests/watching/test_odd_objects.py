@@ -2,7 +2,7 @@
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import held
+from memfit.analysis.breakdown import breakdown_at
 from memfit.records import GroupBy
 from memfit.trace.trace_file import read_trace
 from support.scripts import WATCHED
@@ -57,6 +57,6 @@ def test_they_are_passed_over(rehearse, tmp_path):
         trace = read_trace(tmp_path / f"memfit-oom-{number}.memfit")
         assert any("were passed over" in note.text for note in trace.notes) == incomplete
         line = timeline(trace)
-        found = held(trace, line, attribute(trace, line), len(trace.events) - 1)
+        found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
         rows = {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY]}
         assert (rows["parameters"], rows["optimizer state"]) == (PARAMETERS, 2 * PARAMETERS)

@@ -6,7 +6,7 @@ import pytest
 
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import held
+from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize
 from memfit.records import Category, GroupBy, Machine
 from memfit.trace.trace_file import read_trace
@@ -100,7 +100,7 @@ GOES_ON = """
 
 def rows_at_the_end(trace):
     line = timeline(trace)
-    found = held(trace, line, attribute(trace, line), len(trace.events) - 1)
+    found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
     return found, {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY] if row.bytes}
 
 

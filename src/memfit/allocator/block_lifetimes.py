@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.free_ranges import ImpossibleError, impossible
-from memfit.allocator.initial_state import Beginning
+from memfit.allocator.free_ranges import ImpossibleEventError, impossible_event
+from memfit.allocator.initial_state import InitialState
 from memfit.allocator.rounding import round_size, should_split
 from memfit.records import Action, Events
 
@@ -33,7 +33,7 @@ LIVE, PENDING, FREE = "active_allocated", "active_awaiting_free", "inactive"
 """The states of a block, as ``torch.cuda.memory_snapshot()`` spells them."""
 
 
-class Piece(NamedTuple):
+class TrackedBlock(NamedTuple):
     """A block at some moment: ``[start, stop)``."""
 
     start: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """The event that allocated it; None if it is free, or older than the history."""
 
 
-class Walk:
+class BlockTracker:
     """A history, followed as far as is asked for.
 
     Args:
@@ -54,7 +54,7 @@ class Walk:
         start: what was there before the first; its layout is used up.
     """
 
-    def __init__(self, events: Events, config: AllocatorConfig, start: Beginning) -> None:
+    def __init__(self, events: Events, config: AllocatorConfig, start: InitialState) -> None:
         self.change = [0] * len(events)
         """Of allocated bytes, at each event that was met so far."""
         self.freed_by: list[int] = np.where(
@@ -66,7 +66,7 @@ class Walk:
         self.freed_old: dict[int, int] = {}
         """The event that freed it, for each block that is older than the history, by address."""
         self._events = events
-        self._blocks = _Blocks(config, start) if config.has_segments else _Uncached()
+        self._blocks = _CachedBlocks(config, start) if config.has_segments else _UncachedBlocks()
         self._rows = zip(events.action.tolist(), events.address.tolist(), events.size.tolist(), strict=True)
         self._done = 0
 
@@ -97,19 +97,19 @@ class Walk:
                     change[position] = self.earlier[position] = blocks.earlier(position, address)
                 else:
                     blocks.segment(action, address, size)
-        except ImpossibleError as error:
-            raise impossible(self._events, position, error) from None
+        except ImpossibleEventError as error:
+            raise impossible_event(self._events, position, error) from None
         self._done = max(self._done, count)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TrackedBlock]:
         """Return every block there is now, free ones too, by address."""
         return self._blocks.pieces()
 
 
-class _Blocks:
+class _CachedBlocks:
     """Every block of the native allocator, free or in use."""
 
-    def __init__(self, config: AllocatorConfig, start: Beginning) -> None:
+    def __init__(self, config: AllocatorConfig, start: InitialState) -> None:
         self._config = config
         self._layout = start.layout
         self._live: dict[int, tuple[int | None, int, int]] = {
@@ -133,11 +133,11 @@ class _Blocks:
             rounded = self._rounded[size] = round_size(size, self._config)
         free = self._layout.take(address)
         if free is None:
-            raise ImpossibleError("no free block starts there")
+            raise ImpossibleEventError("no free block starts there")
         stop, segment = free
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleError(f"the free block there has only {stop - address:,} bytes")
+            raise ImpossibleEventError(f"the free block there has only {stop - address:,} bytes")
         if should_split(rounded, remainder, self._config):
             self._layout.put(address + rounded, stop, segment)
             stop = address + rounded
@@ -148,7 +148,7 @@ class _Blocks:
         """Have an event stand for the allocation of a block that was there before all; return its size."""
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
-            raise ImpossibleError("no block in use there is older than the history")
+            raise ImpossibleEventError("no block in use there is older than the history")
         self._live[address] = position, stop, segment
         return stop - address
 
@@ -156,7 +156,7 @@ class _Blocks:
         """Return which event allocated the block, None if it was there before all, and its size."""
         block = self._live.pop(address, None)
         if block is None:
-            raise ImpossibleError("no block in use starts there")
+            raise ImpossibleEventError("no block in use starts there")
         self._pending[address] = block
         return block[0], block[1] - address
 
@@ -164,7 +164,7 @@ class _Blocks:
         """Make a block free whose last user is done with it."""
         block = self._pending.pop(address, None)
         if block is None:
-            raise ImpossibleError("no free of a block there was requested before")
+            raise ImpossibleEventError("no free of a block there was requested before")
         self._layout.release(address, block[1], block[2])
 
     def segment(self, action: int, address: int, size: int) -> None:
@@ -173,20 +173,21 @@ class _Blocks:
         if follow is not None:
             follow(address, address + size)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TrackedBlock]:
         """Return all blocks there are now, by address."""
-        free = (Piece(start, stop, segment, FREE) for start, stop, segment in self._layout)
+        free = (TrackedBlock(start, stop, segment, FREE) for start, stop, segment in self._layout)
         live = (
-            Piece(start, stop, segment, LIVE, born) for start, (born, stop, segment) in self._live.items()
+            TrackedBlock(start, stop, segment, LIVE, born)
+            for start, (born, stop, segment) in self._live.items()
         )
         pending = (
-            Piece(start, stop, segment, PENDING, born)
+            TrackedBlock(start, stop, segment, PENDING, born)
             for start, (born, stop, segment) in self._pending.items()
         )
         return sorted([*free, *live, *pending])
 
 
-class _Uncached:
+class _UncachedBlocks:
     """Allocations without a cache: each is a piece of device memory of its own."""
 
     def __init__(self) -> None:
@@ -195,19 +196,19 @@ class _Uncached:
     def alloc(self, position: int, address: int, size: int) -> int:
         """Return the piece's size."""
         if address in self._live:
-            raise ImpossibleError("there is memory in use at that address already")
+            raise ImpossibleEventError("there is memory in use at that address already")
         self._live[address] = position, size
         return size
 
     def earlier(self, _position: int, _address: int) -> int:
         """Refuse: without segments nothing tells what was there before."""
-        raise ImpossibleError("no block in use there is older than the history")
+        raise ImpossibleEventError("no block in use there is older than the history")
 
     def free_requested(self, address: int) -> tuple[int, int]:
         """Return which event allocated the piece, and its size."""
         piece = self._live.pop(address, None)
         if piece is None:
-            raise ImpossibleError("no memory in use starts there")
+            raise ImpossibleEventError("no memory in use starts there")
         return piece
 
     def free_completed(self, address: int) -> None:
@@ -216,8 +217,8 @@ class _Uncached:
     def segment(self, action: int, address: int, size: int) -> None:
         """Do nothing: there are no segments."""
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TrackedBlock]:
         """Return what is in use, by address: nothing else is held."""
         return sorted(
-            Piece(start, start + size, start, LIVE, born) for start, (born, size) in self._live.items()
+            TrackedBlock(start, start + size, start, LIVE, born) for start, (born, size) in self._live.items()
         )

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memfit.allocator.expandable_segments import ExpandableSegment
+    from memfit.allocator.expandable_segment import ExpandableSegment
 
 ADDRESS_BITS = 80  # more than a process has: reservations of a device without end lie beyond 64
 ADDRESS = (1 << ADDRESS_BITS) - 1

@@ -24,13 +24,13 @@ counterparts' names. ``benchmarks/allocator_differential.py`` drives the two sid
 
 from bisect import bisect_left, insort
 
-from memfit.allocator import expandable_segments
+from memfit.allocator import expandable_blocks
 from memfit.allocator.blocks import ADDRESS, ADDRESS_BITS, SIZE_SHIFT, Block, BlockPool, PoolId, PrivatePool
 from memfit.allocator.change_log import ALLOC, FREE, FREE_COMPLETED, FREE_REQUESTED, LARGE
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import DeviceMemory, OutOfMemory
+from memfit.allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
 from memfit.allocator.memory_snapshot import snapshot
-from memfit.allocator.reclaim import garbage, oversize
+from memfit.allocator.reclaim import garbage_blocks, oversize_blocks
 from memfit.allocator.rounding import SMALL_SIZE, least_remainder, round_size, segment_size
 from memfit.allocator.segments import Segments
 from memfit.errors import UsageError
@@ -94,7 +94,7 @@ class CachingAllocator(Segments):
             stream: the stream that uses it; any number that tells streams apart.
 
         Raises:
-            OutOfMemory: the device does not have it.
+            SimulatedOutOfMemoryError: the device does not have it.
             UsageError: the size is no size.
         """
         events = self.events
@@ -233,9 +233,9 @@ class CachingAllocator(Segments):
         block = pool.free[keys[index] & ADDRESS]
         if block.expandable is not None:
             if self.config.expandable_segments:
-                index = expandable_segments.best_to_grow(pool, keys, index)
+                index = expandable_blocks.best_to_grow(pool, keys, index)
             else:  # switched off since
-                index = expandable_segments.first_not_expandable(pool, keys, index)
+                index = expandable_blocks.first_not_expandable(pool, keys, index)
             if index == len(keys):
                 return index
             block = pool.free[keys[index] & ADDRESS]
@@ -258,7 +258,7 @@ class CachingAllocator(Segments):
             block = self._alloc_block(pool, stream, size)
         if block is None:
             self.num_ooms += 1
-            raise OutOfMemory(requested, self.memory.total - self.memory.used)
+            raise SimulatedOutOfMemoryError(requested, self.memory.total - self.memory.used)
         return block
 
     def _alloc_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
@@ -267,7 +267,7 @@ class CachingAllocator(Segments):
             return None
         if self.config.throw_on_cudamalloc_oom and wanted > self.memory.total - self.memory.used:
             self.num_oom_rejections += 1
-            raise OutOfMemory(size, self.memory.total - self.memory.used)
+            raise SimulatedOutOfMemoryError(size, self.memory.total - self.memory.used)
         if self.config.expandable_segments:
             block = self._try_allocate_expandable_block(pool, stream, size)
         else:
@@ -341,7 +341,7 @@ class CachingAllocator(Segments):
         if limit is None:
             return False
         wanted = max(size, limit)
-        blocks = oversize(pool, stream, wanted, limit)
+        blocks = oversize_blocks(pool, stream, wanted, limit)
         for block in blocks:
             self._release_block(block)
         return sum(block.size for block in blocks) >= wanted
@@ -351,7 +351,7 @@ class CachingAllocator(Segments):
         threshold = int(self.config.garbage_collection_threshold * (self._allowed or 0))
         if self.reserved <= threshold:
             return
-        for block in garbage(self.large, self.reserved - threshold):
+        for block in garbage_blocks(self.large, self.reserved - threshold):
             self._release_block(block)
 
     # ---- Streams -------------------------------------------------------------------------------------

@@ -19,12 +19,11 @@ from memfit import records
 from memfit.allocator.blocks import PoolId
 from memfit.allocator.caching_allocator import NUMBERED
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import Calls
 from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.allocator.requests import Requests
 from memfit.errors import MemfitError, UsageError
 from memfit.native_build import NativeLibrary
-from memfit.records import Segment
+from memfit.records import DriverCalls, Segment
 
 _NEVER = 1 << 62
 """Stands for a limit that there is not; a number beyond it cannot be passed on."""
@@ -35,7 +34,7 @@ _SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests 
 _OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
 _NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
-_CALLS = len(fields(Calls))
+_CALLS = len(fields(DriverCalls))
 _FIGURES = 4  # of an outcome, before its calls
 _COLUMNS = 10  # of a block's row; of them these are looked at before the row is read:
 _MAPPED, _FIRST = 5, 6
@@ -68,7 +67,7 @@ def load() -> ctypes.CDLL | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServeResult:
     """How serving ended."""
 
     position: int
@@ -79,12 +78,12 @@ class Outcome:
     """Bytes that the device had left then."""
     most_taken: int
     """Bytes of the device that were taken at once, at most."""
-    calls: Calls
-    calls_per_step: Calls | None
+    calls: DriverCalls
+    calls_per_step: DriverCalls | None
     """In the last training step; None if fewer than two ended."""
 
 
-class NativeAllocator:
+class CompiledAllocator:
     """The allocator of one device: ``handle`` in ``library``; ``opened`` makes one."""
 
     def __init__(self, library: ctypes.CDLL, handle: int, pools: Sequence[PoolId]) -> None:
@@ -110,17 +109,17 @@ class NativeAllocator:
             raise UsageError(f"Request {self.outcome().position} of {len(asked.ask)} cannot be served.")
         return status != _OUT_OF_MEMORY
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ServeResult:
         """Return how serving ended."""
         figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
         steps: int = self._library.allocator_outcome(self._handle, figures)
         all_calls, before, last = (
-            Calls(*figures[begin : begin + _CALLS])
+            DriverCalls(*figures[begin : begin + _CALLS])
             for begin in range(_FIGURES, _FIGURES + 3 * _CALLS, _CALLS)
         )
         position, requested, free, most_taken = figures[:_FIGURES]
         per_step = last - before if steps > 1 else None
-        return Outcome(position, requested, free, most_taken, all_calls, per_step)
+        return ServeResult(position, requested, free, most_taken, all_calls, per_step)
 
     def address(self, block: int) -> int:
         """Return where the block of a number lies; 0 if it is not in use."""
@@ -161,7 +160,7 @@ def opened(
     taken: int,
     version: tuple[int, int],
     empty_cache_each_step: bool = False,
-) -> Iterator[NativeAllocator | None]:
+) -> Iterator[CompiledAllocator | None]:
     """Make an allocator for as long as it is needed; None where there is no compiled one.
 
     Args:
@@ -182,7 +181,7 @@ def opened(
     if handle is None:
         raise MemoryError
     try:
-        yield NativeAllocator(library, handle, pools)
+        yield CompiledAllocator(library, handle, pools)
     finally:
         library.allocator_delete(handle)
 
@@ -214,7 +213,8 @@ def _settings(
 def _segment(rows: list[list[int]], pools: Sequence[PoolId]) -> Segment:
     """Return a segment of the rows of its blocks."""
     blocks = tuple(
-        records.Block(address, size, asked, _STATES[state]) for address, size, asked, state, *_ in rows
+        records.SnapshotBlock(address, size, asked, _STATES[state])
+        for address, size, asked, state, *_ in rows
     )
     address, _, _, _, stream, _, _, small, expandable, pool = rows[0]
     return Segment(

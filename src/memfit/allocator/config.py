@@ -11,7 +11,7 @@ from memfit.units import MIB
 INTERVALS = 16
 """``roundup_power2_divisions`` has one entry per power of two from 1 MiB to 32 GiB."""
 
-OF_THE_DEVICE = frozenset(
+DEVICE_SETTINGS = frozenset(
     {
         "backend",
         "expandable_segments",
@@ -25,13 +25,13 @@ OF_THE_DEVICE = frozenset(
     }
 )
 """Settings that device memory depends on."""
-SINCE = {
+FIRST_VERSION = {
     "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),
     "throw_on_cudamalloc_oom": (2, 12),
 }
 """The first version of PyTorch that has a setting, if not 2.8. Source: the names in libc10_cuda.so."""
-OTHERS = frozenset(
+HOST_SETTINGS = frozenset(
     {
         "graph_capture_record_stream_reuse",
         "pinned_free_catch_all",
@@ -139,10 +139,10 @@ class AllocatorConfig:
         """
         values = parse(conf)
         for name in values:
-            if name not in OF_THE_DEVICE | OTHERS:
+            if name not in DEVICE_SETTINGS | HOST_SETTINGS:
                 raise UsageError(
                     f"{name!r} is not an allocator setting of PyTorch 2.14. Those that device memory "
-                    f"depends on: {', '.join(sorted(OF_THE_DEVICE))}."
+                    f"depends on: {', '.join(sorted(DEVICE_SETTINGS))}."
                 )
         config = cls.read({"conf": conf})
         large = config.large_segment_size // MIB
@@ -159,36 +159,36 @@ def check_version(conf: str, version: tuple[int, int]) -> None:
         UsageError: there is one; the message names it.
     """
     for name in parse(conf):
-        if version < SINCE.get(name, (0, 0)):
-            first, of = (".".join(map(str, numbers)) for numbers in (SINCE[name], version))
+        if version < FIRST_VERSION.get(name, (0, 0)):
+            first, of = (".".join(map(str, numbers)) for numbers in (FIRST_VERSION[name], version))
             raise UsageError(f"{name} is a setting of PyTorch {first} and later; the trace is of {of}.")
 
 
-def of_the_script(settings: Mapping[str, str]) -> str:
+def script_settings(settings: Mapping[str, str]) -> str:
     """Return what ``Trace.settings`` has beyond the environment's: a script may change settings.
 
     That it used ``memfit.arena`` is none that PyTorch's allocator could be replayed under.
 
-    >>> of_the_script({"conf": "expandable_segments:True", "expandable_segments": "True"})
+    >>> script_settings({"conf": "expandable_segments:True", "expandable_segments": "True"})
     ''
-    >>> of_the_script({"conf": "", "per_process_memory_fraction": "0.5"})
+    >>> script_settings({"conf": "", "per_process_memory_fraction": "0.5"})
     'per_process_memory_fraction:0.5'
-    >>> of_the_script({"backend": ARENA})  # not a setting of PyTorch's, and not one to replay under
+    >>> script_settings({"backend": ARENA})  # not a setting of PyTorch's, and not one to replay under
     ''
     """
-    conf = of_the_environment(settings)
+    conf = environment_settings(settings)
     by_conf = AllocatorConfig.read({"conf": conf})
     in_force = {**parse(settings.get("conf", "")), **settings}
     return ",".join(
         f"{name}:{value}"
         for name, value in in_force.items()
-        if name in OF_THE_DEVICE
+        if name in DEVICE_SETTINGS
         and value != ARENA
         and AllocatorConfig.read({"conf": conf, name: value}) != by_conf
     )
 
 
-def of_the_environment(settings: Mapping[str, str]) -> str:
+def environment_settings(settings: Mapping[str, str]) -> str:
     """Return ``PYTORCH_ALLOC_CONF``; a snapshot knows only the last string that PyTorch was given."""
     return settings.get("environment", settings.get("conf", ""))
 

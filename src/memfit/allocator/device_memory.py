@@ -5,8 +5,9 @@ slot of that size first that was freed last. Real drivers place memory otherwise
 2.11 alone, which chooses among free blocks of equal size by address.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
+from memfit.records import DriverCalls
 from memfit.units import MIB, TIB
 
 GRANULE = 2 * MIB
@@ -16,7 +17,7 @@ _ALIGNMENT = 512
 _MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
 
 
-class OutOfMemory(Exception):  # noqa: N818 - PyTorch's name for it
+class SimulatedOutOfMemoryError(Exception):
     """An allocation failed for good; the allocator is as it was, but for what it gave back on the way."""
 
     def __init__(self, size: int, free: int) -> None:
@@ -25,25 +26,6 @@ class OutOfMemory(Exception):  # noqa: N818 - PyTorch's name for it
         """Bytes as requested."""
         self.free = free
         """Bytes that the device has left."""
-
-
-@dataclass(slots=True)
-class Calls:
-    """Calls of the CUDA runtime and driver that PyTorch's allocator made."""
-
-    malloc: int = 0
-    """cudaMalloc, failed ones too."""
-    free: int = 0
-    """cudaFree, which waits for the device."""
-    map: int = 0
-    """Pieces of memory made and mapped (cuMemCreate, cuMemMap)."""
-    unmap: int = 0
-    """Pieces unmapped and released."""
-    synchronize: int = 0
-    """Waits for all streams, or for one before an unmapping."""
-
-    def __sub__(self, earlier: "Calls") -> "Calls":
-        return Calls(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 @dataclass(slots=True)
@@ -62,9 +44,9 @@ class DeviceMemory:
     """Bytes taken: by the context and other processes to begin with."""
     most: int = 0
     """Bytes that were taken at once, at most."""
-    calls: Calls = field(default_factory=Calls)
-    _malloc: "_Arena" = field(default_factory=lambda: _Arena(_MALLOC_FROM))
-    _virtual: "_Arena" = field(default_factory=lambda: _Arena(_VIRTUAL_FROM))
+    calls: DriverCalls = field(default_factory=DriverCalls)
+    _malloc: "_AddressSlots" = field(default_factory=lambda: _AddressSlots(_MALLOC_FROM))
+    _virtual: "_AddressSlots" = field(default_factory=lambda: _AddressSlots(_VIRTUAL_FROM))
 
     def malloc(self, size: int) -> int:
         """Return the address of ``size`` bytes from cudaMalloc; 0 if there are not so many left."""
@@ -108,7 +90,7 @@ class DeviceMemory:
         self.used -= pieces * size
 
 
-class _Arena:
+class _AddressSlots:
     """Addresses in slots."""
 
     __slots__ = ("_free", "_next")

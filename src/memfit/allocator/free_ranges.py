@@ -19,11 +19,11 @@ EXPANDABLE = -1
 """The segment of all mapped memory."""
 
 
-class ImpossibleError(Exception):
+class ImpossibleEventError(Exception):
     """The event cannot have happened here; the message says why, the caller says where."""
 
 
-def impossible(events: Events, position: int, reason: ImpossibleError) -> FileFormatError:
+def impossible_event(events: Events, position: int, reason: ImpossibleEventError) -> FileFormatError:
     """Name the event of a history that cannot be."""
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])
@@ -34,7 +34,7 @@ def impossible(events: Events, position: int, reason: ImpossibleError) -> FileFo
     )
 
 
-class Layout:
+class FreeRanges:
     """Free blocks, half-open ``[start, stop)``, found by either end.
 
     Blocks in use are not kept here: whoever takes one holds its stop and its segment.
@@ -61,7 +61,7 @@ class Layout:
     def put(self, start: int, stop: int, segment: int) -> None:
         """Add a free block without looking at its neighbours: what a split leaves."""
         if start in self._starts or stop in self._stops:
-            raise ImpossibleError("it overlaps a free block")
+            raise ImpossibleEventError("it overlaps a free block")
         self._starts[start] = stop, segment
         self._stops[stop] = start
 
@@ -87,7 +87,7 @@ class Layout:
     def remove_segment(self, start: int, stop: int) -> None:
         """Give a segment back to cudaFree: it must be free in one piece."""
         if self.take(start) != (stop, start):
-            raise ImpossibleError("that is not a segment that is wholly free")
+            raise ImpossibleEventError("that is not a segment that is wholly free")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
@@ -102,7 +102,7 @@ class Layout:
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
-            raise ImpossibleError("that memory is not mapped and free")
+            raise ImpossibleEventError("that memory is not mapped and free")
         end, _ = self._starts.pop(around)
         del self._stops[end]
         if around < start:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.free_ranges import EXPANDABLE, ImpossibleError, Layout, impossible
+from memfit.allocator.free_ranges import EXPANDABLE, FreeRanges, ImpossibleEventError, impossible_event
 from memfit.allocator.rounding import SMALL_SIZE, round_size, should_split
 from memfit.errors import FileFormatError
 from memfit.records import Action, Events, Segment, Trace
@@ -23,10 +23,10 @@ Extent = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Beginning:
+class InitialState:
     """The allocator just before ``events[0]``."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: FreeRanges = field(default_factory=FreeRanges)
     live: dict[int, Extent] = field(default_factory=dict)
     """Blocks that tensors hold, by address."""
     pending: dict[int, Extent] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def reserved_change(events: Events) -> npt.NDArray[np.int64]:
     return np.where(grows, events.size, 0) - np.where(shrinks, events.size, 0)
 
 
-def beginning(trace: Trace, config: AllocatorConfig) -> Beginning:
+def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     """Work out what was allocated before the first event of a trace.
 
     Args:
@@ -72,7 +72,7 @@ def beginning(trace: Trace, config: AllocatorConfig) -> Beginning:
         FileFormatError: the events and the segments at the end contradict each other.
     """
     if not config.has_segments:
-        return Beginning()
+        return InitialState()
     at_end = sum(segment.size for segment in trace.segments)
     reserved = at_end - int(reserved_change(trace.events).sum())
     if reserved < 0:
@@ -81,11 +81,13 @@ def beginning(trace: Trace, config: AllocatorConfig) -> Beginning:
             f"back, but its segments at the end hold {at_end:,}. It was cut or changed; record it again."
         )
     if reserved == 0:
-        return Beginning()
+        return InitialState()
     return _undo(trace.events, trace.segments, config, reserved)
 
 
-def _undo(events: Events, segments: Sequence[Segment], config: AllocatorConfig, reserved: int) -> Beginning:
+def _undo(
+    events: Events, segments: Sequence[Segment], config: AllocatorConfig, reserved: int
+) -> InitialState:
     _check_tiling(segments)
     rewind = _Rewind(segments, config)
     undo = {
@@ -103,9 +105,9 @@ def _undo(events: Events, segments: Sequence[Segment], config: AllocatorConfig, 
         for position in range(len(events) - 1, -1, -1):
             if actions[position] in undo:
                 undo[actions[position]](addresses[position], sizes[position])
-        return rewind.beginning(reserved)
-    except ImpossibleError as error:
-        raise impossible(events, position, error) from None
+        return rewind.initial_state(reserved)
+    except ImpossibleEventError as error:
+        raise impossible_event(events, position, error) from None
 
 
 def _check_tiling(segments: Iterable[Segment]) -> None:
@@ -152,19 +154,19 @@ class _Rewind:
                 in_use[block.address] = extent
                 self._used[extent[0]] = block.address
 
-    def beginning(self, reserved: int) -> Beginning:
+    def initial_state(self, reserved: int) -> InitialState:
         """Return what is left when every event is undone."""
-        layout = Layout()
+        layout = FreeRanges()
         for start, (stop, segment) in self._free.items():
             layout.put(start, stop, segment)
         uncertain = sum(spare for start, spare in self._spare.items() if start in self._live)
-        return Beginning(layout, self._live, self._pending, reserved, uncertain)
+        return InitialState(layout, self._live, self._pending, reserved, uncertain)
 
     def alloc(self, address: int, _size: int) -> None:
         """Undo an allocation: a block in use becomes the start of a free block."""
         extent = self._live.pop(address, None)
         if extent is None:
-            raise ImpossibleError("that block is not in use afterwards")
+            raise ImpossibleEventError("that block is not in use afterwards")
         self._used.pop(extent[0], None)
         self._spare.pop(address, None)
         self._give_back(address, extent[1])
@@ -174,7 +176,7 @@ class _Rewind:
         """Undo a free: the block is a tensor's again."""
         extent = self._pending.pop(address, None)
         if extent is None:
-            raise ImpossibleError("the free of that block is not completed or under way afterwards")
+            raise ImpossibleEventError("the free of that block is not completed or under way afterwards")
         self._live[address] = extent
 
     def free_completed(self, address: int, size: int) -> None:
@@ -183,7 +185,7 @@ class _Rewind:
         rounded = round_size(size, self._config)
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleError("the block reaches into another")
+            raise ImpossibleEventError("the block reaches into another")
         self._drop(start)
         if start < address:
             self._put(start, (address, segment))
@@ -224,7 +226,9 @@ class _Rewind:
             return
         owner = self._used.pop(start, None)
         if owner is None:
-            raise ImpossibleError("what lies before that block was free, and would have been taken first")
+            raise ImpossibleEventError(
+                "what lies before that block was free, and would have been taken first"
+            )
         self._drop(start)
         in_use = self._live if owner in self._live else self._pending
         in_use[owner] = address, segment
@@ -237,7 +241,7 @@ class _Rewind:
         around = self._order[index] if index >= 0 else -1
         extent = self._free.get(around, (-1, 0))
         if extent[0] < stop:
-            raise ImpossibleError("that memory is not free afterwards")
+            raise ImpossibleEventError("that memory is not free afterwards")
         return around, extent
 
     def _release(self, start: int, extent: Extent) -> None:
@@ -259,7 +263,7 @@ class _Rewind:
     def _put(self, start: int, extent: Extent) -> None:
         index = bisect_left(self._order, start)
         if start in self._free:
-            raise ImpossibleError("there is memory at that address already")
+            raise ImpossibleEventError("there is memory at that address already")
         self._order.insert(index, start)
         self._free[start] = extent
 

@@ -24,7 +24,7 @@ from memfit.units import MIB
 _ALIGNMENT = 512
 
 
-class Rule(StrEnum):
+class Invariant(StrEnum):
     """What must hold."""
 
     NO_OVERLAP = "no byte belongs to two blocks"
@@ -48,15 +48,15 @@ class Rule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Violation:
     """A rule that does not hold."""
 
-    rule: Rule
+    rule: Invariant
     where: str
 
 
 @dataclass(frozen=True, slots=True)
-class Malloc:
+class MallocResult:
     """One malloc, as its caller saw it."""
 
     block: Block
@@ -72,7 +72,7 @@ class Malloc:
 # ---- Between any two operations ----------------------------------------------------------------------
 
 
-def check(allocator: CachingAllocator, *, taken: int = 0) -> list[Broken]:
+def check(allocator: CachingAllocator, *, taken: int = 0) -> list[Violation]:
     """Check what holds between two operations.
 
     Args:
@@ -85,22 +85,22 @@ def check(allocator: CachingAllocator, *, taken: int = 0) -> list[Broken]:
     blocks = _blocks(allocator)
     allocated = sum(block.size for block in blocks if not block.free and not block.waits)
     reserved = sum(block.size for block in blocks if block.mapped)
-    found: dict[Rule, Iterator[str]] = {
-        Rule.NO_OVERLAP: _overlapping(blocks),
-        Rule.TILED: _loose(blocks),
-        Rule.ALIGNED: (_name(b) for b in blocks if b.size <= 0 or (b.size | b.address) % _ALIGNMENT),
-        Rule.LISTED_ONCE: _listed_otherwise(allocator, blocks),
-        Rule.IN_ORDER: _disorder(allocator),
-        Rule.COALESCED: _free_neighbours(blocks),
-        Rule.WAITING: _waiting_otherwise(allocator, blocks),
-        Rule.ALLOCATED_SUM: _unequal(allocator.allocated, allocated),
-        Rule.RESERVED_SUM: _unequal(allocator.reserved, reserved),
-        Rule.DEVICE_SUM: _unequal(allocator.memory.used, taken + _given(blocks)),
-        Rule.ALLOCATED_IS_RESERVED: _beyond(allocator.allocated, allocator.reserved),
-        Rule.WITHIN_FRACTION: _beyond_fraction(allocator, blocks),
-        Rule.PIECES: _miscounted(allocator, blocks),
+    found: dict[Invariant, Iterator[str]] = {
+        Invariant.NO_OVERLAP: _overlapping(blocks),
+        Invariant.TILED: _loose(blocks),
+        Invariant.ALIGNED: (_name(b) for b in blocks if b.size <= 0 or (b.size | b.address) % _ALIGNMENT),
+        Invariant.LISTED_ONCE: _listed_otherwise(allocator, blocks),
+        Invariant.IN_ORDER: _disorder(allocator),
+        Invariant.COALESCED: _free_neighbours(blocks),
+        Invariant.WAITING: _waiting_otherwise(allocator, blocks),
+        Invariant.ALLOCATED_SUM: _unequal(allocator.allocated, allocated),
+        Invariant.RESERVED_SUM: _unequal(allocator.reserved, reserved),
+        Invariant.DEVICE_SUM: _unequal(allocator.memory.used, taken + _given(blocks)),
+        Invariant.ALLOCATED_IS_RESERVED: _beyond(allocator.allocated, allocator.reserved),
+        Invariant.WITHIN_FRACTION: _beyond_fraction(allocator, blocks),
+        Invariant.PIECES: _miscounted(allocator, blocks),
     }
-    return [Broken(rule, where) for rule, places in found.items() for where in places]
+    return [Violation(rule, where) for rule, places in found.items() for where in places]
 
 
 def _overlapping(blocks: Sequence[Block]) -> Iterator[str]:
@@ -212,21 +212,21 @@ def _miscounted(allocator: CachingAllocator, blocks: Sequence[Block]) -> Iterato
 # ---- After one operation -----------------------------------------------------------------------------
 
 
-def check_choice(allocator: CachingAllocator, malloc: Malloc) -> list[Broken]:
+def check_choice(allocator: CachingAllocator, malloc: MallocResult) -> list[Violation]:
     """Check what a malloc has just returned.
 
     The blocks that it did not choose are as they were, and what it split off lies behind its own: so the
     state after it tells what there was to choose from.
     """
     found = {
-        Rule.SERVES: _not_as_asked(allocator, malloc),
-        Rule.BEST_FIT: _better(allocator, malloc),
-        Rule.SPLIT: _split_otherwise(allocator, malloc),
+        Invariant.SERVES: _not_as_asked(allocator, malloc),
+        Invariant.BEST_FIT: _better(allocator, malloc),
+        Invariant.SPLIT: _split_otherwise(allocator, malloc),
     }
-    return [Broken(rule, where) for rule, places in found.items() for where in places]
+    return [Violation(rule, where) for rule, places in found.items() for where in places]
 
 
-def check_refusal(allocator: CachingAllocator, size: int) -> list[Broken]:
+def check_refusal(allocator: CachingAllocator, size: int) -> list[Violation]:
     """Check that an allocation had to fail, as it just did.
 
     Args:
@@ -240,19 +240,19 @@ def check_refusal(allocator: CachingAllocator, size: int) -> list[Broken]:
         room = min(room, allocator._allowed - allocator.reserved)
     found = []
     if not config.throw_on_cudamalloc_oom:  # on purpose, that keeps the cache
-        found += [Broken(Rule.TRIED_ALL, f"{kept} is kept") for kept in _kept(allocator)]
+        found += [Violation(Invariant.TRIED_ALL, f"{kept} is kept") for kept in _kept(allocator)]
     # Expandable segments want whole handles, and what a failing request has mapped stays mapped.
     if not config.expandable_segments and wanted <= room // GRANULE * GRANULE:
-        found.append(Broken(Rule.TRIED_ALL, f"{wanted:,} bytes are wanted, and there are {room:,}"))
+        found.append(Violation(Invariant.TRIED_ALL, f"{wanted:,} bytes are wanted, and there are {room:,}"))
     return found
 
 
-def check_emptied(allocator: CachingAllocator) -> list[Broken]:
+def check_emptied(allocator: CachingAllocator) -> list[Violation]:
     """Check that a cache was emptied, outside of captures."""
-    return [Broken(Rule.EMPTIED, f"{kept} is kept") for kept in _kept(allocator)]
+    return [Violation(Invariant.EMPTIED, f"{kept} is kept") for kept in _kept(allocator)]
 
 
-def _not_as_asked(allocator: CachingAllocator, malloc: Malloc) -> Iterator[str]:
+def _not_as_asked(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
     block, rounded = malloc.block, round_size(malloc.size, allocator.config)
     if block.stream != malloc.stream:
         yield f"{_name(block)} is of stream {block.stream}, asked for was {malloc.stream}"
@@ -264,7 +264,7 @@ def _not_as_asked(allocator: CachingAllocator, malloc: Malloc) -> Iterator[str]:
         yield f"{_name(block)} is not noted as serving {malloc.size:,}"
 
 
-def _better(allocator: CachingAllocator, malloc: Malloc) -> Iterator[str]:
+def _better(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
     block, config = malloc.block, allocator.config
     rest = _rest(block)
     chosen = block.size + (rest.size if rest else 0)
@@ -295,7 +295,7 @@ def _serves(allocator: CachingAllocator, block: Block, size: int) -> bool:
     return block.size < size + config.max_non_split_rounding
 
 
-def _split_otherwise(allocator: CachingAllocator, malloc: Malloc) -> Iterator[str]:
+def _split_otherwise(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
     block, config = malloc.block, allocator.config
     rest = _rest(block)
     size = round_size(malloc.size, config)

@@ -24,7 +24,7 @@ def _segment(head: Block) -> Segment:
     blocks, block, address, owner = [], head, head.address, head.pool.owner
     while block is not None and block.mapped:
         requested = 0 if block.free else block.requested
-        blocks.append(records.Block(block.address, block.size, requested, _state(block)))
+        blocks.append(records.SnapshotBlock(block.address, block.size, requested, _state(block)))
         address += block.size
         block = block.next  # type: ignore[assignment]
     return Segment(

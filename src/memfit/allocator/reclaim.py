@@ -11,7 +11,7 @@ from bisect import bisect_left
 from memfit.allocator.blocks import SIZE_SHIFT, Block, BlockPool
 
 
-def oversize(pool: BlockPool, stream: int, wanted: int, limit: int) -> list[Block]:
+def oversize_blocks(pool: BlockPool, stream: int, wanted: int, limit: int) -> list[Block]:
     """Return the smallest block of at least ``wanted`` bytes, or else blocks from the largest down.
 
     Args:
@@ -37,7 +37,7 @@ def oversize(pool: BlockPool, stream: int, wanted: int, limit: int) -> list[Bloc
     return found
 
 
-def garbage(pool: BlockPool, target: int) -> list[Block]:
+def garbage_blocks(pool: BlockPool, target: int) -> list[Block]:
     """Return whole segments that are at least as old as the mean of those that are left, time after time.
 
     Args:

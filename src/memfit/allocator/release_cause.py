@@ -26,7 +26,7 @@ _OOM, _FREE_COMPLETED = int(Action.OOM), int(Action.FREE_COMPLETED)
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBack:
+class MemoryRelease:
     """Memory that was given back at once."""
 
     event: int
@@ -41,7 +41,7 @@ class GivenBack:
     """Private pools, by number, that nobody uses any more."""
 
 
-def given_back(trace: Trace, config: AllocatorConfig, reserved_before: int) -> Iterator[GivenBack]:
+def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int) -> Iterator[MemoryRelease]:
     """Tell why memory was given back, in the order of events.
 
     Args:
@@ -60,7 +60,7 @@ def given_back(trace: Trace, config: AllocatorConfig, reserved_before: int) -> I
         private = of - {0}
         if for_malloc:
             private -= {pools[stop]}  # in use, by that malloc
-        yield GivenBack(start if by_mark else first, for_malloc, by_mark, 0 in of, tuple(sorted(private)))
+        yield MemoryRelease(start if by_mark else first, for_malloc, by_mark, 0 in of, tuple(sorted(private)))
 
 
 def _runs(actions: list[int], marked: AbstractSet[int]) -> Iterator[tuple[int, int, int]]:

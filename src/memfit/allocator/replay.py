@@ -8,19 +8,19 @@ asked; it ends where a malloc fails, for what a script does then nobody knows.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.allocator import compiled_allocator
 from memfit.allocator.caching_allocator import CachingAllocator
-from memfit.allocator.compiled_allocator import NativeAllocator
+from memfit.allocator.compiled_allocator import CompiledAllocator
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.device_memory import Calls, DeviceMemory, OutOfMemory
+from memfit.allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
 from memfit.allocator.memory_stats import memory_stats
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 from memfit.allocator.uncached_allocator import UncachedAllocator
 from memfit.errors import UsageError
-from memfit.records import Segment
+from memfit.records import DriverCalls, FailedMalloc, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,42 +28,25 @@ if TYPE_CHECKING:
     from memfit.allocator.blocks import PoolId
 
 _MALLOC, _FREE, _FREE_LATER, _GONE_ON, _EMPTY_CACHE, _FAILED, _STEP = map(
-    int, (Ask.MALLOC, Ask.FREE, Ask.FREE_LATER, Ask.GONE_ON, Ask.EMPTY_CACHE, Ask.FAILED, Ask.STEP)
+    int,
+    (
+        RequestKind.MALLOC,
+        RequestKind.FREE,
+        RequestKind.FREE_LATER,
+        RequestKind.GONE_ON,
+        RequestKind.EMPTY_CACHE,
+        RequestKind.FAILED,
+        RequestKind.STEP,
+    ),
 )
 _CAPTURE_BEGIN, _CAPTURE_END, _RELEASE_POOL, _EMPTY_POOL = map(
-    int, (Ask.CAPTURE_BEGIN, Ask.CAPTURE_END, Ask.RELEASE_POOL, Ask.EMPTY_POOL)
+    int,
+    (RequestKind.CAPTURE_BEGIN, RequestKind.CAPTURE_END, RequestKind.RELEASE_POOL, RequestKind.EMPTY_POOL),
 )
-_USE, _ALL_GONE_ON = int(Ask.USE), int(Ask.ALL_GONE_ON)
+_USE, _ALL_GONE_ON = int(RequestKind.USE), int(RequestKind.ALL_GONE_ON)
 Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
 """Numbers from here on stand for streams that use other streams' blocks, one for each such block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """How a trace fared."""
-
-    fits: bool
-    peak_allocated: int
-    """Bytes, up to where it failed."""
-    peak_reserved: int
-    most_taken: int
-    """Bytes of the device that were taken at most, with what others hold: on any device of at least as many,
-    and no more than this one, everything would have gone the same way."""
-    failed_event: int
-    """Index of the event of the trace whose malloc failed; -1 if none did."""
-    requested: int
-    """Bytes that it asked for, as requested; 0."""
-    free: int
-    """Bytes that the device had left then; 0."""
-    calls: Calls
-    """Of the CUDA runtime and driver, in all."""
-    calls_per_step: Calls | None
-    """In the last training step that ended before the end; None if fewer than two did."""
-    statistics: dict[str, int]
-    """``torch.cuda.memory_stats()`` at the end."""
-    segments: tuple[Segment, ...]
-    """At the end."""
 
 
 def replay(
@@ -112,20 +95,19 @@ def replay(
     allocator: Allocator = (
         CachingAllocator(memory, config, version) if config.caching else UncachedAllocator(memory)
     )
-    return _interpreted(_Run(allocator, empty_cache_each_step=empty_cache_each_step), asked)
+    return _interpreted(_RequestServer(allocator, empty_cache_each_step=empty_cache_each_step), asked)
 
 
-def _compiled(allocator: NativeAllocator, asked: Requests) -> Replay:
+def _compiled(allocator: CompiledAllocator, asked: Requests) -> Replay:
     fits = allocator.serve(asked)
     outcome, statistics = allocator.outcome(), allocator.memory_stats()
     return Replay(
-        fits=fits,
+        failure=None
+        if fits
+        else FailedMalloc(asked.event[outcome.position], outcome.requested, outcome.free),
         peak_allocated=statistics["allocated_bytes.all.peak"],
         peak_reserved=statistics["reserved_bytes.all.peak"],
         most_taken=outcome.most_taken,
-        failed_event=-1 if fits else asked.event[outcome.position],
-        requested=0 if fits else outcome.requested,
-        free=0 if fits else outcome.free,
         calls=outcome.calls,
         calls_per_step=outcome.calls_per_step,
         statistics=statistics,
@@ -133,24 +115,21 @@ def _compiled(allocator: NativeAllocator, asked: Requests) -> Replay:
     )
 
 
-def _interpreted(run: "_Run", asked: Requests) -> Replay:
+def _interpreted(run: "_RequestServer", asked: Requests) -> Replay:
     allocator, failure = run.allocator, None
     try:
         run.all(asked)
-    except OutOfMemory as error:
-        failure = error
+    except SimulatedOutOfMemoryError as error:
+        failure = FailedMalloc(asked.event[run.position], error.size, error.free)
     statistics = (
         memory_stats(allocator) if isinstance(allocator, CachingAllocator) else allocator.memory_stats()
     )
     memory = allocator.memory
     return Replay(
-        fits=failure is None,
+        failure=failure,
         peak_allocated=statistics["allocated_bytes.all.peak"],
         peak_reserved=statistics["reserved_bytes.all.peak"],
         most_taken=memory.most,
-        failed_event=asked.event[run.position] if failure else -1,
-        requested=failure.size if failure else 0,
-        free=failure.free if failure else 0,
         calls=memory.calls,
         calls_per_step=run.steps[-1] - run.steps[-2] if len(run.steps) > 1 else None,
         statistics=statistics,
@@ -158,14 +137,14 @@ def _interpreted(run: "_Run", asked: Requests) -> Replay:
     )
 
 
-class _Run:
+class _RequestServer:
     """An allocator and the blocks that a script holds."""
 
     def __init__(self, allocator: Allocator, *, empty_cache_each_step: bool) -> None:
         self.allocator = allocator
         self.position = 0
         """Of the request that is served."""
-        self.steps: list[Calls] = []
+        self.steps: list[DriverCalls] = []
         """Calls up to the end of each training step."""
         self._empties = empty_cache_each_step
         self._ids: tuple[PoolId, ...] = ()
@@ -241,6 +220,6 @@ class _Run:
         """
         try:
             block: Any = self.allocator.malloc(size, stream)
-        except OutOfMemory:
+        except SimulatedOutOfMemoryError:
             return
         self.allocator.free(block)

@@ -23,15 +23,15 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import Walk
+from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
-from memfit.allocator.release_cause import GivenBack, given_back
+from memfit.allocator.initial_state import initial_state
+from memfit.allocator.release_cause import MemoryRelease, memory_releases
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
 
 
-class Ask(IntEnum):
+class RequestKind(IntEnum):
     """What is asked for."""
 
     MALLOC = 0
@@ -83,10 +83,10 @@ class Requests:
     @property
     def captures(self) -> bool:
         """Whether CUDA graphs were captured, as far as is told: pools (*n*, 0) are theirs."""
-        return any(first for first, _ in self.pools) or Ask.CAPTURE_BEGIN in self.ask
+        return any(first for first, _ in self.pools) or RequestKind.CAPTURE_BEGIN in self.ask
 
     def add(
-        self, ask: Ask, event: int, block: int = -1, size: int = 0, stream: int = 0, pool: int = 0
+        self, ask: RequestKind, event: int, block: int = -1, size: int = 0, stream: int = 0, pool: int = 0
     ) -> None:
         """Add one."""
         self.ask.append(int(ask))
@@ -96,7 +96,7 @@ class Requests:
         self.pool.append(pool)
         self.event.append(event)
 
-    def add_all(self, ask: Ask, event: int, blocks: list[int]) -> None:
+    def add_all(self, ask: RequestKind, event: int, blocks: list[int]) -> None:
         """Add one for each of some blocks."""
         for block in blocks:
             self.add(ask, event, block)
@@ -108,14 +108,14 @@ _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _OOM = map(
 _MOST = 1 << 47
 """Bytes that a process can address."""
 _ASKED = {
-    MarkKind.EMPTY_CACHE: Ask.EMPTY_CACHE,
-    MarkKind.TRAINING_STEP: Ask.STEP,
-    MarkKind.CAPTURE_BEGIN: Ask.CAPTURE_BEGIN,
-    MarkKind.CAPTURE_END: Ask.CAPTURE_END,
+    MarkKind.EMPTY_CACHE: RequestKind.EMPTY_CACHE,
+    MarkKind.TRAINING_STEP: RequestKind.STEP,
+    MarkKind.CAPTURE_BEGIN: RequestKind.CAPTURE_BEGIN,
+    MarkKind.CAPTURE_END: RequestKind.CAPTURE_END,
 }
 
 
-def requests(trace: Trace) -> Requests:
+def read_requests(trace: Trace) -> Requests:
     """Read the requests from a trace.
 
     What was live before a history that begins late comes first, as mallocs of its blocks' sizes.
@@ -128,17 +128,17 @@ def requests(trace: Trace) -> Requests:
     except UsageError as error:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
     _check(trace, config)
-    start = beginning(trace, config)
+    start = initial_state(trace, config)
     found = Requests(pools=_pools(trace), reserved_before=start.reserved)
     numbers: dict[int, int] = {}
     owners = _Owners(trace)
     for address, (stop, _) in sorted((start.live | start.pending).items()):
         numbers[address] = len(numbers)
-        found.add(Ask.MALLOC, 0, numbers[address], stop - address, *owners(address))
+        found.add(RequestKind.MALLOC, 0, numbers[address], stop - address, *owners(address))
         if address in start.pending:
-            found.add(Ask.FREE_LATER, 0, numbers[address])
-    Walk(trace.events, config, start).to(len(trace.events))  # raises where an event cannot be
-    back = tuple(given_back(trace, config, start.reserved))
+            found.add(RequestKind.FREE_LATER, 0, numbers[address])
+    BlockTracker(trace.events, config, start).to(len(trace.events))  # raises where an event cannot be
+    back = tuple(memory_releases(trace, config, start.reserved))
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
     _Reader(trace, config, found, live, waiting, short={part.event for part in back if part.for_malloc}).read(
@@ -215,7 +215,7 @@ class _Reader:
         self._gone_at: list[int] = []  # and the events of that
         self._short = False  # whether memory was given back since, for want of it
 
-    def read(self, asked: list[tuple[int, Ask, int]]) -> None:
+    def read(self, asked: list[tuple[int, RequestKind, int]]) -> None:
         """Read every event, and put what is asked for between them: before which, what, of which pool."""
         pending = deque(asked)
         end = len(self._actions)
@@ -232,7 +232,7 @@ class _Reader:
                 self._gone_at.append(event)
             elif event in self._shorts:
                 self._short = True
-        self._found.add_all(Ask.GONE_ON, end, self._gone)
+        self._found.add_all(RequestKind.GONE_ON, end, self._gone)
         for _, ask, pool in pending:
             self._found.add(ask, end, pool=pool)
 
@@ -241,17 +241,17 @@ class _Reader:
         found, size, stream, pool = self._found, self._sizes[event], self._streams[event], self._pools[event]
         waited = self._short and not (self._in_parts and self._too_small(event))
         if not waited:
-            found.add_all(Ask.GONE_ON, event, self._gone)
+            found.add_all(RequestKind.GONE_ON, event, self._gone)
         if event == self._fatal:
-            found.add(Ask.MALLOC, event, self._count, size, stream, pool)
+            found.add(RequestKind.MALLOC, event, self._count, size, stream, pool)
         elif failed:
-            found.add(Ask.FAILED, event, size=size, stream=stream, pool=pool)
+            found.add(RequestKind.FAILED, event, size=size, stream=stream, pool=pool)
         else:
             self._live[self._addresses[event]] = self._count
-            found.add(Ask.MALLOC, event, self._count, size, stream, pool)
+            found.add(RequestKind.MALLOC, event, self._count, size, stream, pool)
             self._count += 1
         if waited:
-            found.add_all(Ask.GONE_ON, event, self._gone)
+            found.add_all(RequestKind.GONE_ON, event, self._gone)
         self._gone, self._gone_at, self._short = [], [], False
 
     def _too_small(self, malloc: int) -> bool:
@@ -269,10 +269,10 @@ class _Reader:
         number = self._live.pop(address)
         following = slice(event + 1, event + 2)
         if (self._actions[following], self._addresses[following]) == ([_FREE_COMPLETED], [address]):
-            self._found.add(Ask.FREE, event, number)
+            self._found.add(RequestKind.FREE, event, number)
         else:
             self._waiting[address] = number
-            self._found.add(Ask.FREE_LATER, event, number)
+            self._found.add(RequestKind.FREE_LATER, event, number)
 
 
 def _pools(trace: Trace) -> tuple[tuple[int, int], ...]:
@@ -295,10 +295,10 @@ def _fatal(trace: Trace) -> int:
 
 
 def _between(
-    trace: Trace, pools: tuple[tuple[int, int], ...], back: Sequence[GivenBack]
-) -> list[tuple[int, Ask, int]]:
+    trace: Trace, pools: tuple[tuple[int, int], ...], back: Sequence[MemoryRelease]
+) -> list[tuple[int, RequestKind, int]]:
     """Return what is asked for between the events: before which, what, and of which pool."""
-    told = [(part.event, Ask.RELEASE_POOL, pool) for part in back for pool in part.released]
+    told = [(part.event, RequestKind.RELEASE_POOL, pool) for part in back for pool in part.released]
     number = {pool: index for index, pool in enumerate(pools)}
     marks, captures = [], 0
     for mark in trace.marks:
@@ -309,15 +309,17 @@ def _between(
             marks.append((mark.position, _ASKED[mark.kind], 0))
         elif mark.kind is MarkKind.MEM_POOL_GONE:
             gone = number[0, mark.index]
-            marks += [(mark.position, ask, gone) for ask in (Ask.RELEASE_POOL, Ask.EMPTY_POOL)]
-    unmarked = not any(ask is Ask.EMPTY_CACHE for _, ask, _ in marks)
+            marks += [
+                (mark.position, ask, gone) for ask in (RequestKind.RELEASE_POOL, RequestKind.EMPTY_POOL)
+            ]
+    unmarked = not any(ask is RequestKind.EMPTY_CACHE for _, ask, _ in marks)
     for part in back:
         if part.marked or part.for_malloc:
             continue
         if not part.shared:
-            told += [(part.event, Ask.EMPTY_POOL, pool) for pool in part.released]
+            told += [(part.event, RequestKind.EMPTY_POOL, pool) for pool in part.released]
         elif unmarked:
-            told.append((part.event, Ask.EMPTY_CACHE, 0))
+            told.append((part.event, RequestKind.EMPTY_CACHE, 0))
     return sorted([*told, *marks], key=itemgetter(0))  # of one position in this order
 
 

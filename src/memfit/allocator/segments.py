@@ -11,14 +11,14 @@ Source: ``alloc_block``, ``release_block``, ``try_allocate_expandable_block``, `
 
 from collections.abc import Iterator
 
-from memfit.allocator import expandable_segments
+from memfit.allocator import expandable_blocks
 from memfit.allocator.blocks import Block, BlockPool
 from memfit.allocator.change_log import LARGE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.device_memory import DeviceMemory
-from memfit.allocator.expandable_segments import ExpandableSegment
+from memfit.allocator.expandable_segment import ExpandableSegment
 from memfit.allocator.rounding import SMALL_SEGMENT
-from memfit.allocator.stream_events import Events
+from memfit.allocator.stream_events import StreamEventQueues
 
 
 class Segments:
@@ -35,7 +35,7 @@ class Segments:
         self.config = config
         self.segments: dict[int, Block] = {}
         """The first block of every segment and every reservation, by address."""
-        self.events = Events()
+        self.events = StreamEventQueues()
         """What freed blocks wait for."""
         self.log: list[int] = []
         """What was done, as ``log.py`` says."""
@@ -79,10 +79,10 @@ class Segments:
     # ---- Expandable segments -------------------------------------------------------------------------
 
     def _try_allocate_expandable_block(self, pool: BlockPool, stream: int, size: int) -> Block | None:
-        block = expandable_segments.find(pool, stream, size)
+        block = expandable_blocks.find_expandable_block(pool, stream, size)
         if block is None:
             handle = SMALL_SEGMENT if pool.small else self.config.large_segment_size
-            block = expandable_segments.reserve(pool, stream, ExpandableSegment(self.memory, handle))
+            block = expandable_blocks.reserve_segment(pool, stream, ExpandableSegment(self.memory, handle))
             self.segments[block.address] = block
         if not block.mapped:
             block = self._map_block(block, min(block.size, size))
@@ -96,20 +96,20 @@ class Segments:
         return block
 
     def _map_block(self, block: Block, size: int) -> Block | None:
-        block, mapped = expandable_segments.map_block(block, size)
+        block, mapped = expandable_blocks.map_block(block, size)
         if not mapped:
             return None
         self._got(block.pool, mapped, SEGMENT_MAP)
         return block
 
     def _unmap_block(self, block: Block) -> None:
-        block, unmapped = expandable_segments.unmap_block(block)
+        block, unmapped = expandable_blocks.unmap_block(block)
         if not unmapped:
             return
         self.all_have_gone_on()
         self._gave_back(block.pool, unmapped, SEGMENT_UNMAP)
         if not block.is_split:
-            expandable_segments.release(block)
+            expandable_blocks.release_segment(block)
             del self.segments[block.address]
 
     # ---- Counting ------------------------------------------------------------------------------------

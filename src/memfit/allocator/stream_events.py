@@ -14,7 +14,7 @@ from collections import deque
 from memfit.allocator.blocks import Block
 
 
-class Event:
+class StreamEvent:
     """The end of a stream's use of a block."""
 
     __slots__ = ("block", "done")
@@ -24,17 +24,17 @@ class Event:
         self.done = False
 
 
-class Events:
+class StreamEventQueues:
     """The events of one allocator."""
 
     __slots__ = ("deferred", "queues")
 
     def __init__(self) -> None:
-        self.queues: dict[int, deque[Event]] = {}
+        self.queues: dict[int, deque[StreamEvent]] = {}
         """Those that are waited for, by stream; no queue is empty."""
         self.deferred: list[Block] = []
 
-    def outstanding(self) -> list[Event]:
+    def outstanding(self) -> list[StreamEvent]:
         """Return those that are waited for."""
         return [event for queue in self.queues.values() for event in queue]
 
@@ -42,7 +42,7 @@ class Events:
         """Have a freed block wait for the other streams that used it."""
         for stream in block.uses or ():
             block.events += 1
-            self.queues.setdefault(stream, deque()).append(Event(block))
+            self.queues.setdefault(stream, deque()).append(StreamEvent(block))
         block.uses = None
 
     def insert_deferred(self) -> None:

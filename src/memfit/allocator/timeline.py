@@ -5,9 +5,9 @@ The history gives every address but only requested sizes; ``walk.py`` tells the 
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import Walk
+from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning, reserved_change
+from memfit.allocator.initial_state import initial_state, reserved_change
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import Action, MarkKind, Timeline, Trace
 
@@ -18,7 +18,7 @@ def timeline(trace: Trace) -> Timeline:
     Args:
         trace: events, settings and the segments at the end. If the history begins late (a snapshot
             of a process that was already running), what was there is worked out from the end: see
-            ``beginning``.
+            ``initial_state``.
 
     Returns:
         ``torch.cuda.memory_allocated()`` and ``memory_reserved()`` after each event, to the byte.
@@ -33,8 +33,8 @@ def timeline(trace: Trace) -> Timeline:
         config = AllocatorConfig.read(trace.settings)
     except UsageError as error:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
-    start = beginning(trace, config)
-    walk = Walk(trace.events, config, start)
+    start = initial_state(trace, config)
+    walk = BlockTracker(trace.events, config, start)
     walk.to(len(trace.events))
     sizes = np.array(walk.change, np.int64)
     allocated = start.allocated - sum(walk.earlier.values()) + np.cumsum(sizes)

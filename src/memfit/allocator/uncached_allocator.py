@@ -6,12 +6,12 @@ What cudaMalloc takes from the device for it is assumed (``device.py``).
 from dataclasses import dataclass
 
 from memfit.allocator.blocks import PoolId
-from memfit.allocator.device_memory import DeviceMemory, OutOfMemory
+from memfit.allocator.device_memory import DeviceMemory, SimulatedOutOfMemoryError
 from memfit.records import DEFAULT_POOL, Segment
 
 
 @dataclass(slots=True)
-class Piece:
+class UncachedBlock:
     """Device memory of one tensor."""
 
     address: int
@@ -30,27 +30,27 @@ class UncachedAllocator:
         self.peak_reserved = memory.used
         self._before = memory.used
 
-    def malloc(self, size: int, stream: int = 0) -> Piece:
+    def malloc(self, size: int, stream: int = 0) -> UncachedBlock:
         """Allocate ``size`` bytes, on whatever stream.
 
         Raises:
-            OutOfMemory: the device does not have them.
+            SimulatedOutOfMemoryError: the device does not have them.
         """
         del stream
         address = self.memory.malloc(size)
         if not address:
-            raise OutOfMemory(size, self.memory.total - self.memory.used)
+            raise SimulatedOutOfMemoryError(size, self.memory.total - self.memory.used)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.memory.used)
-        return Piece(address, size)
+        return UncachedBlock(address, size)
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: UncachedBlock) -> None:
         """Give the memory back; cudaFree waits for every stream."""
         self.allocated -= piece.size
         self.memory.free(piece.address, piece.size)
 
-    def record_stream(self, piece: Piece, stream: int) -> None:
+    def record_stream(self, piece: UncachedBlock, stream: int) -> None:
         """Do nothing: see ``free``."""
 
     def has_gone_on(self, stream: int) -> None:

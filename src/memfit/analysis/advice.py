@@ -9,16 +9,29 @@ came from elsewhere names a script, and nobody asked for that to be run.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from memfit.allocator.config import AllocatorConfig, of_the_environment, of_the_script
-from memfit.allocator.replay import Replay, replay
-from memfit.allocator.requests import Requests, requests
-from memfit.allocator.setting_outcomes import Rates, Setting
+from memfit.allocator.config import AllocatorConfig, environment_settings, script_settings
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Requests, read_requests
+from memfit.allocator.setting_outcomes import setting_config
 from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.location import how_sure
+from memfit.analysis.location import least_certain
 from memfit.analysis.summary import summarize
 from memfit.devices import NO_LIMIT
 from memfit.errors import INTERRUPTED, MemfitError, UsageError
-from memfit.records import ARENA, Advice, DryRun, Figure, Phase, Provenance, ScriptEnd, Trace, worst
+from memfit.records import (
+    ARENA,
+    Advice,
+    AllocatorSetting,
+    CallRates,
+    DryRun,
+    Figure,
+    Phase,
+    Provenance,
+    Replay,
+    ScriptEnd,
+    Trace,
+    worst,
+)
 
 _MOST = 3
 _WORTH = 0.01
@@ -34,7 +47,7 @@ _STRATEGIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ScriptChange:
     """What a script is run with that it does not do itself; none of it touches the training loop."""
 
     strategies: tuple[str, ...] = ()
@@ -46,7 +59,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialResult:
     """A run that came to its end."""
 
     trace: Trace
@@ -54,17 +67,17 @@ class Trial:
     """Classes of the models that strategies were applied to."""
 
 
-Run = Callable[[Change, str], Trial | ScriptEnd | None]
+RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
 """Runs the script again where memory does not end: with a change, and what that is called. Returns how the
 script ended where that was not its end; None where it is not to be run."""
 
 
-def completed(end: ScriptEnd) -> bool:
+def ran_to_completion(end: ScriptEnd) -> bool:
     """Say whether a script has shown all that it needs: it came to its end, or to that of its steps."""
     return end.reason in ("steps", "end") and not end.exit_code
 
 
-def advised(trace: Trace, found: DryRun, run: Run = lambda _change, _what: None) -> DryRun:
+def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
     """Say what would lower what a run needs, until it fits if it does not.
 
     Args:
@@ -87,10 +100,10 @@ def advised(trace: Trace, found: DryRun, run: Run = lambda _change, _what: None)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class AdviceCandidate:
     """What may be worth trying."""
 
-    change: Change
+    change: ScriptChange
     what: str
     how: str
     costs: str = ""
@@ -98,18 +111,18 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AdviceAttempt:
     """A run under a change, and how it fares."""
 
-    trial: Trial
+    trial: TrialResult
     found: DryRun
     asked: Requests
-    change: Change
+    change: ScriptChange
     roomy: Replay
     """Where memory does not end."""
 
     @classmethod
-    def of(cls, trial: Trial, change: Change) -> "Attempt":
+    def of(cls, trial: TrialResult, change: ScriptChange) -> "AdviceAttempt":
         """Look at a run that has been made under a change.
 
         Raises:
@@ -117,12 +130,12 @@ class Attempt:
         """
         if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
             raise UsageError("The script used memfit.arena: settings of PyTorch's allocator change nothing.")
-        asked = requests(trial.trace)
+        asked = read_requests(trial.trace)
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 
     def reserved(self) -> Figure:
         """Return the most bytes reserved where memory does not end."""
-        sure = how_sure(note for note in self.trial.trace.notes if note.sizes)
+        sure = least_certain(note for note in self.trial.trace.notes if note.sizes)
         most = self.roomy.peak_reserved
         seen = not self.change.conf and most == self.found.peak_reserved  # by the run, which had no model
         return Figure(most, sure if seen else worst(sure, Provenance.SIMULATED))
@@ -130,42 +143,43 @@ class Attempt:
     def seconds(self) -> float | None:
         """Return what calls of the driver take in a steady step; None if too few steps were seen."""
         calls = self.roomy.calls_per_step
-        return Rates().seconds(calls) if calls is not None else None
+        return CallRates().seconds(calls) if calls is not None else None
 
     def fits(self, total: int) -> bool | None:
         """Say whether it fits so many bytes of device; None for 0, where there is none."""
         return _replay(self.trial, self.asked, self.change, total).fits if total else None
 
-    def under(self, candidate: Candidate, run: Run) -> "Attempt | ScriptEnd | None":
+    def under(self, candidate: AdviceCandidate, run: RunScript) -> "AdviceAttempt | ScriptEnd | None":
         """Try something more: settings by a replay, all else by running again, with what comes of that."""
         change = candidate.change
         if change.conf != self.change.conf:
             return replace(self, change=change, roomy=_replay(self.trial, self.asked, change, NO_LIMIT))
         tried = run(change, candidate.what)
-        return Attempt.of(tried, change) if isinstance(tried, Trial) else tried
+        return AdviceAttempt.of(tried, change) if isinstance(tried, TrialResult) else tried
 
 
-def _replay(trial: Trial, asked: Requests, change: Change, total: int) -> Replay:
+def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: int) -> Replay:
     settings, device = trial.trace.settings, trial.trace.device
-    setting = Setting(change.conf or of_the_environment(settings), script=of_the_script(settings))
+    conf = change.conf or environment_settings(settings)
+    setting = AllocatorSetting(conf, script=script_settings(settings))
     return replay(
         asked,
-        setting.config(),
+        setting_config(setting),
         total=total,
         taken=device.context.bytes + device.in_use,
         version=torch_version(trial.trace),
     )
 
 
-def _advised(trace: Trace, answer: DryRun, run: Run) -> Iterator[DryRun]:
+def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer anew whenever more of it is known."""
-    first: Trial | ScriptEnd | None = Trial(trace) if completed(trace.end) else trace.end
+    first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
     if answer.verdict in ("out of memory", "does not fit"):
-        first = run(Change(), "with memory enough")
-    if not isinstance(first, Trial):
+        first = run(ScriptChange(), "with memory enough")
+    if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
-    now, total = Attempt.of(first, Change()), trace.device.total.bytes
+    now, total = AdviceAttempt.of(first, ScriptChange()), trace.device.total.bytes
     context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
     in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
     yield (answer := replace(answer, in_all=in_all))
@@ -201,19 +215,19 @@ def _costs(before: float | None, after: float | None) -> str:
     return f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
 
 
-def _candidates(now: Attempt) -> Iterator[Candidate]:
+def _candidates(now: AdviceAttempt) -> Iterator[AdviceCandidate]:
     """Yield what may lower a peak and is not done already, cheapest first."""
     change, settings = now.change, now.trial.trace.settings
     at_peak = {term.name: term.figure.bytes for term in now.found.terms}
     if not change.conf and not AllocatorConfig.read(settings).expandable_segments:
-        conf = ",".join(filter(None, (of_the_environment(settings), _EXPANDABLE)))
-        yield Candidate(
+        conf = ",".join(filter(None, (environment_settings(settings), _EXPANDABLE)))
+        yield AdviceCandidate(
             replace(change, conf=conf),
             "expandable segments",
             f"PYTORCH_ALLOC_CONF={conf}",
         )
     if now.found.peak_place.phase is Phase.OPTIMIZER and not change.fused:
-        yield Candidate(
+        yield AdviceCandidate(
             replace(change, fused=True),
             "fused optimizer",
             "fused=True where the optimizer is made",
@@ -225,4 +239,4 @@ def _candidates(now: Attempt) -> Iterator[Candidate]:
                 strategies = (*change.strategies, name)
                 plan = ", ".join(f"memfit.{_STRATEGIES[one][0]}()" for one in strategies)
                 how = f"memfit.apply(model, [{plan}])"
-                yield Candidate(replace(change, strategies=strategies), what, how, costs)
+                yield AdviceCandidate(replace(change, strategies=strategies), what, how, costs)

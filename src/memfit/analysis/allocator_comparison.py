@@ -2,48 +2,25 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from memfit.allocator.config import check_version, of_the_environment, of_the_script
-from memfit.allocator.requests import Ask, Requests, requests
+from memfit.allocator.config import check_version, environment_settings, script_settings
+from memfit.allocator.requests import RequestKind, Requests, read_requests
 from memfit.allocator.setting_outcomes import (
-    Outcome,
-    Rates,
-    Setting,
-    outcome,
-    recommended,
-    sensible,
+    recommended_outcome,
+    replay_setting,
+    settings_worth_trying,
     smallest_capacity,
 )
-from memfit.analysis.location import place_at
+from memfit.analysis.location import location_at
 from memfit.analysis.replay_caveats import NEWEST, caveats
 from memfit.devices import Device
 from memfit.errors import UsageError
-from memfit.records import Machine, Note, Place, Trace
+from memfit.records import AllocatorComparison, AllocatorSetting, CallRates, Machine, Trace
 from memfit.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One trace under several allocator settings."""
-
-    outcomes: tuple[Outcome, ...]
-    current: Outcome
-    """Under the settings that the trace was made with; the first of the outcomes."""
-    recommended: Outcome | None
-    """What reserves less than ``current`` without costing time in a steady step."""
-    places: dict[str, Place]
-    """Where those that do not fit fail, by the setting's name."""
-    total: int
-    """Bytes of the device."""
-    taken: int
-    """Bytes of it that the context and other processes hold."""
-    rates: Rates
-    """By which seconds are reckoned."""
-    notes: tuple[Note, ...]
-
-
-def compare(
+def compare_settings(
     trace: Trace,
     confs: Iterable[str] | str | None,
     *,
@@ -52,12 +29,12 @@ def compare(
     in_use: int | None = None,
     smallest: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
+) -> AllocatorComparison:
     """Replay a trace under its own settings first, and then under each of others.
 
     Args:
         trace: with the history that is replayed.
-        confs: values of ``PYTORCH_ALLOC_CONF``; None tries those that are worth trying (``sensible``).
+        confs: values of ``PYTORCH_ALLOC_CONF``; None tries ``settings_worth_trying``.
         device: replaces the one that the trace was made for.
         memory: bytes of device memory instead of that device's.
         in_use: bytes of it that other processes hold; by default as when the trace was made.
@@ -73,8 +50,8 @@ def compare(
         FileFormatError: the trace does not tell what was asked for.
     """
     total, context = _gpu(trace, device, memory)
-    asked = requests(trace)
-    version, rates = torch_version(trace), Rates()
+    asked = read_requests(trace)
+    version, rates = torch_version(trace), CallRates()
     others = trace.device.in_use if in_use is None else in_use
     for name, value in (("memory", total), ("in_use", others)):
         if not isinstance(value, int) or value < 0:
@@ -85,29 +62,29 @@ def compare(
             f"Nothing is left to replay in: {format_bytes(total)} of memory, of which the CUDA context takes "
             f"{format_bytes(context)} and others {format_bytes(others)}."
         )
-    script = of_the_script(trace.settings)
-    own = Setting(of_the_environment(trace.settings))
+    script = script_settings(trace.settings)
+    own = AllocatorSetting(environment_settings(trace.settings))
     if isinstance(confs, str):
         confs = (confs,)
     for conf in confs or ():
         check_version(conf, version)
-    tried = [*map(Setting, confs)] if confs is not None else _worth_trying(asked, version)
+    tried = [*map(AllocatorSetting, confs)] if confs is not None else _worth_trying(asked, version)
     outcomes = []
     for setting in (replace(setting, script=script) for setting in dict.fromkeys((own, *tried))):
         on_progress(setting.name or "default")
-        row = outcome(asked, setting, total=total, taken=taken, version=version, rates=rates)
+        row = replay_setting(asked, setting, total=total, taken=taken, version=version, rates=rates)
         if smallest:
             size = smallest_capacity(asked, setting, taken=taken, version=version)
             row = replace(row, smallest=size)
         outcomes.append(row)
-    return Comparison(
+    return AllocatorComparison(
         outcomes=tuple(outcomes),
         current=outcomes[0],
-        recommended=recommended(outcomes[1:], outcomes[0]),
+        recommended=recommended_outcome(outcomes[1:], outcomes[0]),
         places={
-            row.setting.name: place_at(trace, row.replay.failed_event)
+            row.setting.name: location_at(trace, failure.event)
             for row in outcomes
-            if not row.replay.fits
+            if (failure := row.replay.failure) is not None
         },
         total=total,
         taken=taken,
@@ -135,15 +112,15 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     return total if memory is None else memory, context
 
 
-def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[Setting]:
+def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[AllocatorSetting]:
     """Return the sensible settings that mean something here.
 
     Without steps the cache is not emptied after each; without its cache PyTorch fails to capture graphs.
     """
-    steps = Ask.STEP in asked.ask
+    steps = RequestKind.STEP in asked.ask
     return [
         setting
-        for setting in sensible(version)
+        for setting in settings_worth_trying(version)
         if (steps or not setting.empty_cache_each_step) and (setting.caching or not asked.captures)
     ]
 

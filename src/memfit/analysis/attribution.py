@@ -15,13 +15,11 @@ Live objects and graphs were asked while the script ran; the rest follows from w
 and freed. What none of it tells is ``UNKNOWN``.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.location import NOWHERE, line_of, phases
-from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
+from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {
     Phase.SETUP: 0,
@@ -36,42 +34,6 @@ _STAGES = {
 _BEFORE, _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2, 3
 _PHASES = tuple(Phase)
 Numbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """What each of ``m`` allocations is for, in the order in which they were made. Columns are ``m`` long."""
-
-    born: Numbers
-    """Event that made it."""
-    freed: Numbers
-    """Event that freed it; as many as there are events, if none did."""
-    requested: Numbers
-    """Bytes that were asked for."""
-    block: Numbers
-    """Bytes that it got: rounded, with an unsplit remainder."""
-    category: npt.NDArray[np.uint8]
-    phase_of_event: npt.NDArray[np.uint8]
-    """Index into ``tuple(Phase)``, of each event of the trace."""
-    module: npt.NDArray[np.int32]
-    op: npt.NDArray[np.int32]
-    line: npt.NDArray[np.int32]
-    tensor: npt.NDArray[np.int32]
-    """Index into the trace's ``tensors``: what held it; -1 where nothing is known."""
-    modules: tuple[str, ...]
-    """What ``module`` counts: paths, empty outside modules."""
-    ops: tuple[str, ...]
-    lines: tuple[str, ...]
-    """``file:line``; empty where Python had no frame."""
-
-    @property
-    def phase(self) -> npt.NDArray[np.uint8]:
-        """Index into ``tuple(Phase)``: when each allocation was made."""
-        return self.phase_of_event[self.born]
-
-    def alive(self, event: int) -> Numbers:
-        """Return the allocations, by their place here, that are alive just after an event."""
-        return np.flatnonzero((self.born <= event) & (self.freed > event))
 
 
 def attribute(trace: Trace, line: Timeline) -> Attribution:

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.attribution import Attribution, Numbers
-from memfit.analysis.fold_module_paths import folded
-from memfit.analysis.location import how_sure, phases, place_at, steps_at, steps_before
+from memfit.analysis.attribution import Numbers
+from memfit.analysis.fold_module_paths import fold_module_paths
+from memfit.analysis.location import least_certain, location_at, phases, steps_at, steps_before
 from memfit.errors import UsageError
 from memfit.records import (
+    Attribution,
     Breakdown,
     BreakdownRow,
     Category,
@@ -28,7 +29,7 @@ from memfit.records import (
     worst,
 )
 
-NAMES = {
+CATEGORY_NAMES = {
     Category.PARAMETER: "parameters",
     Category.BUFFER: "buffers",
     Category.GRADIENT: "gradients",
@@ -50,7 +51,7 @@ _MOMENTS = ("peak", *Phase)
 _DIGITS = 10  # of a step's number: Python refuses to read thousands of them
 
 
-def moment(trace: Trace, line: Timeline, at: str) -> int:
+def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     """Return the event at whose end most was allocated.
 
     Args:
@@ -79,7 +80,7 @@ def moment(trace: Trace, line: Timeline, at: str) -> int:
     return int(np.argmax(np.where(within, allocated, -1)))
 
 
-def held(
+def breakdown_at(
     trace: Trace, line: Timeline, attribution: Attribution, event: int, *, beside: Sequence[str] = ()
 ) -> Breakdown:
     """Say who holds what is allocated just after an event.
@@ -94,20 +95,20 @@ def held(
     alive = attribution.alive(event)
     requested = attribution.requested[alive]
     allocated = int(line.allocated[event])
-    sure = certainty(trace)
+    sure = category_provenance(trace)
     category = attribution.category[alive]
     rest = _rest(attribution, alive, allocated, sure)
-    modules = folded([*attribution.modules, *beside])[: len(attribution.modules)]
+    modules = fold_module_paths([*attribution.modules, *beside])[: len(attribution.modules)]
     names = {
         GroupBy.CATEGORY: (
-            list(NAMES.values()),
-            np.array([list(NAMES).index(one) for one in Category])[category],
+            list(CATEGORY_NAMES.values()),
+            np.array([list(CATEGORY_NAMES).index(one) for one in Category])[category],
         ),
         GroupBy.MODULE: (modules, attribution.module[alive]),
         GroupBy.LINE: (attribution.lines, attribution.line[alive]),
         GroupBy.OP: (attribution.ops, attribution.op[alive]),
     }
-    by_name = {NAMES[kind]: provenance for kind, provenance in sure.items()}
+    by_name = {CATEGORY_NAMES[kind]: provenance for kind, provenance in sure.items()}
     unsure = worst(*sure.values())
     rows = {
         by: (*_rows(table, index, requested, by_name if by is GroupBy.CATEGORY else {}, unsure), *rest)
@@ -116,14 +117,14 @@ def held(
     largest = alive[np.argsort(-requested, kind="stable")[:LARGEST]]
     return Breakdown(
         event=event,
-        place=place_at(trace, event),
+        place=location_at(trace, event),
         allocated=allocated,
         rows=rows,
-        largest=tuple(live(trace, attribution, int(index)) for index in largest),
+        largest=tuple(describe_allocation(trace, attribution, int(index)) for index in largest),
     )
 
 
-def live(trace: Trace, attribution: Attribution, index: int) -> LiveAllocation:
+def describe_allocation(trace: Trace, attribution: Attribution, index: int) -> LiveAllocation:
     """Describe an allocation, by its place in an attribution."""
     event = int(attribution.born[index])
     tensor = int(attribution.tensor[index])
@@ -131,18 +132,18 @@ def live(trace: Trace, attribution: Attribution, index: int) -> LiveAllocation:
     return LiveAllocation(
         requested=int(attribution.requested[index]),
         block=int(attribution.block[index]),
-        category=NAMES[Category(attribution.category[index])],
+        category=CATEGORY_NAMES[Category(attribution.category[index])],
         module=attribution.modules[attribution.module[index]],
         op=attribution.ops[attribution.op[index]],
         line=attribution.lines[attribution.line[index]],
         name=what.name if what is not None else "",
         dtype=what.dtype if what is not None else "",
         shape=what.shape if what is not None else None,
-        born=place_at(trace, event),
+        born=location_at(trace, event),
     )
 
 
-def certainty(trace: Trace) -> dict[Category, Provenance]:
+def category_provenance(trace: Trace) -> dict[Category, Provenance]:
     """Return how sure the bytes of each category are.
 
     What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
@@ -150,14 +151,16 @@ def certainty(trace: Trace) -> dict[Category, Provenance]:
     objects themselves were made in shows everywhere.
     """
     unsure = [note for note in trace.notes if note.sizes]
-    rest = how_sure(note for note in unsure if not note.workspaces)
+    rest = least_certain(note for note in unsure if not note.workspaces)
     if not AllocatorConfig.read(trace.settings).has_segments:
-        return dict.fromkeys(NAMES, rest)  # every row is what CUDA took, and how CUDA rounds is assumed
-    objects = how_sure(note for note in unsure if note.objects)
-    workspaces = how_sure(note for note in unsure if note.workspaces or note.objects)
-    saved = worst(rest, how_sure(note for note in unsure if note.activations))
+        return dict.fromkeys(
+            CATEGORY_NAMES, rest
+        )  # every row is what CUDA took, and how CUDA rounds is assumed
+    objects = least_certain(note for note in unsure if note.objects)
+    workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
+    saved = worst(rest, least_certain(note for note in unsure if note.activations))
     by_kind = {Category.WORKSPACE: workspaces, Category.ACTIVATION: saved}
-    return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in NAMES}
+    return {kind: objects if kind in _HELD_BY_OBJECTS else by_kind.get(kind, rest) for kind in CATEGORY_NAMES}
 
 
 def _rows(
@@ -181,7 +184,7 @@ def _rows(
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def parted(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
+def split_named_rows(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
     """Part the rows of something named from what is nobody's: rounding, and what was there before."""
     rest = 2 if rows[-1].name == EARLIER else 1
     return rows[:-rest], rows[-rest:]

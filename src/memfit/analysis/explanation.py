@@ -1,36 +1,17 @@
 """From a trace to everything that ``memfit explain`` says of it."""
 
-from dataclasses import dataclass
-
 from memfit.allocator.timeline import timeline
-from memfit.analysis.advice import advised
+from memfit.analysis.advice import find_advice
 from memfit.analysis.attribution import attribute
-from memfit.analysis.below_peak import below_peak
-from memfit.analysis.breakdown import held, moment
+from memfit.analysis.breakdown import breakdown_at, peak_event
 from memfit.analysis.fragmentation import fragmentation
-from memfit.analysis.phase_ledger import ledger
-from memfit.analysis.summary import summary
-from memfit.records import Breakdown, DryRun, Fragmentation, Moment, PhaseChange, Trace
+from memfit.analysis.phase_ledger import phase_ledger
+from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.analysis.summary import summarize_attributed
+from memfit.records import Explanation, Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Who holds the memory of a run, when, and from which line."""
-
-    summary: DryRun
-    below_peak: tuple[Moment, ...]
-    """What would limit the run next, highest first."""
-    at: str
-    """The moment: ``peak``, a phase, or a training step."""
-    held: Breakdown
-    """Who holds what is allocated then."""
-    ledger: tuple[PhaseChange, ...]
-    """What each phase of the first steps changed."""
-    fragmentation: Fragmentation | None
-    """What of the reserved memory was not asked for, where that was wanted."""
-
-
-def explanation(trace: Trace, at: str = "peak", *, fragments: bool = False) -> Explanation:
+def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) -> Explanation:
     """Explain a trace.
 
     Args:
@@ -44,13 +25,13 @@ def explanation(trace: Trace, at: str = "peak", *, fragments: bool = False) -> E
     """
     line = timeline(trace)
     attribution = attribute(trace, line)
-    found = summary(trace, line, attribution)
-    settings = advised(trace, found)  # nothing is run for it
+    found = summarize_attributed(trace, line, attribution)
+    settings = find_advice(trace, found)  # nothing is run for it
     return Explanation(
         summary=settings if settings.advice else found,
-        below_peak=below_peak(trace, line),
+        below_peak=secondary_peaks(trace, line),
         at=at,
-        held=held(trace, line, attribution, moment(trace, line, at)),
-        ledger=ledger(trace, line, attribution),
+        held=breakdown_at(trace, line, attribution, peak_event(trace, line, at)),
+        ledger=phase_ledger(trace, line, attribution),
         fragmentation=fragmentation(trace) if fragments else None,
     )

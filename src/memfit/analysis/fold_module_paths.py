@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 Tree = dict[str, "Tree"]
 
 
-def folded(paths: Sequence[str]) -> list[str]:
+def fold_module_paths(paths: Sequence[str]) -> list[str]:
     """Return paths in which neighbours that have the same parts below them are a range.
 
     Args:
         paths: dotted. Numbers without parts (``mlp.0``, ``mlp.2``) are kept.
 
-    >>> folded(["blocks.0.fc", "blocks.1.fc", "blocks.3.fc", "mlp.0", "mlp.2"])
+    >>> fold_module_paths(["blocks.0.fc", "blocks.1.fc", "blocks.3.fc", "mlp.0", "mlp.2"])
     ['blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'mlp.0', 'mlp.2']
     """
     tree: Tree = {}

@@ -16,13 +16,13 @@ from heapq import nlargest
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, Piece, Walk
+from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import beginning
+from memfit.allocator.initial_state import initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import timeline
-from memfit.analysis.location import how_sure, place_at
+from memfit.analysis.location import least_certain, location_at
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -30,11 +30,11 @@ from memfit.records import (
     Fragmentation,
     Hole,
     Phase,
-    Pin,
-    Place,
+    PinningBlock,
     Provenance,
     ReservedBytes,
-    ReservedMoment,
+    ReservedMemoryUse,
+    ScriptLocation,
     Timeline,
     Trace,
     worst,
@@ -43,7 +43,7 @@ from memfit.records import (
 PEAK_RESERVED, PEAK_ALLOCATED, END = "peak reserved", "peak allocated", "the end"
 HOLES = 5
 """How many holes are named at each moment."""
-_BEFORE_ALL = Place(0, Phase.SETUP, "", "", "")
+_BEFORE_ALL = ScriptLocation(0, Phase.SETUP, "", "", "")
 
 
 def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragmentation:
@@ -73,9 +73,9 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
             raise UsageError(
                 f"{name}: there are 0 to {len(trace.events)} events to look after, not {events}."
             )
-    start = beginning(trace, config)
-    walk = Walk(trace.events, config, start)
-    pieces: dict[int, list[Piece]] = {}
+    start = initial_state(trace, config)
+    walk = BlockTracker(trace.events, config, start)
+    pieces: dict[int, list[TrackedBlock]] = {}
     for events in sorted(moments.values()):
         walk.to(events)
         pieces[events] = walk.pieces()
@@ -87,7 +87,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
             )
     walk.to(len(trace.events))  # to know who is freed later
     look = _Look(trace, config, walk)
-    sure = how_sure(note for note in trace.notes if note.sizes)
+    sure = least_certain(note for note in trace.notes if note.sizes)
     return Fragmentation(
         worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
@@ -126,7 +126,7 @@ class _Look:
         walk: at the end of the history.
     """
 
-    def __init__(self, trace: Trace, config: AllocatorConfig, walk: Walk) -> None:
+    def __init__(self, trace: Trace, config: AllocatorConfig, walk: BlockTracker) -> None:
         self._trace = trace
         self._config = config
         self._walk = walk
@@ -134,10 +134,12 @@ class _Look:
             block.address: block.requested for segment in trace.segments for block in segment.blocks
         }
 
-    def at(self, name: str, events: int, pieces: list[Piece]) -> ReservedMoment:
+    def at(self, name: str, events: int, pieces: list[TrackedBlock]) -> ReservedMemoryUse:
         """Tell the blocks of a moment apart."""
         found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
-        holes: list[tuple[int, str, int, list[Piece]]] = []  # bytes, pool, index in the segment, segment
+        holes: list[
+            tuple[int, str, int, list[TrackedBlock]]
+        ] = []  # bytes, pool, index in the segment, segment
         for segment in by_segment(pieces):
             kind = self._kind(segment, events)
             rows = found[kind]
@@ -158,17 +160,17 @@ class _Look:
                 else:
                     rows["cached"] += size
         small, large = ReservedBytes.of(**found["small"]), ReservedBytes.of(**found["large"])
-        return ReservedMoment(
+        return ReservedMemoryUse(
             name,
             events,
-            place_at(self._trace, events - 1) if events else _BEFORE_ALL,
+            location_at(self._trace, events - 1) if events else _BEFORE_ALL,
             small + large,
             small,
             large,
             tuple(self._hole(*hole) for hole in nlargest(HOLES, holes, key=lambda hole: hole[0])),
         )
 
-    def _requested(self, piece: Piece) -> int:
+    def _requested(self, piece: TrackedBlock) -> int:
         """Return the bytes that a live block was asked for with, and see that it has them."""
         event = self._walk.freed_old.get(piece.start) if piece.born is None else piece.born
         requested = (
@@ -181,7 +183,7 @@ class _Look:
             )
         return requested
 
-    def _kind(self, segment: list[Piece], events: int) -> str:
+    def _kind(self, segment: list[TrackedBlock], events: int) -> str:
         """Tell which pool a segment serves."""
         start, stop = segment[0].start, segment[-1].stop
         if segment[0].segment != EXPANDABLE:
@@ -208,7 +210,7 @@ class _Look:
                 return at_end.kind == "small"
         return (stop - start) % self._config.large_segment_size != 0
 
-    def _hole(self, size: int, kind: str, index: int, segment: list[Piece]) -> Hole:
+    def _hole(self, size: int, kind: str, index: int, segment: list[TrackedBlock]) -> Hole:
         used = [piece for piece in segment if piece.state != FREE]
         return Hole(
             address=segment[index].start,
@@ -225,23 +227,25 @@ class _Look:
             ),
         )
 
-    def _pin(self, piece: Piece) -> Pin:
+    def _pin(self, piece: TrackedBlock) -> PinningBlock:
         born = piece.born
         category = Category.UNKNOWN if born is None else Category(self._trace.events.category[born])
         freed = self._walk.freed_old.get(piece.start) if born is None else self._walk.freed_by[born]
-        return Pin(
+        return PinningBlock(
             address=piece.start,
             size=piece.stop - piece.start,
             category=category.name.lower(),
             state=piece.state,
-            born=None if born is None else place_at(self._trace, born),
-            freed=None if freed is None or freed == len(self._trace.events) else place_at(self._trace, freed),
+            born=None if born is None else location_at(self._trace, born),
+            freed=None
+            if freed is None or freed == len(self._trace.events)
+            else location_at(self._trace, freed),
         )
 
 
-def by_segment(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def by_segment(pieces: Iterable[TrackedBlock]) -> Iterator[list[TrackedBlock]]:
     """Put blocks that lie in one segment together; they come by address."""
-    segment: list[Piece] = []
+    segment: list[TrackedBlock] = []
     for piece in pieces:
         if segment and (segment[-1].segment, segment[-1].stop) != (piece.segment, piece.start):
             yield segment

@@ -5,21 +5,21 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from memfit.records import Action, Label, MarkKind, Note, Phase, Place, Provenance, Trace, worst
+from memfit.records import Action, Label, MarkKind, Note, Phase, Provenance, ScriptLocation, Trace, worst
 
 NOWHERE = Label(Phase.SETUP, "", "", -1)
 """The label of an event that nothing is known of."""
 _PHASES = tuple(Phase)
 
 
-def place_at(trace: Trace, event: int) -> Place:
+def location_at(trace: Trace, event: int) -> ScriptLocation:
     """Say where the script was at an event; of what is older than the history, when that begins."""
     told = np.flatnonzero(trace.events.action[event:] != Action.EARLIER)
     event += int(told[0]) if len(told) else 0
     if not len(trace.events):
-        return Place(0, Phase.SETUP, "", "", "")
+        return ScriptLocation(0, Phase.SETUP, "", "", "")
     label = _label(trace, event)
-    return Place(
+    return ScriptLocation(
         step=step_of(trace, event, label.phase),
         phase=label.phase,
         module=label.module,
@@ -29,7 +29,7 @@ def place_at(trace: Trace, event: int) -> Place:
 
 
 def phases(trace: Trace) -> npt.NDArray[np.uint8]:
-    """Return each event's phase, as an index into ``tuple(Phase)``: that which ``place_at`` says."""
+    """Return each event's phase, as an index into ``tuple(Phase)``: that which ``location_at`` says."""
     index = np.array([_PHASES.index(label.phase) for label in (*trace.labels, NOWHERE)], np.uint8)
     return index[trace.events.label]
 
@@ -84,6 +84,6 @@ def _label(trace: Trace, event: int) -> Label:
     return trace.labels[index] if index >= 0 else NOWHERE
 
 
-def how_sure(unsure: Iterable[Note]) -> Provenance:
+def least_certain(unsure: Iterable[Note]) -> Provenance:
     """Return how sure a figure is that rests on sizes with these notes: as the least sure of them."""
     return worst(Provenance.EXACT, *(note.provenance for note in unsure))

@@ -10,15 +10,16 @@ optimizer   optimizer state +8,388,608                  at its peak 8,388,608 mo
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.attribution import Attribution
-from memfit.analysis.breakdown import NAMES
+from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.location import step_ends, step_of
-from memfit.records import Action, Category, Phase, PhaseChange, Timeline, Trace
+from memfit.records import Action, Attribution, Category, Phase, PhaseChange, Timeline, Trace
 
 _PHASES = tuple(Phase)
 
 
-def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2) -> tuple[PhaseChange, ...]:
+def phase_ledger(
+    trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2
+) -> tuple[PhaseChange, ...]:
     """Return what each stretch of a phase changed, up to the end of so many training steps.
 
     A module's calls in a row are one forward; recomputations are part of their backward.
@@ -44,7 +45,9 @@ def ledger(trace: Trace, line: Timeline, attribution: Attribution, steps: int = 
             PhaseChange(
                 step=step_of(trace, begin, found),
                 phase=found,
-                by_category=tuple((NAMES[kind], int(more[kind])) for kind in NAMES if more[kind]),
+                by_category=tuple(
+                    (CATEGORY_NAMES[kind], int(more[kind])) for kind in CATEGORY_NAMES if more[kind]
+                ),
                 change=after - was,
                 peak=int(line.allocated[begin:stop].max()),
                 after=after,

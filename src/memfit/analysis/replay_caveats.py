@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from memfit.allocator.config import of_the_script
-from memfit.allocator.requests import Ask, Requests
-from memfit.allocator.setting_outcomes import Outcome
-from memfit.records import MarkKind, Note, Provenance, Trace
+from memfit.allocator.config import script_settings
+from memfit.allocator.requests import RequestKind, Requests
+from memfit.records import MarkKind, Note, Provenance, SettingOutcome, Trace
 from memfit.units import format_bytes
 
 NEWEST = (2, 14)
@@ -13,7 +12,7 @@ NEWEST = (2, 14)
 
 
 def caveats(
-    trace: Trace, asked: Requests, outcomes: Sequence[Outcome], *, total: int, taken: int, context: int
+    trace: Trace, asked: Requests, outcomes: Sequence[SettingOutcome], *, total: int, taken: int, context: int
 ) -> Iterator[Note]:
     """Return a note for each.
 
@@ -33,14 +32,14 @@ def caveats(
         yield from _disagreement(trace, outcomes[0], total=total, taken=taken)
 
 
-def _of_the_settings(trace: Trace, outcomes: Sequence[Outcome]) -> Iterator[Note]:
+def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterator[Note]:
     if not trace.versions.get("torch"):
         version = ".".join(map(str, NEWEST))
         yield Note(
             Provenance.ASSUMED,
             f"A snapshot does not say which PyTorch wrote it: it is taken to be {version}.",
         )
-    script = of_the_script(trace.settings)
+    script = script_settings(trace.settings)
     if script:
         yield Note(Provenance.EXACT, f"The script itself sets {script}: so does every row.")
     if any(not row.setting.caching for row in outcomes):
@@ -65,7 +64,7 @@ def _of_the_history(trace: Trace, asked: Requests) -> Iterator[Note]:
             f"The history begins with {asked.reserved_before:,} bytes reserved. What was live of them is "
             "taken to be allocated anew, in the order of addresses; what was cached, and where, is unknown.",
         )
-    if failed := asked.ask.count(Ask.FAILED):
+    if failed := asked.ask.count(RequestKind.FAILED):
         yield Note(
             Provenance.ASSUMED,
             f"The script went on without {failed} mallocs that failed. So do replays, on a larger GPU, too.",
@@ -92,7 +91,7 @@ def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
         )
 
 
-def _disagreement(trace: Trace, own: Outcome, *, total: int, taken: int) -> Iterator[Note]:
+def _disagreement(trace: Trace, own: SettingOutcome, *, total: int, taken: int) -> Iterator[Note]:
     """Say so where the trace's own settings on its own device do not end as PyTorch did."""
     device = trace.device
     same = (total, taken) == (device.total.bytes, device.context.bytes + device.in_use)

@@ -1,40 +1,16 @@
 """What changed between two runs: who holds what at a moment of each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import held, moment, parted
-from memfit.records import BreakdownRow, GroupBy, Place, Trace
+from memfit.analysis.breakdown import breakdown_at, peak_event, split_named_rows
+from memfit.records import BreakdownRow, GroupBy, RowChange, RunDifference, Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Bytes that have something in common, in one run and in the other."""
-
-    name: str
-    before: int
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Two runs side by side."""
-
-    at: str
-    """The moment: ``peak``, a phase, or a training step."""
-    by: GroupBy
-    places: tuple[Place, Place]
-    allocated: tuple[int, int]
-    """Bytes at that moment; the rows of each run sum to them."""
-    reserved: tuple[int, int]
-    """The most that each run reserved."""
-    rows: tuple[Changed, ...]
-    """Those that changed most first; those that did not, too."""
-
-
-def difference(before: Trace, after: Trace, at: str = "peak", by: GroupBy = GroupBy.CATEGORY) -> Difference:
+def compare_runs(
+    before: Trace, after: Trace, at: str = "peak", by: GroupBy = GroupBy.CATEGORY
+) -> RunDifference:
     """Compare two runs.
 
     Args:
@@ -52,12 +28,12 @@ def difference(before: Trace, after: Trace, at: str = "peak", by: GroupBy = Grou
     lines = [timeline(run) for run in runs]
     attributions = [attribute(run, line) for run, line in zip(runs, lines, strict=True)]
     found = [
-        held(run, line, own, moment(run, line, at), beside=other.modules)
+        breakdown_at(run, line, own, peak_event(run, line, at), beside=other.modules)
         for run, line, own, other in zip(runs, lines, attributions, reversed(attributions), strict=True)
     ]
-    named, rest = zip(*(parted(one.rows[by]) for one in found), strict=True)
+    named, rest = zip(*(split_named_rows(one.rows[by]) for one in found), strict=True)
     changed = [*_changed(*named), *_changed(*rest)]
-    return Difference(
+    return RunDifference(
         at=at,
         by=by,
         places=(found[0].place, found[1].place),
@@ -67,7 +43,7 @@ def difference(before: Trace, after: Trace, at: str = "peak", by: GroupBy = Grou
     )
 
 
-def _changed(before: Sequence[BreakdownRow], after: Sequence[BreakdownRow]) -> list[Changed]:
+def _changed(before: Sequence[BreakdownRow], after: Sequence[BreakdownRow]) -> list[RowChange]:
     found = [{row.name: row.bytes for row in rows} for rows in (before, after)]
     names = dict.fromkeys([*found[0], *found[1]])
-    return [Changed(name, found[0].get(name, 0), found[1].get(name, 0)) for name in names]
+    return [RowChange(name, found[0].get(name, 0), found[1].get(name, 0)) for name in names]

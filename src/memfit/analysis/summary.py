@@ -7,15 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
+from memfit.allocator.initial_state import initial_state
 from memfit.allocator.rounding import segment_size
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.analysis.attribution import Attribution, attribute
-from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, held
-from memfit.analysis.location import how_sure, line_of, place_at, step_ends, steps_before
+from memfit.analysis.attribution import attribute
+from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
+from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
 from memfit.records import (
     DEFAULT_POOL,
     Action,
+    Attribution,
     DryRun,
     Figure,
     GroupBy,
@@ -38,10 +39,10 @@ def summarize(trace: Trace) -> DryRun:
         The verdict, peaks in bytes, the terms that sum to them, and what the reader must know.
     """
     line = timeline(trace)
-    return summary(trace, line, attribute(trace, line))
+    return summarize_attributed(trace, line, attribute(trace, line))
 
 
-def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
+def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return what ``summarize`` does, of a trace whose timeline and attribution are there already."""
     steps = steps_before(trace, len(trace.events))
     peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
@@ -50,7 +51,7 @@ def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     context = trace.device.context
     failed = _out_of_memory(trace)
     # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
-    sure = how_sure(note for note in trace.notes if note.sizes)
+    sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
         verdict=_verdict(trace, failed),
@@ -59,7 +60,7 @@ def summary(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
         peak_allocated=allocated,
         peak_reserved=reserved,
         peak_process=process,
-        peak_place=place_at(trace, peak),
+        peak_place=location_at(trace, peak),
         terms=(
             *_by_category(trace, line, attribution, peak, sure),
             Term("allocated", Figure(allocated, sure)),
@@ -98,12 +99,14 @@ def _by_category(
     trace: Trace, line: Timeline, attribution: Attribution, peak: int, sure: Provenance
 ) -> list[Term]:
     """Split what is allocated at an event by category, rounding apart."""
-    names = [*NAMES.values(), ROUNDING]
+    names = [*CATEGORY_NAMES.values(), ROUNDING]
     if not len(trace.events):
         return [Term(name, Figure(0, sure)) for name in names]
-    rows = held(trace, line, attribution, peak).rows[GroupBy.CATEGORY]
+    rows = breakdown_at(trace, line, attribution, peak).rows[GroupBy.CATEGORY]
     found = {row.name: Figure(row.bytes, row.provenance) for row in rows}
-    unsure = {NAMES[category]: provenance for category, provenance in certainty(trace).items()}
+    unsure = {
+        CATEGORY_NAMES[category]: provenance for category, provenance in category_provenance(trace).items()
+    }
     none = {name: Figure(0, unsure.get(name, sure)) for name in names}
     return [Term(name, figure) for name, figure in (none | found).items()]
 
@@ -117,7 +120,7 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
     config = AllocatorConfig.read(trace.settings)
-    place = place_at(trace, event)
+    place = location_at(trace, event)
     return OutOfMemory(
         replace(place, line=place.line or trace.end.where),
         requested,
@@ -199,7 +202,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         notes.append(
             Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
         )
-    before = beginning(trace, AllocatorConfig.read(trace.settings))
+    before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The history begins with {before.reserved:,} bytes already reserved"
         short = f"; allocated may be short by up to {before.uncertain:,} bytes, reserved is exact."

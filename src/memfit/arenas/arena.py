@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from memfit.analysis.allocator_comparison import compare
+from memfit.analysis.allocator_comparison import compare_settings
 from memfit.arenas import native
 from memfit.arenas.arena_trace import trace_of
 from memfit.arenas.cpu import Cpu
@@ -186,7 +186,7 @@ class Arena:
         """Tell what PyTorch's allocator would have reserved for the same."""
         if self._place is None or self._place.name == "cpu" or not self._has_history:
             return
-        found = compare(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
+        found = compare_settings(self.trace(), "expandable_segments:True", memory=NO_LIMIT)
         for row in found.outcomes:
             name = f"reserved, {row.setting.name or 'default settings'}"
             yield Term(name, Figure(row.replay.peak_reserved, Provenance.SIMULATED, "an exact replay"))

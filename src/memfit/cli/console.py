@@ -13,12 +13,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from memfit.analysis.allocator_comparison import Comparison
-    from memfit.analysis.explanation import Explanation
-    from memfit.analysis.run_difference import Difference
     from memfit.packing.best_packing import Packing
     from memfit.packing.run_packing import Packed
-    from memfit.records import DryRun
+    from memfit.records import AllocatorComparison, DryRun, Explanation, RunDifference
     from memfit.run.parent import Progress
 
 
@@ -53,7 +50,7 @@ def write_explanation(explanation: "Explanation", json: str | None, by: str | No
         print_explanation(explanation, None if by is None else GroupBy(by), stdout())
 
 
-def write_difference(difference: "Difference", json: str | None) -> None:
+def write_difference(difference: "RunDifference", json: str | None) -> None:
     """Print a difference, and write it as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.terminal.run_difference import print_difference, to_json
 
@@ -61,7 +58,7 @@ def write_difference(difference: "Difference", json: str | None) -> None:
         print_difference(difference, stdout())
 
 
-def write_comparison(comparison: "Comparison", json: str | None) -> None:
+def write_comparison(comparison: "AllocatorComparison", json: str | None) -> None:
     """Print allocator settings compared, and write them as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.schema.replay_schema import to_json
     from memfit.report.terminal.allocator_comparison import print_comparison

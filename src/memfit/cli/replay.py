@@ -9,7 +9,7 @@ from memfit.cli.console import write_comparison
 from memfit.cli.options import OUTPUT, TARGET, bytes_or_none
 
 if TYPE_CHECKING:
-    from memfit.analysis.allocator_comparison import Comparison
+    from memfit.records import AllocatorComparison
 
 
 def replay(
@@ -50,7 +50,7 @@ def compare(
     in_use: str | None,
     *,
     smallest: bool,
-) -> "Comparison":
+) -> "AllocatorComparison":
     """Replay a run under allocator settings, with a progress line.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memfit.allocator.requests import Ask, Requests
+from memfit.allocator.requests import RequestKind, Requests
 from memfit.packing.buffers import Buffers, Column
 
 ALIGNMENT = 512
@@ -38,9 +38,9 @@ def lifetimes(asked: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, in
         np.array(column, np.int64)
         for column in (asked.ask, asked.block, asked.size, asked.stream, asked.pool, asked.event)
     )
-    lower = np.flatnonzero(ask == Ask.MALLOC)  # block n is the n-th of them
+    lower = np.flatnonzero(ask == RequestKind.MALLOC)  # block n is the n-th of them
     upper = np.full(len(lower), len(ask))
-    freed = np.flatnonzero(np.isin(ask, (Ask.FREE, Ask.GONE_ON)))
+    freed = np.flatnonzero(np.isin(ask, (RequestKind.FREE, RequestKind.GONE_ON)))
     upper[block[freed]] = freed
     rounded = -(-size[lower] // alignment) * alignment
     all_of_them = Buffers(lower, upper, rounded, tuple(event[lower].astype(str).tolist()))
@@ -53,7 +53,7 @@ def lifetimes(asked: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, in
 
 def last_step(asked: Requests) -> tuple[int, int, int] | None:
     """Return the last full training step, from 1, and when it began and ended; None if there was none."""
-    ends = np.flatnonzero(np.array(asked.ask) == Ask.STEP)
+    ends = np.flatnonzero(np.array(asked.ask) == RequestKind.STEP)
     return (len(ends), int(ends[-2]), int(ends[-1])) if len(ends) > 1 else None
 
 

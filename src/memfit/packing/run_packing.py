@@ -8,12 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from memfit.allocator.requests import Requests
-from memfit.allocator.setting_outcomes import Outcome
 from memfit.errors import UsageError
 from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, Column, joined, sections
 from memfit.packing.lifetimes import ALIGNMENT, last_step, lifetimes, one_step
-from memfit.records import Provenance
+from memfit.records import Provenance, SettingOutcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +71,7 @@ class Packed(Arenas):
     arenas: tuple[Arena, ...]
     live: int
     """Bytes that live at once, at most, each buffer's rounded up to the alignment."""
-    reserved: tuple[Outcome, ...]
+    reserved: tuple[SettingOutcome, ...]
     """What PyTorch's allocator reserves in the whole run: as recorded, then under other settings."""
     sure: Provenance
     """How sure the sizes are that were asked for."""
@@ -80,7 +79,7 @@ class Packed(Arenas):
 
 def pack_run(
     asked: Requests,
-    reserved: tuple[Outcome, ...],
+    reserved: tuple[SettingOutcome, ...],
     sure: Provenance,
     *,
     alignment: int = ALIGNMENT,

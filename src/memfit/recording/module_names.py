@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.records import Label, Tensor
+from memfit.records import Label, TensorInfo
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """What wrappers call the module that they wrap: both go by one name.
@@ -94,12 +94,12 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module if wrapped is None else _unwrapped(wrapped)
 
 
-_Named = TypeVar("_Named", Label, Tensor)
+_Named = TypeVar("_Named", Label, TensorInfo)
 
 
 def short_names(
-    labels: tuple[Label, ...], tensors: tuple[Tensor, ...] = ()
-) -> tuple[tuple[Label, ...], tuple[Tensor, ...]]:
+    labels: tuple[Label, ...], tensors: tuple[TensorInfo, ...] = ()
+) -> tuple[tuple[Label, ...], tuple[TensorInfo, ...]]:
     """Drop the outermost class from modules' names where all that have a path below one share it.
 
     >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))[0]]

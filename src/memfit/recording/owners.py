@@ -20,7 +20,7 @@ from memfit.ghost.values.known_values import storage_start
 from memfit.recording.module_hooks import tensors_in
 from memfit.recording.saved_tensors import Checkpoints, Saved, leaves_of, nodes_of, saved_by
 from memfit.recording.tensor_names import Name, Named, Names, describe, local, parts
-from memfit.records import Category, Tensor
+from memfit.records import Category, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Held:
 class Holdings:
     """Everything that was found to hold an allocation in one run."""
 
-    tensors: dict[Tensor, int] = field(default_factory=dict)
+    tensors: dict[TensorInfo, int] = field(default_factory=dict)
     """What holds; values are places."""
     ops: dict[str, int] = field(default_factory=lambda: {"": 0})
     """Ops that made what a graph saved; values are places, the first is that of none."""
@@ -187,7 +187,7 @@ class Holdings:
         """Note what cuBLAS works in: addresses and bytes."""
         found = array("q")
         for address, size in sizes.items():
-            found.extend((address, self._place(Tensor("", "cuBLAS workspace", "uint8", (size,))), 0, 0))
+            found.extend((address, self._place(TensorInfo("", "cuBLAS workspace", "uint8", (size,))), 0, 0))
         self.held.append(Held(serial, Category.WORKSPACE, found))
 
     def _results(self, serial: int, computed: Iterable[torch.Tensor]) -> None:
@@ -197,7 +197,7 @@ class Holdings:
         )
         self._note(serial, Category.OUTPUT, results)
 
-    def _of_saved(self, saved: Saved, part: torch.Tensor) -> Tensor:
+    def _of_saved(self, saved: Saved, part: torch.Tensor) -> TensorInfo:
         """Describe a part of what was saved; copies of parameters in another dtype after them."""
         original = self._names.of(saved.cast_of) if saved.cast_of is not None else Name()
         whose = "autocast's copy of" if saved.by_autocast else "copy of"
@@ -225,7 +225,7 @@ class Holdings:
         found = (Named(tensor, Name(name)) for name, value in kept for tensor in tensors_in(value))
         self._note(serial, Category.BUFFER, found)
 
-    def _place(self, tensor: Tensor) -> int:
+    def _place(self, tensor: TensorInfo) -> int:
         return self.tensors.setdefault(tensor, len(self.tensors))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memfit.recording.module_names import without_wrappers
-from memfit.records import Tensor
+from memfit.records import TensorInfo
 
 _ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "crow_indices": torch.Tensor.crow_indices,
@@ -100,7 +100,7 @@ def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, part(here)
 
 
-def describe(found: Sequence[Named]) -> Tensor:
+def describe(found: Sequence[Named]) -> TensorInfo:
     """Describe what lies in one allocation.
 
     Args:
@@ -110,16 +110,16 @@ def describe(found: Sequence[Named]) -> Tensor:
     here = local(first.tensor)
     dtype, module = str(here.dtype).removeprefix("torch."), first.name.module
     if len(found) == 1:
-        return Tensor(module, _names(found), dtype, tuple(here.shape))
+        return TensorInfo(module, _names(found), dtype, tuple(here.shape))
     begins = [local(named.tensor).storage_offset() for named in found]
     text = _names([named for named, begin in zip(found, begins, strict=True) if begin == begins[0]])
     others = len(set(begins)) - 1
     if not others:
-        return Tensor(module, text, dtype, tuple(here.shape))
+        return TensorInfo(module, text, dtype, tuple(here.shape))
     levels = zip(*(named.name.module.split(".") for named in found), strict=False)
     common = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
     text = f"{module}.{text}".removeprefix(f"{common}.") + f" and {others} more"
-    return Tensor(common, text, dtype, (max(map(_end, found)) - min(begins),))
+    return TensorInfo(common, text, dtype, (max(map(_end, found)) - min(begins),))
 
 
 def _names(found: Sequence[Named]) -> str:

@@ -6,17 +6,28 @@ events     bytes        the answer
 + tables   per event
 """
 
-from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, Moment, PhaseChange
-from memfit.records.context import ContextReport, ContextStage, ContextTrial
+from memfit.records.allocator_comparison import (
+    AllocatorComparison,
+    AllocatorSetting,
+    CallRates,
+    DriverCalls,
+    FailedMalloc,
+    Replay,
+    SettingOutcome,
+)
+from memfit.records.attribution import Attribution
+from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
+from memfit.records.card_context import ContextReport, ContextStage, ContextTrial
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, Term
-from memfit.records.fragmentation import Fragmentation, Hole, Pin, ReservedBytes, ReservedMoment
+from memfit.records.explanation import Explanation
+from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.provenance import Figure, Note, Provenance, worst
+from memfit.records.run_difference import RowChange, RunDifference
 from memfit.records.trace import (
     ARENA,
     DEFAULT_POOL,
     Action,
-    Block,
     Category,
     DeviceUse,
     Events,
@@ -26,10 +37,11 @@ from memfit.records.trace import (
     Mark,
     MarkKind,
     Phase,
-    Place,
     ScriptEnd,
+    ScriptLocation,
     Segment,
-    Tensor,
+    SnapshotBlock,
+    TensorInfo,
     Timeline,
     Trace,
 )
@@ -39,17 +51,23 @@ __all__ = [
     "DEFAULT_POOL",
     "Action",
     "Advice",
-    "Block",
+    "AllocatorComparison",
+    "AllocatorSetting",
+    "Attribution",
     "Breakdown",
     "BreakdownRow",
+    "CallRates",
     "Category",
     "ContextReport",
     "ContextStage",
     "ContextTrial",
     "Dataflow",
     "DeviceUse",
+    "DriverCalls",
     "DryRun",
     "Events",
+    "Explanation",
+    "FailedMalloc",
     "Figure",
     "Fragmentation",
     "Frame",
@@ -62,19 +80,24 @@ __all__ = [
     "Machine",
     "Mark",
     "MarkKind",
-    "Moment",
+    "MemoryPeak",
     "Note",
     "OutOfMemory",
     "Phase",
     "PhaseChange",
-    "Pin",
-    "Place",
+    "PinningBlock",
     "Provenance",
+    "Replay",
     "ReservedBytes",
-    "ReservedMoment",
+    "ReservedMemoryUse",
+    "RowChange",
+    "RunDifference",
     "ScriptEnd",
+    "ScriptLocation",
     "Segment",
-    "Tensor",
+    "SettingOutcome",
+    "SnapshotBlock",
+    "TensorInfo",
     "Term",
     "Timeline",
     "Trace",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memfit.records.provenance import Provenance
-from memfit.records.trace import Phase, Place
+from memfit.records.trace import Phase, ScriptLocation
 
 
 class GroupBy(StrEnum):
@@ -43,16 +43,16 @@ class LiveAllocation:
     """What held it, if somebody did: ``weight.grad``, ``mat1 of AddmmBackward0``."""
     dtype: str
     shape: tuple[int, ...] | None
-    born: Place
+    born: ScriptLocation
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MemoryPeak:
     """A moment of a run that holds much."""
 
     event: int
     """The moment is just after this event."""
-    place: Place
+    place: ScriptLocation
     allocated: int
 
 
@@ -62,7 +62,7 @@ class Breakdown:
 
     event: int
     """The moment is just after this event."""
-    place: Place
+    place: ScriptLocation
     allocated: int
     """Bytes; the rows of each kind sum to them."""
     rows: dict[GroupBy, tuple[BreakdownRow, ...]]

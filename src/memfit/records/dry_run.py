@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.records.provenance import Figure, Note
-from memfit.records.trace import DeviceUse, Place, ScriptEnd
+from memfit.records.trace import DeviceUse, ScriptEnd, ScriptLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Term:
 class OutOfMemory:
     """An allocation that failed for good."""
 
-    place: Place
+    place: ScriptLocation
     requested: int
     free: int
     """Bytes the device still had free."""
@@ -70,7 +70,7 @@ class DryRun:
     peak_allocated: int
     peak_reserved: int
     peak_process: Figure
-    peak_place: Place
+    peak_place: ScriptLocation
     terms: tuple[Term, ...]
     """Rows that sum to the process's peak, outermost last."""
     out_of_memory: OutOfMemory | None

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Self
 
 from memfit.records.provenance import Provenance
-from memfit.records.trace import Place
+from memfit.records.trace import ScriptLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ReservedBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinningBlock:
     """A block in use next to a hole: while it is there, its segment cannot be given back."""
 
     address: int
@@ -63,9 +63,9 @@ class Pin:
     """What it holds: a ``Category`` in lower case; ``rest`` if it is from before the history."""
     state: str
     """``active_allocated`` or ``active_awaiting_free``."""
-    born: Place | None
+    born: ScriptLocation | None
     """Where it was allocated; None if that was before the history."""
-    freed: Place | None
+    freed: ScriptLocation | None
     """Where its free was requested; None if it was held to the end, or freed before the history."""
 
 
@@ -85,18 +85,18 @@ class Hole:
     """Blocks in use in the segment."""
     in_use: int
     """Bytes of them."""
-    pins: tuple[Pin, ...]
+    pins: tuple[PinningBlock, ...]
     """Those before and after the hole, in this order; none where the segment begins or ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReservedMoment:
+class ReservedMemoryUse:
     """What the reserved bytes were used for at a moment."""
 
     name: str
     events: int
     """How many events had happened."""
-    place: Place
+    place: ScriptLocation
     all: ReservedBytes
     """Of both pools."""
     small: ReservedBytes
@@ -114,4 +114,4 @@ class Fragmentation:
     """Of every figure but the totals reserved, which are exact as far as sizes are."""
     not_applicable: str
     """Why there are no moments; otherwise empty."""
-    moments: tuple[ReservedMoment, ...]
+    moments: tuple[ReservedMemoryUse, ...]

@@ -136,7 +136,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorInfo:
     """What held an allocation, when it was asked."""
 
     module: str
@@ -174,7 +174,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SnapshotBlock:
     """A piece of a segment at the end of the trace."""
 
     address: int
@@ -195,7 +195,7 @@ class Segment:
     """``small`` or ``large``: the pool it serves."""
     pool: tuple[int, int]
     expandable: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 class Machine(StrEnum):
@@ -260,7 +260,7 @@ class Trace:
     pools: tuple[tuple[int, int], ...] = ()
     """As PyTorch numbers them: the default pool, then the private ones (of CUDA graphs and
     ``torch.cuda.MemPool``) in the order in which they come. Empty where the history does not tell."""
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
     """What held allocations."""
 
 
@@ -280,7 +280,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScriptLocation:
     """A moment of the run, in the user's terms."""
 
     step: int

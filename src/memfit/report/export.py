@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.attribution import Attribution
-from memfit.analysis.breakdown import NAMES
+from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.location import step_of
 from memfit.analysis.phase_ledger import by_category
-from memfit.records import Action, Category, MarkKind, Phase, Timeline, Trace
+from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 from memfit.report.escape import inert
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -44,7 +43,7 @@ def _trace_events(trace: Trace, line: Timeline, attribution: Attribution) -> Ite
     times = _times(trace)
     yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": " ".join(trace.command) or "memfit"}}
     levels = by_category(attribution, len(trace.events))
-    columns = {NAMES[kind]: levels[kind] for kind in Category} | {
+    columns = {CATEGORY_NAMES[kind]: levels[kind] for kind in Category} | {
         "allocated": line.allocated,
         "reserved": line.reserved,
     }
@@ -104,7 +103,7 @@ def table(trace: Trace, attribution: Attribution) -> str:
         row = (
             "" if earlier else born,
             freed if freed < len(trace.events) else "",
-            *(requested, block, NAMES[Category(category)]),
+            *(requested, block, CATEGORY_NAMES[Category(category)]),
             *(("", "") if earlier else (step_of(trace, born, _PHASES[phase]), _PHASES[phase])),
             _cell(attribution.modules[module]),
             _cell(attribution.ops[op]),

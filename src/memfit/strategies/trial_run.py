@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import json
 
-from memfit.analysis.advice import Change, Run, Trial, completed
+from memfit.analysis.advice import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.records import ScriptEnd
 from memfit.run.ghost_settings import ghost_settings
@@ -21,11 +21,11 @@ _UNATTENDED = "memfit.strategies.inject_plan"
 
 def trial_runner(
     command: tuple[str, ...], options: RunOptions, on_progress: Callable[[Progress], None]
-) -> Run:
-    """Return the function with which ``advised`` runs a script under a change."""
+) -> RunScript:
+    """Return the function with which ``find_advice`` runs a script under a change."""
     ghost = ghost_settings(options)
 
-    def run(change: Change, what: str) -> Trial | ScriptEnd:
+    def run(change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
@@ -38,9 +38,9 @@ def run_again(
     command: tuple[str, ...],
     options: RunOptions,
     ghost: GhostSettings,
-    change: Change,
+    change: ScriptChange,
     on_progress: Callable[[Progress], None],
-) -> Trial | ScriptEnd:
+) -> TrialResult | ScriptEnd:
     """Run a script of which nobody knows whether it will work, silently and without input.
 
     Args:
@@ -73,10 +73,10 @@ def run_again(
             return ScriptEnd("refused", error.exit_code, f"run again, without input, {why}")
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
-        if not completed(trace.end):
+        if not ran_to_completion(trace.end):
             return trace.end
         changed = tuple(models.read_text().split())
         if change.strategies and not changed:  # updates by hand, a plan of its own, no blocks
             suits = f"{' with '.join(change.strategies)} suits no model whose parameters an optimizer takes"
             return ScriptEnd("refused", 0, suits)
-        return Trial(trace, changed)
+        return TrialResult(trace, changed)

@@ -15,13 +15,13 @@ from memfit.errors import FileFormatError
 from memfit.records import (
     DEFAULT_POOL,
     Action,
-    Block,
     DeviceUse,
     Figure,
     Machine,
     Provenance,
     ScriptEnd,
     Segment,
+    SnapshotBlock,
     Trace,
 )
 from memfit.trace.history import ACTIONS, columns, pool_id, pools, streams
@@ -253,9 +253,9 @@ def _looks_like_user_file(file: str) -> bool:
     return not re.search(r"[/\\](?:site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ", file)
 
 
-def _blocks(segment: Mapping[str, Any]) -> tuple[Block, ...]:
+def _blocks(segment: Mapping[str, Any]) -> tuple[SnapshotBlock, ...]:
     return tuple(
-        Block(
+        SnapshotBlock(
             address,
             block["size"],
             _number(block.get("requested_size", block["size"])),

@@ -38,7 +38,7 @@ from memfit.records import (
     Note,
     ScriptEnd,
     Segment,
-    Tensor,
+    TensorInfo,
     Trace,
 )
 
@@ -89,7 +89,7 @@ class _Header(_Signature, kw_only=True):
     command: tuple[str, ...]
     notes: tuple[Note, ...]
     pools: tuple[tuple[int, int], ...] = ()
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
 
 
 class _FaultError(Exception):

@@ -18,8 +18,8 @@ import torch
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
-from memfit.analysis.breakdown import held
-from memfit.analysis.summary import summary
+from memfit.analysis.breakdown import breakdown_at
+from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
 from memfit.card.find import is_rehearsal
 from memfit.card.outside_allocator import BY_CARD, glance
@@ -109,7 +109,7 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
     )
     line = timeline(trace)
     attribution = attribute(trace, line)
-    found = held(trace, line, attribution, len(trace.events) - 1)
+    found = breakdown_at(trace, line, attribution, len(trace.events) - 1)
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     place = replace(found.place, line=found.place.line or where)
@@ -119,7 +119,7 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
-        text = page(trace, line, attribution, summary(trace, line, attribution))
+        text = page(trace, line, attribution, summarize_attributed(trace, line, attribution))
         write_bytes(report, text.encode(errors="replace"))
     except Exception as error:  # noqa: BLE001 - the trace is there, and tells as much
         yield f"no report was written: {type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.location import how_sure
+from memfit.analysis.location import least_certain
 from memfit.errors import UsageError
 from memfit.records import Action, Machine, MarkKind, Provenance, Trace
 
@@ -61,7 +61,7 @@ class Prediction:
             )
         return cls(
             tuple(steps),
-            how_sure(note for note in trace.notes if note.sizes),
+            least_certain(note for note in trace.notes if note.sizes),
             trace.device.machine,
             trace.versions.get("torch", ""),
         )

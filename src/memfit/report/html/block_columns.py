@@ -13,10 +13,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.initial_state import Beginning
-from memfit.analysis.attribution import Attribution
+from memfit.allocator.initial_state import InitialState
 from memfit.errors import FileFormatError
-from memfit.records import Action, Category, Phase, Trace
+from memfit.records import Action, Attribution, Category, Phase, Trace
 
 Numbers = npt.NDArray[np.int64]
 EARLIER = len(Category)
@@ -59,7 +58,7 @@ class Blocks:
         return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
-def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Blocks:
+def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> Blocks:
     """Put what is known of each block together.
 
     Args:
@@ -102,7 +101,7 @@ def blocks_of(trace: Trace, attribution: Attribution, start: Beginning) -> Block
     )
 
 
-def _old(trace: Trace, start: Beginning) -> Numbers:
+def _old(trace: Trace, start: InitialState) -> Numbers:
     """Return address, size and freed of each block that is older than the history, as rows.
 
     What was requested is not told by all histories; the whole block counts as that.

@@ -7,8 +7,7 @@ from importlib.resources import files
 from string import Template
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.analysis.attribution import Attribution
-from memfit.records import DryRun, Timeline, Trace
+from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
 from memfit.report.html.texts import Words

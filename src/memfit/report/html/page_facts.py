@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.analysis.below_peak import below_peak
+from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
-from memfit.analysis.breakdown import NAMES, ROUNDING, certainty, moment
-from memfit.analysis.location import place_at
-from memfit.records import Action, Category, DryRun, Moment, Phase, Provenance, Timeline, Trace, worst
+from memfit.analysis.location import location_at
+from memfit.analysis.secondary_peaks import secondary_peaks
+from memfit.records import Action, Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
 from memfit.report.html.block_columns import EARLIER, Numbers
 from memfit.report.html.drawn_moments import Drawn
 
@@ -64,7 +64,7 @@ class Facts:
     """Bytes of the device for what PyTorch reserves; 0 if it is not known."""
 
 
-def facts(trace: Trace, picture: Drawn, near: tuple[Moment, ...], summary: DryRun) -> Facts:
+def facts(trace: Trace, picture: Drawn, near: tuple[MemoryPeak, ...], summary: DryRun) -> Facts:
     """Tell what the page must know.
 
     Args:
@@ -93,8 +93,8 @@ def facts(trace: Trace, picture: Drawn, near: tuple[Moment, ...], summary: DryRu
 
 
 def _layers(trace: Trace, picture: Drawn) -> tuple[Layer, ...]:
-    sure = certainty(trace)
-    layers = [Layer(NAMES[one], sure[one], *paint) for one, paint in _COLOURS.items()]
+    sure = category_provenance(trace)
+    layers = [Layer(CATEGORY_NAMES[one], sure[one], *paint) for one, paint in _COLOURS.items()]
     if picture.old:
         layers.append(Layer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
     return (*layers, Layer(ROUNDING, worst(*sure.values()), "#8c8c8c", hatched=True))
@@ -105,20 +105,20 @@ def layers_of(categories: Numbers) -> Numbers:
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
-def shortcuts(trace: Trace, line: Timeline) -> tuple[Moment, ...]:
+def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """Return the moments to look at: the peak, those just below it, and the most of each phase.
 
     A phase that one of the others is in has no moment of its own.
     """
     if not len(line.allocated):
         return ()
-    found = [_at(trace, line, int(np.argmax(line.allocated))), *below_peak(trace, line)]
+    found = [_at(trace, line, int(np.argmax(line.allocated))), *secondary_peaks(trace, line)]
     seen = {trace.labels[label].phase for label in np.unique(trace.events.label) if label >= 0}
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if phase in seen and phase not in {one.place.phase for one in found}:
-            found.append(_at(trace, line, moment(trace, line, phase)))
+            found.append(_at(trace, line, peak_event(trace, line, phase)))
     return tuple(found)
 
 
-def _at(trace: Trace, line: Timeline, event: int) -> Moment:
-    return Moment(event, place_at(trace, event), int(line.allocated[event]))
+def _at(trace: Trace, line: Timeline, event: int) -> MemoryPeak:
+    return MemoryPeak(event, location_at(trace, event), int(line.allocated[event]))

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import beginning
-from memfit.analysis.attribution import Attribution
-from memfit.analysis.fold_module_paths import folded
+from memfit.allocator.initial_state import initial_state
+from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import line_of, steps_of
-from memfit.records import Action, DryRun, Moment, Timeline, Trace
+from memfit.records import Action, Attribution, DryRun, MemoryPeak, Timeline, Trace
 from memfit.report.html.block_columns import Numbers, blocks_of
 from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawn, drawn
 from memfit.report.html.page_facts import Facts, facts, layers_of, shortcuts
@@ -40,7 +39,7 @@ class Payload:
     """What a page is drawn from."""
 
     facts: Facts
-    shortcuts: tuple[Moment, ...]
+    shortcuts: tuple[MemoryPeak, ...]
     text: str
     """All of it, in base64's alphabet alone."""
 
@@ -68,7 +67,7 @@ def payload(
         FileFormatError: an address or a size is beyond what any device has.
     """
     config = AllocatorConfig.read(trace.settings)
-    blocks = blocks_of(trace, attribution, beginning(trace, config))
+    blocks = blocks_of(trace, attribution, initial_state(trace, config))
     ranges = ranges_of(trace, config)
     near = shortcuts(trace, line)
     picture = drawn(trace, line, blocks, ranges, [one.event for one in near], most)
@@ -112,10 +111,11 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words
     blocks = picture.blocks
     tensors = trace.tensors
     shapes = [str(list(one.shape)) for one in tensors]
+    folded = fold_module_paths(attribution.modules)
     # The last of each table is for what index -1 stands for: nothing is known.
     texts = {
         "module": ([words.index(one) for one in (*attribution.modules, "")], blocks.module),
-        "folded": ([words.index(one) for one in (*folded(attribution.modules), "")], blocks.module),
+        "folded": ([words.index(one) for one in (*folded, "")], blocks.module),
         "op": ([words.index(one) for one in (*attribution.ops, "")], blocks.op),
         "line": ([words.line(one) for one in (*attribution.lines, "")], blocks.line),
         "name": ([words.index(one) for one in (*(one.name for one in tensors), "")], blocks.tensor),

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memfit.allocator.block_lifetimes import Walk
+from memfit.allocator.block_lifetimes import BlockTracker
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.free_ranges import EXPANDABLE
-from memfit.allocator.initial_state import Beginning, beginning
+from memfit.allocator.initial_state import InitialState, initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT
 from memfit.analysis.fragmentation import by_segment
 from memfit.records import Action, Trace
@@ -33,7 +33,7 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
     if not config.has_segments:
         return []
     events, never = trace.events, len(trace.events)
-    live = {one.start: one for one in _first(trace, config, beginning(trace, config))}
+    live = {one.start: one for one in _first(trace, config, initial_state(trace, config))}
     gone: list[Range] = []
     for event in np.flatnonzero(
         (events.action >= Action.SEGMENT_ALLOC) & (events.action <= Action.SEGMENT_UNMAP)
@@ -62,11 +62,11 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
     return sorted((*gone, *live.values()), key=lambda one: (one.born, one.start))
 
 
-def _first(trace: Trace, config: AllocatorConfig, start: Beginning) -> list[Range]:
+def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[Range]:
     """Return what was reserved before the first event."""
     if not start.reserved:
         return []
-    pieces = Walk(trace.events, config, start).pieces()
+    pieces = BlockTracker(trace.events, config, start).pieces()
     return [
         Range(
             one[0].start, one[-1].stop, -1, len(trace.events),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from html import escape
 
-from memfit.analysis.breakdown import NAMES
+from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.report.html.page_facts import Facts
 from memfit.report.html.payload import Payload
@@ -184,7 +184,7 @@ def colours(facts: Facts) -> str:
     """Return the style of what stands for a kind of bytes; on hatching, text lies on a plain ground."""
     return "".join(
         f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
-        f"--text: {'#fff' if one.name == NAMES[Category.PARAMETER] else '#111'}; "
+        f"--text: {'#fff' if one.name == CATEGORY_NAMES[Category.PARAMETER] else '#111'}; "
         f"--ground: {'rgba(255, 255, 255, .8)' if one.hatched else 'none'} }}\n"
         for one in facts.layers
     )

@@ -9,18 +9,18 @@ from dataclasses import astuple
 
 import msgspec
 
-from memfit.analysis.explanation import Explanation
 from memfit.records import (
     Advice,
     Breakdown,
     DryRun,
+    Explanation,
     Figure,
     Fragmentation,
-    Moment,
+    MemoryPeak,
     Note,
     OutOfMemory,
     PhaseChange,
-    Place,
+    ScriptLocation,
 )
 
 SCHEMA = 1
@@ -135,7 +135,7 @@ class Result(msgspec.Struct, frozen=True):
 class Explained(Result, frozen=True):
     """What ``memfit explain --json`` writes."""
 
-    below_peak: tuple[Moment, ...]
+    below_peak: tuple[MemoryPeak, ...]
     """What would limit the run next, highest first; apart from the peak and one another."""
     at: str
     """The moment that was asked for: ``peak``, a phase, or a training step."""
@@ -209,7 +209,7 @@ def _failure(failure: OutOfMemory | None) -> Failure | None:
     return Failure(*_where(failure.place), failure.requested, failure.free, failure.shortfall)
 
 
-def _where(place: Place) -> tuple[int, str, str, str, str]:
+def _where(place: ScriptLocation) -> tuple[int, str, str, str, str]:
     return place.step, place.phase, place.module, place.op, place.line
 
 

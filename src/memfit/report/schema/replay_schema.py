@@ -7,10 +7,7 @@ import json
 
 import msgspec
 
-from memfit.allocator.device_memory import Calls
-from memfit.allocator.setting_outcomes import Outcome, Rates
-from memfit.analysis.allocator_comparison import Comparison
-from memfit.records import Place
+from memfit.records import AllocatorComparison, CallRates, DriverCalls, ScriptLocation, SettingOutcome
 from memfit.report.schema.dry_run_schema import SCHEMA, Remark, remark
 
 
@@ -22,7 +19,7 @@ class Failed(msgspec.Struct, frozen=True):
     requested: int
     free: int
     """Bytes that the device has left then, whether or not they may be used."""
-    where: Place
+    where: ScriptLocation
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,9 +34,9 @@ class Row(msgspec.Struct, frozen=True):
     peak_reserved: int
     smallest_capacity: int | None
     """Bytes of the smallest device on which it runs, and on every larger one: from ``memfit allocator``."""
-    calls: Calls
+    calls: DriverCalls
     """Of the CUDA runtime and driver, in all."""
-    calls_per_step: Calls | None
+    calls_per_step: DriverCalls | None
     """In the last full training step; null if fewer than two ended."""
     seconds_per_step: float | None
     """Of those, by ``rates``."""
@@ -54,7 +51,7 @@ class Replayed(msgspec.Struct, frozen=True):
     """Of bytes and calls: ``simulated``."""
     seconds: str
     """Provenance of the rates: ``assumed``."""
-    rates: Rates
+    rates: CallRates
     """Seconds of one call of each kind."""
     total: int
     """Bytes of the device."""
@@ -66,7 +63,7 @@ class Replayed(msgspec.Struct, frozen=True):
     notes: tuple[Remark, ...]
 
 
-def to_json(result: Comparison) -> bytes:
+def to_json(result: AllocatorComparison) -> bytes:
     """Return a comparison as JSON: one line of ASCII."""
     answer = Replayed(
         schema=SCHEMA,
@@ -82,8 +79,8 @@ def to_json(result: Comparison) -> bytes:
     return json.dumps(msgspec.to_builtins(answer), separators=(",", ":")).encode("ascii")
 
 
-def _row(row: Outcome, result: Comparison) -> Row:
-    done = row.replay
+def _row(row: SettingOutcome, result: AllocatorComparison) -> Row:
+    done, failure = row.replay, row.replay.failure
     return Row(
         setting=row.setting.name,
         current=row is result.current,
@@ -95,6 +92,6 @@ def _row(row: Outcome, result: Comparison) -> Row:
         calls_per_step=done.calls_per_step,
         seconds_per_step=row.seconds_per_step,
         failure=None
-        if done.fits
-        else Failed(done.failed_event, done.requested, done.free, result.places[row.setting.name]),
+        if failure is None
+        else Failed(failure.event, failure.requested, failure.free, result.places[row.setting.name]),
     )

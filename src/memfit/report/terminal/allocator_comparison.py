@@ -7,9 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.allocator.setting_outcomes import Outcome
-from memfit.analysis.allocator_comparison import Comparison
-from memfit.records import Place
+from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
 from memfit.report.escape import inert
 from memfit.report.printable import Printed
 from memfit.report.terminal.summary import short_path
@@ -19,7 +17,7 @@ _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "s
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Compared(Printed, Comparison):
+class Compared(Printed, AllocatorComparison):
     """Replays that print themselves."""
 
     def show(self, console: Console) -> None:
@@ -27,7 +25,7 @@ class Compared(Printed, Comparison):
         print_comparison(self, console)
 
 
-def print_comparison(result: Comparison, console: Console) -> None:
+def print_comparison(result: AllocatorComparison, console: Console) -> None:
     """Print one row a setting, where those that fail do, and what is worth setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)
@@ -46,8 +44,8 @@ def print_comparison(result: Comparison, console: Console) -> None:
         style="dim",
     )
     for row in result.outcomes:
-        if not row.replay.fits:
-            console.print(_failure(row, result.places[row.setting.name]))
+        if row.replay.failure is not None:
+            console.print(_failure(row, row.replay.failure, result.places[row.setting.name]))
     console.print(_advice(result))
     for note in result.notes:
         console.print(f"note ({note.provenance}): {inert(note.text)}")
@@ -57,7 +55,7 @@ def print_comparison(result: Comparison, console: Console) -> None:
     )
 
 
-def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | str]:
+def _cells(row: SettingOutcome, result: AllocatorComparison, *, sized: bool) -> Sequence[Text | str]:
     name = Text(inert(row.setting.name).replace(",", ",\n") or "default")
     details = [*["as recorded"] * (row is result.current), *_calls(row)]
     if details:
@@ -75,26 +73,26 @@ def _cells(row: Outcome, result: Comparison, *, sized: bool) -> Sequence[Text | 
     )
 
 
-def _calls(row: Outcome) -> list[str]:
+def _calls(row: SettingOutcome) -> list[str]:
     """Return what a step calls; nothing if that is nothing, or not known."""
     calls = row.replay.calls_per_step
     counts = ((getattr(calls, name), word) for name, word in _CALLS.items() if calls is not None)
     return [f"{count} {word}" for count, word in counts if count]
 
 
-def _failure(row: Outcome, place: Place) -> str:
+def _failure(row: SettingOutcome, failure: FailedMalloc, place: ScriptLocation) -> str:
     step = f"step {place.step} · " if place.step else ""
     parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
     where = " · ".join(inert(part) for part in parts if part)
-    fraction = row.setting.config().per_process_memory_fraction
+    fraction = row.memory_fraction
     limit = "" if fraction is None else f", and the limit of {fraction:g} of the GPU's memory"
     return (
         f"{inert(row.setting.name) or 'default'}: out of memory in {where}: asked for "
-        f"{format_bytes(row.replay.requested)} with {format_bytes(row.replay.free)} free{limit}"
+        f"{format_bytes(failure.requested)} with {format_bytes(failure.free)} free{limit}"
     )
 
 
-def _advice(result: Comparison) -> Text:
+def _advice(result: AllocatorComparison) -> Text:
     best, current = result.recommended, result.current
     if best is None and not current.replay.fits:
         fitting = any(row.replay.fits for row in result.outcomes)
@@ -114,7 +112,7 @@ def _advice(result: Comparison) -> Text:
     )
 
 
-def _at_a_cost(best: Outcome) -> str:
+def _at_a_cost(best: SettingOutcome) -> str:
     if best.seconds_per_step is None:
         return "; what it costs in a step is not known: fewer than two ended"
     if not best.seconds_per_step:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.analysis.explanation import Explanation
-from memfit.records import Breakdown, GroupBy, LiveAllocation, PhaseChange
+from memfit.records import Breakdown, Explanation, GroupBy, LiveAllocation, PhaseChange
 from memfit.report.escape import inert
 from memfit.report.printable import Printed
 from memfit.report.terminal.fragmentation import print_fragmentation

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import Fragmentation, Hole, Pin, ReservedBytes
+from memfit.records import Fragmentation, Hole, PinningBlock, ReservedBytes
 from memfit.report.terminal.summary import in_words
 from memfit.units import MIB, format_bytes
 
@@ -82,14 +82,14 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
     return [head, *(_pin(pin, hole) for pin in hole.pins)]
 
 
-def _pin(pin: Pin, hole: Hole) -> Text:
+def _pin(pin: PinningBlock, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
     what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
     born = "from before the history" if pin.born is None else in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 
 
-def _end(pin: Pin) -> str:
+def _end(pin: PinningBlock) -> str:
     if pin.state == "active_awaiting_free":
         return "freed, another stream still uses it"
     if pin.freed is None:

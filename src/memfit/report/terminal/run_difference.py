@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.analysis.run_difference import Changed, Difference
-from memfit.records import GroupBy, Place
+from memfit.records import GroupBy, RowChange, RunDifference, ScriptLocation
 from memfit.report.printable import Printed
 from memfit.report.schema.dry_run_schema import SCHEMA
 from memfit.report.terminal.explanation import named
@@ -19,7 +18,7 @@ _ROWS = 20
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Differing(Printed, Difference):
+class Differing(Printed, RunDifference):
     """What changed, and prints itself."""
 
     def show(self, console: Console) -> None:
@@ -27,7 +26,7 @@ class Differing(Printed, Difference):
         print_difference(self, console)
 
 
-def print_difference(found: Difference, console: Console) -> None:
+def print_difference(found: RunDifference, console: Console) -> None:
     """Print what changed, in bytes; rows sum to what is allocated."""
     for name, place in zip(("before", "after "), found.places, strict=True):
         console.print(Text(f"{name}  {found.at} in: {in_words(place)}"))
@@ -55,19 +54,19 @@ def print_difference(found: Difference, console: Console) -> None:
 class Differs(msgspec.Struct, frozen=True):
     """The public JSON of ``memfit diff``; docs/diff.schema.json is made from it.
 
-    What ``schema.py`` promises of a dry run's holds of it, too. Fields are those of ``Difference``.
+    What ``schema.py`` promises of a dry run's holds of it, too. Fields are those of ``RunDifference``.
     """
 
     schema: int
     at: str
     by: GroupBy
-    places: tuple[Place, Place]
+    places: tuple[ScriptLocation, ScriptLocation]
     allocated: tuple[int, int]
     reserved: tuple[int, int]
-    rows: tuple[Changed, ...]
+    rows: tuple[RowChange, ...]
 
 
-def to_json(found: Difference) -> bytes:
+def to_json(found: RunDifference) -> bytes:
     """Encode a difference: one line of ASCII, whatever names are."""
     public = Differs(SCHEMA, *(getattr(found, name) for name in Differs.__struct_fields__[1:]))
     return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Machine, Place, ScriptEnd
+from memfit.records import DryRun, Machine, ScriptEnd, ScriptLocation
 from memfit.report.escape import inert
 from memfit.report.printable import Printed
 from memfit.report.terminal.advice import advice_in_words
@@ -177,14 +177,14 @@ def subject(result: DryRun) -> Text:
     return Text(" · ".join(part for part in parts if part))
 
 
-def in_words(place: Place) -> str:
+def in_words(place: ScriptLocation) -> str:
     """Say where the script was, in one line."""
     step = f"step {place.step}" if place.step else ""
     parts = [step, place.phase, inert(place.module), inert(place.op), inert(short_path(place.line))]
     return " · ".join(part for part in parts if part)
 
 
-def _peak(place: Place) -> Text:
+def _peak(place: ScriptLocation) -> Text:
     return Text(f"Peak in: {in_words(place)}")
 
 

@@ -10,49 +10,10 @@ Source: Note [Expandable Segments], ``ExpandableSegment``, ``find_expandable_blo
 """
 
 from memfit.allocator.blocks import Block, BlockPool
-from memfit.allocator.device_memory import DeviceMemory
+from memfit.allocator.expandable_segment import ExpandableSegment
 
 
-class ExpandableSegment:
-    """A reservation and its handles: pieces of memory of one size."""
-
-    __slots__ = ("_memory", "address", "handle", "size")
-
-    def __init__(self, memory: DeviceMemory, handle: int) -> None:
-        self._memory = memory
-        self.handle = handle
-        """Bytes of each."""
-        self.size = -(-(memory.total + memory.total // 8) // handle) * handle
-        self.address = memory.reserve(self.size)
-
-    def map(self, size: int) -> int:
-        """Put memory behind ``size`` bytes that begin with a handle, rounded up to whole handles.
-
-        Returns:
-            The bytes that have memory now; 0 if the device has not so much left.
-        """
-        pieces = -(-size // self.handle)
-        return pieces * self.handle if self._memory.map(pieces, self.handle) else 0
-
-    def unmap(self, address: int, size: int) -> tuple[int, int]:
-        """Give back the handles that lie wholly within ``[address, address + size)``.
-
-        Returns:
-            Where they begin, and their bytes; 0 bytes if there are none.
-        """
-        begin = -(-(address - self.address) // self.handle)
-        end = (address + size - self.address) // self.handle
-        if begin >= end:
-            return address, 0
-        self._memory.unmap(end - begin, self.handle)
-        return self.address + begin * self.handle, (end - begin) * self.handle
-
-    def release(self) -> None:
-        """Give the addresses back."""
-        self._memory.unreserve(self.address, self.size)
-
-
-def find(pool: BlockPool, stream: int, size: int) -> Block | None:
+def find_expandable_block(pool: BlockPool, stream: int, size: int) -> Block | None:
     """Return the lowest block from which on ``size`` bytes are free or not yet mapped, or None.
 
     The block itself may be mapped: then the one after it is not.
@@ -69,7 +30,7 @@ def find(pool: BlockPool, stream: int, size: int) -> Block | None:
     return None
 
 
-def reserve(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
+def reserve_segment(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
     """Return a new reservation as a block that is not mapped."""
     block = Block(stream, segment.size, pool, segment.address, 0)
     block.mapped = False
@@ -78,7 +39,7 @@ def reserve(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
     return block
 
 
-def release(block: Block) -> None:
+def release_segment(block: Block) -> None:
     """Give a reservation back of which nothing is mapped: it is one block."""
     block.pool.remove_unmapped(block)
     _segment_of(block).release()

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.below_peak import below_peak
+from memfit.analysis.secondary_peaks import secondary_peaks
 from memfit.records import Action, Label, Mark, MarkKind, Phase
 from support.traces import BASE, Event, freed, segment, trace_of
 
@@ -31,7 +31,9 @@ def climb(*levels):
 def near(*levels, marks=()):
     history = climb(*levels)
     trace = trace_of(history, [segment(BASE, 2 << 20, "small")], labels=LABELS, marks=tuple(marks))
-    return [(moment.place.phase, moment.allocated // 512) for moment in below_peak(trace, timeline(trace))]
+    return [
+        (moment.place.phase, moment.allocated // 512) for moment in secondary_peaks(trace, timeline(trace))
+    ]
 
 
 def test_moments_are_apart_by_a_dip_and_not_far_below():

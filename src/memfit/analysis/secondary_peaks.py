@@ -9,8 +9,8 @@ allocated     /\  peak
 
 import numpy as np
 
-from memfit.analysis.location import place_at, step_ends
-from memfit.records import Moment, Timeline, Trace
+from memfit.analysis.location import location_at, step_ends
+from memfit.records import MemoryPeak, Timeline, Trace
 
 MOST = 3
 APART = 0.05
@@ -19,7 +19,7 @@ NEAR = 0.75
 """Of the peak, that a moment holds at least."""
 
 
-def below_peak(trace: Trace, line: Timeline) -> tuple[Moment, ...]:
+def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """Return the highest moments of the peak's own training step that are apart from it and one another.
 
     Args:
@@ -47,4 +47,4 @@ def below_peak(trace: Trace, line: Timeline) -> tuple[Moment, ...]:
             break
         at = int(np.argmax(np.where(far, level, -1)))
         found.append(begin + at)
-    return tuple(Moment(event, place_at(trace, event), int(line.allocated[event])) for event in found)
+    return tuple(MemoryPeak(event, location_at(trace, event), int(line.allocated[event])) for event in found)
