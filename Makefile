@@ -8,7 +8,7 @@ PINS := torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test browser lint format check clean
+.PHONY: demo test browser docs lint format check clean
 
 demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a small card runs out
 	$(BIN)/memfit dry-run examples/gpt.py
@@ -20,6 +20,9 @@ test: $(READY)
 browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/python -m pip install --quiet -e '.[browser]'
 	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py
+
+docs: $(READY)  # docs/cli.md, from the commands themselves
+	$(BIN)/python docs/generate_cli.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
