@@ -72,7 +72,7 @@ def exists(path):
 def missing_tests(page):
     """Return the tests (``file.py::test_name``) that are not in the file; ``…::`` is the file named before."""
     found, file = [], None
-    for path, name in re.findall(r"`([\w./…]+)::(\w+)`", prose(page)):
+    for path, name in re.findall(r"`([\w./]+\.py|…)::(\w+)`", prose(page)):
         file = file if path == "…" else path
         source = next((start / file for start in STARTS if (start / file).is_file()), None)
         if source is None or not re.search(rf"^(    )?def {name}\(", source.read_text(), re.MULTILINE):
