@@ -70,7 +70,7 @@ def exists(path):
 
 
 def missing_tests(page):
-    """Return the tests (``file.py::test_name``) that are not in the file; ``…::`` is the file named before."""
+    """Return the tests (``file.py::name``) that do not exist; ``…::`` refers to the file named before."""
     found, file = [], None
     for path, name in re.findall(r"`([\w./]+\.py|…)::(\w+)`", prose(page)):
         file = file if path == "…" else path
@@ -106,7 +106,8 @@ def test_named_tests_exist(page):
 def test_the_check_finds_links_paths_and_tests(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# One: a heading\n[a](b.md#c)\n`python src/memfit/nowhere.py` `gone.py::test_x` `…::test_y`\n```\n[x](y)\n```\n"
+        "# One: a heading\n[a](b.md#c)\n`python src/memfit/nowhere.py` `gone.py::test_x` `…::test_y`\n"
+        "```\n[x](y)\n```\n"
     )
     assert links(page) == ["b.md#c"]
     assert anchors(page) == {"one-a-heading"}
