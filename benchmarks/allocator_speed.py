@@ -23,7 +23,8 @@ from memfit.allocator.replay import replay
 from memfit.allocator.requests import RequestKind, Requests, read_requests
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.load import load
 
 sys.path.insert(0, str(Path(__file__).with_name("allocator")))
 from drive import Sizes

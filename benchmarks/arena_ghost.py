@@ -37,7 +37,8 @@ def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
     """Train on the ghost; return what was taken after each step, and more."""
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.load import GhostDevice, load
+    from memfit.ghost.device import GhostDevice
+    from memfit.ghost.load import load
 
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import Candidate, Pool
-from memfit.ghost.load import GhostDevice
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing

@@ -25,8 +25,8 @@ import torch
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import Candidate, Pool
-from memfit.ghost.load import GhostDevice
 
 TESTS = Path(__file__).parents[1] / "tests"
 SWEEP = TESTS / "support" / "ghost_oom_sweep.py"

@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import Ghost, GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.ffi import Ghost
+from memfit.ghost.load import load
 from memfit.ghost.values.value_options import ValueChoices
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import Candidate, Pool
-from memfit.ghost.load import GhostDevice
 
 TARGET = 0.15  # seconds
 CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_candidates.py"

@@ -89,7 +89,8 @@ def main() -> None:
     parameters = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.load import GhostDevice, load
+    from memfit.ghost.device import GhostDevice
+    from memfit.ghost.load import load
 
     device = find_device(parameters.gpu)
     ghost = load(build())

@@ -24,7 +24,9 @@ from sizes import size_of
 from memfit.allocator.memory_stats import COUNTERS, NAMES
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import Ghost, GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.ffi import Ghost
+from memfit.ghost.load import load
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FEW, OLD = 400, 0.02  # of many tensors, mostly the newest are freed

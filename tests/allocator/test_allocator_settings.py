@@ -100,7 +100,8 @@ SCRIPT = """
 import json, sys
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.load import load
 
 load(build()).configure(GhostDevice.of(find_device("A100-80GB"), 1 << 33))
 import torch

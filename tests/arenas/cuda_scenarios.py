@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 from memfit.devices import find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.load import load
 
 MIB = 1 << 20
 TOTAL = find_device("A100-80GB").total_bytes

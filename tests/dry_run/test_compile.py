@@ -72,7 +72,8 @@ BARE = """
     from pathlib import Path
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.load import GhostDevice, load
+    from memfit.ghost.device import GhostDevice
+    from memfit.ghost.load import load
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))
     import torch

@@ -11,8 +11,8 @@ import pytest
 from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import Candidate, Pool
-from memfit.ghost.load import GhostDevice
 
 CANDIDATES = str(Path(__file__).with_name("fork_pool_candidates.py"))
 GIB = 1 << 30
@@ -39,7 +39,8 @@ import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
-from memfit.ghost.load import GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.load import load
 load(build()).configure(GhostDevice.of(find_device("A100-80GB")))
 import fork_pool_candidates
 print(json.dumps(fork_pool_candidates.gpt2_small(batch=2)))

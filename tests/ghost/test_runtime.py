@@ -176,7 +176,7 @@ def test_stream_ordered_allocator_keeps_the_pools_figures(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
-    from memfit.ghost.load import LogAction
+    from memfit.ghost.ffi import LogAction
     print({event.action.name for event in log} == {"MALLOC_ASYNC", "FREE_ASYNC"}, {e.label for e in log[:5]})
     print(peak == allocated, torch.cuda.max_memory_reserved() == ghost.counter("used_peak") == 32 << 20)
     """,

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from memfit.ghost.load import Space
+from memfit.ghost.ffi import Space
 from memfit.recording.labels import LabelBook
 from memfit.recording.owners import Held, Holdings
 from memfit.recording.phases import begin_forwards, complete

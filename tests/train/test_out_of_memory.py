@@ -13,8 +13,8 @@ import torch
 from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
 from memfit.ghost.build.runtime_library import build as build_ghost
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import Candidate, Pool
-from memfit.ghost.load import GhostDevice
 from support.fault_injection import CASES, FAULTS, Fault, Sweep, build, differing, picture
 from support.fault_injection import mean_loss as loss_of
 

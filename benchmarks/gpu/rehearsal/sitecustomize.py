@@ -9,7 +9,8 @@ import os
 if gpu := os.environ.get("MEMFIT_REHEARSAL"):
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
-    from memfit.ghost.load import GhostDevice, load
+    from memfit.ghost.device import GhostDevice
+    from memfit.ghost.load import load
 
     device = find_device(gpu)
     ghost = load(build())  # kept by this module: the runtime calls back into it

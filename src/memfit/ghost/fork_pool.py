@@ -32,7 +32,9 @@ import msgspec
 
 from memfit.errors import GhostError, TargetError
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.load import Ghost, GhostDevice, load
+from memfit.ghost.device import GhostDevice
+from memfit.ghost.ffi import Ghost
+from memfit.ghost.load import load
 from memfit.python_command import python_code
 
 _READY = b"ready"

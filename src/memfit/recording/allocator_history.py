@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memfit.ghost.load import Ghost, LogAction
+from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_counter import CountedStamps
 from memfit.recording.hooks import LiftedHooks
 from memfit.recording.labels import LabelBook, metadata_of, serial_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.load import Ghost, Space
+from memfit.ghost.ffi import Ghost, Space
 from memfit.ghost.patching.before_call import before
 from memfit.recording import autocast_copies, cublas_workspaces
 from memfit.recording.allocator_history import Recording

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ghost.load import Space
+from memfit.ghost.ffi import Space
 from memfit.recording.labels import LabelBook
 from memfit.recording.owners import Holdings
 from memfit.recording.phases import complete

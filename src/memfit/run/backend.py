@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from memfit.card.find import is_rehearsal
 from memfit.card.outside_allocator import Outside
 from memfit.devices import find_device, refusal
-from memfit.ghost.load import Ghost, load
+from memfit.ghost.ffi import Ghost
+from memfit.ghost.load import load
 from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder

@@ -8,7 +8,7 @@ from memfit.devices import Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.build.torch_install import find_torch
-from memfit.ghost.load import GhostDevice
+from memfit.ghost.device import GhostDevice
 from memfit.ghost.values.value_options import ValueChoices
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance

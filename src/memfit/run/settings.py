@@ -5,7 +5,7 @@ import json
 import msgspec
 
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.load import GhostDevice
+from memfit.ghost.device import GhostDevice
 from memfit.records import DeviceUse
 from memfit.run.options import RunOptions
 

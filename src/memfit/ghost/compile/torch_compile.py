@@ -28,7 +28,7 @@ from typing import Any
 from torch._guards import TracingContext
 
 from memfit.ghost.compile import triton_stub
-from memfit.ghost.load import Ghost
+from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.stand_ins import Note

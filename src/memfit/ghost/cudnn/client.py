@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,11 +16,9 @@ from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.cudnn.cache import Answer, Configuration, Kept
 from memfit.ghost.cudnn.device_properties import properties
 from memfit.ghost.cudnn.find_library import find_library
+from memfit.ghost.device import GhostDevice
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
-
-if TYPE_CHECKING:
-    from memfit.ghost.load import GhostDevice
 
 STARTING = 30.0
 """Seconds in which the process must have loaded cuDNN."""
@@ -184,7 +181,7 @@ class CudnnClient:
         self._ended("", for_good=False)
 
 
-def installed_cudnn(device: "GhostDevice", build: Build) -> CudnnClient:
+def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
     """Return the cuDNN that PyTorch would load here, ready to be asked about a device.
 
     Raises:

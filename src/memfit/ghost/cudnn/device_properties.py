@@ -1,13 +1,11 @@
 """A device described to cuDNN, in the words that it asks for."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memfit.ghost.load import GhostDevice
+from memfit.ghost.device import GhostDevice
 
 
-def properties(device: "GhostDevice", cuda_version: str) -> Mapping[str, object]:
+def properties(device: GhostDevice, cuda_version: str) -> Mapping[str, object]:
     """Return what cuDNN wants to know of a device.
 
     Of all this, cuDNN 9.24 was seen to look at the compute capability alone (docs/decisions/0013).

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from memfit.ghost.load import Ghost
+from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.kernel_overrides import Overrides, Run
 from memfit.ghost.values.known_values import Basis
 from memfit.ghost.values.stand_ins import Values

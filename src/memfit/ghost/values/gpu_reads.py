@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.load import Ghost
+from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching import kernel_overrides as kernels
 from memfit.ghost.patching.kernel_overrides import Overrides, Run
 from memfit.ghost.values.data_dependent_sizes import count_sizes

@@ -19,7 +19,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
-from memfit.ghost.load import Ghost
+from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.known_values import Known, is_plain, known_number
 from memfit.ghost.values.stand_ins import Values
