@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.fork_pool import ForkPool, PoolJob
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.apply import apply
 from memfit.strategies.checkpointing import Checkpointing
@@ -260,7 +260,7 @@ def stepped_in_backward(parameters: list[nn.Parameter]) -> Any:
 def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str, dict[str, dict[str, int]]]]:
     """Return each model's and strategy's peaks by door."""
     doors = ("by hand", "step", "windows")
-    with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+    with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         for name in names:
             for strategy in strategies:
                 yield (
@@ -268,7 +268,7 @@ def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str,
                     strategy,
                     {
                         door: pool.run(
-                            Candidate(f"{__file__}:train", {"name": name, "strategy": strategy, "door": door})
+                            PoolJob(f"{__file__}:train", {"name": name, "strategy": strategy, "door": door})
                         )
                         for door in doors
                     },

@@ -26,7 +26,7 @@ from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 TESTS = Path(__file__).parents[1] / "tests"
 SWEEP = TESTS / "support" / "ghost_oom_sweep.py"
@@ -56,13 +56,13 @@ def on_the_cpu(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
 
 def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
     """Have each operation that allocates find no memory."""
-    with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+    with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         for case in CASES:
             found: Counter[str] = Counter()
             for step, protect in SITUATIONS:
                 options = {"case": case, "step": step, "protect": protect, "every": every}
                 try:
-                    found.update(pool.run(Candidate(f"{SWEEP}:sweep", options)))
+                    found.update(pool.run(PoolJob(f"{SWEEP}:sweep", options)))
                 except TargetError as error:
                     found["HARMED"] += 1
                     print(error, file=sys.stderr)
@@ -71,8 +71,8 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
 
 def with_less_and_less() -> None:
     """Print how often a step is begun again in so much memory."""
-    with Pool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
-        found = pool.run(Candidate(f"{SWEEP}:capacities", {}))
+    with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+        found = pool.run(PoolJob(f"{SWEEP}:capacities", {}))
     for allowed, retried in found:
         outcome = (
             "reported: not even single samples fit" if retried is None else f"begun again {retried} times"

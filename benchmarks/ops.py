@@ -39,7 +39,7 @@ from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
-from memfit.ghost.values.value_options import ValueChoices
+from memfit.ghost.values.value_options import ValueOptions
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ class Trial:
         self._ghost = ghost
         self._most = most_samples
         self._show = show
-        self._values = gpu_reads.install(ghost, ValueChoices(), lambda *_, **__: None)
+        self._values = gpu_reads.install(ghost, ValueOptions(), lambda *_, **__: None)
 
     def run(self, op: "OpInfo", dtype: "torch.dtype") -> Result:
         """Try every sample of one operator; the first that does not run decides."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from memfit.devices import find_device
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 TARGET = 0.15  # seconds
 CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_candidates.py"
@@ -33,16 +33,16 @@ def main() -> int:
     if arguments.runs < 1:
         parser.error("--runs must be at least 1")
     built, device = build(), GhostDevice.of(find_device("A100-80GB"))
-    candidate = Candidate(f"{CANDIDATES}:gpt2_small")
+    candidate = PoolJob(f"{CANDIDATES}:gpt2_small")
     warm, cold, answers = [], [], []
-    with Pool(built, device) as pool:
+    with ForkPool(built, device) as pool:
         pool.run(candidate)
         for _ in range(arguments.runs):
             begun = time.perf_counter()
             answers.append(pool.run(candidate))
             warm.append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            with Pool(built, device) as fresh:
+            with ForkPool(built, device) as fresh:
                 answers.append(fresh.run(candidate))
             cold.append(time.perf_counter() - begun)
         begun = time.perf_counter()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_gaps
-from memfit.ghost.build.torch_install import find_torch, scan
+from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -301,7 +301,7 @@ def test_every_output_on_the_host_is_written_or_a_gap(real, written):
     known = written.keys() | {gap.name for gap in read_gaps()[0]} | INPUTS.keys()
     unanswered = {
         name: argument
-        for name in scan(find_torch()).symbols & theirs.keys() - known
+        for name in scan_imports(find_torch()).symbols & theirs.keys() - known
         for argument in theirs[name]
         if (HOST_OUTPUT.search(argument) or handles.search(argument))
         and "const" not in argument.split("*")[0]
@@ -321,7 +321,7 @@ def test_gaps_are_not_written(written):
 
 def test_functions_looked_up_by_name_exist(real, written):
     """PyTorch asks cudaGetDriverEntryPoint and dlsym for these; the plain name stands for _v2."""
-    offered = written.keys() | {gap.name for gap in read_gaps()[0]} | scan(find_torch()).symbols
+    offered = written.keys() | {gap.name for gap in read_gaps()[0]} | scan_imports(find_torch()).symbols
     for library in ("libc10_cuda.so", "libtorch_cuda.so"):
         text = (find_torch().folder / "lib" / library).read_bytes()
         names = {name.decode() for name in re.findall(rb"\0((?:cu[A-Z]|nvml)\w{3,50})(?=\0)", text)}

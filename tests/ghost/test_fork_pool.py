@@ -12,7 +12,7 @@ from memfit.devices import find_device
 from memfit.errors import TargetError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 CANDIDATES = str(Path(__file__).with_name("fork_pool_candidates.py"))
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def device():
 
 @pytest.fixture(scope="module")
 def pool(device):
-    with Pool(build(), device) as pool:
+    with ForkPool(build(), device) as pool:
         yield pool
 
 
@@ -49,29 +49,29 @@ import os; os._exit(0)
 """
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = json.loads(alone.stdout)
-    answers = pool.map([Candidate(target("gpt2_small"), {"batch": 2})] * 3)
+    answers = pool.map([PoolJob(target("gpt2_small"), {"batch": 2})] * 3)
     assert answers == [expected] * 3
 
 
 def test_each_candidate_has_a_process_to_itself(pool):
-    assert len(set(pool.map([Candidate(target("process"))] * 4))) == 4
+    assert len(set(pool.map([PoolJob(target("process"))] * 4))) == 4
 
 
 def test_a_candidate_may_have_its_own_device_and_settings(pool, device):
     small = replace(device, total_bytes=4 * GIB, name="a smaller one")
-    assert pool.run(Candidate(target("one_tensor"), {"size": 5 * GIB})) == 5 * GIB
-    assert pool.run(Candidate(target("one_tensor"), {"size": 5 * GIB}, device=small)) is None
-    assert pool.run(Candidate(target("one_tensor"), {"size": 3 * GIB}, device=small)) == 3 * GIB
-    assert pool.run(Candidate(target("one_tensor"), {"size": 3 * GIB}, device=small, in_use=2 * GIB)) is None
+    assert pool.run(PoolJob(target("one_tensor"), {"size": 5 * GIB})) == 5 * GIB
+    assert pool.run(PoolJob(target("one_tensor"), {"size": 5 * GIB}, device=small)) is None
+    assert pool.run(PoolJob(target("one_tensor"), {"size": 3 * GIB}, device=small)) == 3 * GIB
+    assert pool.run(PoolJob(target("one_tensor"), {"size": 3 * GIB}, device=small, in_use=2 * GIB)) is None
     expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    found = pool.run(Candidate(target("settings"), device=small, environment=expandable))
+    found = pool.run(PoolJob(target("settings"), device=small, environment=expandable))
     assert found == {"expandable": True, "device": "a smaller one"}
-    assert pool.run(Candidate(target("settings")))["expandable"] is False
+    assert pool.run(PoolJob(target("settings")))["expandable"] is False
 
 
 def test_a_failure_says_what_failed(pool):
     with pytest.raises(TargetError, match=r"fails failed: ValueError: this one cannot work[\s\S]*line \d+"):
-        pool.run(Candidate(target("fails")))
+        pool.run(PoolJob(target("fails")))
     with pytest.raises(TargetError, match="died without an answer"):
-        pool.run(Candidate(target("dies")))
-    assert pool.run(Candidate(target("one_tensor"), {"size": 512})) == 512
+        pool.run(PoolJob(target("dies")))
+    assert pool.run(PoolJob(target("one_tensor"), {"size": 512})) == 512

@@ -6,7 +6,7 @@ import tomllib
 import msgspec
 import pytest
 
-from memfit.ghost.cudnn.cache import Answer, Configuration
+from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsResult
 from memfit.ghost.cudnn.client import NoAnswerError
 from memfit.ghost.cudnn.descriptors import Descriptor, operation_of
 from memfit.ghost.workspaces import RULES, Workspaces, WorkspaceSource
@@ -122,7 +122,7 @@ OTHERS = [
 def test_what_has_no_rule_is_0_and_said_in_one_sentence():
     workspaces = Workspaces.read()
     for asked in OTHERS:
-        assert workspaces.answer(json.dumps(asked).encode()) == (Configuration(0),)
+        assert workspaces.answer(json.dumps(asked).encode()) == (EngineConfig(0),)
     ((provenance, note),) = workspaces.notes()
     assert provenance is Provenance.ASSUMED
     assert "count as 0 bytes" in note
@@ -144,7 +144,7 @@ def test_notes_name_the_rules_that_were_used_once_each():
 
 # ---- Asking cuDNN first -----------------------------------------------------------------------------
 
-OFFERS = (Configuration(5 << 20, 38, 1), Configuration(0))
+OFFERS = (EngineConfig(5 << 20, 38, 1), EngineConfig(0))
 
 
 class Cudnn:
@@ -157,7 +157,7 @@ class Cudnn:
         self.asked.append(question)
         if self.refusal:
             raise NoAnswerError(self.refusal)
-        return Answer(92_400, self.offers)
+        return HeuristicsResult(92_400, self.offers)
 
 
 def plan(tree):
@@ -220,7 +220,7 @@ def test_without_an_answer_the_rules_hold_and_the_reason_is_told_once():
     for images in (1, 2):
         workspaces.answer(plan(convolution_tree("weight gradient", images=images)))
     first, *_ = workspaces.answer(plan(convolution_tree("weight gradient")))
-    assert first == Configuration(58_720_256)
+    assert first == EngineConfig(58_720_256)
     notes = notes_of(workspaces)
     assert {provenance for provenance, _ in notes} == {Provenance.ASSUMED}
     assert [text for _, text in notes if "it is of another opinion" in text] == [
@@ -233,7 +233,7 @@ def test_no_engine_is_an_answer_until_it_is_the_last():
     workspaces = asking(Cudnn(offers=()))
     assert workspaces.answer(plan(convolution_tree("forward"))) == ()
     last = plan(convolution_tree("forward", mode=FALLBACK))
-    assert workspaces.answer(last) == (Configuration(0),), "the script is not made to fail by a guess"
+    assert workspaces.answer(last) == (EngineConfig(0),), "the script is not made to fail by a guess"
     assert any("no engine" in text for _, text in notes_of(workspaces))
 
 

@@ -4,7 +4,7 @@ from array import array
 
 import numpy as np
 
-from memfit.ghost.ffi import Space
+from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.labels import LabelBook
 from memfit.recording.owners import Held, Holdings
 from memfit.recording.phases import begin_forwards, complete
@@ -115,7 +115,7 @@ def test_only_what_is_before_a_forward_can_be_one():
 
 def test_what_a_graph_saved_of_a_librarys_memory_is_an_activation():
     events = events_of([made(0), made(1, Category.ACTIVATION), made(2)])
-    spaces = [Space(BASE + 512 * place, 512, 7) for place in (0, 1, 9)]
+    spaces = [WorkspaceUse(BASE + 512 * place, 512, 7) for place in (0, 1, 9)]
     missed, kept = mark_spaces(events, np.full(3, 7, np.int32), spaces)
     assert (missed, kept.tolist()) == (1, [1])
     assert events.category.tolist() == [Category.WORKSPACE, Category.ACTIVATION, Category.UNKNOWN]

@@ -14,7 +14,7 @@ from memfit.devices import find_device
 from memfit.errors import TornUpdateError, UsageError
 from memfit.ghost.build.runtime_library import build as build_ghost
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.fork_pool import Candidate, Pool
+from memfit.ghost.fork_pool import ForkPool, PoolJob
 from support.fault_injection import CASES, FAULTS, Fault, Sweep, build, differing, picture
 from support.fault_injection import mean_loss as loss_of
 
@@ -23,7 +23,7 @@ SWEEP = Path(__file__).parents[1] / "support" / "ghost_oom_sweep.py"
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(build_ghost(), GhostDevice.of(find_device("A100-80GB"))) as pool:
+    with ForkPool(build_ghost(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         yield pool
 
 
@@ -118,7 +118,7 @@ def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
 )
 def test_memory_that_really_runs_out_does_no_harm(pool, case):
     """On the ghost the real allocator refuses; all that was allocated meanwhile is given back."""
-    found = pool.run(Candidate(f"{SWEEP}:sweep", {"case": case, "step": 0, "every": 5}))
+    found = pool.run(PoolJob(f"{SWEEP}:sweep", {"case": case, "step": 0, "every": 5}))
     assert found.keys() <= {"recovered", "reported"}
     assert found["reported"] > 1
 
@@ -126,7 +126,7 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
 def test_the_less_memory_the_smaller_the_parts(pool):
     """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ...
     0."""
-    begun_again = [retried for _, retried in pool.run(Candidate(f"{SWEEP}:capacities", {"points": 8}))]
+    begun_again = [retried for _, retried in pool.run(PoolJob(f"{SWEEP}:capacities", {"points": 8}))]
     assert begun_again[0] is None
     assert begun_again[1:] == sorted(begun_again[1:], reverse=True)
     assert {0, 1, 2, 3} <= set(begun_again)

@@ -8,7 +8,7 @@ from memfit.devices import Device
 
 @dataclass(frozen=True, slots=True)
 class GhostDevice:
-    """What the ghost says it is. Bytes unless named otherwise; the fields of ``struct ghost_device``."""
+    """The device that the ghost reports; the fields of ``struct ghost_device``, in bytes if not named."""
 
     name: str
     major: int
@@ -18,7 +18,7 @@ class GhostDevice:
     threads_per_multiprocessor: int
     blocks_per_multiprocessor: int
     total_bytes: int
-    """As ``torch.cuda.mem_get_info`` reports it: the capacity."""
+    """The capacity, as ``torch.cuda.mem_get_info`` reports it."""
     shared_per_block: int
     shared_per_block_optin: int
     shared_per_multiprocessor: int
@@ -29,7 +29,12 @@ class GhostDevice:
 
     @classmethod
     def of(cls, device: Device, total_bytes: int | None = None) -> Self:
-        """Return what the ghost says as a device of the table, with ``total_bytes`` if given."""
+        """Return the ghost device for a device of the table, with ``total_bytes`` of memory if given.
+
+        >>> from memfit.devices import find_device
+        >>> GhostDevice.of(find_device("RTX 4090"), total_bytes=8 << 30).total_bytes
+        8589934592
+        """
         major, minor = device.compute_capability
         return cls(
             name=device.reported_as,

@@ -1,4 +1,4 @@
-"""Everything a dry run needs, looked at one by one, each with what would mend it."""
+"""Check each thing that a dry run needs, and report how to fix what is missing."""
 
 import platform
 import sys
@@ -18,17 +18,17 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     serves: bool
     text: str
-    """What was found; where it does not serve, what to do about it."""
+    """What was found; if the check failed, how to fix it."""
     details: tuple[str, ...] = ()
 
 
 def checks() -> tuple[Check, ...]:
-    """Look at the platform, torch, the compiler, the ghost (built if need be), its gaps, cuDNN and GPUs."""
+    """Check Python, torch, the compiler, the ghost (built if necessary), its gaps, cuDNN and GPUs."""
     return (_python(), _torch(), _compiler(), *_ghost(), _gpus())
 
 
@@ -56,9 +56,9 @@ def _ghost() -> tuple[Check, ...]:
         built = build()
     except MemfitError as error:
         return (Check("ghost", False, str(error)),)
-    how = f"built now in {built.seconds:.1f} s" if built.built else "ready"
+    state = f"built now in {built.seconds:.1f} s" if built.built else "ready"
     return (
-        Check("ghost", True, f"{how}, for torch {built.torch_version}: {built.folder}"),
+        Check("ghost", True, f"{state}, for torch {built.torch_version}: {built.folder}"),
         _gaps(built),
         _cudnn(built),
     )
@@ -66,7 +66,8 @@ def _ghost() -> tuple[Check, ...]:
 
 def _gaps(built: Build) -> Check:
     text = (
-        f"{len(built.gaps)} CUDA functions within reach of torch are known gaps; a run that meets one says so"
+        f"the ghost does not implement {len(built.gaps)} CUDA functions that torch can reach; "
+        "a run that calls one reports it"
     )
     return Check("gaps", True, text, tuple(f"{gap.name}: {gap.reason}" for gap in built.gaps))
 
@@ -75,8 +76,9 @@ def _cudnn(built: Build) -> Check:
     try:
         version = installed_cudnn(GhostDevice.of(find_device(DEFAULT)), built).version()
     except NoAnswerError as error:
-        return Check("cudnn", True, f"cannot be asked what it works in, so rules say it: {error}")
-    return Check("cudnn", True, f"version {version}, asked without a GPU what its convolutions work in")
+        text = f"cannot be queried, so convolution workspaces are sized by fixed rules: {error}"
+        return Check("cudnn", True, text)
+    return Check("cudnn", True, f"version {version}, queried without a GPU for its convolution workspaces")
 
 
 def _gpus() -> Check:
@@ -86,4 +88,4 @@ def _gpus() -> Check:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if line.startswith("Model:")
     ]
-    return Check("gpu", True, ", ".join(names) or "none, and none is needed for a dry run")
+    return Check("gpu", True, ", ".join(names) or "none; a dry run needs none")

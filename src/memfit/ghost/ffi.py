@@ -8,22 +8,23 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 from memfit.errors import GhostError
-from memfit.ghost.build.extensions import Extensions
+from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import Build
-from memfit.ghost.cudnn.cache import Configuration
+from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import installed_cudnn
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
-_REFUSALS = {
+_CONFIGURE_ERRORS = {
     1: "the device count or the bytes in use are out of range",
-    2: "device memory is already allocated; configure it before anything uses CUDA",
+    2: "device memory is already allocated; configure the ghost before the first use of CUDA",
     3: "its 48 TiB of addresses could not be reserved; lift the limit on address space (ulimit -v unlimited)",
 }
+"""Status of ``ghost_configure`` -> the reason."""
 
 
 class LogAction(IntEnum):
-    """What an entry of the allocation log says happened; ``enum ghost_action``."""
+    """The kind of an allocation log entry; ``enum ghost_action``."""
 
     MALLOC = 0
     FREE = 1
@@ -34,34 +35,34 @@ class LogAction(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One call of cudaMalloc or its kin."""
+    """One call of cudaMalloc, cudaFree or their stream-ordered variants."""
 
     action: LogAction
     device: int
     address: int
-    """For ``OUT_OF_MEMORY`` the bytes that were still free, in the pool too where it was asked."""
+    """For ``OUT_OF_MEMORY``, the bytes still free, including those of the pool for a pool allocation."""
     size: int
-    """Bytes it takes of the device; as requested for ``OUT_OF_MEMORY``."""
+    """Bytes taken from the device; for ``OUT_OF_MEMORY``, the bytes requested."""
     stream: int
     """The stream's handle; 0 for the default stream and for the synchronous calls."""
     label: int
-    """What the calling thread had set with ``Ghost.set_label``."""
+    """The label the calling thread had set with ``Ghost.set_label``."""
     time_us: int
     """Microseconds since the Unix epoch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """A use of memory that a library worked in."""
+class WorkspaceUse:
+    """One use of a workspace by a library."""
 
     address: int
     size: int
-    """Bytes, as the library had asked for them."""
+    """Bytes, as the library requested them."""
     label: int
-    """What the calling thread had set with ``Ghost.set_label``."""
+    """The label the calling thread had set with ``Ghost.set_label``."""
 
 
-class _Device(ctypes.Structure):
+class _DeviceStruct(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * 256),
         ("major", ctypes.c_int),
@@ -80,7 +81,7 @@ class _Device(ctypes.Structure):
     )
 
 
-class _Event(ctypes.Structure):
+class _LogEventStruct(ctypes.Structure):
     _fields_ = (
         ("action", ctypes.c_int32),
         ("device", ctypes.c_int32),
@@ -92,11 +93,11 @@ class _Event(ctypes.Structure):
     )
 
 
-class _Space(ctypes.Structure):
+class _WorkspaceUseStruct(ctypes.Structure):
     _fields_ = (("address", ctypes.c_uint64), ("size", ctypes.c_uint64), ("label", ctypes.c_uint64))
 
 
-class _Configuration(ctypes.Structure):
+class _EngineConfigStruct(ctypes.Structure):
     _fields_ = (
         ("workspace", ctypes.c_uint64),
         ("engine", ctypes.c_int64),
@@ -105,18 +106,20 @@ class _Configuration(ctypes.Structure):
     )
 
 
-_ANSWERER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_Configuration), ctypes.c_int)
+_WORKSPACE_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_EngineConfigStruct), ctypes.c_int
+)
 
 
 class Ghost:
-    """The loaded runtime's controls. One per process: made by ``load``.
+    """The loaded runtime's controls. One per process, created by ``load``.
 
-    ``extensions`` is what libraries that were loaded since wanted and the runtime does not have.
+    ``extensions`` holds the functions that libraries loaded since then import and the runtime lacks.
     """
 
-    def __init__(self, library: ctypes.CDLL, build: Build, extensions: Extensions) -> None:
+    def __init__(self, library: ctypes.CDLL, build: Build, extensions: ExtensionStubs) -> None:
         self.extensions = extensions
-        library.ghost_configure.argtypes = (ctypes.POINTER(_Device), ctypes.c_int, ctypes.c_uint64)
+        library.ghost_configure.argtypes = (ctypes.POINTER(_DeviceStruct), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
         library.ghost_counter.restype = ctypes.c_uint64
         library.ghost_take.argtypes = (ctypes.c_int64,)
@@ -125,11 +128,11 @@ class Ghost:
         library.ghost_answer_elapsed.argtypes = (ctypes.c_float,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
         library.ghost_gaps_reached.restype = ctypes.c_size_t
-        library.ghost_allocation_log.argtypes = (ctypes.POINTER(_Event), ctypes.c_size_t)
+        library.ghost_allocation_log.argtypes = (ctypes.POINTER(_LogEventStruct), ctypes.c_size_t)
         library.ghost_allocation_log.restype = ctypes.c_size_t
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
-        library.ghost_answer_with.argtypes = (_ANSWERER,)
-        library.ghost_spaces.argtypes = (ctypes.POINTER(_Space), ctypes.c_size_t)
+        library.ghost_answer_with.argtypes = (_WORKSPACE_CALLBACK,)
+        library.ghost_spaces.argtypes = (ctypes.POINTER(_WorkspaceUseStruct), ctypes.c_size_t)
         library.ghost_spaces.restype = ctypes.c_size_t
         self._library = library
         self._thread = threading.local()
@@ -145,50 +148,50 @@ class Ghost:
         own: int = 0,
         workspaces: WorkspaceSource = WorkspaceSource.CUDNN,
     ) -> None:
-        """Choose the device, before CUDA is initialised; in a forked child too.
+        """Choose the device, before CUDA is initialised; also possible in a forked child.
 
         Args:
-            device: what to stand in for.
-            count: how many of them.
-            in_use: bytes of each that are gone from the start: the CUDA context, other processes.
-            own: of those, the bytes of this process's context.
-            workspaces: who says what libraries work in.
+            device: the device to stand in for.
+            count: the number of devices.
+            in_use: bytes of each that are in use from the start: the CUDA context, other processes.
+            own: the share of those bytes that is this process's context.
+            workspaces: where workspace sizes come from.
 
         Raises:
-            GhostError: it refused, and why.
+            GhostError: the runtime refused; the message gives the reason.
 
         """
         name, *figures = astuple(device)
-        refusal = self._library.ghost_configure(_Device(name.encode()[:255], *figures), count, in_use)
-        if refusal:
+        status = self._library.ghost_configure(_DeviceStruct(name.encode()[:255], *figures), count, in_use)
+        if status:
             raise GhostError(
-                f"Cannot configure the ghost as {device.name}: {_REFUSALS.get(refusal, refusal)}."
+                f"Cannot configure the ghost as {device.name}: {_CONFIGURE_ERRORS.get(status, status)}."
             )
         self._library.ghost_own(own)
         self.workspaces = Workspaces.read(workspaces, lambda: installed_cudnn(device, self._build))
         self.answer_with(self.workspaces.answer)
 
     def counter(self, name: str) -> int:
-        """Return a count since loading, or bytes of the current device.
+        """Return a count of calls since loading, or bytes of the current device.
 
         Args:
             name: "used", "used_peak", "capacity" (bytes); "mallocs", "frees", "maps", "launches",
-                "copies", "library_calls", "cudnn_calls". Any other is 0.
+                "copies", "library_calls", "cudnn_calls". For any other name, the result is 0.
 
         """
         return int(self._library.ghost_counter(name.encode()))
 
     def take(self, size: int) -> None:
-        """Let another process on the card take bytes of the current device, or give them back if negative."""
+        """Simulate another process that takes bytes of the current device, or releases them if negative."""
         self._library.ghost_take(size)
 
     def hold_events(self, hold: bool) -> None:
-        """Keep events that are recorded from now on "not ready" until something synchronises, or let go."""
+        """Hold events recorded from now on at "not ready" until a synchronisation, or stop holding them."""
         self._library.ghost_hold_events(int(hold))
 
     @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:
-        """Answer this thread's device-to-host copies of at most 8 bytes with a count; the innermost wins."""
+        """Answer this thread's device-to-host copies of at most 8 bytes with a count; an inner one wins."""
         outer: int | None = getattr(self._thread, "count", None)
         self._thread.count = count
         self._library.ghost_answer_counts(count)
@@ -203,7 +206,7 @@ class Ghost:
 
     @contextmanager
     def answering_elapsed(self, milliseconds: float) -> Iterator[None]:
-        """Answer this thread's questions for the time between two events with one duration."""
+        """Answer this thread's calls of cudaEventElapsedTime with one duration."""
         self._library.ghost_answer_elapsed(milliseconds)
         try:
             yield
@@ -217,7 +220,7 @@ class Ghost:
     def gaps_reached(self) -> tuple[str, ...]:
         """Return the gaps and assumed answers the run has reached, in order of first use.
 
-        Those of extensions (``Extensions.wanted_by``) are among them.
+        Includes those of extensions (``ExtensionStubs.imported_by``).
         """
         needed = self._library.ghost_gaps_reached(None, 0)
         text = ctypes.create_string_buffer(needed)
@@ -225,47 +228,48 @@ class Ghost:
         return tuple(text.value.decode().split("\n")[:-1])
 
     def log_allocations(self, on: bool) -> None:
-        """Start the allocation log afresh, or end it."""
+        """Start a new allocation log, or stop logging."""
         self._library.ghost_log_allocations(int(on))
 
     def set_label(self, label: int) -> None:
         """Tag this thread's next entries of the allocation log."""
         self._library.ghost_set_label(label)
 
-    def answer_with(self, answer: Callable[[bytes], Sequence[Configuration]]) -> None:
-        """Let a function say what a library would choose, and how many bytes that works in.
+    def answer_with(self, answer: Callable[[bytes], Sequence[EngineConfig]]) -> None:
+        """Set the function that returns a library's engines and their workspace sizes.
 
         Args:
-            answer: takes a question as ``memfit.ghost.workspaces`` reads it, and returns the ways to do
-                it in order of preference. It is called on whichever thread asks, and must not raise.
+            answer: takes a question in the format of ``memfit.ghost.workspaces``, and returns engine
+                configurations in order of preference. It is called on the thread of the library call, and
+                must not raise.
         """
 
-        def write(question: bytes, out: "ctypes._Pointer[_Configuration]", room: int) -> int:
-            offers = answer(question)[:room]
-            for i, offer in enumerate(offers):
-                out[i] = _Configuration(
-                    offer.workspace, offer.engine, offer.numerical_notes, offer.behavior_notes
+        def write(question: bytes, out: "ctypes._Pointer[_EngineConfigStruct]", room: int) -> int:
+            configs = answer(question)[:room]
+            for i, config in enumerate(configs):
+                out[i] = _EngineConfigStruct(
+                    config.workspace, config.engine, config.numerical_notes, config.behavior_notes
                 )
-            return len(offers)
+            return len(configs)
 
-        self._answerer = _ANSWERER(write)  # kept: the runtime holds its address alone
-        self._library.ghost_answer_with(self._answerer)
+        self._callback = _WORKSPACE_CALLBACK(write)  # referenced here: the runtime holds only its address
+        self._library.ghost_answer_with(self._callback)
 
-    def spaces(self) -> list[Space]:
-        """Return every use of memory that libraries worked in, in order, repetitions left out."""
+    def workspace_uses(self) -> list[WorkspaceUse]:
+        """Return every use of a workspace by a library, in order, without repetitions."""
         length = self._library.ghost_spaces(None, 0)
-        spaces = (_Space * length)()
-        length = min(length, self._library.ghost_spaces(spaces, length))
-        return [Space(space.address, space.size, space.label) for space in spaces[:length]]
+        uses = (_WorkspaceUseStruct * length)()
+        length = min(length, self._library.ghost_spaces(uses, length))
+        return [WorkspaceUse(use.address, use.size, use.label) for use in uses[:length]]
 
     def allocation_log(self) -> list[LogEvent]:
-        """Return every cudaMalloc, cudaFree and their stream-ordered kin since the log was started.
+        """Return every cudaMalloc, cudaFree and stream-ordered variant since the log was started.
 
-        For allocators whose history PyTorch does not keep: ``backend:cudaMallocAsync`` and
+        For allocators whose history PyTorch does not record: ``backend:cudaMallocAsync`` and
         ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``.
         """
         length = self._library.ghost_allocation_log(None, 0)
-        events = (_Event * length)()
+        events = (_LogEventStruct * length)()
         length = min(length, self._library.ghost_allocation_log(events, length))
         return [
             LogEvent(LogAction(e.action), e.device, e.address, e.size, e.stream, e.label, e.time_us)

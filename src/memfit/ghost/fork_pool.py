@@ -1,17 +1,17 @@
-"""A warm process on the ghost that forks one child per candidate.
+"""A warm process on the ghost that forks one child per job.
 
-    this process            warm process                    one child per candidate
-    ------------            ------------                    -----------------------
-    Pool()  ──starts──────> load ghost, import torch
-    run()   ──socket──────> fork ─────────────────────────> call the target, once
-            <────────────────────────────────── answer ──── and leave
+    this process             warm process                    one child per job
+    ------------             ------------                    -----------------
+    ForkPool() ──starts────> load ghost, import torch
+    run()      ──socket────> fork ─────────────────────────> call the target once
+               <─────────────────────────────── result ───── and exit
 
-Importing torch costs seconds and a fork costs milliseconds, so everything that must be tried many
-times (plans, advice, capacities, injected faults) is tried here. Each child has CUDA to itself: the
-warm process never initialises it, never runs a backward (autograd's threads do not survive a fork)
-and never runs user code.
+Importing torch takes seconds and a fork takes milliseconds, so a function that must run many times on the
+ghost (with other plans, capacities or injected faults) runs here. Each child initialises CUDA itself: the
+warm process never initialises it, never runs a backward (autograd's threads do not survive a fork) and
+never runs user code.
 
-Arguments and answers are JSON: nothing is pickled.
+Arguments and results are JSON: nothing is pickled.
 """
 
 import importlib
@@ -41,39 +41,39 @@ _READY = b"ready"
 _JOB = b"job"
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """One thing to try on the ghost."""
+class PoolJob(msgspec.Struct, frozen=True):
+    """One function call to run on the ghost."""
 
     target: str
     """``package.module:function`` or ``path/to/file.py:function``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the target: JSON values."""
     device: GhostDevice | None = None
-    """The device to stand in for; the pool's own if None."""
+    """The device to stand in for; the pool's if None."""
     in_use: int = 0
-    """Bytes of it that are taken from the start: CUDA context and other processes."""
+    """Bytes of the device in use from the start: CUDA context and other processes."""
     environment: dict[str, str] = {}
     """Environment variables, set before CUDA is initialised: ``PYTORCH_ALLOC_CONF``."""
 
 
-class _Answer(msgspec.Struct):
+class _ChildResult(msgspec.Struct):
     result: msgspec.Raw = msgspec.Raw(b"null")
     error: str = ""
     traceback: str = ""
 
 
-class Pool:
-    """A warm process to try candidates in. Use it as a context manager.
+class ForkPool:
+    """A warm process that runs jobs in forked children. Use it as a context manager.
 
     Args:
-        build: the ghost, built.
-        device: what candidates run on unless they name another.
+        build: the built ghost.
+        device: the device of jobs that name none.
 
     Raises:
         GhostError: the warm process could not be started.
 
-    >>> with Pool(build(), device) as pool:  # doctest: +SKIP
-    ...     pool.run(Candidate("job.py:peak", {"batch": 8}))
+    >>> with ForkPool(build(), device) as pool:  # doctest: +SKIP
+    ...     pool.run(PoolJob("script.py:peak", {"batch": 8}))
     """
 
     def __init__(self, build: Build, device: GhostDevice) -> None:
@@ -89,39 +89,40 @@ class Pool:
         self._control.sendall(_framed(msgspec.json.encode(build, enc_hook=str)))
         if self._control.recv(len(_READY)) != _READY:
             self.close()
-            raise GhostError("The warm process of the ghost pool did not start; its own error stands above.")
+            raise GhostError("The ghost pool's warm process did not start; its error is printed above.")
 
-    def run(self, candidate: Candidate) -> Any:  # whatever JSON the target returns
-        """Try one candidate in a process of its own and return what its target returned.
+    def run(self, job: PoolJob) -> Any:  # whatever JSON the target returns
+        """Run one job in its own process and return the target's result.
 
         Raises:
-            TargetError: the target raised (its traceback is in the message) or its process died.
+            TargetError: the target raised (the message has its traceback) or its process died.
+            GhostError: the warm process has ended.
         """
-        if candidate.device is None:
-            candidate = msgspec.structs.replace(candidate, device=self._device)
+        if job.device is None:
+            job = msgspec.structs.replace(job, device=self._device)
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
                 try:
                     socket.send_fds(self._control, [_JOB], [theirs.fileno()])
                 except OSError as error:
-                    raise GhostError("The warm process of the ghost pool has ended.") from error
-            ours.sendall(_framed(msgspec.json.encode(candidate)))
+                    raise GhostError("The ghost pool's warm process has ended; start a new pool.") from error
+            ours.sendall(_framed(msgspec.json.encode(job)))
             reply = _received(ours)
         if reply is None:
-            raise TargetError(f"The process that tried {candidate.target} died without an answer.")
-        answer = msgspec.json.decode(reply, type=_Answer)
-        if answer.error:
-            raise TargetError(f"{candidate.target} failed: {answer.error}\n{answer.traceback}")
-        return msgspec.json.decode(answer.result)
+            raise TargetError(f"The process that ran {job.target} died without a result.")
+        result = msgspec.json.decode(reply, type=_ChildResult)
+        if result.error:
+            raise TargetError(f"{job.target} failed: {result.error}\n{result.traceback}")
+        return msgspec.json.decode(result.result)
 
-    def map(self, candidates: Sequence[Candidate], *, workers: int | None = None) -> list[Any]:
-        """Try candidates side by side, ``workers`` at a time (all processors by default), in order."""
+    def map(self, jobs: Sequence[PoolJob], *, workers: int | None = None) -> list[Any]:
+        """Run jobs in parallel, ``workers`` at a time (one per processor by default); results in order."""
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as threads:
-            return list(threads.map(self.run, candidates))
+            return list(threads.map(self.run, jobs))
 
     def close(self) -> None:
-        """End the warm process; children that are still running end on their own."""
+        """End the warm process; children that are still running finish on their own."""
         self._control.close()
         self._process.wait()
 
@@ -135,7 +136,7 @@ class Pool:
 
 
 def _serve(control: socket.socket) -> None:
-    """Be the warm process: fork a child for every socket that arrives, until the pool is closed."""
+    """Run the warm process: fork a child for every socket received, until the pool is closed."""
     request = _received(control)
     if request is None:
         return
@@ -149,12 +150,12 @@ def _serve(control: socket.socket) -> None:
         with socket.socket(fileno=descriptors[0]) as channel:
             if os.fork() == 0:
                 control.close()
-                _answer(channel, ghost)
+                _run_child(channel, ghost)
         _reap()
 
 
 def _warm_up() -> None:
-    """Import what every candidate needs, and nothing that would initialise CUDA or start a thread."""
+    """Import what every job needs, and nothing that initialises CUDA or starts a thread."""
     import torch
     import torch._dynamo
     import torch.utils.checkpoint
@@ -162,13 +163,13 @@ def _warm_up() -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
-def _answer(channel: socket.socket, ghost: Ghost) -> None:
-    """Be one child: try one candidate, answer, and leave without finalising the interpreter."""
+def _run_child(channel: socket.socket, ghost: Ghost) -> None:
+    """Run one job in this child, send its result, and exit without finalising the interpreter."""
     try:
         request = _received(channel)
         if request is not None:
             channel.sendall(
-                _framed(msgspec.json.encode(_try(msgspec.json.decode(request, type=Candidate), ghost)))
+                _framed(msgspec.json.encode(_call_target(msgspec.json.decode(request, type=PoolJob), ghost)))
             )
     finally:
         sys.stdout.flush()
@@ -176,19 +177,19 @@ def _answer(channel: socket.socket, ghost: Ghost) -> None:
         os._exit(0)
 
 
-def _try(candidate: Candidate, ghost: Ghost) -> _Answer:
+def _call_target(job: PoolJob, ghost: Ghost) -> _ChildResult:
     try:
-        os.environ.update(candidate.environment)
-        if candidate.device is not None:
-            ghost.configure(candidate.device, in_use=candidate.in_use)
-        result = _find(candidate.target)(**candidate.arguments)
-        return _Answer(result=msgspec.Raw(msgspec.json.encode(result)))
-    except BaseException as error:  # noqa: BLE001 - the target is the user's; its every end is an answer
+        os.environ.update(job.environment)
+        if job.device is not None:
+            ghost.configure(job.device, in_use=job.in_use)
+        result = _import_target(job.target)(**job.arguments)
+        return _ChildResult(result=msgspec.Raw(msgspec.json.encode(result)))
+    except BaseException as error:  # noqa: BLE001 - the target is user code, and any exception is a result
         summary = traceback.format_exception_only(error)[-1].strip()
-        return _Answer(error=summary, traceback=traceback.format_exc())
+        return _ChildResult(error=summary, traceback=traceback.format_exc())
 
 
-def _find(target: str) -> Any:
+def _import_target(target: str) -> Any:
     """Import ``package.module:function`` or ``file.py:function``."""
     place, _, name = target.rpartition(":")
     if place.endswith(".py"):
@@ -204,7 +205,7 @@ def _find(target: str) -> Any:
 
 
 def _reap() -> None:
-    """Collect children that have ended."""
+    """Reap children that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -217,7 +218,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _received(channel: socket.socket) -> bytes | None:
-    """Receive one framed message; None if the other side has gone."""
+    """Receive one framed message; None if the other end has closed."""
     header = _exactly(channel, 8)
     return None if header is None else _exactly(channel, int.from_bytes(header, "little"))
 
@@ -236,5 +237,5 @@ def _exactly(channel: socket.socket, size: int) -> bytes | None:
 
 
 def main() -> None:
-    """Be the warm process, over the socket on the command line."""
+    """Run the warm process, with the socket's descriptor as the argument."""
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -11,17 +11,17 @@ import os
 import sys
 
 from memfit.errors import GhostError
-from memfit.ghost.build.extensions import Extensions
+from memfit.ghost.build.extension_stubs import ExtensionStubs
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.shutdown import wait_for_autograd
 
 
 def load(build: Build) -> Ghost:
-    """Load the ghost into this process. ``import torch`` comes after.
+    """Load the ghost into this process, before ``import torch``.
 
     Raises:
-        GhostError: PyTorch is loaded already, or the runtime cannot be.
+        GhostError: PyTorch is loaded already, or the runtime cannot be loaded.
 
     Example:
         >>> ghost = load(build())  # doctest: +SKIP
@@ -39,11 +39,11 @@ def load(build: Build) -> Ghost:
             ctypes.CDLL(str(build.folder / soname), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise GhostError(
-            f"Cannot load the ghost: {error}. Delete {build.folder} to have it built anew."
+            f"Cannot load the ghost: {error}. Delete {build.folder} and run again to rebuild it."
         ) from error
-    # Where Triton finds libcuda.so to link its launchers with; without it, it asks ldconfig.
+    # Triton links its launchers with the libcuda.so in this folder; without it, Triton asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))
-    atexit.register(wait_for_autograd)  # runs after whatever the script registers
-    extensions = Extensions(build, runtime)
+    atexit.register(wait_for_autograd)  # runs after the script's own handlers, which are registered later
+    extensions = ExtensionStubs(build, runtime)
     extensions.watch()
     return Ghost(runtime, build, extensions)

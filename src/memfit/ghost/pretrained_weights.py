@@ -1,8 +1,9 @@
-"""Let ``from_pretrained`` go on where the weights are not on this machine: the configuration is enough.
+"""Let ``from_pretrained`` work without the weights: the model's configuration is enough.
 
-transformers looks for the checkpoint, reads it, and converts and moves what it read. Only the first two are
-replaced, by hollow zeros (``hollow.py``) with the names, shapes and dtype that the real checkpoint has. What
-follows is transformers' own: dtypes, device maps, quantization, tied weights, the allocator's warm-up.
+transformers finds the checkpoint, reads it, then converts and moves the weights. Only the first two steps are
+replaced, by zeros that take no memory (``host_memory/zero_pages.py``), with the real checkpoint's names,
+shapes and dtype. The rest is transformers' own code: dtypes, device maps, quantization, tied weights, the
+allocator's warm-up.
 
 Source: ``_get_resolved_checkpoint_files`` and ``PreTrainedModel._load_pretrained_model`` of
 ``transformers/modeling_utils.py``, 5.23.
@@ -15,42 +16,48 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.values.stand_ins import Note
+from memfit.ghost.note_callback import NoteCallback
 from memfit.records import Provenance
 from memfit.user_frame import user_line
 
-_MADE_UP = (
-    "{name}: the weights were not loaded. The model was made from its configuration, with empty weights in "
-    "the dtype that it names for the checkpoint ({dtype})."
+_DTYPE_KNOWN = (
+    "{name}: the weights were not loaded. The model was built from its configuration, with zero weights in "
+    "the checkpoint dtype that the configuration names ({dtype})."
 )
-_GUESSED = (
-    "{name}: the weights were not loaded. The model was made from its configuration, which does not say in "
-    "which dtype the checkpoint is: empty weights in {dtype} stand for it."
+_DTYPE_ASSUMED = (
+    "{name}: the weights were not loaded. The model was built from its configuration, which does not name "
+    "the checkpoint's dtype: zero weights in {dtype} were assumed."
 )
 
 
-def install(modeling: Any, note: Note, *, never: bool) -> None:
-    """Answer for checkpoints that are not there, from now on.
+def install(modeling: Any, note: NoteCallback, *, never: bool) -> None:
+    """Substitute empty checkpoints for missing ones, from now on.
 
     Args:
-        modeling: the module ``transformers.modeling_utils``. One that is built otherwise is left alone, and
-            fails as it would without memfit.
-        note: called when a checkpoint is made up.
-        never: make up those that are there, too, or could be downloaded.
+        modeling: the module ``transformers.modeling_utils``. A version with another structure is left
+            unpatched, and fails as it would without memfit.
+        note: called when a checkpoint is substituted.
+        never: never load weights: substitute checkpoints that are present or could be downloaded, too.
     """
     find = getattr(modeling, "_get_resolved_checkpoint_files", None)
     load = vars(modeling.PreTrainedModel).get("_load_pretrained_model")
     if find is not None and isinstance(load, staticmethod):
-        made_up = _MadeUp(modeling, note, find, load.__func__, never=never)
-        modeling._get_resolved_checkpoint_files = made_up.find
-        modeling.PreTrainedModel._load_pretrained_model = staticmethod(made_up.load)
+        empty = _EmptyCheckpoints(modeling, note, find, load.__func__, never=never)
+        modeling._get_resolved_checkpoint_files = empty.find
+        modeling.PreTrainedModel._load_pretrained_model = staticmethod(empty.load)
 
 
-class _MadeUp:
-    """Checkpoints that are not there: a file that stands for each, and what it would hold."""
+class _EmptyCheckpoints:
+    """Substitutes for missing checkpoints: a placeholder file for each, and the dtype of its weights."""
 
     def __init__(
-        self, modeling: Any, note: Note, find: Callable[..., Any], load: Callable[..., Any], *, never: bool
+        self,
+        modeling: Any,
+        note: NoteCallback,
+        find: Callable[..., Any],
+        load: Callable[..., Any],
+        *,
+        never: bool,
     ) -> None:
         self._modeling = modeling
         self._note = note
@@ -58,30 +65,30 @@ class _MadeUp:
         self._load = load
         self._never = never
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._dtypes: dict[str, torch.dtype] = {}  # file -> of the checkpoint it stands for
+        self._dtypes: dict[str, torch.dtype] = {}  # placeholder file -> dtype of the checkpoint
 
     def find(self, *args: Any, **options: Any) -> Any:
-        """Find a checkpoint, or make up a file for it with one element, of which the dtype is asked."""
+        """Find a checkpoint, or write a placeholder of one element, whose dtype transformers reads."""
         if not self._never or options.get("gguf_file"):
             try:
                 return self._find(*args, **options)
             except OSError:
-                if options.get("gguf_file"):  # it holds the configuration, too
+                if options.get("gguf_file"):  # a GGUF file also holds the configuration
                     raise
         name = options.get("pretrained_model_name_or_path")
-        told = self._stored_dtype(name, options.get("download_kwargs") or {})
-        dtype = told or torch.float32
+        stored = self._stored_dtype(name, options.get("download_kwargs") or {})
+        dtype = stored or torch.float32
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="memfit-")
         file = str(Path(self._folder.name) / f"{len(self._dtypes)}.safetensors")
-        self._modeling.safe_save_file({"made up": torch.zeros(1, dtype=dtype)}, file)
+        self._modeling.safe_save_file({"placeholder": torch.zeros(1, dtype=dtype)}, file)
         self._dtypes[file] = dtype
-        text = (_MADE_UP if told else _GUESSED).format(name=name, dtype=dtype)
-        self._note(Provenance.ASSUMED, text, user_line(), sizes=told is None, objects=told is None)
+        text = (_DTYPE_KNOWN if stored else _DTYPE_ASSUMED).format(name=name, dtype=dtype)
+        self._note(Provenance.ASSUMED, text, user_line(), sizes=stored is None, objects=stored is None)
         return [file], None
 
     def load(self, model: Any, state_dict: Any, files: list[str] | None, *args: Any, **options: Any) -> Any:
-        """Load a checkpoint; for a file that was made up, hollow zeros as the model would have saved them."""
+        """Load a checkpoint; for a placeholder, load zeros in the form in which the model would save them."""
         dtype = self._dtypes.get(files[0]) if files else None
         if dtype is None or state_dict is not None:
             return self._load(model, state_dict, files, *args, **options)
@@ -91,19 +98,19 @@ class _MadeUp:
         return self._load(model, _zeros(original, dtype), None, *args, **options)
 
     def _stored_dtype(self, name: Any, download: Mapping[str, Any]) -> torch.dtype | None:
-        """Return the dtype that the configuration says the checkpoint has; None where it says nothing."""
+        """Return the checkpoint dtype that the configuration names, or None."""
         try:
             config, _ = self._modeling.PreTrainedConfig.get_config_dict(name, **download)
         except OSError:
             config = {}
         nested = [config, *(value for value in config.values() if isinstance(value, dict))]
-        told = [part.get(key) for part in nested for key in ("dtype", "torch_dtype")]
-        found = getattr(torch, next((text for text in told if isinstance(text, str)), ""), None)
+        named = [part.get(key) for part in nested for key in ("dtype", "torch_dtype")]
+        found = getattr(torch, next((text for text in named if isinstance(text, str)), ""), None)
         return found if isinstance(found, torch.dtype) else None
 
 
 def _zeros(shapes: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return CPU zeros in those shapes, floating-point ones in that dtype; large ones cost no memory."""
+    """Return CPU zeros of these shapes, floating-point ones in ``dtype``; large ones take no memory."""
     return {
         name: torch.empty(
             like.shape, dtype=dtype if like.is_floating_point() else like.dtype, device="cpu"

@@ -1,12 +1,13 @@
-"""How much memory libraries ask for to work in: the answers to the runtime's questions.
+"""The sizes of the libraries' workspaces: the answers to the runtime's questions.
 
-    cuDNN call ──> workspaces.c     ──question──> Workspaces.answer ──bytes──> PyTorch allocates them
-                                                      │      │
-                                 the installed cuDNN (cudnn/)   workspaces.toml
+    cuDNN call ──> the runtime ──question──> Workspaces.answer ──bytes──> PyTorch allocates them
+                                                 │      │
+                            the installed cuDNN (cudnn/)   workspaces.toml
 
-A question is a JSON object that says in full what is to be done. A convolution through cuDNN's graph API
-is asked of the installed cuDNN, if it can be asked; the rest follows the rules of ``workspaces.toml``. To
-answer from elsewhere, give ``Ghost.answer_with`` another function of the same kind.
+A question is a JSON object that describes an operation in full. For a convolution through cuDNN's graph API
+the installed cuDNN is queried, where that is possible; all other sizes follow the rules of
+``workspaces.toml``. To answer from another source, pass ``Ghost.answer_with`` a function of the same
+signature.
 """
 
 import sys
@@ -20,15 +21,15 @@ from typing import Any
 
 import msgspec
 
-from memfit.ghost.cudnn.cache import Configuration
+from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
 from memfit.ghost.cudnn.descriptors import (
     ENGINEHEUR_MODE,
     HEUR_MODE_FALLBACK,
     Convolution,
     Descriptor,
-    Graph,
-    Tensor,
+    OperationGraph,
+    TensorShape,
     operation_of,
 )
 from memfit.records import Provenance
@@ -45,7 +46,7 @@ class Recurrent(msgspec.Struct, frozen=True, tag_field="kind", tag="recurrent"):
     """One pass of a recurrent network."""
 
     space: str
-    """``work``, or ``reserve``: what is kept from the forward to the backward."""
+    """``work``, or ``reserve``: the space that lives from the forward to the backward."""
     training: int
     algorithm: int
     cell: int
@@ -69,43 +70,43 @@ class BatchNorm(msgspec.Struct, frozen=True, tag_field="kind", tag="batch norm")
     """One pass of a batch normalization."""
 
     space: str
-    """``forward``, ``backward``, or ``reserve``: what is kept between the two."""
+    """``forward``, ``backward``, or ``reserve``: the space that lives from one to the other."""
     mode: int
     operations: int
-    x: Tensor
+    x: TensorShape
 
 
 class Dropout(msgspec.Struct, frozen=True, tag_field="kind", tag="dropout"):
-    """The states of the generators that dropout draws from."""
+    """The states of dropout's random number generators."""
 
     multiprocessors: int
     threads: int
-    """Of a multiprocessor."""
+    """Per multiprocessor."""
 
 
 class CTC(msgspec.Struct, frozen=True, tag_field="kind", tag="ctc"):
     """One CTC loss with its gradient."""
 
-    probabilities: Tensor
+    probabilities: TensorShape
     """Of shape (steps, batch, alphabet)."""
     longest: int
-    """Most labels of any sample."""
+    """The largest number of labels of any sample."""
     algorithm: int
 
 
-class Plan(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
-    """A graph of operations that cuDNN is to choose an engine for."""
+class EngineQuery(msgspec.Struct, frozen=True, tag_field="kind", tag="plan"):
+    """A request to choose an engine for a graph of operations."""
 
     descriptor: Descriptor
-    """Heuristics, with the graph inside."""
+    """The heuristics descriptor, with the graph inside."""
 
 
-class Unknown(msgspec.Struct, frozen=True, tag_field="kind", tag="unknown"):
-    """A question too long to be asked in full."""
+class UnknownOperation(msgspec.Struct, frozen=True, tag_field="kind", tag="unknown"):
+    """An operation too large to be described in full."""
 
 
-Operation = Convolution | Recurrent | BatchNorm | Dropout | CTC | Graph | Unknown
-Question = Operation | Plan
+Operation = Convolution | Recurrent | BatchNorm | Dropout | CTC | OperationGraph | UnknownOperation
+Question = Operation | EngineQuery
 
 _SUBJECTS: Mapping[type, str] = {
     Convolution: "convolutions",
@@ -113,69 +114,72 @@ _SUBJECTS: Mapping[type, str] = {
     BatchNorm: "batch normalization",
     Dropout: "the states of dropout between recurrent layers",
     CTC: "the CTC loss",
-    Graph: "attention",
-    Unknown: "operations of many dimensions",
+    OperationGraph: "attention",
+    UnknownOperation: "operations of many dimensions",
 }
 
 
-_SAID = (
-    "cuDNN's workspaces for convolutions are what cuDNN {version} itself would choose for this card, asked "
-    "without one; they were not compared with a real card yet."
+_FROM_CUDNN = (
+    "The workspaces of convolutions are those that cuDNN {version} chooses for this card. cuDNN was queried "
+    "without a GPU; the sizes have not been compared with a real card yet."
 )
-_TIMED = (
-    "With torch.backends.cudnn.benchmark PyTorch times what cuDNN offers and takes the fastest. Nothing is "
-    "timed here: it takes the first that cuDNN names."
+_NOT_TIMED = (
+    "With torch.backends.cudnn.benchmark, PyTorch times cuDNN's engines on a card and takes the fastest. "
+    "A dry run times nothing and takes the first engine in cuDNN's list."
 )
-_MISSED = (
-    "cuDNN may offer fewer engines here than on a card: it missed {names} in the stand-in for the driver."
+_MISSING_FUNCTIONS = (
+    "cuDNN may offer fewer engines here than on a card: memfit's substitute for the driver lacks {names}."
 )
-_REFUSED = "The installed cuDNN did not say what {count} kinds of convolutions work in: {refusal}."
+_NO_ANSWER = (
+    "The installed cuDNN returned no workspace size for {count} distinct convolutions (reason: {reason}), so "
+    "memfit's rules were applied."
+)
 
 
 class WorkspaceSource(StrEnum):
-    """Who says how much libraries work in."""
+    """Where the sizes of library workspaces come from."""
 
-    CUDNN = "cudnn"  # the installed cuDNN where it can be asked, and otherwise the rules
+    CUDNN = "cudnn"  # the installed cuDNN where it can be queried, and otherwise the rules
     RULES = "rules"
-    NONE = "none"  # 0 bytes throughout
+    NONE = "none"  # 0 bytes for every operation
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """How many bytes a rule says, and why so many."""
+class WorkspaceRule:
+    """The size that a rule gives, and its source."""
 
     bytes: int = 0
     name: str = ""
-    """What the rule is about; empty where there is none."""
+    """The subject of the rule; empty if no rule applies."""
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What was answered: by cuDNN if it has a version, otherwise by a rule."""
+class _WorkspaceAnswer:
+    """One answer: from cuDNN if it has a version, otherwise from a rule."""
 
     operation: Operation
-    configurations: tuple[Configuration, ...]
+    configurations: tuple[EngineConfig, ...]
     version: int = 0
-    rule: Rule = Rule()
+    rule: WorkspaceRule = WorkspaceRule()
     refusal: str = ""
-    """Why cuDNN did not answer, if it was asked."""
+    """Why cuDNN gave no answer, if it was queried."""
     timed: bool = False
     """Whether PyTorch would time the configurations on a card."""
 
 
-def nobody() -> CudnnClient:
-    """Connect to no cuDNN."""
-    raise NoAnswerError("nobody to ask")
+def no_cudnn() -> CudnnClient:
+    """Stand for a missing cuDNN: raise ``NoAnswerError``."""
+    raise NoAnswerError("no cuDNN is connected")
 
 
 class Workspaces:
-    """The answers, and which of them rest on what.
+    """The answers, and the source of each.
 
     Args:
         rules: the parsed ``workspaces.toml``.
-        source: who is asked.
-        connect: returns the cuDNN to ask; called when there is something to ask.
+        source: where sizes come from.
+        connect: returns the cuDNN to query; called with the first question for it.
 
     >>> Workspaces.read().answer(b'{"kind":"dropout","multiprocessors":108,"threads":2048}')[0].workspace
     0
@@ -185,32 +189,32 @@ class Workspaces:
         self,
         rules: Mapping[str, Any],
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = nobody,
+        connect: Callable[[], CudnnClient] = no_cudnn,
     ) -> None:
         self._rules = rules
         self._source = source
         self._connect = connect
         self._client: CudnnClient | None = None
-        self._answers: dict[bytes, _Answer] = {}
+        self._answers: dict[bytes, _WorkspaceAnswer] = {}
 
     @classmethod
     def read(
         cls,
         source: WorkspaceSource = WorkspaceSource.RULES,
-        connect: Callable[[], CudnnClient] = nobody,
+        connect: Callable[[], CudnnClient] = no_cudnn,
     ) -> "Workspaces":
-        """Return the answers by the rules that memfit comes with."""
+        """Return the answers by the rules that ship with memfit."""
         return cls(tomllib.loads(RULES.read_text(encoding="utf-8")), source, connect)
 
-    def answer(self, question: bytes) -> tuple[Configuration, ...]:
-        """Return the ways to do what was asked, in order of preference; with 0 bytes where nobody knows."""
+    def answer(self, question: bytes) -> tuple[EngineConfig, ...]:
+        """Return engine configurations in order of preference; one of 0 bytes where no size is known."""
         answer = self._answers.get(question)
         if answer is None:
             answer = self._answers[question] = self._find(msgspec.json.decode(question, type=Question))
         return answer.configurations
 
-    def _find(self, question: Question) -> _Answer:
-        if not isinstance(question, Plan):
+    def _find(self, question: Question) -> _WorkspaceAnswer:
+        if not isinstance(question, EngineQuery):
             return self._by_rule(question)
         operation = operation_of(question.descriptor)
         if self._source is not WorkspaceSource.CUDNN or not isinstance(operation, Convolution):
@@ -218,21 +222,21 @@ class Workspaces:
         try:
             if self._client is None:
                 self._client = self._connect()
-            said = self._client.answer(msgspec.json.encode(question.descriptor))
+            result = self._client.answer(msgspec.json.encode(question.descriptor))
         except NoAnswerError as error:
             return self._by_rule(operation, str(error))
-        last = question.descriptor.values(ENGINEHEUR_MODE) == (HEUR_MODE_FALLBACK,)
-        if last and not said.configurations:
-            return self._by_rule(operation, "it named no engine, and on a card PyTorch may refuse them")
-        return _Answer(operation, said.configurations, said.version, timed=_timed())
+        is_last_list = question.descriptor.values(ENGINEHEUR_MODE) == (HEUR_MODE_FALLBACK,)
+        if is_last_list and not result.configurations:
+            return self._by_rule(operation, "cuDNN has no engine for them, and on a card PyTorch may raise")
+        return _WorkspaceAnswer(operation, result.configurations, result.version, timed=_benchmarks())
 
-    def _by_rule(self, operation: Operation, refusal: str = "") -> _Answer:
-        rule = Rule() if self._source is WorkspaceSource.NONE else self._rule(operation)
-        offers = tuple(Configuration(size) for size in dict.fromkeys((rule.bytes, 0)))
-        return _Answer(operation, offers, rule=rule, refusal=refusal)
+    def _by_rule(self, operation: Operation, refusal: str = "") -> _WorkspaceAnswer:
+        rule = WorkspaceRule() if self._source is WorkspaceSource.NONE else self._rule(operation)
+        configs = tuple(EngineConfig(size) for size in dict.fromkeys((rule.bytes, 0)))
+        return _WorkspaceAnswer(operation, configs, rule=rule, refusal=refusal)
 
     def notes(self) -> Iterator[tuple[Provenance, str]]:
-        """Say what sizes rest on so far, a sentence each."""
+        """Yield the sources of the sizes returned so far, one note each."""
         answers = list(self._answers.values())
         yield from self._notes_on_cudnn(answers)
         most: dict[tuple[str, str], int] = {}
@@ -244,34 +248,38 @@ class Workspaces:
             elif not answer.version:
                 unknown[_SUBJECTS[type(answer.operation)]] = None
         for (name, source), size in most.items():
-            yield Provenance.ASSUMED, f"{name} is assumed, at most {size:,} bytes at once: {source}."
+            yield Provenance.ASSUMED, f"{name} is assumed to take at most {size:,} bytes. Source: {source}."
         if unknown:
             chosen = self._source is WorkspaceSource.NONE
-            why = "as asked for" if chosen else "no figure of theirs is public"
-            text = f"cuDNN's workspaces for {', '.join(unknown)} count as 0 bytes ({why}); on a card they can"
-            yield Provenance.ASSUMED, f"{text} be tens of MiB."
+            reason = "as requested" if chosen else "no sizes are published"
+            yield (
+                Provenance.ASSUMED,
+                f"cuDNN's workspaces for {', '.join(unknown)} are counted as 0 bytes ({reason}); on a card "
+                f"they can take tens of MiB.",
+            )
 
-    def _notes_on_cudnn(self, answers: list[_Answer]) -> Iterator[tuple[Provenance, str]]:
+    def _notes_on_cudnn(self, answers: list[_WorkspaceAnswer]) -> Iterator[tuple[Provenance, str]]:
         for version in sorted({answer.version for answer in answers if answer.version}):
-            yield Provenance.SIMULATED, _SAID.format(version=_spelled(version))
+            yield Provenance.SIMULATED, _FROM_CUDNN.format(version=_format_version(version))
         if any(answer.timed for answer in answers):
-            yield Provenance.ASSUMED, _TIMED
+            yield Provenance.ASSUMED, _NOT_TIMED
         if self._client is not None and self._client.missed:
-            yield Provenance.ASSUMED, _MISSED.format(names=", ".join(sorted(self._client.missed)))
+            names = ", ".join(sorted(self._client.missed))
+            yield Provenance.ASSUMED, _MISSING_FUNCTIONS.format(names=names)
         refusals = Counter(answer.refusal for answer in answers if answer.refusal)
-        for refusal, count in refusals.items():
-            yield Provenance.ASSUMED, _REFUSED.format(count=count, refusal=refusal)
+        for reason, count in refusals.items():
+            yield Provenance.ASSUMED, _NO_ANSWER.format(count=count, reason=reason)
 
-    def _rule(self, operation: Operation) -> Rule:
+    def _rule(self, operation: Operation) -> WorkspaceRule:
         match operation:
             case Convolution():
                 return self._convolution(operation)
             case Recurrent():
                 return self._recurrent(operation)
             case _:
-                return Rule()
+                return WorkspaceRule()
 
-    def _convolution(self, asked: Convolution) -> Rule:
+    def _convolution(self, asked: Convolution) -> WorkspaceRule:
         facts = {
             "operation": asked.operation,
             "data_type": _DATA_TYPES.get(asked.x.data_type, ""),
@@ -285,10 +293,10 @@ class Workspaces:
         }
         for rule in self._rules["convolution"]:
             if all(rule[name] == fact for name, fact in facts.items() if name in rule):
-                return Rule(rule["bytes"], f"cuDNN's workspace of {rule['name']}", rule["source"])
-        return Rule()
+                return WorkspaceRule(rule["bytes"], f"cuDNN's workspace of {rule['name']}", rule["source"])
+        return WorkspaceRule()
 
-    def _recurrent(self, asked: Recurrent) -> Rule:
+    def _recurrent(self, asked: Recurrent) -> WorkspaceRule:
         cell = _CELLS[asked.cell]
         rule = self._rules["recurrent"][cell]
         layers = asked.layers * asked.directions
@@ -297,19 +305,21 @@ class Workspaces:
             elements = vectors * asked.hidden
         else:
             elements = asked.matrices + layers * asked.batch * rule["work"] * asked.hidden
-        return Rule(elements * asked.bytes, f"cuDNN's {asked.space} space of {cell} layers", rule["source"])
+        return WorkspaceRule(
+            elements * asked.bytes, f"cuDNN's {asked.space} space of {cell} layers", rule["source"]
+        )
 
 
-def _timed() -> bool:
-    """Say whether the script has PyTorch time what cuDNN offers."""
+def _benchmarks() -> bool:
+    """Return whether the script has enabled ``torch.backends.cudnn.benchmark``."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch._C._get_cudnn_benchmark())
 
 
-def _spelled(number: int) -> str:
-    """Spell a version.
+def _format_version(number: int) -> str:
+    """Format cuDNN's version number.
 
-    >>> _spelled(92400)
+    >>> _format_version(92400)
     '9.24.0'
     """
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memfit.ghost.ffi import Ghost, Space
+from memfit.ghost.ffi import Ghost, WorkspaceUse
 from memfit.ghost.patching.before_call import before
 from memfit.recording import autocast_copies, cublas_workspaces
 from memfit.recording.allocator_history import Recording
@@ -368,8 +368,8 @@ class Recorder:
         finally:
             self.book.use(before)
 
-    def _spaces(self) -> list[Space]:
-        return self._ghost.spaces() if self._ghost is not None else []
+    def _spaces(self) -> list[WorkspaceUse]:
+        return self._ghost.workspace_uses() if self._ghost is not None else []
 
 
 def installed() -> Recorder | None:

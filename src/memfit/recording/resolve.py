@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memfit.ghost.ffi import Space
+from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.labels import LabelBook
 from memfit.recording.owners import Holdings
 from memfit.recording.phases import complete
@@ -104,7 +104,7 @@ def with_op(label: Label, call: Call) -> Label:
 
 
 def mark_spaces(
-    events: Events, serials: npt.NDArray[np.int32], spaces: list[Space]
+    events: Events, serials: npt.NDArray[np.int32], spaces: list[WorkspaceUse]
 ) -> tuple[int, npt.NDArray[np.int64]]:
     """Mark the allocations that libraries worked in: of that address and size, under that label.
 

@@ -24,8 +24,8 @@ from memfit.run.options import RunOptions
 from memfit.run.settings import GhostSettings
 
 if TYPE_CHECKING:
-    from memfit.ghost.host_memory.skip_filling import Host
-    from memfit.ghost.values.gpu_reads import Values
+    from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
+    from memfit.ghost.values.gpu_reads import AssumedValues
     from memfit.recording.recorder import Recorder
 
 _LOADER = "transformers.modeling_utils"
@@ -69,8 +69,8 @@ class OnGhost:
         self._settings = settings
         self._options = options
         self._recorder: Recorder | None = None
-        self._values: Values | None = None
-        self._host: Host | None = None
+        self._values: AssumedValues | None = None
+        self._host: RandomFillSkipper | None = None
         context = settings.device.context.bytes
         self.ghost = load(settings.build)
         self.ghost.configure(
@@ -89,15 +89,15 @@ class OnGhost:
         from memfit.ghost.values import gpu_reads
 
         self._recorder = recorder
-        choices = gpu_reads.ValueChoices.parse(self._options.values)
+        choices = gpu_reads.ValueOptions.parse(self._options.values)
         self._values = gpu_reads.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
         caches = cache_folder("compiled")
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)
         if self._options.host_memory:
-            from memfit.ghost.host_memory import skip_filling
+            from memfit.ghost.host_memory import skip_random_fills
 
-            self._host = skip_filling.install(recorder.note)
+            self._host = skip_random_fills.install(recorder.note)
 
     def _follow_folding(self) -> None:
         from memfit.ghost.compile.constant_folding import follow_folding

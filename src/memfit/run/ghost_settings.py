@@ -9,7 +9,7 @@ from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.build.torch_install import find_torch
 from memfit.ghost.device import GhostDevice
-from memfit.ghost.values.value_options import ValueChoices
+from memfit.ghost.values.value_options import ValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
 from memfit.run.options import RunOptions
@@ -25,7 +25,7 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
     """
     memory, in_use = options.memory, options.in_use
     _check_bytes(memory=memory, in_use=in_use)
-    ValueChoices.parse(options.values)
+    ValueOptions.parse(options.values)
     if options.workspaces not in tuple(WorkspaceSource):
         raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {options.workspaces!r}.")
     device = find_device(options.gpu)

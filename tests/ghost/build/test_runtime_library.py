@@ -12,7 +12,7 @@ from memfit.errors import GhostError, UnsuitableEnvironmentError
 from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.runtime_library import build, read_gaps
 from memfit.ghost.build import runtime_library as build_module
-from memfit.ghost.build.torch_install import find_torch, scan
+from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 
 TORCH = find_torch()
@@ -60,7 +60,7 @@ def test_builds_once_and_then_finds_it(cache):
 
 def test_everything_torch_imports_is_there(cache):
     done = build()
-    wanted = scan(TORCH).symbols
+    wanted = scan_imports(TORCH).symbols
     assert len(wanted) > 500
     with ElfFile(done.library) as library:
         assert library.defines(set(wanted)) == wanted
@@ -73,7 +73,7 @@ def test_everything_torch_imports_is_there(cache):
 
 def test_the_library_carries_what_the_sonames_promise(cache):
     done = build()
-    for soname, versions in scan(TORCH).sonames.items():
+    for soname, versions in scan_imports(TORCH).sonames.items():
         with ElfFile(done.folder / soname) as empty:
             assert "libghost.so" in empty.needed()
         text = (done.folder / soname).read_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 from memfit.ghost.build.runtime_library import build
 from memfit.ghost.cudnn import client as client_module
-from memfit.ghost.cudnn.cache import Answer, Configuration, Kept
+from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
 from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import convolution
@@ -44,7 +44,7 @@ def driver():
 
 
 def asks(library, driver, folder):
-    return CudnnClient(library, [driver], {"deviceVer": 800}, Kept.of(folder, library, {}))
+    return CudnnClient(library, [driver], {"deviceVer": 800}, HeuristicsCache.of(folder, library, {}))
 
 
 def reason(client, question=QUESTION):
@@ -56,7 +56,7 @@ def reason(client, question=QUESTION):
 def test_an_answer_is_kept_for_the_next_run(fake, driver, tmp_path):
     library = fake()
     first, second = asks(library, driver, tmp_path), asks(library, driver, tmp_path)
-    expected = Answer(92400, (Configuration(4096),))
+    expected = HeuristicsResult(92400, (EngineConfig(4096),))
     assert first.answer(QUESTION) == expected
     assert first.process()
     assert second.answer(QUESTION) == expected
@@ -65,30 +65,32 @@ def test_an_answer_is_kept_for_the_next_run(fake, driver, tmp_path):
 
 def test_what_is_kept_is_for_one_library_one_device_and_one_environment(fake, tmp_path, monkeypatch):
     library = fake()
-    places = {Kept.of(tmp_path, library, {"deviceVer": version})._path for version in (800, 900)}
+    places = {HeuristicsCache.of(tmp_path, library, {"deviceVer": version})._path for version in (800, 900)}
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    places.add(Kept.of(tmp_path, library, {"deviceVer": 800})._path)
+    places.add(HeuristicsCache.of(tmp_path, library, {"deviceVer": 800})._path)
     library.write_bytes(library.read_bytes() + b" ")
-    places.add(Kept.of(tmp_path, library, {"deviceVer": 800})._path)
+    places.add(HeuristicsCache.of(tmp_path, library, {"deviceVer": 800})._path)
     assert len(places) == 4
 
 
 def test_damaged_lines_are_passed_over_and_mended_by_asking(tmp_path):
     path = tmp_path / "kept.jsonl"
-    answer = Answer(92400, (Configuration(7, 1, 2, 3), Configuration(0)))
-    Kept(path).put(QUESTION, answer)
+    answer = HeuristicsResult(92400, (EngineConfig(7, 1, 2, 3), EngineConfig(0)))
+    HeuristicsCache(path).put(QUESTION, answer)
     whole = path.read_bytes()
     for damaged in (b"\0" * 99, b"{}", b'{"question":1}', whole.strip()[:-9], b"\xff\xfe"):
         path.write_bytes(damaged)
-        assert Kept(path).get(QUESTION) is None
-        Kept(path).put(QUESTION, answer)
-        assert Kept(path).get(QUESTION) == answer, "a line after half a line counts"
+        assert HeuristicsCache(path).get(QUESTION) is None
+        HeuristicsCache(path).put(QUESTION, answer)
+        assert HeuristicsCache(path).get(QUESTION) == answer, "a line after half a line counts"
 
 
 def test_nothing_is_lost_where_nothing_can_be_written(fake, driver, tmp_path):
     (tmp_path / "file").write_text("")
     client = asks(fake(), driver, tmp_path / "file")  # a file where a folder should be
-    assert client.answer(QUESTION) == client.answer(QUESTION) == Answer(92400, (Configuration(4096),))
+    assert (
+        client.answer(QUESTION) == client.answer(QUESTION) == HeuristicsResult(92400, (EngineConfig(4096),))
+    )
 
 
 def test_many_processes_may_add_to_one_file(tmp_path):
@@ -98,14 +100,16 @@ def test_many_processes_may_add_to_one_file(tmp_path):
         pid = os.fork()
         if not pid:
             for i in range(50):
-                Kept(path).put(b"%d %d" % (child, i), Answer(child, (Configuration(i),) * 30))
+                HeuristicsCache(path).put(
+                    b"%d %d" % (child, i), HeuristicsResult(child, (EngineConfig(i),) * 30)
+                )
             os._exit(0)
         children.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 4
-    kept = Kept(path)
+    kept = HeuristicsCache(path)
     for child in range(4):
         for i in range(50):
-            assert kept.get(b"%d %d" % (child, i)) == Answer(child, (Configuration(i),) * 30)
+            assert kept.get(b"%d %d" % (child, i)) == HeuristicsResult(child, (EngineConfig(i),) * 30)
 
 
 def test_the_process_is_nobodys_child_and_ends_with_its_client(fake, driver, tmp_path):
@@ -187,7 +191,7 @@ def test_a_refusal_is_told_in_its_own_words_and_holds_for_one_question(fake, dri
 
 
 def test_no_configuration_is_an_answer(fake, driver, tmp_path):
-    assert asks(fake("EMPTY"), driver, tmp_path).answer(QUESTION) == Answer(92400, ())
+    assert asks(fake("EMPTY"), driver, tmp_path).answer(QUESTION) == HeuristicsResult(92400, ())
 
 
 def test_a_library_that_cannot_be_loaded(driver, tmp_path):

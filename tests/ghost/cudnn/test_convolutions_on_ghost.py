@@ -19,10 +19,10 @@ def worked_in(width, **settings):
     x = torch.zeros(1, 64, 224, width, device="cuda", requires_grad=True)
     layer = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda()
     for label in itertools.islice(labels, 2):
-        before = len(ghost.spaces())
+        before = len(ghost.workspace_uses())
         ghost.set_label(label)  # the log leaves out repetitions under one label
         layer(x).backward(torch.ones_like(x))
-        shown = [space.size for space in ghost.spaces()[before:]]
+        shown = [space.size for space in ghost.workspace_uses()[before:]]
     return shown
 
 def firsts():

@@ -16,7 +16,7 @@ _BUILT_ON_TORCH = ("libtorch", "libc10_cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class NvidiaImports:
     """What one library wants."""
 
     path: Path
@@ -26,7 +26,7 @@ class Wants:
     """The functions it imports, and from where; None where the file does not say."""
 
 
-def wants(path: Path, seen: set[Path]) -> list[Wants]:
+def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
     """Say what a library, and those it brings along in folders it names, want of NVIDIA's.
 
     Args:
@@ -73,7 +73,7 @@ def _is_served_already(path: Path) -> bool:
     return torch or nvidia_library(path.name) is not None
 
 
-def _of(path: Path) -> Wants | None:
+def _of(path: Path) -> NvidiaImports | None:
     with ElfFile(path) as file:
         needed = file.needed()
         libraries = {soname: library for soname in needed if (library := nvidia_library(soname))}
@@ -82,7 +82,7 @@ def _of(path: Path) -> Wants | None:
         imports = file.imports()
     functions = {wanted.name: libraries[wanted.soname] for wanted in imports if wanted.soname in libraries}
     unversioned = (wanted.name for wanted in imports if not wanted.soname)
-    return Wants(
+    return NvidiaImports(
         path,
         {
             library: frozenset(wanted.version for wanted in imports if wanted.soname == soname)

@@ -35,7 +35,7 @@ from memfit.native_build import (
     shared_headers,
 )
 from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.torch_install import TorchInstall, Wanted, find_torch, scan
+from memfit.ghost.build.torch_install import TorchInstall, TorchImports, find_torch, scan_imports
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 INCLUDES = (f"-I{RUNTIME}", f"-I{SHARED_C}")
@@ -158,7 +158,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
     start = time.perf_counter()
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        wanted = scan(torch)
+        wanted = scan_imports(torch)
         gaps = _compile_runtime(work, wanted, flags, compiler)
         make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
         _make_no_device(work, compiler)
@@ -185,7 +185,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
 
 
 def _compile_runtime(
-    work: Path, wanted: Wanted, flags: Sequence[str], compiler: Sequence[str]
+    work: Path, wanted: TorchImports, flags: Sequence[str], compiler: Sequence[str]
 ) -> tuple[Gap, ...]:
     sources = sorted(RUNTIME.rglob("*.c"))
     objects = [work / f"{source.parent.name}-{source.stem}.o" for source in sources]
@@ -217,7 +217,7 @@ def _compile_runtime(
 
 
 def _linked_without_stubs(
-    work: Path, objects: Sequence[Path], wanted: Wanted, compiler: Sequence[str]
+    work: Path, objects: Sequence[Path], wanted: TorchImports, compiler: Sequence[str]
 ) -> set[str]:
     """Return which functions the sources define, by linking them once and reading the result."""
     library = work / "written.so"

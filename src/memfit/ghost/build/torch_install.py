@@ -52,7 +52,7 @@ class TorchInstall:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TorchImports:
     """What an installation wants from NVIDIA's libraries."""
 
     sonames: dict[str, tuple[str, ...]]
@@ -96,7 +96,7 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     return TorchInstall(folder, version, cuda)
 
 
-def scan(torch: TorchInstall) -> Wanted:
+def scan_imports(torch: TorchInstall) -> TorchImports:
     """Read from PyTorch's libraries what they want from NVIDIA's."""
     sonames: dict[str, set[str]] = {name: set() for name in _LOADED_BY_NAME}
     symbols: set[str] = set()
@@ -115,7 +115,7 @@ def scan(torch: TorchInstall) -> Wanted:
     for path in torch.libraries():
         with ElfFile(path) as library:
             unversioned -= library.defines(unversioned)
-    return Wanted(
+    return TorchImports(
         sonames={name: tuple(sorted(versions)) for name, versions in sorted(sonames.items())},
         symbols=frozenset(symbols | unversioned),
     )

@@ -1,1 +1,1 @@
-"""torch.compile and Triton on the ghost."""
+"""Support for torch.compile and Triton on the ghost."""

@@ -1,8 +1,8 @@
-"""Constants that a compiler folds by computing them on the GPU, where nothing is computed.
+"""Compute the constants that Inductor folds on the CPU, because the ghost computes nothing.
 
-Inductor replaces tensors that hold one value everywhere by that value: it runs the operators that make them
-on tensors of one element and reads what comes of it. A wrong answer would make another program (what is
-multiplied by 1 disappears), so what those operators compute is computed a second time on the CPU.
+Inductor replaces a tensor of one repeated value by that value: it runs the operators that create the tensor
+on tensors of one element and reads the result. A wrong value would change the program (a multiplication by 1 is
+removed), so the same operators also run on the CPU.
 
 Source: ``UniformValueConstantFolder`` in torch/_inductor/fx_passes/joint_graph.py, PyTorch 2.14.1.
 """
@@ -19,10 +19,10 @@ from memfit.ghost.values.known_values import Known, KnownValues, is_plain
 
 
 def follow_folding(known: KnownValues) -> None:
-    """Know what Inductor folds, from now on. It has been imported.
+    """Record the values of the constants that Inductor folds, from now on. Inductor must be imported.
 
     Args:
-        known: where the values of tensors are kept; reads are answered from there.
+        known: the known values of tensors, from which reads are answered.
     """
     from torch._inductor.fx_passes import joint_graph
 
@@ -38,10 +38,10 @@ def follow_folding(known: KnownValues) -> None:
 
 
 class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator whose CUDA arguments are known on the CPU, too, and notes what it gives.
+    """Also runs every operator whose CUDA arguments are known on the CPU, and records its result.
 
-    The folder asks each of its tensors for its storage, to tell them apart, and ``KnownValues`` knows nothing
-    of what was handed out that way. It writes to none of them, so what it made is remembered here.
+    The folder accesses the storage of each of its tensors to identify them, after which ``KnownValues``
+    treats them as unknown. The folder writes to none of them, so this class remembers their values.
     """
 
     def __init__(self, known: KnownValues) -> None:
@@ -59,7 +59,7 @@ class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Known | None:
-        """Return what an operator gives on the CPU; None if an argument is not known or the CPU lacks it."""
+        """Return an operator's result on the CPU; None if an argument is unknown or the CPU has no kernel."""
         twins: list[Any] = []
         leaves, structure = pytree.tree_flatten((args, kwargs))
         for leaf in leaves:

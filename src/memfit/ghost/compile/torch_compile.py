@@ -1,21 +1,21 @@
-"""What ``torch.compile`` and Triton must not take from the ghost, or leave behind.
+"""Isolate ``torch.compile`` and Triton on the ghost: their caches, kernel timings and source lines.
 
-Caches. What is compiled for the ghost is good for the card that it stands in for, but what is *chosen* on
-it is not: no kernel runs, so none is faster. Compilers therefore keep their caches in memfit's own folder,
-never in the user's, whatever the environment or the script says; remote caches are left alone. What
-a script saves of compiled code (``save_cache_artifacts``) has no machine code in it, which would be
-of no use elsewhere.
+Caches. Code compiled for the ghost is valid for the card that it stands in for, but a *choice* by timing is
+not: no kernel runs, so none is faster. Compilers therefore keep their caches in memfit's own folder, never in
+the user's, regardless of the environment or the script; remote caches are disabled. Compiled code that a
+script saves (``save_cache_artifacts``) contains no machine code, which would be of no use elsewhere.
 
-Choices. A compiler that times candidates is told that all take as long, and takes its first; what it
-allocates for the timing it allocates. Such choices are never read back from a cache, nor are graphs that
-were shaped by them: both would need other memory in a second dry run than in the first. What compiling
-itself allocates for a moment, as for folding a constant, a run that finds its graph does not allocate.
+Choices. For a compiler that times candidates, all candidates take equally long, so it chooses the first; its
+allocations for the timing are made as usual. Such choices are never read from a cache, nor are graphs that
+depend on them: both would make a second dry run allocate differently from the first. Temporary allocations of
+the compilation itself, such as those for folding a constant, do not occur in a run that finds its graph in
+the cache.
 
-Lines. Inductor keeps the lines of the script with a graph, but finds graphs whatever file or line they came
-from. It would name lines of other scripts, or of this one before it was edited, so it is asked for none.
+Lines. Inductor stores the script's lines with a graph, but looks graphs up regardless of their file and line.
+It would report lines of other scripts, or of an older version of this one, so memfit discards its lines.
 
-Time. Compiling happens in this process: a worker process would import PyTorch without the ghost.
-Machine code that nobody runs is made once (``machine_code.py``).
+Time. Compilation runs in this process: a worker process would import PyTorch without the ghost.
+Machine code is generated only once, because no GPU runs it (``skip_triton_codegen.py``).
 """
 
 import functools
@@ -27,26 +27,26 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from memfit.ghost.compile import triton_stub
+from memfit.ghost.compile import skip_triton_codegen
 from memfit.ghost.ffi import Ghost
+from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.patching.before_call import before
-from memfit.ghost.values.stand_ins import Note
 from memfit.records import Provenance
 
 _TIE_MS = 1000.0
-"""What every candidate takes: longer than any timing loop goes on, so that each runs a few times only."""
+"""The duration of every candidate: longer than any timing loop, so that each runs only a few times."""
 
-_CHOSEN = (
-    "Kernels that a card chooses by timing them were not timed: the first candidate was taken each time. "
-    "What the timing allocates is counted, as on a card's first run; later runs find the choice in a cache."
+_KERNEL_NOT_TIMED = (
+    "Kernels that are chosen by timing on a card were not timed: the first candidate was used each time. The "
+    "allocations for the timing are counted, as in a card's first run; later runs find the choice in a cache."
 )
-_SHAPED = (
-    "While compiling, ways to compute something were not timed against each other, and the first was taken: "
-    "sizes depend on it where one of them pads its inputs or needs work space."
+_GRAPH_NOT_TIMED = (
+    "While compiling, alternative implementations were not timed, and the first one was used. Sizes differ "
+    "if another one pads its inputs or needs a workspace."
 )
 _TIMING = "timing kernels"
-_TIMED = "memfit_timed"  # set on the context of a graph that was compiled by timings
+_TIMED = "memfit_timed"  # set on the tracing context of a graph that depends on timings
 _OFF = (
     "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE",
     "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE",
@@ -61,43 +61,43 @@ Labelled = Callable[[str], AbstractContextManager[None]]
 
 
 def install(
-    ghost: Ghost, folder: Path, note: Note, *, labelled: Labelled = lambda _op: nullcontext()
+    ghost: Ghost, folder: Path, note: NoteCallback, *, labelled: Labelled = lambda _op: nullcontext()
 ) -> None:
-    """Keep what is compiled from now on apart: call once, when torch has just been imported.
+    """Isolate compilation from now on; call once, directly after torch was imported.
 
     Args:
         ghost: the loaded ghost.
-        folder: where compilers keep their caches.
+        folder: the folder for the compilers' caches.
         note: called when a choice was made without timing.
-        labelled: labels what is allocated within, by what is done there.
+        labelled: returns a context manager that labels the allocations within by an operation.
     """
-    Compiling(ghost, folder, note, labelled).install()
+    CompilerPatches(ghost, folder, note, labelled).install()
 
 
-class Compiling:
-    """What ``install`` puts in place."""
+class CompilerPatches:
+    """The patches that ``install`` applies."""
 
-    def __init__(self, ghost: Ghost, folder: Path, note: Note, labelled: Labelled) -> None:
+    def __init__(self, ghost: Ghost, folder: Path, note: NoteCallback, labelled: Labelled) -> None:
         self._ghost = ghost
         self._folder = folder
         self._note = note
         self._labelled = labelled
 
     def install(self) -> None:
-        """Set the environment, now and each time that a compiler looks: a script may set it in between."""
+        """Set the environment now and each time a compiler reads it, as a script may change it in between."""
         self._set_environment()
         for module, action in (
-            ("torch._inductor.config", self._set_inductor),
-            ("torch._inductor.runtime.cache_dir_utils", self._set_where_inductor_looks),
-            ("torch._inductor.compile_fx", self._set_where_inductor_begins),
-            ("torch._inductor.codecache", self._forget_lines),
-            ("torch._functorch._aot_autograd.autograd_cache", self._forget_choices),
-            ("torch._inductor.runtime.benchmarking", self._tie_inductor),
-            ("triton.runtime.cache", self._set_where_triton_looks),
-            ("triton.testing", self._tie_triton),
+            ("torch._inductor.config", self._configure_inductor),
+            ("torch._inductor.runtime.cache_dir_utils", self._redirect_inductor_cache),
+            ("torch._inductor.compile_fx", self._configure_each_compilation),
+            ("torch._inductor.codecache", self._discard_lines),
+            ("torch._functorch._aot_autograd.autograd_cache", self._discard_choices),
+            ("torch._inductor.runtime.benchmarking", self._skip_inductor_timing),
+            ("triton.runtime.cache", self._redirect_triton_cache),
+            ("triton.testing", self._skip_triton_timing),
         ):
             after_import(module, action)
-        triton_stub.install()
+        skip_triton_codegen.install()
 
     def _set_environment(self, *_args: object, **_options: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "inductor")
@@ -105,7 +105,7 @@ class Compiling:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         os.environ.update(dict.fromkeys(_OFF, "0"))
 
-    def _set_inductor(self, *_args: object, **_options: object) -> None:
+    def _configure_inductor(self, *_args: object, **_options: object) -> None:
         self._set_environment()
         from torch._inductor import config
 
@@ -114,29 +114,29 @@ class Compiling:
         config.compile_threads = 1
         config.bundle_triton_into_fx_graph_cache = False
 
-    def _set_where_inductor_looks(self) -> None:
+    def _redirect_inductor_cache(self) -> None:
         from torch._inductor.runtime import cache_dir_utils as folders
 
         for name in ("cache_dir", "triton_cache_dir"):  # the others import them from here
             setattr(folders, name, before(self._set_environment, getattr(folders, name)))
 
-    def _set_where_inductor_begins(self) -> None:
+    def _configure_each_compilation(self) -> None:
         from torch._inductor import compile_fx
 
-        compile_fx.compile_fx = before(self._set_inductor, compile_fx.compile_fx)
+        compile_fx.compile_fx = before(self._configure_inductor, compile_fx.compile_fx)
 
-    def _set_where_triton_looks(self) -> None:
+    def _redirect_triton_cache(self) -> None:
         from triton import knobs  # type: ignore[import-untyped]
         from triton.runtime.cache import FileCacheManager  # type: ignore[import-untyped]
 
         def set_folder(*_args: object, **_options: object) -> None:
             self._set_environment()
-            knobs.cache.dir = os.environ["TRITON_CACHE_DIR"]  # a script may have set this, too
+            knobs.cache.dir = os.environ["TRITON_CACHE_DIR"]  # a script may also have set this
 
         FileCacheManager.__init__ = before(set_folder, FileCacheManager.__init__)
 
-    def _forget_lines(self) -> None:
-        """Have PyTorch's history of allocations add no lines to those of the code that Inductor wrote.
+    def _discard_lines(self) -> None:
+        """Keep PyTorch's allocation history from adding script lines to those of Inductor's generated code.
 
         Source: ``PythonTraceback::appendSymbolized`` in torch/csrc/profiler/python/combined_traceback.cpp.
         """
@@ -144,8 +144,8 @@ class Compiling:
 
         PyCodeCache.stack_frames_for_code = staticmethod(lambda _path, _line: None)  # type: ignore[method-assign,assignment]
 
-    def _forget_choices(self) -> None:
-        """Keep timings to this process, and graphs that were shaped by them out of the caches."""
+    def _discard_choices(self) -> None:
+        """Keep timings in this process only, and graphs that depend on them out of the caches."""
         from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
         from torch._inductor.codecache import CacheBase, FxGraphCache
 
@@ -155,29 +155,28 @@ class Compiling:
         for cache, name in ((FxGraphCache, "_save_graph"), (AOTAutogradCache, "save")):
             setattr(cache, name, staticmethod(_unless_timed(getattr(cache, name))))
 
-    def _tie_inductor(self) -> None:
+    def _skip_inductor_timing(self) -> None:
         from torch._inductor.runtime import benchmarking
 
         for benchmarker in (benchmarking.TritonBenchmarker, benchmarking.InductorBenchmarker):
             benchmarker.benchmark_gpu = self._tied(benchmarker.benchmark_gpu)  # type: ignore[method-assign]
 
-    def _tie_triton(self) -> None:
+    def _skip_triton_timing(self) -> None:
         import triton.testing as timing  # type: ignore[import-untyped]
 
         for name in ("do_bench", "do_bench_cudagraph"):
             setattr(timing, name, self._tied(getattr(timing, name)))
 
     def _tied(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that times a kernel: all take as long."""
+        """Wrap a function that times a kernel, so that all kernels take equally long."""
 
         @functools.wraps(benchmark)
         def timed(*args: Any, **options: Any) -> Any:
             context = TracingContext.try_get()
             if context is not None:
                 vars(context)[_TIMED] = True
-            self._note(
-                Provenance.ASSUMED, _CHOSEN if context is None else _SHAPED, "", sizes=context is not None
-            )
+            text = _KERNEL_NOT_TIMED if context is None else _GRAPH_NOT_TIMED
+            self._note(Provenance.ASSUMED, text, "", sizes=context is not None)
             with self._labelled(_TIMING), self._ghost.answering_elapsed(_TIE_MS):
                 return benchmark(*args, **options)
 
@@ -185,7 +184,7 @@ class Compiling:
 
 
 def _unless_timed(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what saves a compiled graph: one that was shaped by timings is not saved."""
+    """Wrap a function that saves a compiled graph, so that graphs that depend on timings are not saved."""
 
     @functools.wraps(save)
     def save_unless_timed(*args: Any, **options: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Answers of cuDNN from earlier runs, in a file of the user's cache folder.
+"""cuDNN's answers of earlier runs, in a file in the user's cache folder.
 
-A file holds what one cuDNN said of one device under one environment, a JSON object a line. Lines are only
-ever added, each by one write under a lock, so runs can share it; one that is damaged is passed over.
+A file holds the answers of one cuDNN for one device under one environment, one JSON object per line. Lines
+are only ever appended, each with a single write under a lock, so runs can share the file. Damaged lines are
+skipped.
 """
 
 import fcntl
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-MOST_BYTES = 64 << 20
-"""A file that has grown to this gets no more; some 30,000 answers."""
-_VARIABLES = ("CUDNN_", "NVIDIA_TF32_OVERRIDE")  # what cuDNN itself is told by the environment
+MAX_FILE_BYTES = 64 << 20
+"""A file of this size is not extended any further; it holds some 30,000 answers."""
+_VARIABLES = ("CUDNN_", "NVIDIA_TF32_OVERRIDE")  # the environment variables that cuDNN itself reads
 
 
-class Configuration(msgspec.Struct, frozen=True, array_like=True):
-    """One way of cuDNN's to do what was asked."""
+class EngineConfig(msgspec.Struct, frozen=True, array_like=True):
+    """One of cuDNN's engine configurations for an operation."""
 
     workspace: int
     """Bytes."""
@@ -30,60 +31,60 @@ class Configuration(msgspec.Struct, frozen=True, array_like=True):
     """``cudnnBackendBehaviorNote_t`` as bits."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What one cuDNN offers for one question, in its own order."""
+class HeuristicsResult(msgspec.Struct, frozen=True):
+    """The engine configurations that one cuDNN returns for one question, in its own order."""
 
     version: int
-    """As ``cudnnGetVersion`` says it: 92400."""
-    configurations: tuple[Configuration, ...]
+    """As ``cudnnGetVersion`` reports it: 92400."""
+    configurations: tuple[EngineConfig, ...]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _CacheLine(msgspec.Struct, frozen=True):
     question: str
-    answer: Answer
+    answer: HeuristicsResult
 
 
-class Kept:
+class HeuristicsCache:
     """The answers in one file.
 
     Args:
-        path: where they are, or will be.
+        path: the file; created with the first answer.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._answers: dict[str, Answer] | None = None
+        self._answers: dict[str, HeuristicsResult] | None = None
 
     @classmethod
-    def of(cls, folder: Path, library: Path, properties: Mapping[str, object]) -> "Kept":
-        """Return what was kept in a folder for a libcudnn and a device."""
-        told = sorted((name, text) for name, text in os.environ.items() if name.startswith(_VARIABLES))
+    def of(cls, folder: Path, library: Path, properties: Mapping[str, object]) -> "HeuristicsCache":
+        """Return the cache in ``folder`` for one libcudnn, one device and the current environment."""
+        environment = sorted((name, text) for name, text in os.environ.items() if name.startswith(_VARIABLES))
         parts = [(path.name, path.stat().st_size) for path in sorted(library.parent.glob("libcudnn*.so*"))]
-        key = repr((parts, sorted(properties.items()), told)).encode()
+        key = repr((parts, sorted(properties.items()), environment)).encode()
         return cls(folder / f"{hashlib.sha256(key).hexdigest()[:16]}.jsonl")
 
-    def get(self, question: bytes) -> Answer | None:
-        """Return the answer to a question, if it was kept."""
+    def get(self, question: bytes) -> HeuristicsResult | None:
+        """Return the cached answer to a question, or None."""
         if self._answers is None:
             self._answers = dict(self._read())
         return self._answers.get(_key(question))
 
-    def put(self, question: bytes, answer: Answer) -> None:
-        """Keep an answer; where the file cannot be written, for this run alone."""
+    def put(self, question: bytes, answer: HeuristicsResult) -> None:
+        """Cache an answer; if the file cannot be written, for this run only."""
         if self._answers is None:
             self._answers = dict(self._read())
         self._answers[_key(question)] = answer
-        line = msgspec.json.encode(_Line(_key(question), answer))
+        line = msgspec.json.encode(_CacheLine(_key(question), answer))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if file.tell() < MOST_BYTES:
-                    file.write(b"\n" + line + b"\n")  # whoever was here before may have died in a line
+                if file.tell() < MAX_FILE_BYTES:
+                    file.write(b"\n" + line + b"\n")  # an earlier writer may have died within a line
         except OSError:
             return
 
-    def _read(self) -> list[tuple[str, Answer]]:
+    def _read(self) -> list[tuple[str, HeuristicsResult]]:
         try:
             lines = self._path.read_bytes().split(b"\n")
         except OSError:
@@ -91,10 +92,10 @@ class Kept:
         found = []
         for line in filter(None, lines):
             try:
-                kept = msgspec.json.decode(line, type=_Line)
-            except msgspec.DecodeError:  # half a line, or not ours
+                cached = msgspec.json.decode(line, type=_CacheLine)
+            except msgspec.DecodeError:  # a partial line, or one that memfit did not write
                 continue
-            found.append((kept.question, kept.answer))
+            found.append((cached.question, cached.answer))
         return found
 
 

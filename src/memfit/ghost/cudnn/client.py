@@ -1,4 +1,4 @@
-"""The side that asks: what was kept, and otherwise a process that is started for the first question."""
+"""The client of the cuDNN server: answers from the cache, or from a process started on first use."""
 
 import os
 import socket
@@ -13,74 +13,74 @@ import msgspec
 from memfit.errors import MemfitError
 from memfit.ghost.build.runtime_library import Build
 from memfit.ghost.build.torch_install import find_torch
-from memfit.ghost.cudnn.cache import Answer, Configuration, Kept
-from memfit.ghost.cudnn.device_properties import properties
+from memfit.ghost.cudnn.cache import EngineConfig, HeuristicsCache, HeuristicsResult
+from memfit.ghost.cudnn.device_properties import device_properties
 from memfit.ghost.cudnn.find_library import find_library
 from memfit.ghost.device import GhostDevice
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
 
-STARTING = 30.0
-"""Seconds in which the process must have loaded cuDNN."""
-ANSWERING = 20.0
-"""Seconds in which it must have answered."""
-_MOST_DEATHS = 2
-_LONGEST = 1 << 20  # bytes of an answer
+START_TIMEOUT = 30.0
+"""Seconds within which the server must have loaded cuDNN."""
+ANSWER_TIMEOUT = 20.0
+"""Seconds within which the server must have answered a question."""
+_MAX_CRASHES = 2
+_MAX_REPLY_BYTES = 1 << 20
 
 
 class NoAnswerError(Exception):
-    """CuDNN could not be asked, or has no answer; the message says why."""
+    """CuDNN could not be queried, or returned no answer; the message gives the reason."""
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """A line from the process: its version, or configurations, or why there are none."""
+    """A line from the server: its version, or engine configurations, or why cuDNN refused."""
 
     version: int = 0
     process: int = 0
-    configurations: tuple[Configuration, ...] | None = None
+    configurations: tuple[EngineConfig, ...] | None = None
     refused: str = ""
     missed: tuple[str, ...] = ()
 
 
-class _Process:
-    """The process that asks cuDNN, and the line to it.
+class _Server:
+    """The server process and the socket to it.
 
     Raises:
-        subprocess.SubprocessError: it did not start.
-        EOFError: it ended.
+        subprocess.SubprocessError: the process did not start.
+        EOFError: the process ended.
     """
 
-    def __init__(self, begin: bytes) -> None:
-        self._channel, theirs = socket.socketpair()
+    def __init__(self, greeting: bytes) -> None:
+        self._channel, server_end = socket.socketpair()
         self._lines = self._channel.makefile("rb")
         try:
-            with theirs:
-                # It forks at once, and what is waited for here is the half that ends: a script that waits
-                # for its children never meets ours.
+            with server_end:
+                # The process forks at once and its parent half exits, which is what run() waits for: a script
+                # that waits for its own children never meets the server.
                 subprocess.run(
-                    [sys.executable, "-c", python_code("memfit.ghost.cudnn.process")],
-                    stdin=theirs.fileno(),
+                    [sys.executable, "-c", python_code("memfit.ghost.cudnn.server")],
+                    stdin=server_end.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                     check=True,
-                    timeout=STARTING,
+                    timeout=START_TIMEOUT,
                 )
-            self.begun = self.ask(begin, STARTING)
+            self.started = self.ask(greeting, START_TIMEOUT)
         except BaseException:
             self.close()
             raise
 
-    def ask(self, line: bytes, patience: float) -> _Reply:
-        self._channel.settimeout(patience)
+    def ask(self, line: bytes, timeout: float) -> _Reply:
+        self._channel.settimeout(timeout)
         self._channel.sendall(line + b"\n")
-        answer = self._lines.readline(_LONGEST)
+        answer = self._lines.readline(_MAX_REPLY_BYTES)
         if not answer:
             raise EOFError
         return msgspec.json.decode(answer, type=_Reply)
 
     def close(self) -> None:
-        """Let go of it: it ends by itself when nobody is there, or after its own patience."""
+        """Close the socket. The process exits when its client is gone, or at its own timeout."""
         self._lines.close()
         self._channel.close()
 
@@ -88,104 +88,107 @@ class _Process:
 class CudnnClient:
     """The installed cuDNN, for one device.
 
-    Safe from several threads, and in forks: a fork has a process of its own. Whatever becomes of that
-    process, nobody waits for it longer than ``STARTING + ANSWERING`` seconds, and that once.
+    Thread-safe. A forked child starts a server of its own. Whatever happens to the server, a caller waits at
+    most ``START_TIMEOUT + ANSWER_TIMEOUT`` seconds for it, and only once.
 
     Args:
-        library: the libcudnn.so to ask.
-        before: what to load before it: the libcuda.so.1 that knows of no device, and then what PyTorch has
-            loaded by then. cuDNN 9.13's own search does not lead to cuBLASLt where wheels put it.
-        device: what cuDNN is told of, see ``properties.py``.
-        kept: the answers of earlier runs.
+        library: the libcudnn.so to query.
+        before: the libraries to load before it: the libcuda.so.1 that reports no device, then those that
+            PyTorch has loaded by then. cuDNN 9.13's own search misses cuBLASLt where wheels install it.
+        device: the device's description, see ``device_properties.py``.
+        cache: the answers of earlier runs.
     """
 
     def __init__(
-        self, library: Path, before: Sequence[Path], device: Mapping[str, object], kept: Kept
+        self, library: Path, before: Sequence[Path], device: Mapping[str, object], cache: HeuristicsCache
     ) -> None:
-        self._begin = msgspec.json.encode(
+        self._greeting = msgspec.json.encode(
             {"path": str(library), "before": [str(path) for path in before], "properties": device}
         )
-        self._kept = kept
+        self._cache = cache
         self._lock = threading.Lock()
-        self._process: _Process | None = None
-        self._deaths = 0
+        self._server: _Server | None = None
+        self._crashes = 0
         self._given_up = ""
         self.missed: set[str] = set()
-        """Functions that cuDNN did not find in the libcuda.so.1, and may offer less for."""
-        os.register_at_fork(after_in_child=self._forked)
+        """Functions that cuDNN did not find in the libcuda.so.1; it may offer fewer engines without them."""
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
-    def answer(self, question: bytes) -> Answer:
-        """Return what cuDNN offers for a tree of its descriptors, see ``process.py``.
+    def answer(self, question: bytes) -> HeuristicsResult:
+        """Return cuDNN's engine configurations for a tree of its descriptors, see ``server.py``.
 
         Raises:
-            NoAnswerError: there is none, and why.
+            NoAnswerError: cuDNN gave no answer; the message gives the reason.
         """
         with self._lock:
-            found = self._kept.get(question)
+            found = self._cache.get(question)
             if found is None:
                 found = self._ask(question)
-                self._kept.put(question, found)
+                self._cache.put(question, found)
             return found
 
     def version(self) -> int:
-        """Return its version (92400 is 9.24.0), having started it if need be.
+        """Return cuDNN's version (92400 is 9.24.0), starting the server if necessary.
 
         Raises:
-            NoAnswerError: it cannot be asked, and why.
+            NoAnswerError: cuDNN cannot be queried; the message gives the reason.
         """
         with self._lock:
             return self._ask(None).version
 
     def process(self) -> int:
-        """Return the number of the process that answers; 0 if there is none."""
-        return self._process.begun.process if self._process is not None else 0
+        """Return the server's process ID; 0 if no server is running."""
+        return self._server.started.process if self._server is not None else 0
 
-    def _ask(self, question: bytes | None) -> Answer:
-        """Start the process if need be, and ask it; None asks no more than its version."""
+    def _ask(self, question: bytes | None) -> HeuristicsResult:
+        """Ask the server, starting it if necessary; None asks for its version only."""
         if self._given_up:
             raise NoAnswerError(self._given_up)
         try:
-            if self._process is None:
-                self._process = _Process(self._begin)
-            begun = self._process.begun
-            if begun.refused:
-                raise self._ended(begun.refused, for_good=True)
+            if self._server is None:
+                self._server = _Server(self._greeting)
+            started = self._server.started
+            if started.refused:
+                raise self._disconnect(started.refused, for_good=True)
             if question is None:
-                return Answer(begun.version, ())
-            reply = self._process.ask(question, ANSWERING)
+                return HeuristicsResult(started.version, ())
+            reply = self._server.ask(question, ANSWER_TIMEOUT)
         except (EOFError, ConnectionError):
-            self._deaths += 1
-            why = "the process that asks it ended"
-            raise self._ended(why, for_good=self._deaths == _MOST_DEATHS) from None
+            self._crashes += 1
+            reason = "the process that runs cuDNN ended unexpectedly"
+            raise self._disconnect(reason, for_good=self._crashes == _MAX_CRASHES) from None
         except TimeoutError:
-            raise self._ended("it did not answer in time", for_good=True) from None
+            raise self._disconnect("cuDNN did not answer in time", for_good=True) from None
         except subprocess.SubprocessError:
-            raise self._ended("the process that asks it did not start", for_good=True) from None
+            raise self._disconnect("the process that runs cuDNN did not start", for_good=True) from None
         except (OSError, msgspec.DecodeError) as error:
-            raise self._ended(f"the process that asks it: {error}", for_good=True) from error
+            raise self._disconnect(
+                f"lost contact with the process that runs cuDNN: {error}", for_good=True
+            ) from error
         self.missed.update(reply.missed)
         if reply.configurations is None:
-            raise NoAnswerError(f"it refused: {reply.refused}")
-        return Answer(begun.version, reply.configurations)
+            raise NoAnswerError(f"cuDNN refused: {reply.refused}")
+        return HeuristicsResult(started.version, reply.configurations)
 
-    def _ended(self, why: str, *, for_good: bool) -> NoAnswerError:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+    def _disconnect(self, reason: str, *, for_good: bool) -> NoAnswerError:
+        """Close the connection, and return the error to raise; ``for_good`` starts no other server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if for_good:
-            self._given_up = why
-        return NoAnswerError(why)
+            self._given_up = reason
+        return NoAnswerError(reason)
 
-    def _forked(self) -> None:
+    def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()  # another thread may have held it
-        self._ended("", for_good=False)
+        self._disconnect("", for_good=False)
 
 
 def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
-    """Return the cuDNN that PyTorch would load here, ready to be asked about a device.
+    """Return a client for the cuDNN that PyTorch would load here.
 
     Raises:
-        NoAnswerError: there is none.
+        NoAnswerError: cuDNN is not installed.
     """
     try:
         torch = find_torch().folder
@@ -198,7 +201,8 @@ def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
 
     library, cublas = find("libcudnn"), find("libcublasLt")
     if library is None:
-        raise NoAnswerError("libcudnn is not installed (pip install torch brings it)")
+        raise NoAnswerError("libcudnn is not installed (pip install torch installs it)")
     before = [build.no_device, *([cublas] if cublas else [])]
-    told = properties(device, build.cuda_version)
-    return CudnnClient(library, before, told, Kept.of(cache_folder("cudnn"), library, told))
+    described = device_properties(device, build.cuda_version)
+    cache = HeuristicsCache.of(cache_folder("cudnn"), library, described)
+    return CudnnClient(library, before, described, cache)

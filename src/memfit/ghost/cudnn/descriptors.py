@@ -1,7 +1,7 @@
-"""A tree of cuDNN's descriptors, and the convolution in it.
+"""A tree of cuDNN backend descriptors, and the convolution in it.
 
-The tree is what PyTorch set, written down by runtime/cudnn_graph.c. Nothing here knows what most of it
-means: it goes to cuDNN as it is.
+The tree holds the attributes that PyTorch set, recorded by the runtime's cudnn_graph.c. It is passed to cuDNN
+unchanged; this module interprets only the attributes of convolutions.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ import msgspec
 # Source: cudnn_graph.h 9.24, cudnnBackendDescriptorType_t and cudnnBackendAttributeName_t.
 ENGINEHEUR_MODE = 200
 HEUR_MODE_FALLBACK = 2
-"""``cudnnBackendHeurMode_t``: the list that PyTorch goes through when all else failed."""
+"""``cudnnBackendHeurMode_t``: the list that PyTorch tries last."""
 _OPERATIONGRAPH_OPS = 801
-_CONVOLUTIONS = {  # type of the operation: its name, and the attributes that hold its parts
+_CONVOLUTIONS = {  # type of the operation: its name, and the attributes of its parts
     10: ("forward", {"convolution": 702, "w": 703, "x": 704, "y": 705}),
     11: ("weight gradient", {"convolution": 714, "w": 715, "x": 716, "y": 717}),
     12: ("data gradient", {"convolution": 708, "w": 709, "x": 710, "y": 711}),
@@ -29,11 +29,11 @@ class Descriptor(msgspec.Struct, frozen=True):
 
     type: int
     attributes: tuple[tuple[int, int, tuple[Any, ...]], ...]
-    """Name, type and values of each, in the order they were set. Descriptors among the values are still
-    raw: ``values`` decodes them."""
+    """Name, type and values of each, in the order they were set. Descriptors among the values are not
+    decoded yet: ``values`` decodes them."""
 
     def values(self, name: int) -> tuple[Any, ...]:
-        """Return what an attribute was last set to; nothing if it was not."""
+        """Return the values an attribute was last set to; an empty tuple if it was not set."""
         found: tuple[Any, ...] = ()
         for own, kind, values in self.attributes:
             if own == name:
@@ -43,7 +43,7 @@ class Descriptor(msgspec.Struct, frozen=True):
         return found
 
     def operations(self) -> Iterator["Descriptor"]:
-        """Yield the operations of the graph that this is, or is made from."""
+        """Yield the operations of the graph that this descriptor is or contains."""
         yield from self.values(_OPERATIONGRAPH_OPS)
         for name, kind, _ in self.attributes:
             if kind == _DESCRIPTOR and name != _OPERATIONGRAPH_OPS:
@@ -51,7 +51,7 @@ class Descriptor(msgspec.Struct, frozen=True):
                     yield from part.operations()
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class TensorShape(msgspec.Struct, frozen=True):
     """Shape and layout; sizes and strides in elements."""
 
     data_type: int
@@ -65,24 +65,24 @@ class Convolution(msgspec.Struct, frozen=True, tag_field="kind", tag="convolutio
     operation: str
     """``forward``, ``data gradient`` or ``weight gradient``."""
     compute_type: int
-    x: Tensor
-    w: Tensor
-    y: Tensor
+    x: TensorShape
+    w: TensorShape
+    y: TensorShape
     padding: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     fused: int
-    """Operations that follow in the same graph: bias, activation."""
+    """Number of operations that follow in the same graph: bias, activation."""
 
 
-class Graph(msgspec.Struct, frozen=True, tag_field="kind", tag="graph"):
+class OperationGraph(msgspec.Struct, frozen=True, tag_field="kind", tag="graph"):
     """A graph of operations without a convolution: attention."""
 
     operations: int
 
 
-def operation_of(descriptor: Descriptor) -> Convolution | Graph:
-    """Return what a graph does: its convolution with what follows it, or that it has none."""
+def operation_of(descriptor: Descriptor) -> Convolution | OperationGraph:
+    """Return a graph's convolution with the operations fused to it, or an ``OperationGraph`` without one."""
     operations = list(descriptor.operations())
     for operation in operations:
         if operation.type not in _CONVOLUTIONS:
@@ -101,10 +101,10 @@ def operation_of(descriptor: Descriptor) -> Convolution | Graph:
             dilation=convolution.values(_DILATION),
             fused=len(operations) - 1,
         )
-    return Graph(len(operations))
+    return OperationGraph(len(operations))
 
 
-def _tensor(descriptor: Descriptor) -> Tensor:
-    return Tensor(
+def _tensor(descriptor: Descriptor) -> TensorShape:
+    return TensorShape(
         (descriptor.values(_DATA_TYPE) or (0,))[0], descriptor.values(_SIZES), descriptor.values(_STRIDES)
     )

@@ -1,22 +1,22 @@
-"""A device described to cuDNN, in the words that it asks for."""
+"""The device description that cuDNN plans for, with the keys it expects."""
 
 from collections.abc import Mapping
 
 from memfit.ghost.device import GhostDevice
 
 
-def properties(device: GhostDevice, cuda_version: str) -> Mapping[str, object]:
-    """Return what cuDNN wants to know of a device.
+def device_properties(device: GhostDevice, cuda_version: str) -> Mapping[str, object]:
+    """Return the description of a device for cuDNN.
 
-    Of all this, cuDNN 9.24 was seen to look at the compute capability alone (docs/decisions/0013).
+    cuDNN 9.24 was observed to use only the compute capability (docs/decisions/0013).
 
     Args:
-        device: as the ghost stands in for it.
-        cuda_version: of the driver, as "13.0".
+        device: the device that the ghost stands in for.
+        cuda_version: the driver's, such as "13.0".
 
-    Source: the keys are those of OpenXLA's xla/backends/gpu/target_config/cudnn_device_props.cc; what
-    is the same for every card of compute capability 7.0 to 12.0 is from the CUDA C++ Programming Guide,
-    technical specifications per compute capability.
+    Source: the keys are those of OpenXLA's xla/backends/gpu/target_config/cudnn_device_props.cc; values
+    shared by all cards of compute capability 7.0 to 12.0 are from the CUDA C++ Programming Guide, technical
+    specifications per compute capability.
     """
     major, minor = (int(part) for part in cuda_version.split(".")[:2])
     return {

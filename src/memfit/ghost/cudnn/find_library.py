@@ -1,4 +1,4 @@
-"""Which libcudnn PyTorch would load here."""
+"""Find the libcudnn that PyTorch would load here."""
 
 import os
 import sys
@@ -9,11 +9,11 @@ _SYSTEM = ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "
 
 
 def find_library(soname: str, torch_folder: Path) -> Path | None:
-    """Return the file that PyTorch would find under a SONAME ("libcudnn.so.9"), or None.
+    """Return the file that PyTorch would load for a SONAME ("libcudnn.so.9"), or None.
 
     Source: the RPATH of libtorch_cuda.so in PyTorch's wheels, then _preload_cuda_deps in
-    torch/__init__.py 2.14 (nvidia/*/lib of every folder on the path); conda has it in the environment's
-    lib; then the places of the system's loader.
+    torch/__init__.py 2.14 (nvidia/*/lib of every folder on the path); conda installs it in the
+    environment's lib; then the system loader's folders.
     """
     return next((path for folder in _folders(torch_folder) if (path := folder / soname).is_file()), None)
 

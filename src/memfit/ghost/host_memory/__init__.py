@@ -1,1 +1,1 @@
-"""Models built on the CPU take no host memory."""
+"""Keep models that are built on the CPU from using host memory."""

@@ -1,13 +1,13 @@
-"""CPU tensors whose memory was never touched: they read as zeros and cost nothing.
+"""CPU tensors whose memory pages were released to the kernel: they read as zeros and use no memory.
 
     address    0x..f40      0x..1000                    0x..9000   0x..94c0
                   |  edge      |   whole pages: released   |   edge   |
                   [ 0 0 0 0 0 ][                           ][ 0 0 0 0 ]
 
-Linux gives a page of memory only when something writes to it, and takes it back, zeros and all, with
-``madvise(MADV_DONTNEED)``. A tensor is hollow while none of its pages has come back since, which the kernel
-is asked each time. So there is nothing to keep in step: a hollow tensor is zeros, and whatever writes into
-it, in whatever way, makes it an ordinary one.
+Linux allocates a page on the first write to it, and releases it with ``madvise(MADV_DONTNEED)``, after which
+it reads as zeros. A tensor is untouched while none of its pages has been allocated again; the kernel is
+asked each time. So no state can become stale: an untouched tensor is zeros, and any write to it, by any
+means, makes it an ordinary one.
 """
 
 import ctypes
@@ -23,21 +23,21 @@ _PAGE = mmap.PAGESIZE
 _MADV_DONTNEED = 4  # include/uapi/asm-generic/mman-common.h
 _ENTRY = 8  # bytes of /proc/self/pagemap for each page
 _IN_USE = 1 << 62  # its bits 62 (swapped out) and 63 (present): Documentation/admin-guide/mm/pagemap.rst
-_CHUNK = 1 << 17  # pages asked about at once: 512 MiB
+_CHUNK = 1 << 17  # pages per read of pagemap: 512 MiB
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class HollowTensors:
-    """The storages that were emptied, held weakly.
+class ZeroPageTensors:
+    """The storages whose pages were released, held weakly.
 
-    >>> hollow = HollowTensors()
+    >>> zero_pages = ZeroPageTensors()
     >>> weights = torch.full((1024, 1024), 3.0)
-    >>> hollow.empty(weights), hollow.holds(weights), weights.sum().item()
+    >>> zero_pages.release(weights), zero_pages.untouched(weights), weights.sum().item()
     (True, True, 0.0)
     >>> _ = weights[5].fill_(1.0)
-    >>> hollow.holds(weights), weights.sum().item()
+    >>> zero_pages.untouched(weights), weights.sum().item()
     (False, 1024.0)
     """
 
@@ -45,12 +45,12 @@ class HollowTensors:
         self._marked: dict[int, StorageWeakRef] = {}
         self._sweep_at = 1024
 
-    def empty(self, tensor: torch.Tensor) -> bool:
-        """Make a tensor zeros by giving its memory back, if PyTorch's CPU allocator made it for this alone.
+    def release(self, tensor: torch.Tensor) -> bool:
+        """Release a tensor's pages, so that it reads as zeros, if it owns its whole storage.
 
         Returns:
-            Whether it was done; views of something larger, shared and pinned memory, files, and what another
-            library lent are left alone.
+            Whether the pages were released. Views of larger tensors, shared and pinned memory, mapped files
+            and memory of other libraries are left unchanged.
         """
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return False
@@ -73,8 +73,8 @@ class HollowTensors:
             self._marked = {key: weak for key, weak in self._marked.items() if not weak.expired()}  # type: ignore[no-untyped-call]
             self._sweep_at = 1024 + 2 * len(self._marked)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether the memory of ``tensor``, or of what it is a view of, is hollow still."""
+    def untouched(self, tensor: torch.Tensor) -> bool:
+        """Return whether the storage of ``tensor`` was released and not written to since."""
         if not self._marked or not tensor.is_cpu or tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -87,7 +87,7 @@ class HollowTensors:
 
 
 def _untouched(start: int, size: int) -> bool:
-    """Ask the kernel whether no whole page inside has come back, and look at the edges."""
+    """Return whether the kernel has allocated no whole page of the range, and its edges are zeros."""
     low, high = _pages(start, size)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:  # noqa: PTH123 - unbuffered, by offset
@@ -96,18 +96,18 @@ def _untouched(start: int, size: int) -> bool:
                 entries = os.pread(pagemap.fileno(), count * _ENTRY, first * _ENTRY)
                 if len(entries) < count * _ENTRY or np.frombuffer(entries, np.uint64).max() >= _IN_USE:
                     return False
-    except OSError:  # a sandbox without it: then nothing is taken to be hollow
+    except OSError:  # a sandbox without pagemap: every tensor counts as written to
         return False
     return not any(any(ctypes.string_at(edge, length)) for edge, length in _edges(start, size))
 
 
 def _pages(start: int, size: int) -> tuple[int, int]:
-    """Return where the pages that lie wholly inside begin and end."""
+    """Return the start and end of the whole pages inside a range."""
     return -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
 
 
 def _edges(start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield address and length of what is left before and after the whole pages."""
+    """Yield the address and length of the bytes before and after the whole pages."""
     low, high = _pages(start, size)
     yield start, low - start
     yield high, start + size - high

@@ -1,1 +1,1 @@
-"""Ways to change PyTorch from outside: after an import, before a call, in place of a kernel."""
+"""Ways to patch PyTorch from outside: after an import, before a call, in place of a kernel."""

@@ -1,4 +1,4 @@
-"""Do something as soon as a module has been imported, by whomever."""
+"""Run a function as soon as a module has been imported."""
 
 import importlib.abc
 import importlib.machinery
@@ -8,38 +8,38 @@ from collections.abc import Callable, Sequence
 
 
 def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
-    """Call a function once a module has been imported: now, if it has been.
+    """Call a function once a module has been imported; at once if it already has been.
 
     Returns:
-        What gives up waiting.
+        A function that cancels the call.
     """
     finder = AfterImport(name, action)
     if name in sys.modules:
         action()
     else:
         sys.meta_path.insert(0, finder)
-    return finder.give_up
+    return finder.cancel
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once a module has been imported, and leaves the import itself alone."""
+    """Calls a function once a module has been imported, without changing the import itself."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
         self._action = action
 
-    def give_up(self) -> None:
-        """Wait no longer."""
+    def cancel(self) -> None:
+        """Stop waiting for the import."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module as everyone else would, and hang the action on its loader."""
+        """Find the module with the other finders, and have its loader run the action."""
         if fullname != self._name:
             return None
-        # Those behind it: one before it may be of its kind, and would ask it in turn.
+        # Only the finders after this one: another AfterImport before it would ask this one in turn.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
@@ -47,8 +47,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def execute_then_act(module: types.ModuleType) -> None:
-                # Not when it is found: many programs look whether a module is there and go on.
-                self.give_up()
+                # Not in find_spec: many programs only check whether a module exists.
+                self.cancel()
                 execute(module)
                 self._action()
 

@@ -1,4 +1,4 @@
-"""Do something before each call of a function."""
+"""Run a function before each call of another."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def before(action: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` to do something with its arguments first.
+    """Wrap ``function`` to call ``action`` with the same arguments first.
 
     >>> before(print, max)(1, 2)
     1 2

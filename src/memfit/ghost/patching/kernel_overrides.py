@@ -1,4 +1,4 @@
-"""Override kernels of PyTorch from Python, with the original still at hand."""
+"""Override PyTorch's kernels from Python, with the original kernel still callable."""
 
 import warnings
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-Run = Callable[..., Any]
-"""The original kernel: called with the op's arguments, it does what PyTorch would have done."""
+Kernel = Callable[..., Any]
+"""PyTorch's original kernel, called with the op's arguments."""
 
 
 class Overrides:
-    """Kernels of ATen that are replaced for as long as this object lives.
+    """ATen kernels that are replaced while this object lives.
 
-    A replacement is called as ``function(run, *arguments, **keywords)``. It costs about 5 µs a call.
+    A replacement is called as ``function(run, *arguments, **keywords)``, at a cost of about 5 µs per call.
 
     >>> overrides = Overrides()
     >>> @overrides.add("neg", "CPU")
@@ -29,12 +29,12 @@ class Overrides:
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def add(self, op: str, key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Replace the kernel of ``op`` for one dispatch key by the function that is decorated.
+        """Decorate a function that replaces the kernel of ``op`` for one dispatch key.
 
         Args:
-            op: name and overload, ``max.dim``. One that this PyTorch does not have is passed over.
-            key: ``CUDA`` is reached by every call, also from within PyTorch's own kernels; ``AutogradCUDA``
-                only by calls that autograd sees, and by fake tensors.
+            op: name and overload, such as ``max.dim``. An op that this PyTorch lacks is skipped.
+            key: ``CUDA`` covers every call, also from within PyTorch's own kernels; ``AutogradCUDA`` only
+                calls that autograd sees, and fake tensors.
         """
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ class Overrides:
             def call(keyset: torch.DispatchKeySet, *args: object, **keywords: object) -> object:
                 return function(partial(original, keyset), *args, **keywords)
 
-            with warnings.catch_warnings():  # PyTorch 2.11 says that a kernel is replaced
+            with warnings.catch_warnings():  # PyTorch 2.11 warns that a kernel is replaced
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
                 self._library.impl(op, call, key, with_keyset=True)  # type: ignore[no-untyped-call]
             return function
@@ -55,10 +55,10 @@ class Overrides:
         return register
 
     def remove(self) -> None:
-        """Give every kernel back its place."""
+        """Restore every original kernel."""
         self._library._destroy()  # type: ignore[no-untyped-call]
 
 
 def available() -> bool:
-    """Say whether this PyTorch lets its own kernels be called from an override (2.9 does, 2.8 does not)."""
+    """Return whether this PyTorch lets an override call the original kernel (2.9 does, 2.8 does not)."""
     return hasattr(torch.library, "get_kernel")

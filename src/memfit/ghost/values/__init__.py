@@ -1,1 +1,1 @@
-"""Values that a script reads from the ghost, where nothing is computed."""
+"""The values that a script reads from the GPU, which the ghost does not compute."""

@@ -1,18 +1,18 @@
-"""How many elements an op finds when that depends on values: as many as there can be, or as the user chose.
+"""Sizes of results that depend on GPU values: the largest possible, or as the user chose.
 
-PyTorch's own kernel runs, so that its temporaries are all there; only the count it copies to the host, and
-sizes its result by, is answered.
+PyTorch's own kernel runs, so all its temporaries are allocated; only the count that it copies to the host, to
+allocate its result, is replaced.
 
-    op                                        at most                       answered by
+    op                                        upper bound                   answered by
     --------------------------------------    --------------------------    ----------------------------
-    nonzero (and x[mask], where, masked_*)    every element; of a mask      the ghost: its small copies
-                                              made by index, as many
-                                              indices
-    mode                                      every element of a slice      the ghost: its small copies
-    unique, unique_consecutive, coalesce      every element, row or entry   the ghost: its small copies
-    matrix_exp                                groups scaled alike: one     the ghost, prepared
-    repeat_interleave                         no bound: one each            prepared (``Values.prepared``)
-    one_hot, bincount without a size          no bound: 1,000               prepared
+    nonzero (and x[mask], where, masked_*)    all elements; of a mask       the ghost: its small copies
+                                              written by index, the
+                                              number of indices
+    mode                                      all elements of a slice       the ghost: its small copies
+    unique, unique_consecutive, coalesce      all elements, rows, entries   the ghost: its small copies
+    matrix_exp                                all matrices, in one group    the ghost, and prepared
+    repeat_interleave                         none: one repeat each         ``AssumedValues.prepared``
+    one_hot, bincount without a size          none: 1,000 classes           ``AssumedValues.prepared``
     nested tensors for padded batches         the padded batch              the batch stays padded
 """
 
@@ -21,18 +21,18 @@ from collections.abc import Callable
 import torch
 
 from memfit.ghost.ffi import Ghost
-from memfit.ghost.patching.kernel_overrides import Overrides, Run
+from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
+from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis
-from memfit.ghost.values.stand_ins import Values
 
 _CLASSES = 1000
-"""Classes where nothing bounds them: as many as ImageNet's, the commonest large label set."""
+"""Number of classes without an upper bound: that of ImageNet, the most common large label set."""
 
 _SHORT_SLICE = 2048
 
 
-def count_sizes(overrides: Overrides, values: Values, ghost: Ghost) -> None:
-    """Override every op whose result has as many elements as its input's values decide."""
+def override_sized_ops(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+    """Override every op whose result size depends on its input's values."""
     _answer_by_ghost(overrides, values, ghost, "nonzero", "CUDA", _elements)
     _answer_by_ghost(overrides, values, ghost, "_unique2", "CUDA", _elements)
     _answer_by_ghost(overrides, values, ghost, "unique_consecutive", "CUDA", _slices)
@@ -55,7 +55,7 @@ def _slices(
 
 
 def _distinct(tensor: torch.Tensor, dim: int = -1, *_: object) -> int:
-    """Count the values of a slice that ``mode`` may have to sort out; a short slice it does without.
+    """Return the upper bound on distinct values in a slice of ``mode``; 0 for short slices, which need none.
 
     Source: ``mode_kernel_impl``, aten/src/ATen/native/cuda/TensorModeKernel.cpp, PyTorch 2.14.
     """
@@ -64,92 +64,97 @@ def _distinct(tensor: torch.Tensor, dim: int = -1, *_: object) -> int:
 
 
 def _answer_by_ghost(
-    overrides: Overrides, values: Values, ghost: Ghost, op: str, key: str, bound: Callable[..., int]
+    overrides: Overrides, values: AssumedValues, ghost: Ghost, op: str, key: str, bound: Callable[..., int]
 ) -> None:
-    """Have the ghost answer the small copies that ``op`` makes with how many elements are found."""
+    """Have the ghost answer the small copies that ``op`` makes with the number of elements found."""
 
     @overrides.add(op, key)
-    def count(run: Run, tensor: torch.Tensor, *args: object) -> object:
+    def count(run: Kernel, tensor: torch.Tensor, *args: object) -> object:
         upper = bound(tensor, *args)
         if upper == 0:
             return run(tensor, *args)
         if op == "nonzero":
-            upper = _most(values, tensor)
+            upper = _max_nonzero(values, tensor)
         found = values.next_prepared()
         if found is None and op == "nonzero":
             found = _known_count(values, tensor)
         if found is None:
-            found = values.choices.count_of(upper)
+            found = values.options.count_of(upper)
             name = op.removeprefix("_").removesuffix("2")
-            text = f"{name} was taken to find {found:,} of at most {upper:,}"
+            text = f"{name} is assumed to find {found:,} of at most {upper:,}"
             _note(values, found, text, bounded=True)
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
-            # Beyond 2**31 elements it counts in pieces and copies all counts at once: more than 8 bytes.
-            short = f"nonzero of {upper:,} elements found {len(result):,}, as it could not be told more"
-            _note(values, len(result), short)
+            # Beyond 2**31 elements, nonzero counts in chunks and copies all counts at once: over 8 bytes.
+            text = (
+                f"nonzero of {upper:,} elements found {len(result):,}; memfit cannot set a count of this size"
+            )
+            _note(values, len(result), text)
         return result
 
 
-def _scale_alike(overrides: Overrides, values: Values, ghost: Ghost) -> None:
-    """Let ``matrix_exp`` find that all its matrices are squared as often: one group, with all of them in it.
+def _scale_alike(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+    """Have ``matrix_exp`` square all its matrices equally often: one group that holds all of them.
 
     Source: ``compute_T18_scale_square``, aten/src/ATen/native/LinearAlgebra.cpp, PyTorch 2.14.
     """
 
     @overrides.add("linalg_matrix_exp", "CUDA")
-    def matrix_exp(run: Run, tensor: torch.Tensor) -> object:
+    def matrix_exp(run: Kernel, tensor: torch.Tensor) -> object:
         if tensor.numel() == 0:
             return run(tensor)
         matrices = tensor.numel() // (tensor.size(-1) * tensor.size(-2))
-        text = f"matrix_exp was taken to scale all of {matrices:,} matrices alike, as GPU values decide."
+        text = (
+            f"The scaling in matrix_exp depends on GPU values: it is assumed to be the same for all "
+            f"{matrices:,} matrices."
+        )
         values.assume("count", matrices, text)
         with values.prepared(1), ghost.answering_counts(matrices):
             return run(tensor)
 
 
-def _most(values: Values, tensor: torch.Tensor) -> int:
-    """Return how many elements can be nonzero at most; what only a check vouches for may be anything."""
+def _max_nonzero(values: AssumedValues, tensor: torch.Tensor) -> int:
+    """Return an upper bound on nonzero elements; a value known only from a check gives no bound."""
     known = values.known.mostly(tensor)
     if known is None or known.basis is Basis.CHECKED or known.value:
         return tensor.numel()
     return min(known.exceptions or tensor.numel(), tensor.numel())
 
 
-def _known_count(values: Values, tensor: torch.Tensor) -> int | None:
-    """Count the nonzero elements of a uniform tensor; one that only a check vouches for may select any."""
+def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
+    """Return the number of nonzero elements of a uniform tensor; None if its value rests on a check."""
     known = values.known.get(tensor)
     if known is None or known.basis is Basis.CHECKED:
         return None
     found = tensor.numel() if known.value else 0
     if known.basis is Basis.FINITE:
-        values.assume("count", found, f"GPU values are taken to be finite: {found:,} were selected.")
+        values.assume("count", found, f"GPU values are assumed to be finite: {found:,} were selected.")
     return found
 
 
-def _answer_by_reads(overrides: Overrides, values: Values) -> None:
-    """Prepare what ops without an upper bound read of their input before they size their result."""
+def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
+    """Prepare the values that ops without an upper bound read before they allocate their result."""
 
     @overrides.add("repeat_interleave.Tensor", "CUDA")
-    def repeat_interleave(run: Run, repeats: torch.Tensor, *, output_size: int | None = None) -> object:
+    def repeat_interleave(run: Kernel, repeats: torch.Tensor, *, output_size: int | None = None) -> object:
         if output_size is not None or repeats.numel() == 0:
             return run(repeats, output_size=output_size)
         known = values.known.get(repeats)
         if known is not None:
             total = int(known.value) * repeats.numel()
         else:
-            total = values.choices.count_of(repeats.numel())
+            total = values.options.count_of(repeats.numel())
             _note(
                 values,
                 total,
-                f"repeat_interleave was taken to repeat {total:,} times in all, once each if all",
+                f"repeat_interleave is assumed to return {total:,} elements in total (upper: one per input)",
             )
         with values.prepared(total, True):  # the sum of the repeats, and that none is negative
             return run(repeats)
 
     @overrides.add("one_hot", "AutogradCUDA")
-    def one_hot(run: Run, tensor: torch.Tensor, num_classes: int = -1) -> object:
+    def one_hot(run: Kernel, tensor: torch.Tensor, num_classes: int = -1) -> object:
         if num_classes != -1 or type(tensor) is not torch.Tensor or tensor.numel() == 0:
             return run(tensor, num_classes)
         with values.prepared(_classes(values, "one_hot", "num_classes") - 1):
@@ -157,7 +162,7 @@ def _answer_by_reads(overrides: Overrides, values: Values) -> None:
 
     @overrides.add("bincount", "CUDA")
     def bincount(
-        run: Run, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+        run: Kernel, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
     ) -> object:
         if tensor.numel() == 0:
             return run(tensor, weights, minlength)
@@ -166,27 +171,27 @@ def _answer_by_reads(overrides: Overrides, values: Values) -> None:
             return run(tensor, weights, minlength)
 
 
-def _keep_padding(overrides: Overrides, values: Values) -> None:
-    """Have ``nn.TransformerEncoder`` keep the padding that it would take out of a batch to run faster.
+def _keep_padding(overrides: Overrides, values: AssumedValues) -> None:
+    """Have ``nn.TransformerEncoder`` keep the padding that it would otherwise remove to run faster.
 
-    It asks first whether the padding is all at the end, and goes on with the padded batch if not.
+    The encoder first checks whether all padding is at the end, and uses the padded batch if it is not.
     """
 
     @overrides.add("_nested_tensor_from_mask_left_aligned", "CUDA")
-    def left_aligned(_run: Run, _tensor: torch.Tensor, mask: torch.Tensor) -> bool:
-        text = "a padded batch was taken to stay padded, which takes the most memory"
+    def left_aligned(_run: Kernel, _tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+        text = "a padded batch is assumed to stay padded, which takes the most memory"
         values.assume("count", mask.numel(), f"A size that depends on GPU values: {text}.")
         return False
 
 
-def _classes(values: Values, op: str, argument: str) -> int:
-    count = values.choices.count
+def _classes(values: AssumedValues, op: str, argument: str) -> int:
+    count = values.options.count
     classes = count if isinstance(count, int) else _CLASSES
-    _note(values, classes, f"{op} was taken to find {classes:,} classes; pass {argument} to say how many")
+    _note(values, classes, f"{op} is assumed to find {classes:,} classes; pass {argument} to set the number")
     return max(classes, 1)
 
 
-def _note(values: Values, found: int, text: str, *, bounded: bool = False) -> None:
-    other = "1: the least memory" if values.choices.count == "upper" else "upper: the most memory"
-    how = f"--values count=… chooses otherwise{f' (count={other})' if bounded else ''}."
-    values.assume("count", found, f"A size that depends on GPU values: {text}. {how}")
+def _note(values: AssumedValues, found: int, text: str, *, bounded: bool = False) -> None:
+    extreme = "1: the least memory" if values.options.count == "upper" else "upper: the most memory"
+    advice = f"--values count=… chooses another size{f' (count={extreme})' if bounded else ''}."
+    values.assume("count", found, f"A size that depends on GPU values: {text}. {advice}")

@@ -1,20 +1,20 @@
-"""What a script is told when it reads a value from the ghost, where nothing is computed.
+"""Answer the script's reads of GPU values, which the ghost does not compute.
 
-    it reads                        it is told
+    the script reads                the ghost returns
     ----------------------------    ------------------------------------------------------------------
-    one element                     what is known of it (``rules.py``), or the bytes the ghost remembers,
-                                    or a stand-in: 1.0, 0 or False
-    how many elements there are     as many as there can be (``sizes.py``)
+    one element                     its known value (``propagation_rules.py``), or the bytes that the
+                                    ghost remembers, or an assumed value: 1.0, 1 or False
+    a number of elements            the largest possible (``data_dependent_sizes.py``)
     many elements (``tolist()``)    zeros
 
-What is not known is noted with the line that asked. PyTorch's own kernels run all the same, so every
-allocation is theirs; the overrides here only add the answer.
+Each assumed value is noted with the line that read it. PyTorch's own kernels still run, so every allocation
+is theirs; the overrides here only replace the value.
 
-Fills, factories and copies are followed where Python calls them (``methods.py``) and not in the dispatcher:
-PyTorch's kernels fill tensors that they go on to write, without a word to autograd.
+Fills, factories and copies are tracked where Python calls them (``torch_patches.py``) and not in the
+dispatcher: PyTorch's kernels fill tensors and then write to them without autograd counting it.
 
-On the ghost ``torch.inference_mode`` is ``torch.no_grad`` without autocast's cache: tensors made under
-inference mode carry no version, so nothing could be known of them. The allocations are the same.
+On the ghost, ``torch.inference_mode`` is ``torch.no_grad`` without autocast's cache: tensors created under
+inference mode have no version counter, so no value could be known for them. The allocations are the same.
 """
 
 import threading
@@ -24,17 +24,24 @@ from typing import Any
 import torch
 
 from memfit.ghost.ffi import Ghost
+from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.patching import kernel_overrides as kernels
-from memfit.ghost.patching.kernel_overrides import Overrides, Run
-from memfit.ghost.values.data_dependent_sizes import count_sizes
+from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
+from memfit.ghost.values.assumed_values import AssumedValues, GpuRead
+from memfit.ghost.values.data_dependent_sizes import override_sized_ops
 from memfit.ghost.values.known_values import Known, Number, is_plain
-from memfit.ghost.values.propagation_rules import RULES, Facts, Rule, unscaled, updated_scale
-from memfit.ghost.values.stand_ins import Note, Read, Values
-from memfit.ghost.values.torch_patches import wrap_methods
-from memfit.ghost.values.value_options import ValueChoices
+from memfit.ghost.values.propagation_rules import (
+    RULES,
+    KnownInputs,
+    PropagationRule,
+    unscaled,
+    updated_scale,
+)
+from memfit.ghost.values.torch_patches import patch_torch
+from memfit.ghost.values.value_options import ValueOptions
 from memfit.records import Provenance
 
-__all__ = ["Read", "ValueChoices", "Values", "install"]
+__all__ = ["AssumedValues", "GpuRead", "ValueOptions", "install"]
 
 
 _CHECKS: Mapping[str, tuple[Number, ...]] = {
@@ -43,54 +50,55 @@ _CHECKS: Mapping[str, tuple[Number, ...]] = {
     "linalg_eig.out": (True,),
     "segment_reduce": (0, True),  # the least length, and that the lengths add up
 }
-"""Op that reads something of its own arguments to check them -> what it must read to pass."""
+"""Op that reads values to check its arguments -> the values that pass the check."""
 
 
 def install(
-    ghost: Ghost, choices: ValueChoices, note: Note, *, fallback_where: Callable[[], str] = lambda: ""
-) -> Values:
-    """Answer what the script reads from the ghost, from now on and for the life of the process.
+    ghost: Ghost, options: ValueOptions, note: NoteCallback, *, fallback_where: Callable[[], str] = lambda: ""
+) -> AssumedValues:
+    """Answer the script's GPU reads from now on, for the life of the process.
 
     Args:
         ghost: the loaded ghost; torch has been imported since.
-        choices: what to answer where nothing is known.
+        options: the values to return for unknown reads.
         note: called as ``note(provenance, text, where)`` for every assumption, once per line and text.
-        fallback_where: names the place of a read that has no Python frame (PyTorch's autograd thread).
+        fallback_where: returns a location for reads without a Python frame (on PyTorch's autograd thread).
 
     Returns:
-        What was told and why. To be informed of training steps (``Values.stepped``), and to be kept: the
-        answers end with it.
+        The answers and their notes. The caller reports training steps to it (``AssumedValues.stepped``) and
+        keeps a reference: the overrides end with it.
     """
-    values = Values(choices, note, fallback_where)
+    values = AssumedValues(options, note, fallback_where)
     if not kernels.available():
         note(
             Provenance.ASSUMED,
-            f"PyTorch {torch.__version__} cannot be asked for its own kernels: GPU values that the script "
-            f"reads are zeros, and sizes that depend on them are 0. PyTorch 2.9 and later can.",
+            f"PyTorch {torch.__version__} gives no access to its own kernels, which memfit needs to answer "
+            f"GPU reads: GPU values that the script reads are zeros, and sizes that depend on them are 0. "
+            f"Upgrade to PyTorch 2.9 or later.",
             "",
         )
         return values
     overrides = Overrides()
-    facts = Facts(values.known, all=choices.all, any=choices.truth)
+    inputs = KnownInputs(values.known, all=options.all, any=options.truth)
     _answer_scalars(overrides, values, ghost)
-    _answer_checks(overrides, values, facts)
+    _answer_checks(overrides, values, inputs)
     for op, rule in RULES.items():
-        _follow(overrides, facts, op, rule)
-    _follow_grad_scaler(overrides, facts)
-    _follow_constants(overrides, values, ghost)
-    count_sizes(overrides, values, ghost)
-    wrap_methods(values, ghost)
+        _track(overrides, inputs, op, rule)
+    _track_grad_scaler(overrides, inputs)
+    _track_constants(overrides, values, ghost)
+    override_sized_ops(overrides, values, ghost)
+    patch_torch(values, ghost)
     torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
     torch.set_autocast_cache_enabled = _NoGrad.set_cache
     values.keep(overrides)
     return values
 
 
-def _answer_scalars(overrides: Overrides, values: Values, ghost: Ghost) -> None:
+def _answer_scalars(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
     """Answer ``item()``, ``bool()``, ``int()`` and ``float()``, which all end in this op."""
 
     @overrides.add("_local_scalar_dense", "CUDA")
-    def read(run: Run, tensor: torch.Tensor) -> object:
+    def read(run: Kernel, tensor: torch.Tensor) -> object:
         raw = run(tensor)
         if values.counting:
             return raw
@@ -100,34 +108,33 @@ def _answer_scalars(overrides: Overrides, values: Values, ghost: Ghost) -> None:
         known = values.known.get(tensor)
         if known is None and ghost.last_read_known():
             return raw
-        return values.tell(tensor, known)
+        return values.answer(tensor, known)
 
 
-def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
-    """Answer what ops read to check their own arguments, or to compare two tensors."""
+def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInputs) -> None:
+    """Answer reads that ops make to check their arguments or to compare two tensors."""
 
-    def agree(run: Run, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
-        known = RULES["eq.Tensor"](facts, a, b)
+    def agree(run: Kernel, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
+        known = RULES["eq.Tensor"](inputs, a, b)
         if known is not None and known.exceptions:
             known = None
         if known is None and a.dtype == torch.bool and not a.dim():
-            # How PyTorch asks whether one truth holds (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
+            # How PyTorch tests a boolean scalar (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
             prepared = values.next_prepared()
-            with values.prepared(bool(values.tell(a, facts.of(a)) if prepared is None else prepared)):
+            with values.prepared(bool(values.answer(a, inputs.of(a)) if prepared is None else prepared)):
                 return run(a, b, *args, **options)
-        with values.prepared(facts.all if known is None else known.value) as unread:
+        with values.prepared(inputs.all if known is None else known.value) as unread:
             result = run(a, b, *args, **options)
         if known is None and not unread:
-            values.assume(
-                "all", facts.all, f"Two GPU tensors were compared; the script was told {facts.all}."
-            )
+            text = "The script compared two GPU tensors. The ghost computes nothing, so it returned"
+            values.assume("all", inputs.all, f"{text} {inputs.all}. --values all=… chooses another value.")
         return result
 
     overrides.add("equal", "CUDA")(agree)
     overrides.add("allclose", "CUDA")(agree)
 
     @overrides.add("cov", "AutogradCUDA")
-    def cov(run: Run, tensor: torch.Tensor, **options: Any) -> object:
+    def cov(run: Kernel, tensor: torch.Tensor, **options: Any) -> object:
         weights = [options[name] for name in ("fweights", "aweights") if options.get(name) is not None]
         passing = [True] * len(weights) + [True] * bool(weights)  # none is negative, and their sum is not 0
         with values.prepared(*passing):
@@ -136,54 +143,56 @@ def _answer_checks(overrides: Overrides, values: Values, facts: Facts) -> None:
     for op, passing in _CHECKS.items():
 
         @overrides.add(op, "CUDA")
-        def check(run: Run, *args: object, passing: tuple[Number, ...] = passing, **options: Any) -> object:
+        def check(
+            run: Kernel, *args: object, passing: tuple[Number, ...] = passing, **options: Any
+        ) -> object:
             with values.prepared(*passing):
                 return run(*args, **options)
 
 
-def _follow(overrides: Overrides, facts: Facts, op: str, rule: Rule) -> None:
-    """Note what the result of ``op`` holds, as far as ``rule`` can say."""
+def _track(overrides: Overrides, inputs: KnownInputs, op: str, rule: PropagationRule) -> None:
+    """Record the value of ``op``'s result if ``rule`` knows it."""
     packet = getattr(torch.ops.aten, op.partition(".")[0])
 
     @overrides.add(op, "AutogradCUDA")
-    def follow(run: Run, *args: object, **options: object) -> object:
-        known = rule(facts, *args, **options)
+    def track(run: Kernel, *args: object, **options: object) -> object:
+        known = rule(inputs, *args, **options)
         if op.endswith(".Tensor") and not all(isinstance(arg, torch.Tensor) for arg in args):
-            # A number that C++ had wrapped in a tensor arrives bare, and only the packet wraps it again.
+            # A number that C++ had wrapped in a tensor arrives unwrapped; only the packet wraps it again.
             with torch._C._AutoDispatchBelowAutograd():
                 result = packet(*args, **options)
         else:
             result = run(*args, **options)
-        facts.values.put(result[0] if isinstance(result, tuple) else result, known, fresh=True)
+        inputs.known.put(result[0] if isinstance(result, tuple) else result, known, fresh=True)
         return result
 
 
-def _follow_grad_scaler(overrides: Overrides, facts: Facts) -> None:
-    """Keep the loss scale exactly, so that no step is skipped by accident and ``get_scale()`` is right."""
+def _track_grad_scaler(overrides: Overrides, inputs: KnownInputs) -> None:
+    """Track the loss scale exactly, so that no step is skipped by mistake and ``get_scale()`` is right."""
 
     @overrides.add("_amp_foreach_non_finite_check_and_unscale_", "AutogradCUDA")
-    def unscale(run: Run, gradients: object, found_inf: torch.Tensor, inv_scale: object) -> None:
-        known = unscaled(facts, gradients, found_inf, inv_scale)
+    def unscale(run: Kernel, gradients: object, found_inf: torch.Tensor, inv_scale: object) -> None:
+        known = unscaled(inputs, gradients, found_inf, inv_scale)
         run(gradients, found_inf, inv_scale)
-        facts.values.put(found_inf, known)
+        inputs.known.put(found_inf, known)
 
     @overrides.add("_amp_update_scale_", "AutogradCUDA")
-    def update(run: Run, scale: torch.Tensor, tracker: torch.Tensor, *args: Any) -> object:
-        known_scale, known_tracker = updated_scale(facts, scale, tracker, *args)
+    def update(run: Kernel, scale: torch.Tensor, tracker: torch.Tensor, *args: Any) -> object:
+        known_scale, known_tracker = updated_scale(inputs, scale, tracker, *args)
         result = run(scale, tracker, *args)
-        facts.values.put(scale, known_scale)
-        facts.values.put(tracker, known_tracker)
+        inputs.known.put(scale, known_scale)
+        inputs.known.put(tracker, known_tracker)
         return result
 
 
-def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> None:
-    """Note what ``torch.tensor(3.5, device="cuda")`` was given: its one call of this op comes last."""
+def _track_constants(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
+    """Record the value in ``torch.tensor(3.5, device="cuda")``, which calls ``lift_fresh`` last."""
 
     @overrides.add("lift_fresh", "CUDA")
-    def lift(run: Run, tensor: torch.Tensor) -> object:
+    def lift(run: Kernel, tensor: torch.Tensor) -> object:
         result = run(tensor)
         if is_plain(tensor) and tensor.numel() == 1 and not tensor.is_complex():
-            with values.while_counting():  # leaves the read to the ghost, which has just been given the bytes
+            with values.while_counting():  # leaves the read to the ghost, which has just received the bytes
                 value = tensor.item()
             if ghost.last_read_known():
                 values.known.put(tensor, Known(value), fresh=True)
@@ -193,9 +202,9 @@ def _follow_constants(overrides: Overrides, values: Values, ghost: Ghost) -> Non
 class _NoGrad:
     """``torch._C._InferenceMode``, without inference tensors.
 
-    What else it does to memory: autocast keeps no cast weights under inference mode. That is the one
-    difference in allocations between the two modes, so autocast's cache is off in here. Like the original
-    it ends at the latest when nobody holds it any more: torch.compile enters it and drops it.
+    Under inference mode, autocast caches no cast weights. That is the only difference in allocations between
+    the two modes, so this mode turns autocast's cache off. Like the original, it ends at the latest when its
+    last reference is dropped: torch.compile enters it and drops it.
     """
 
     _inside = threading.local()
@@ -224,10 +233,10 @@ class _NoGrad:
 
     @classmethod
     def active(cls) -> bool:
-        """Say whether this thread is under inference mode."""
+        """Return whether this thread is in inference mode."""
         return getattr(cls._inside, "active", False)
 
     @classmethod
     def set_cache(cls, enabled: bool) -> None:
-        """Stand in for ``torch.set_autocast_cache_enabled``, which ``torch.autocast`` calls on entering."""
+        """Replace ``torch.set_autocast_cache_enabled``, which ``torch.autocast`` calls when entered."""
         cls._set_cache(enabled and not cls.active())

@@ -1,22 +1,22 @@
-"""Which tensors on the ghost are known to hold one value throughout.
+"""GPU tensors whose elements are all known to hold one value.
 
-Nothing is computed on the ghost (the CUDA runtime memfit puts in a GPU's place), but a script that fills a
-flag with ``True`` and later asks for it must be told ``True``. This file keeps such knowledge; ``rules.py``
-says where it comes from.
+The ghost (the CUDA runtime that memfit substitutes for a GPU's) computes nothing, but a script that fills a
+flag with ``True`` and later reads it must get ``True``. This module stores such values;
+``propagation_rules.py`` derives them.
 
     done = torch.full((8,), False, device="cuda")    version 0 of its storage: False
-    both = done | flags                              if both are known, so is the result
+    both = done | flags                              known if both operands are
     done.add_(1)                                     no rule, but the version is now 1: forgotten
 
-Knowledge hangs on a tensor's storage, for as long as the tensor lives that it was noted of (an address that
-is used again belongs to another tensor), and on the version that autograd counts up with every write in
-place, through whatever view. What writes without counting is met in two ways: knowledge is only noted where
-no kernel can still be at work on the tensor (``rules.py``), and a storage that was handed out past the
-counter, by ``Tensor.data``, ``data_ptr`` or DLPack, is not known again (``KnownValues.expose``).
+A value is recorded for a tensor's storage. It is valid while that tensor lives (a reused address belongs to
+another tensor) and while the version is the same, which autograd increments with every in-place write through
+any view. Two measures cover writes that do not increment it: a value is recorded only when no kernel can
+still be writing to the tensor (``propagation_rules.py``), and a storage that is exposed without the counter,
+by ``Tensor.data``, ``data_ptr`` or DLPack, is never known again (``KnownValues.expose``).
 
-Nothing here may change what is allocated. So no device memory is kept alive, and no storage is asked for as
-a Python object: it would count one user more, and autograd would add up the gradients that live in it into
-new memory instead of in place. Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp.
+Nothing here may change allocations. So no device memory is kept alive, and no storage is accessed as a Python
+object: its use count would increase, and autograd would accumulate gradients into new memory instead of in
+place. Source: ``can_accumulate_inplace``, torch/csrc/autograd/input_buffer.cpp.
 """
 
 import math
@@ -29,44 +29,42 @@ from torch.utils.weak import TensorWeakRef
 
 Number = bool | int | float
 
-_data_ptr = torch.Tensor.data_ptr  # PyTorch's own: ``methods.py`` wraps what scripts call
+_data_ptr = torch.Tensor.data_ptr  # the original: ``torch_patches.py`` wraps the method that scripts call
 
 
 class Basis(IntEnum):
-    """What a known value rests on, from the surest; a result rests on the least sure of its inputs."""
+    """The basis of a known value, most certain first; a result has the least certain basis of its inputs."""
 
-    FILLED = 0  # the script put it there, or it follows from what the script put there
-    FINITE = 1  # taken for granted: no value overflows or is NaN
-    CHECKED = 2  # taken for granted: checks on values pass, and searches find nothing
+    FILLED = 0  # the script set the value, or it follows from values that the script set
+    FINITE = 1  # assumed: no value overflows or is NaN
+    CHECKED = 2  # assumed: checks on values pass, and searches find nothing
 
 
 class Known(NamedTuple):
-    """The value that every element of a tensor holds, but for a few."""
+    """The value of every element of a tensor, a number of exceptions aside."""
 
     value: Number
     basis: Basis = Basis.FILLED
     exceptions: int = 0
-    """How many elements at most may hold something else: those written by index since."""
+    """The largest number of elements that may differ: those written by index since."""
 
 
 def known_number(number: object) -> Known | None:
-    """Return a plain number as known; None for anything else, complex numbers included."""
+    """Return a plain number as a known value; None for anything else, including complex numbers."""
     return Known(number) if isinstance(number, bool | int | float) else None
 
 
-class _Entry(NamedTuple):
+class _KnownTensor(NamedTuple):
     tensor: TensorWeakRef
-    address: int  # of the storage's memory: a storage that is resized starts anew
-    part: tuple[
-        object, ...
-    ]  # first and last element of the storage; with sizes and strides if there are gaps
+    address: int  # of the storage's memory; it changes if the storage is resized
+    part: tuple[object, ...]  # see ``_part``
     version: int
     dtype: torch.dtype
     known: Known
 
 
 class KnownValues:
-    """A map from tensors to the value they hold; absence means that nothing is known.
+    """A map from tensors to their known values; a missing tensor is unknown.
 
     >>> values = KnownValues()
     >>> flag = torch.zeros(3)
@@ -79,20 +77,20 @@ class KnownValues:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _KnownTensor] = {}
         self._exposed: set[int] = set()
         self._sweep_at = 1024
 
     def get(self, tensor: torch.Tensor) -> Known | None:
-        """Say what every element of ``tensor`` holds, if that is known.
+        """Return the value of every element of ``tensor``, or None if it is unknown.
 
-        A view that reads the bytes as another dtype, negated or conjugated is not known.
+        A view that reads the bytes as another dtype, negated or conjugated is unknown.
         """
         known = self.mostly(tensor)
         return None if known is None or known.exceptions else known
 
     def mostly(self, tensor: torch.Tensor) -> Known | None:
-        """Say what the elements of ``tensor`` hold but for ``Known.exceptions`` of them, if that is known.
+        """Return the value of all elements of ``tensor`` except ``Known.exceptions`` of them, or None.
 
         >>> values, mask = KnownValues(), torch.zeros(8)
         >>> values.put(mask, Known(0.0, exceptions=3))
@@ -114,15 +112,15 @@ class KnownValues:
         return entry.known if noted is not None and _storage_id(noted) == storage else None
 
     def put(self, tensor: torch.Tensor, known: Known | None, *, fresh: bool = False) -> None:
-        """Note that every element of ``tensor`` now holds ``known``, or with None that nothing is known.
+        """Record that every element of ``tensor`` now holds ``known``; with None, that it is unknown.
 
-        The value is rounded to the tensor's dtype; one that does not fit is not noted. Empty tensors and
-        tensors that stand for others (subclasses, fake tensors) are passed over.
+        The value is rounded to the tensor's dtype; a value out of range is not recorded. Empty tensors,
+        subclasses and fake tensors are skipped.
 
         Args:
             tensor: any tensor.
-            known: what it holds.
-            fresh: the tensor was made just now, so that nobody else can have hold of its storage.
+            known: its value.
+            fresh: the tensor was just created, so nothing else can reference its storage.
         """
         storage = _storage_id(tensor)
         self._entries.pop(storage, None)
@@ -134,7 +132,7 @@ class KnownValues:
             return
         value = rounded(known.value, tensor.dtype)
         if value is not None:
-            self._entries[storage] = _Entry(
+            self._entries[storage] = _KnownTensor(
                 TensorWeakRef(tensor),
                 storage_start(tensor),
                 _part(tensor),
@@ -145,7 +143,7 @@ class KnownValues:
             self._sweep()
 
     def expose(self, tensor: torch.Tensor) -> None:
-        """Forget ``tensor``'s storage for good: from now on it may be written without its version telling."""
+        """Forget ``tensor``'s storage for good: it may be written without a new version from now on."""
         self.forget(tensor)
         self._exposed.add(_storage_id(tensor))
 
@@ -154,18 +152,18 @@ class KnownValues:
         self._entries.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop what is known of ``tensor``, weak references to it included."""
+        """Drop the value of ``tensor`` and the weak reference to it."""
         self._entries.pop(_storage_id(tensor), None)
 
     def _sweep(self) -> None:
-        """Now and then, drop what belonged to tensors that are gone."""
+        """Drop the entries of dead tensors, once the number of entries has doubled."""
         if len(self._entries) >= self._sweep_at:
             self._entries = {key: entry for key, entry in self._entries.items() if entry.tensor() is not None}
             self._sweep_at = 1024 + 2 * len(self._entries)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Number | None:
-    """Round a value as a tensor of ``dtype`` would hold it; None where it does not fit or is complex.
+    """Round a value to ``dtype``; None if it is out of range, or the dtype is complex.
 
     >>> rounded(0.1, torch.float16), rounded(1e9, torch.float16), rounded(3.0, torch.bool)
     (0.0999755859375, inf, True)
@@ -190,17 +188,17 @@ def _rounded_float(value: float, dtype: torch.dtype) -> float | None:
             return float(struct.unpack("f", struct.pack("f", value))[0])
         if dtype == torch.float16:
             return float(struct.unpack("e", struct.pack("e", value))[0])
-        if dtype == torch.bfloat16:  # the upper half of a float32, to the nearest, ties to even
+        if dtype == torch.bfloat16:  # the upper half of a float32, rounded to nearest, ties to even
             (bits,) = struct.unpack("I", struct.pack("f", value))
             bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
             return float(struct.unpack("f", struct.pack("I", bits))[0])
-    except OverflowError:  # struct's word for a finite value beyond the largest
+    except OverflowError:  # a finite value beyond the largest of the format
         return math.copysign(math.inf, value)
     return None  # the 8-bit and smaller formats
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is an ordinary dense one: no subclass, nothing that stands for another tensor."""
+    """Return whether a tensor is an ordinary dense one: strided, not nested, and of no subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -209,7 +207,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    """Identify the storage of an ordinary tensor that has a version; 0 stands for every other kind."""
+    """Return an ID of the storage of an ordinary tensor with a version counter; 0 for any other tensor."""
     if not is_plain(tensor) or tensor.is_inference():
         return 0
     try:
@@ -219,22 +217,22 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_start(tensor: torch.Tensor) -> int:
-    """Return where the memory of a tensor's storage begins.
+    """Return the address of a tensor's storage.
 
-    Without ``untyped_storage()``: a gradient whose storage was once a Python object is no longer its
-    buffer's only owner to autograd, which then adds to it out of place, in memory of its own.
+    Does not call ``untyped_storage()``: once a gradient's storage has been a Python object, autograd no
+    longer counts the gradient as the buffer's only owner, and accumulates out of place, in new memory.
     """
     return _data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _part(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Say which elements of its storage a tensor is: first, last, and the way between if it skips some."""
+    """Return a tensor's first and last element in its storage; its shape and strides too, if it skips any."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (first, last) if tensor.is_contiguous() else (first, last, tensor.shape, tensor.stride())
 
 
 def _covers(whole: tuple[Any, ...], part: tuple[Any, ...]) -> bool:
-    """Say whether what fills ``whole`` fills ``part``: the same, or inside of one without gaps."""
+    """Return whether ``whole`` covers ``part``: they are equal, or ``whole`` has no gaps and contains it."""
     inside = bool(whole[0] <= part[0] and part[1] <= whole[1])
     return whole == part or (len(whole) == 2 and inside)  # noqa: PLR2004 - first and last

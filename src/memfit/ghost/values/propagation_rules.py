@@ -1,4 +1,4 @@
-"""What is known of a result from what is known of its inputs: the whole policy, one table (``RULES``).
+"""The value of an op's result from the known values of its inputs: one table of rules (``RULES``).
 
     comparisons   eq ne lt le gt ge                     of two known operands
     logic         & | ^ ~ and the logical_ forms        False & anything is False, True | anything is True
@@ -8,10 +8,10 @@
     membership    isin                                  False: checked (no token ends the text)
     grad scaler   _amp_*                                gradients are finite; the scale is exact
 
-A rule looks at the arguments before PyTorch's own kernel runs; what it says is noted once the kernel has made
-all its allocations and autograd has counted up the versions of what it wrote. The overrides (``values.py``)
-sit on autograd's key, because above it nothing writes into a tensor without that count: a kernel that fills
-a buffer and then works on it calls below that key, unheard.
+A rule reads the arguments before PyTorch's own kernel runs; its result is recorded once the kernel has made
+all its allocations and autograd has incremented the versions of the tensors it wrote. The overrides
+(``gpu_reads.py``) use autograd's dispatch key, because every write above that key increments the version: a
+kernel that fills a buffer and then works on it calls below that key, where no override sees it.
 """
 
 import math
@@ -27,39 +27,39 @@ from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, 
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a rule may look at.
+class KnownInputs:
+    """The known values of an op's operands.
 
-    ``all`` and ``any`` are what those reductions over a whole tensor of unknown values are taken to find.
+    ``all`` and ``any`` are the assumed results of these reductions over a whole tensor of unknown values.
     """
 
-    values: KnownValues
+    known: KnownValues
     all: bool = True
     any: bool = False
 
     def of(self, operand: object) -> Known | None:
-        """Return what is known of a tensor; a plain number is known."""
+        """Return the known value of a tensor or number, or None."""
         if isinstance(operand, torch.Tensor):
-            return self.values.get(operand)
+            return self.known.get(operand)
         return known_number(operand)
 
     def mostly(self, operand: object) -> Known | None:
-        """Return what is known of a tensor but for some elements; a plain number is known."""
+        """Return the value of a tensor's elements, some exceptions aside, or of a number; or None."""
         if isinstance(operand, torch.Tensor):
-            return self.values.mostly(operand)
+            return self.known.mostly(operand)
         return known_number(operand)
 
 
-Rule = Callable[..., Known | None]
-"""``rule(facts, *arguments, **keywords)`` of an op: what its first result will hold."""
+PropagationRule = Callable[..., Known | None]
+"""``rule(inputs, *arguments, **keywords)`` returns the value of the op's first result, or None."""
 
 
-def _same(facts: Facts, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
-    return facts.of(tensor)
+def _same(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
+    return inputs.of(tensor)
 
 
 def _spread(known: Known, operand: object, operands: Sequence[object]) -> Known:
-    """Return what is known of an operand as it is once spread over the shape of an elementwise result."""
+    """Return an operand's known value once broadcast to the shape of an elementwise result."""
     if not known.exceptions or not isinstance(operand, torch.Tensor):
         return known
     shapes = [other.shape for other in operands if isinstance(other, torch.Tensor)]
@@ -67,17 +67,17 @@ def _spread(known: Known, operand: object, operands: Sequence[object]) -> Known:
     return known._replace(exceptions=known.exceptions * (elements // operand.numel()))
 
 
-def _operands(facts: Facts, *operands: object) -> list[Known | None]:
-    """Return what is known of each operand of an elementwise op, spread over its result."""
-    known = ((facts.mostly(operand), operand) for operand in operands)
+def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
+    """Return the known value of each operand of an elementwise op, broadcast to its result."""
+    known = ((inputs.mostly(operand), operand) for operand in operands)
     return [fact and _spread(fact, operand, operands) for fact, operand in known]
 
 
-def _compare(function: Callable[[Any, Any], bool], facts: Facts, a: Any, b: Any) -> Known | None:
-    left, right = _operands(facts, a, b)
+def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> Known | None:
+    left, right = _operands(inputs, a, b)
     if left is None or right is None:
         return None
-    dtype = torch.result_type(a, b)  # 0.1 is another number in half than in float
+    dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
     x, y = rounded(left.value, dtype), rounded(right.value, dtype)
     return None if x is None or y is None else _combined(function(x, y), left, right)
 
@@ -87,80 +87,82 @@ def _combined(value: Number, left: Known, right: Known) -> Known:
 
 
 def _logic(
-    function: Callable[[Any, Any], Number], decides: bool | None, facts: Facts, *sides: object
+    function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
 ) -> Known | None:
-    """Combine truths; ``decides`` is the one that settles the result whatever the other side holds."""
-    known = [fact._replace(value=bool(fact.value)) for fact in _operands(facts, *sides) if fact is not None]
+    """Combine booleans; ``decides`` is the one that determines the result whatever the other operand is."""
+    known = [fact._replace(value=bool(fact.value)) for fact in _operands(inputs, *sides) if fact is not None]
     return _settled(known, decides) or (
         _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
     )
 
 
 def _settled(known: Sequence[Known], decides: Number | None) -> Known | None:
-    """Return the surest of the sides that settle a result, where one does."""
+    """Return the most certain of the operands that determine the result, or None."""
     settled = [fact for fact in known if decides is not None and fact.value == decides]
     return min(settled, key=lambda fact: (fact.exceptions, fact.basis), default=None)
 
 
 def _bitwise(
-    function: Callable[[Any, Any], Number], decides: bool | None, facts: Facts, *sides: object
+    function: Callable[[Any, Any], Number], decides: bool | None, inputs: KnownInputs, *sides: object
 ) -> Known | None:
-    """Combine bits: as ``_logic`` between bools; among integers both sides must be known, or one be 0."""
+    """Combine bits: bools as in ``_logic``; of integers, both must be known, or one must be 0."""
     if all(isinstance(side, bool) or getattr(side, "dtype", None) == torch.bool for side in sides):
-        return _logic(function, decides, facts, *sides)
-    known = [fact for fact in _operands(facts, *sides) if fact is not None]
+        return _logic(function, decides, inputs, *sides)
+    known = [fact for fact in _operands(inputs, *sides) if fact is not None]
     settled = _settled(known, 0) if function is operator.and_ else None
     return settled or (
         _combined(function(known[0].value, known[1].value), *known) if len(known) == len(sides) else None
     )
 
 
-def _invert(facts: Facts, tensor: torch.Tensor) -> Known | None:
-    known = facts.mostly(tensor)
+def _invert(inputs: KnownInputs, tensor: torch.Tensor) -> Known | None:
+    known = inputs.mostly(tensor)
     if known is None:
         return None
     return known._replace(value=not known.value if tensor.dtype == torch.bool else ~int(known.value))
 
 
-def _not(facts: Facts, tensor: torch.Tensor) -> Known | None:
-    known = facts.mostly(tensor)
+def _not(inputs: KnownInputs, tensor: torch.Tensor) -> Known | None:
+    known = inputs.mostly(tensor)
     return None if known is None else known._replace(value=not known.value)
 
 
-def _test(function: Callable[[float], bool], usual: bool, facts: Facts, tensor: torch.Tensor) -> Known:
+def _test(function: Callable[[float], bool], usual: bool, inputs: KnownInputs, tensor: torch.Tensor) -> Known:
     """Test for finiteness: ``usual`` is the answer while nothing overflows."""
-    known = facts.of(tensor)
+    known = inputs.of(tensor)
     return Known(usual, Basis.FINITE) if known is None else Known(function(known.value), known.basis)
 
 
-def _absent(_facts: Facts, *_: object, **__: object) -> Known:
+def _absent(_facts: KnownInputs, *_: object, **__: object) -> Known:
     return Known(False, Basis.CHECKED)
 
 
-def _reduce(name: str, facts: Facts, tensor: torch.Tensor, *dims: object, **_: object) -> Known | None:
-    """Reduce by ``all`` or ``any``; along dimensions, the unknown stays unknown: it may select elements."""
-    known = facts.of(tensor)
+def _reduce(name: str, inputs: KnownInputs, tensor: torch.Tensor, *dims: object, **_: object) -> Known | None:
+    """Reduce by ``all`` or ``any``; along dimensions, unknown stays unknown, as it may select elements."""
+    known = inputs.of(tensor)
     if known is not None:
         return Known(bool(known.value), known.basis)
-    return None if dims else Known(getattr(facts, name), Basis.CHECKED)
+    return None if dims else Known(getattr(inputs, name), Basis.CHECKED)
 
 
-def _sum(facts: Facts, tensor: torch.Tensor, *dims: Any, dtype: torch.dtype | None = None) -> Known | None:
-    """Sum whole numbers over the whole tensor; sums of fractions round in an order only a GPU knows."""
-    known = facts.of(tensor)
+def _sum(
+    inputs: KnownInputs, tensor: torch.Tensor, *dims: Any, dtype: torch.dtype | None = None
+) -> Known | None:
+    """Sum integers over the whole tensor; the rounding of float sums depends on the GPU's order."""
+    known = inputs.of(tensor)
     if known is None or dims or dtype is not None or isinstance(known.value, float):
         return None
     return Known(known.value * tensor.numel(), known.basis)
 
 
-def unscaled(facts: Facts, _gradients: object, found_inf: torch.Tensor, _inv_scale: object) -> Known:
-    """Say what ``found_inf`` holds after unscaling: finite gradients leave it as it was, 0 at first."""
-    before = facts.of(found_inf)
+def unscaled(inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object) -> Known:
+    """Return ``found_inf`` after unscaling: finite gradients leave it unchanged, initially 0."""
+    before = inputs.of(found_inf)
     return Known(before.value if before else 0.0, Basis.FINITE)
 
 
 def updated_scale(
-    facts: Facts,
+    inputs: KnownInputs,
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     found_inf: torch.Tensor,
@@ -168,11 +170,11 @@ def updated_scale(
     backoff_factor: float,
     growth_interval: int,
 ) -> tuple[Known | None, Known | None]:
-    """Say what the loss scale and its growth tracker hold after an update.
+    """Return the loss scale and its growth tracker after an update.
 
     Source: ``amp_update_scale_cuda_kernel``, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.14.
     """
-    old, tracker, overflow = facts.of(scale), facts.of(growth_tracker), facts.of(found_inf)
+    old, tracker, overflow = inputs.of(scale), inputs.of(growth_tracker), inputs.of(found_inf)
     if old is None or tracker is None or overflow is None:
         return None, None
     basis = max(old.basis, overflow.basis)
@@ -189,7 +191,7 @@ def updated_scale(
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _LOGIC = {"and": (operator.and_, False), "or": (operator.or_, True), "xor": (operator.xor, None)}
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, PropagationRule] = {
     **{
         f"{name}.{kind}": partial(_compare, f)
         for name, f in _COMPARISONS.items()
@@ -224,4 +226,4 @@ RULES: Mapping[str, Rule] = {
     "isin.Tensor_Tensor": _absent,
     "isin.Tensor_Scalar": _absent,
 }
-"""Op of ATen -> its rule; the two that write several arguments are ``unscaled`` and ``updated_scale``."""
+"""ATen op -> its rule; ``unscaled`` and ``updated_scale`` cover the two ops that write several arguments."""

@@ -1,13 +1,13 @@
-"""Wrap names of ``torch`` and ``torch.Tensor`` where it is Python's own call that matters.
+"""Wrap functions of ``torch`` and ``torch.Tensor`` where only calls from Python matter.
 
-    full  ones  zeros  *_like  new_*  fill_  zero_      note the value they were given
+    full  ones  zeros  *_like  new_*  fill_  zero_      record the value
     mask[indices] = ...  scatter_                       count the elements that may have changed
-    to  cpu  copy_  tolist                              answer what arrives on the CPU
-    data  data_ptr  dlpack  storage  set_  swap_tensors forget: the memory leaves autograd's sight
-    _foreach_*_  _fused_*_                              forget: they write without counting up versions
-    CUDAGraph.replay                                    forget everything: it writes what it wrote before
+    to  cpu  copy_  tolist                              replace the values that arrive on the CPU
+    data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
+    _foreach_*_  _fused_*_                              forget: they write without incrementing versions
+    CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
-PyTorch's C++ code fills and copies all the time, gradients among others, and never through these names.
+PyTorch's C++ code fills and copies tensors, gradients among others, without calling these functions.
 """
 
 import functools
@@ -21,11 +21,11 @@ from torch.utils._device import _device_constructors
 
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.before_call import before
+from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Known, is_plain, known_number
-from memfit.ghost.values.stand_ins import Values
 
 _SMALL = 1 << 16
-"""Elements of a CPU copy that are worth writing, where the value is known."""
+"""The largest CPU copy, in elements, that is filled with its known value."""
 
 _ZERO, _ONE = Known(0), Known(1)
 
@@ -44,29 +44,29 @@ _METHODS: dict[str, Known | int] = {
     "fill_": 1,
     "zero_": _ZERO,
 }
-"""Name -> what the result holds, or which argument says so (``fill_value`` or ``value`` by keyword)."""
+"""Name -> the result's value, or the position of that argument (``fill_value`` or ``value`` by keyword)."""
 
 
-def wrap_methods(values: Values, ghost: Ghost) -> None:
-    """Wrap every name of the table above, for the life of the process."""
-    for name, held in _FACTORIES.items():
-        _replace_function(name, _noting(getattr(torch, name), held, values))
-    for name, held in _METHODS.items():
-        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name), held, values))
-    _count_written(values)
+def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
+    """Wrap every function of the table above, for the life of the process."""
+    for name, value in _FACTORIES.items():
+        _replace_function(name, _recording(getattr(torch, name), value, values))
+    for name, value in _METHODS.items():
+        setattr(torch.Tensor, name, _recording(getattr(torch.Tensor, name), value, values))
+    _track_indexed_writes(values)
     _answer_copies(values, ghost)
-    _expose(values)
-    _forget_lists(values)
+    _forget_exposed(values)
+    _forget_uncounted(values)
 
 
-def _noting(function: Callable[..., Any], held: Known | int, values: Values) -> Callable[..., Any]:
-    """Wrap ``function`` to note what its result holds: ``held``, or the argument at that position."""
+def _recording(function: Callable[..., Any], value: Known | int, values: AssumedValues) -> Callable[..., Any]:
+    """Wrap ``function`` to record its result's value: ``value``, or the argument at that position."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
         if is_plain(result) and result.is_cuda:
-            known = held if isinstance(held, Known) else _number_at(held, args, options)
+            known = value if isinstance(value, Known) else _number_at(value, args, options)
             values.known.put(result, known, fresh=not function.__name__.endswith("_"))
         return result
 
@@ -79,8 +79,8 @@ def _number_at(position: int, args: tuple[object, ...], options: dict[str, objec
     return known_number(options.get("fill_value", options.get("value")))
 
 
-def _count_written(values: Values) -> None:
-    """Keep what is known of a tensor that is written at some indices: it holds for all other elements."""
+def _track_indexed_writes(values: AssumedValues) -> None:
+    """Keep the known value of a tensor that is written by index: it holds for all other elements."""
 
     def wrap(name: str, written: Callable[..., int | None]) -> None:
         method = getattr(torch.Tensor, name)
@@ -114,9 +114,9 @@ def _selected(tensor: torch.Tensor, index: object) -> int | None:
 
 
 def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` in the place of ``torch.name``, also where PyTorch knows functions by identity.
+    """Replace ``torch.name`` by ``wrapper``, also where PyTorch identifies functions by identity.
 
-    ``torch.jit.script`` and ``torch.set_default_device`` look functions up in tables of their own.
+    ``torch.jit.script`` and ``torch.set_default_device`` have their own tables of functions.
     """
     original = getattr(torch, name)
     _register_builtin(wrapper, _find_builtin(original))  # type: ignore[no-untyped-call]
@@ -125,8 +125,8 @@ def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
     setattr(torch, name, wrapper)
 
 
-def _answer_copies(values: Values, ghost: Ghost) -> None:
-    """Carry what is known through ``to()``; answer one element on the CPU as ``item()`` would be."""
+def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
+    """Propagate known values through ``to()``; answer a copy of one element to the CPU like ``item()``."""
 
     def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         known = values.known.get(source)
@@ -136,9 +136,9 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
                 values.known.put(copy, mostly, fresh=True)
         elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
-                copy.data.fill_(values.tell(source, known))  # past autograd: the copy keeps its history
+                copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
             else:
-                text = "The script copied GPU values to the CPU: zeros, as nothing is computed on the ghost."
+                text = "The script copied GPU values to the CPU. The ghost computes nothing: they are zeros."
                 values.assume("zeros", 0, text)
         return copy
 
@@ -172,8 +172,8 @@ def _answer_copies(values: Values, ghost: Ghost) -> None:
     torch.Tensor.tolist = call_tolist  # type: ignore[assignment,method-assign]
 
 
-def _expose(values: Values) -> None:
-    """Forget tensors whose memory is handed out where autograd cannot count what is written to it."""
+def _forget_exposed(values: AssumedValues) -> None:
+    """Forget tensors whose memory is exposed to writes that autograd does not count."""
 
     def expose(tensor: object) -> None:
         for part in tensor if isinstance(tensor, tuple | list) else (tensor,):
@@ -216,15 +216,15 @@ def _expose(values: Values) -> None:
 
     @functools.wraps(swap)
     def call_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        values.known.forget(t1)  # it refuses tensors that weak references point to
+        values.known.forget(t1)  # swap_tensors refuses tensors with weak references
         values.known.forget(t2)
         swap(t1, t2)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = call_swap
 
 
-def _forget_lists(values: Values) -> None:
-    """Forget the tensors of the list-wise ops and fused optimizers, which leave versions as they are."""
+def _forget_uncounted(values: AssumedValues) -> None:
+    """Forget the tensors of list-wise ops and fused optimizers, which do not increment versions."""
 
     def forget(*args: object, **options: object) -> None:
         for argument in (*args, *options.values()):

@@ -1,4 +1,4 @@
-"""What the user may choose that a script is told: ``--values float=0.5,count=0.25``."""
+"""The option ``--values float=0.5,count=0.25``: the values returned for unknown GPU reads."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,64 +8,64 @@ from memfit.errors import UsageError
 
 Count = Literal["upper"] | float | int
 
-_EXAMPLE = "Write float=, int=, bool=, all= or count=, separated by commas, like float=0.5,count=0.25."
+_EXAMPLE = "The keys are float, int, bool, all and count; separate pairs by commas: float=0.5,count=0.25."
 
 
 @dataclass(frozen=True, slots=True)
-class ValueChoices:
-    """What a script is told when it reads GPU values that nobody computed."""
+class ValueOptions:
+    """The values a script reads from the GPU, which the ghost does not compute."""
 
     number: float = 1.0
     """``float=``: a floating-point element."""
     integer: int = 1
-    """``int=``: an integer element. Not 0: counts are divided by."""
+    """``int=``: an integer element. Not 0 by default: scripts divide by counts."""
     truth: bool = False
-    """``bool=``: a truth: a comparison, ``any()`` over a tensor."""
+    """``bool=``: a boolean element: a comparison, ``any()`` over a tensor."""
     all: bool = True
-    """``all=``: ``all()`` over a tensor, ``torch.equal``, ``torch.allclose``: what checks are made of."""
+    """``all=``: ``all()`` over a tensor, ``torch.equal``, ``torch.allclose``, as checks use them."""
     count: Count = "upper"
-    """``count=``: how many elements ``nonzero``, ``unique`` and their kin find: ``upper`` (as many as
-    there can be), a fraction of that in (0, 1], or a number."""
+    """``count=``: the number of elements that ``nonzero``, ``unique`` and similar ops find: ``upper`` (the
+    largest number possible), a fraction of that in (0, 1], or a number."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read choices as the command line spells them; what is not named keeps its default.
+        """Parse the command line's ``--values``; keys that are not given keep their defaults.
 
         Args:
             text: ``key=value`` pairs separated by commas, with the keys float, int, bool, all and count. A
-                count with a decimal point is a fraction (``1.0`` is all of them), one without is a number.
+                count with a decimal point is a fraction (``1.0`` is all elements), one without is a number.
 
         Raises:
-            UsageError: an unknown or repeated key, or a value that does not fit its key.
+            UsageError: an unknown or repeated key, or a value that is invalid for its key.
 
-        >>> ValueChoices.parse("float=0.5,bool=true,count=0.25")
-        ValueChoices(number=0.5, integer=1, truth=True, all=True, count=0.25)
+        >>> ValueOptions.parse("float=0.5,bool=true,count=0.25")
+        ValueOptions(number=0.5, integer=1, truth=True, all=True, count=0.25)
         """
-        choices, seen = cls(), set()
+        options, seen = cls(), set()
         for pair in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = (piece.strip() for piece in pair.partition("="))
             if key in seen:
-                raise UsageError(f"values {text}: {key} is given twice.")
+                raise UsageError(f"values {text}: {key}= is given twice. Give it once.")
             seen.add(key)
             match key:
                 case "float":
-                    choices = replace(choices, number=_number(pair, value))
+                    options = replace(options, number=_number(pair, value))
                 case "int":
-                    choices = replace(choices, integer=_integer(pair, value))
+                    options = replace(options, integer=_integer(pair, value))
                 case "bool":
-                    choices = replace(choices, truth=_truth(pair, value))
+                    options = replace(options, truth=_truth(pair, value))
                 case "all":
-                    choices = replace(choices, all=_truth(pair, value))
+                    options = replace(options, all=_truth(pair, value))
                 case "count":
-                    choices = replace(choices, count=_count(pair, value))
+                    options = replace(options, count=_count(pair, value))
                 case _:
-                    raise UsageError(f"values {text}: {key!r} is not something a script reads. {_EXAMPLE}")
-        return choices
+                    raise UsageError(f"values {text}: unknown key {key!r}. {_EXAMPLE}")
+        return options
 
     def count_of(self, upper: int) -> int:
-        """Choose how many are found where there can be at most ``upper``.
+        """Return the number of elements found, of at most ``upper``.
 
-        >>> ValueChoices(count=0.25).count_of(10), ValueChoices(count=4).count_of(3)
+        >>> ValueOptions(count=0.25).count_of(10), ValueOptions(count=4).count_of(3)
         (3, 3)
         """
         match self.count:
@@ -88,13 +88,13 @@ def _integer(pair: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(f"values {pair}: {value!r} is not a whole number. {_EXAMPLE}") from None
+        raise UsageError(f"values {pair}: {value!r} is not an integer. {_EXAMPLE}") from None
 
 
 def _truth(pair: str, value: str) -> bool:
     truths = {"true": True, "false": False}
     if value.lower() not in truths:
-        raise UsageError(f"values {pair}: write true or false, not {value!r}.")
+        raise UsageError(f"values {pair}: {value!r} is neither true nor false.")
     return truths[value.lower()]
 
 
@@ -107,7 +107,7 @@ def _count(pair: str, value: str) -> Count:
         count = -1
     if count < 0 or (isinstance(count, float) and not 0 < count <= 1):
         raise UsageError(
-            f"values {pair}: write upper, a fraction of all elements in (0, 1] like 0.25, "
-            f"or a number of elements."
+            f"values {pair}: {value!r} is not a count. Write upper, a fraction of all elements in (0, 1] "
+            f"like 0.25, or a number of elements."
         )
     return count

@@ -3,7 +3,7 @@
 import pytest
 
 from memfit.errors import UsageError
-from memfit.ghost.values.value_options import ValueChoices
+from memfit.ghost.values.value_options import ValueOptions
 from support.scripts import INSTALL_VALUES, check
 
 
@@ -339,15 +339,15 @@ print(values.known.get(torch.full((3,), 2.0)).value, torch.zeros(2).device.type,
 )
 def test_choices_that_cannot_be_are_refused(text, complaint):
     with pytest.raises(UsageError, match=complaint):
-        ValueChoices.parse(text)
+        ValueOptions.parse(text)
 
 
 def test_choices_are_read_as_the_command_line_spells_them():
-    assert ValueChoices.parse("") == ValueChoices()
-    assert ValueChoices.parse(" float=-2e3, all=FALSE ,count=1.0") == ValueChoices(
+    assert ValueOptions.parse("") == ValueOptions()
+    assert ValueOptions.parse(" float=-2e3, all=FALSE ,count=1.0") == ValueOptions(
         number=-2000.0, all=False, count=1.0
     )
-    assert [ValueChoices(count=count).count_of(10) for count in ("upper", 0.25, 1.0, 4, 40, 0)] == [
+    assert [ValueOptions(count=count).count_of(10) for count in ("upper", 0.25, 1.0, 4, 40, 0)] == [
         10,
         3,
         10,

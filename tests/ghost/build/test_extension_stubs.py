@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from memfit.ghost.build.imported_symbols import wants
+from memfit.ghost.build.imported_symbols import nvidia_imports
 from memfit.ghost.build.nvidia_names import nvidia_library
 from memfit.ghost.build.runtime_library import build
 from memfit.native_build import find_compiler
@@ -79,7 +79,7 @@ def workshop(tmp_path):
 
 
 def test_what_a_library_wants_is_read_from_its_file(workshop):
-    (wanted,) = wants(workshop.extension(), set())
+    (wanted,) = nvidia_imports(workshop.extension(), set())
     assert {library.soname: versions for library, versions in wanted.libraries.items()} == {
         "libnvjpeg.so.13": {"libnvjpeg.so.13"},
         "libcudart.so.13": set(),  # the ghost's own is empty, so that no version was recorded

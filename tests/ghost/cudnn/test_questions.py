@@ -68,7 +68,7 @@ shown["questions"] = convolutions()
 shown["rises"] = []
 for torch.backends.cudnn.benchmark, width in ((False, 30), (True, 46)):  # PyTorch keeps what it once chose
     shown["rises"] += workspace(width)
-shown["spaces"] = sorted({(space.size, space.label) for space in ghost.spaces()})
+shown["spaces"] = sorted({(space.size, space.label) for space in ghost.workspace_uses()})
 """
 
 
@@ -112,7 +112,7 @@ torch.cudnn_convolution_relu(x, layer.weight, layer.bias, (1, 1), (0, 0), (1, 1)
 shown["fused"] = [(q["operation"], q["fused"] > 0) for q in questions]
 
 ANSWER = 1 << 40
-shown["too large"] = [tuple(layer(x).shape), len(ghost.spaces())]
+shown["too large"] = [tuple(layer(x).shape), len(ghost.workspace_uses())]
 
 ANSWER = 1 << 20
 net, x = nn.GRU(8, 8).to(d), torch.zeros(5, 4, 8, device=d)
@@ -122,7 +122,7 @@ after = torch.cuda.memory_allocated()
 y.sum().backward()
 del y, h
 shown["reserve space"] = [after - before, torch.cuda.memory_allocated() - before]
-shown["of GRU"] = [space.size for space in ghost.spaces()]
+shown["of GRU"] = [space.size for space in ghost.workspace_uses()]
 
 questions.clear()
 logits = torch.zeros(50, 16, 20, device=d, requires_grad=True)
@@ -130,13 +130,13 @@ targets = torch.ones(159, dtype=torch.int32)
 F.ctc_loss(logits.log_softmax(2), targets, [50] * 16, [10] * 15 + [9]).backward()
 lengths, targets = torch.tensor([50] * 16, dtype=torch.int32, device=d), targets.to(d)
 shown["ctc"] = [(q["kind"], q["probabilities"]["sizes"], q["longest"]) for q in questions]
-shown["of CTC"] = len(ghost.spaces())
+shown["of CTC"] = len(ghost.workspace_uses())
 
 questions.clear()
 ghost.set_label(1)  # so that nothing is taken for a repetition
 nn.BatchNorm2d(16).to(d)(torch.zeros(8, 16, 4, 4, device=d, requires_grad=True)).sum().backward()
 shown["batch norm"] = sorted(q["space"] for q in questions if q["kind"] == "batch norm")
-shown["of batch norm"] = len(ghost.spaces())
+shown["of batch norm"] = len(ghost.workspace_uses())
 """
 
 

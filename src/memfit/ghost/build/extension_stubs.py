@@ -26,7 +26,7 @@ from memfit.errors import GhostError, MemfitError
 from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
 from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
-from memfit.ghost.build.imported_symbols import Wants, wants
+from memfit.ghost.build.imported_symbols import NvidiaImports, nvidia_imports
 
 # How the functions of a library say "not supported", or else the nearest they have. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,
@@ -49,7 +49,7 @@ _NOT_SUPPORTED = {
 _GIVES_TEXT = re.compile(r"(Error|Status|Result)_?(String|Name|Text)$")
 
 
-class Extensions:
+class ExtensionStubs:
     """What was lacking of the libraries that were loaded since ``watch``.
 
     Attributes:
@@ -80,7 +80,7 @@ class Extensions:
         path = Path(file).resolve()
         if path.is_relative_to(self._build.folder):
             return
-        wanting = wants(path, self._seen)
+        wanting = nvidia_imports(path, self._seen)
         try:
             for wanted in wanting:
                 self._check_cuda(wanted)
@@ -89,7 +89,7 @@ class Extensions:
             self.turned_away.append(str(error))
             raise refusal(str(error)) from None
 
-    def _check_cuda(self, wanted: Wants) -> None:
+    def _check_cuda(self, wanted: NvidiaImports) -> None:
         """Raise for a library that was made for another CUDA than PyTorch was."""
         for library in wanted.libraries:
             served = self._served.get(library.stem, library)
@@ -100,7 +100,7 @@ class Extensions:
                     f"a build of it for CUDA {self._build.cuda_version}. ({wanted.path})"
                 )
 
-    def _refuse_what_is_lacking(self, wanting: Sequence[Wants]) -> None:
+    def _refuse_what_is_lacking(self, wanting: Sequence[NvidiaImports]) -> None:
         refusals: dict[str, str] = {}
         sonames: dict[str, list[str]] = {}
         for wanted in wanting:

@@ -2,7 +2,7 @@ import pytest
 
 INSTALL = """
 import resource
-from memfit.ghost.host_memory.skip_filling import install
+from memfit.ghost.host_memory.skip_random_fills import install
 host = install(lambda *_: None)
 
 def resident():
@@ -181,7 +181,7 @@ def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
 
 def test_data_that_is_made_anew_is_real_and_passing_over_is_noted(printed):
     script = """
-from memfit.ghost.host_memory.skip_filling import install
+from memfit.ghost.host_memory.skip_random_fills import install
 notes = []
 host = install(lambda provenance, text, where: notes.append((provenance, text)))
 print((torch.rand(2_000_000) < 0.1).float().mean().item() < 0.2, (torch.randn(2_000_000) > 0).any().item())

@@ -1,13 +1,13 @@
-"""The process that asks cuDNN: ``main()`` with its socket as standard input.
+"""The process that queries cuDNN: ``main()``, with its socket as standard input.
 
-One JSON object a line. The first says which cuDNN and for which device; the answer is its version.
-Every other is a tree of cuDNN's descriptors, as PyTorch set them:
+One JSON object per line. The first selects the cuDNN and describes the device; the reply is cuDNN's version.
+Every other line is a tree of cuDNN descriptors, as PyTorch set them:
 
     {"type": 4, "attributes": [[200, 8, [0]], [201, 15, [{"type": 15, "attributes": [...]}]]]}
 
-It is made again from cuDNN's own, with the device described in place of PyTorch's handle; the answer is
-the list of engine configurations that these heuristics name. None is made into a plan: that would compile
-kernels.
+The server recreates the tree from cuDNN's own descriptors, with the described device in place of PyTorch's
+handle, and replies with the engine configurations that these heuristics return. It finalizes no execution
+plan: that would compile kernels.
 
 Source: cuDNN frontend's documentation, "Deviceless Ahead-of-time Compilation"; cudnn_graph.h 9.24.
 """
@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from typing import Any
 
 OLDEST = 90_800
-"""The first version of cuDNN that takes a description of the device: 9.8."""
-PATIENCE = 60
-"""Seconds for one question; the process is ended by the system if cuDNN takes longer."""
+"""The first version of cuDNN that accepts a description of the device: 9.8."""
+QUESTION_TIMEOUT = 60
+"""Seconds for one question; SIGALRM ends the process if cuDNN takes longer."""
 
 # Descriptor types, attributes and attribute types of cudnn_graph.h.
 ENGINE, ENGINECFG, ENGINEHEUR, DEVICEPROP = 2, 3, 4, 38
@@ -44,25 +44,26 @@ _C_TYPES: Mapping[int, type[Any]] = {
     _DESCRIPTOR: ctypes.c_void_p,
     _CHAR: ctypes.c_char,
 }
-"""The rest are enums and 32-bit integers."""
-_MOST_NOTES = 32  # notes are told as bits
+"""Attribute type -> C type; the others are enums and 32-bit integers."""
+_MAX_NOTES = 32  # notes are returned as bits
 
 
-class RefusedError(Exception):
-    """CuDNN did not take what it was given; the message is its own."""
+class CudnnRefusedError(Exception):
+    """CuDNN refused the library, the device or a descriptor; the message is cuDNN's own."""
 
 
 class Cudnn:
     """A loaded libcudnn and the description of one device.
 
     Args:
-        path: of libcudnn.so.
-        before: what to load first, in this order: the libcuda.so.1 that knows of no device, so that no other
-            is loaded, and what PyTorch has loaded by the time it calls cuDNN, which may not find it itself.
-        properties: of the device, by the names that cuDNN knows them.
+        path: libcudnn.so.
+        before: the libraries to load first, in this order: the libcuda.so.1 that reports no device, so that
+            no other is loaded, and those that PyTorch has loaded by the time it calls cuDNN, which may not
+            find them itself.
+        properties: the device's, by cuDNN's names.
 
     Raises:
-        RefusedError: the library cannot be loaded, is too old, or does not take the properties.
+        CudnnRefusedError: the library cannot be loaded, is too old, or rejects the properties.
     """
 
     def __init__(self, path: str, before: Sequence[str], properties: Mapping[str, object]) -> None:
@@ -71,12 +72,14 @@ class Cudnn:
                 ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
             self._library = ctypes.CDLL(path)
         except OSError as error:
-            raise RefusedError(str(error)) from error
+            raise CudnnRefusedError(str(error)) from error
         self._library.cudnnGetVersion.restype = ctypes.c_size_t
         self._library.cudnnGetErrorString.restype = ctypes.c_char_p
         self.version = int(self._library.cudnnGetVersion())
         if self.version < OLDEST:
-            raise RefusedError(f"version {self.version} cannot plan without a card, 9.8 was the first")
+            raise CudnnRefusedError(
+                f"version {self.version} cannot plan without a GPU; 9.8 is the first that can"
+            )
         self._made: list[ctypes.c_void_p] = []
         self._device: ctypes.c_void_p | None = None
         text = json.dumps(properties, separators=(",", ":")).encode()
@@ -87,36 +90,36 @@ class Cudnn:
         self._device = device
 
     def configurations(self, tree: Mapping[str, Any]) -> list[tuple[int, int, int, int]]:
-        """Return the engine configurations that heuristics name, in cuDNN's order.
+        """Return the engine configurations that cuDNN's heuristics return, in cuDNN's order.
 
         Returns:
-            Of each: bytes of workspace, the engine's index, its numerical and its behavior notes as bits.
+            For each: bytes of workspace, the engine's index, its numerical and its behavior notes as bits.
 
         Raises:
-            RefusedError: cuDNN refused a part of the tree, and why.
+            CudnnRefusedError: cuDNN refused a part of the tree; the message gives the reason.
         """
-        with self._freeing():
-            made = self._replay(tree)
-            count = self._get(made, _HEURISTICS_RESULTS, _DESCRIPTOR, [])
+        with self._destroying_descriptors():
+            made = self._recreate(tree)
+            count = self._read_descriptors(made, _HEURISTICS_RESULTS, _DESCRIPTOR, [])
             found = [self._create(ENGINECFG) for _ in range(count)]
-            count = self._get(made, _HEURISTICS_RESULTS, _DESCRIPTOR, found)
+            count = self._read_descriptors(made, _HEURISTICS_RESULTS, _DESCRIPTOR, found)
             return [self._configuration(configuration) for configuration in found[:count]]
 
     def _configuration(self, configuration: ctypes.c_void_p) -> tuple[int, int, int, int]:
         engine = self._create(ENGINE)
-        self._get(configuration, _CONFIG_ENGINE, _DESCRIPTOR, [engine])
-        (workspace,) = self._numbers(configuration, _CONFIG_WORKSPACE, _INT64, 1)
-        (index,) = self._numbers(engine, _ENGINE_INDEX, _INT64, 1)
-        numerical = self._numbers(engine, _ENGINE_NUMERICAL, _NUMERICAL_NOTE, _MOST_NOTES)
-        behavior = self._numbers(engine, _ENGINE_BEHAVIOR, _BEHAVIOR_NOTE, _MOST_NOTES)
+        self._read_descriptors(configuration, _CONFIG_ENGINE, _DESCRIPTOR, [engine])
+        (workspace,) = self._read_numbers(configuration, _CONFIG_WORKSPACE, _INT64, 1)
+        (index,) = self._read_numbers(engine, _ENGINE_INDEX, _INT64, 1)
+        numerical = self._read_numbers(engine, _ENGINE_NUMERICAL, _NUMERICAL_NOTE, _MAX_NOTES)
+        behavior = self._read_numbers(engine, _ENGINE_BEHAVIOR, _BEHAVIOR_NOTE, _MAX_NOTES)
         return workspace, index, _bits(numerical), _bits(behavior)
 
-    def _replay(self, tree: Mapping[str, Any]) -> ctypes.c_void_p:
-        """Make a descriptor and all that it is made from, and finalize them."""
+    def _recreate(self, tree: Mapping[str, Any]) -> ctypes.c_void_p:
+        """Create and finalize a descriptor, after the descriptors it refers to."""
         made = self._create(tree["type"])
         for name, kind, values in tree["attributes"]:
             if kind == _DESCRIPTOR:
-                values = [self._replay(value).value for value in values]  # noqa: PLW2901
+                values = [self._recreate(value).value for value in values]  # noqa: PLW2901
             array = (_C_TYPES.get(kind, ctypes.c_int32) * len(values))(*values)
             self._set(made, name, kind, array, len(values))
         if tree["type"] == ENGINEHEUR:
@@ -137,17 +140,19 @@ class Cudnn:
     def _finalize(self, made: ctypes.c_void_p) -> None:
         self._check(self._library.cudnnBackendFinalize(made), "finalize")
 
-    def _get(self, of: ctypes.c_void_p, name: int, kind: int, into: Sequence[ctypes.c_void_p]) -> int:
-        """Ask for descriptors, into those given; return how many there are."""
+    def _read_descriptors(
+        self, of: ctypes.c_void_p, name: int, kind: int, into: Sequence[ctypes.c_void_p]
+    ) -> int:
+        """Read descriptors into ``into``; return how many there are."""
         array = (ctypes.c_void_p * len(into))(*(made.value for made in into)) if into else None
-        return self._ask(of, name, kind, array, len(into))
+        return self._get_attribute(of, name, kind, array, len(into))
 
-    def _numbers(self, of: ctypes.c_void_p, name: int, kind: int, most: int) -> list[int]:
-        array = (_C_TYPES.get(kind, ctypes.c_int32) * most)()
-        count = self._ask(of, name, kind, array, most)
+    def _read_numbers(self, of: ctypes.c_void_p, name: int, kind: int, limit: int) -> list[int]:
+        array = (_C_TYPES.get(kind, ctypes.c_int32) * limit)()
+        count = self._get_attribute(of, name, kind, array, limit)
         return list(array)[:count]
 
-    def _ask(self, of: ctypes.c_void_p, name: int, kind: int, array: object, room: int) -> int:
+    def _get_attribute(self, of: ctypes.c_void_p, name: int, kind: int, array: object, room: int) -> int:
         count = ctypes.c_int64()
         status = self._library.cudnnBackendGetAttribute(
             of, name, kind, ctypes.c_int64(room), ctypes.byref(count), array
@@ -160,11 +165,11 @@ class Cudnn:
             message = ctypes.create_string_buffer(1024)
             self._library.cudnnGetLastErrorString(message, ctypes.c_size_t(len(message)))
             name = self._library.cudnnGetErrorString(status).decode()
-            said = message.value.decode(errors="replace")
-            raise RefusedError(f"{doing}: {name} {said}".strip())
+            detail = message.value.decode(errors="replace")
+            raise CudnnRefusedError(f"{doing}: {name} {detail}".strip())
 
     @contextmanager
-    def _freeing(self) -> Iterator[None]:
+    def _destroying_descriptors(self) -> Iterator[None]:
         try:
             yield
         finally:
@@ -173,26 +178,26 @@ class Cudnn:
 
 
 def _bits(notes: Sequence[int]) -> int:
-    return sum({1 << note for note in notes if 0 <= note < _MOST_NOTES})
+    return sum({1 << note for note in notes if 0 <= note < _MAX_NOTES})
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer questions until the other side has gone."""
+    """Answer questions until the client disconnects."""
     errors = os.memfd_create("stderr")
-    os.dup2(errors, 2)  # cuDNN says there which functions of the driver it misses
+    os.dup2(errors, 2)  # cuDNN reports there which driver functions it misses
     cudnn: Cudnn | None = None
     with channel.makefile("r", encoding="utf-8") as questions:
         for question in questions:
-            asked = json.loads(question)
+            request = json.loads(question)
             answer: dict[str, object]
-            signal.alarm(PATIENCE)
+            signal.alarm(QUESTION_TIMEOUT)
             try:
                 if cudnn is None:
-                    cudnn = Cudnn(**asked)
+                    cudnn = Cudnn(**request)
                     answer = {"version": cudnn.version, "process": os.getpid()}
                 else:
-                    answer = {"configurations": cudnn.configurations(asked)}
-            except RefusedError as refused:
+                    answer = {"configurations": cudnn.configurations(request)}
+            except CudnnRefusedError as refused:
                 answer = {"refused": str(refused)}
             signal.alarm(0)
             answer["missed"] = _missed(errors)
@@ -200,22 +205,22 @@ def serve(channel: socket.socket) -> None:
 
 
 def _missed(errors: int) -> list[str]:
-    """Return the functions that cuDNN did not find in libcuda.so.1, and forget what it said."""
+    """Return the functions that cuDNN did not find in libcuda.so.1, and truncate its output."""
     os.lseek(errors, 0, os.SEEK_SET)
-    said = os.read(errors, 1 << 20).decode(errors="replace")
+    output = os.read(errors, 1 << 20).decode(errors="replace")
     os.ftruncate(errors, 0)
     os.lseek(errors, 0, os.SEEK_SET)
-    return sorted(set(re.findall(r"Could not load symbol (\w+)", said)))
+    return sorted(set(re.findall(r"Could not load symbol (\w+)", output)))
 
 
 def main() -> None:
-    """Answer over standard input, in a process that is nobody's child.
+    """Serve on standard input, in a process detached from its parent.
 
-    A script that waits for its children must not find one more.
+    A script that waits for its children must not find an extra one.
     """
     if os.fork():
         os._exit(0)
     try:
         serve(socket.socket(fileno=sys.stdin.fileno()))
     except OSError:
-        sys.exit(1)  # the other side has gone
+        sys.exit(1)  # the client has disconnected

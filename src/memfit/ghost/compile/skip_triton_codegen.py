@@ -1,0 +1,113 @@
+"""Skip Triton's machine code stages for all kernels but the first, because the ghost runs none of them.
+
+Triton compiles each kernel that Inductor writes to machine code, in stages:
+
+    ttir  ->  ttgir  ->  llir  ->  ptx  ->  cubin
+
+The first kernel goes through all stages, so that a compiler that does not work fails; every later kernel
+reuses the first one's output from the stages after ttir. This saves a seventh of the time to compile GPT-2
+small.
+
+Kernels that Inductor did not write go through all stages: they may request workspace on the GPU, or more of
+a multiprocessor than it has, which only the later stages detect. So do reductions with several candidates,
+among which such checks choose, and kernels that are written to a file for use elsewhere.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.ghost.patching.after_import import after_import
+
+_LAST_FULL_STAGE = "ttir"
+_POINTWISE = "POINTWISE"  # its threads share no memory that could exceed a limit
+_REDUCTIONS = {"REDUCTION", "PERSISTENT_REDUCTION", "SPLIT_SCAN"}
+_USES_WORKSPACE = "tensor_descriptor"
+
+_Stage = Callable[[Any, MutableMapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _StageOutput:
+    """The output of one stage for the first kernel."""
+
+    code: str | bytes | None
+    """None for an MLIR module, which a later stage may have modified: the source is passed on instead."""
+    metadata: dict[str, Any]
+    """The entries that the stage added to the kernel's metadata."""
+
+
+_first: dict[tuple[Any, str], _StageOutput] = {}
+_skippable: ContextVar[bool] = ContextVar("skippable", default=False)
+
+
+def install() -> None:
+    """Skip machine code stages from now on; call directly after torch was imported."""
+    after_import("torch._inductor.runtime.triton_heuristics", _mark_skippable_kernels)
+    after_import("triton.backends.nvidia.compiler", _reuse_stages)
+
+
+def _mark_skippable_kernels() -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    compile_one = CachingAutotuner._precompile_config
+
+    @functools.wraps(compile_one)
+    def precompile(kernel: Any, *args: Any, **options: Any) -> Any:
+        with _marking(_is_skippable(kernel)):
+            return compile_one(kernel, *args, **options)
+
+    CachingAutotuner._precompile_config = precompile  # type: ignore[method-assign,assignment]
+
+
+def _is_skippable(kernel: Any) -> bool:
+    """Return whether nothing depends on the machine code of a kernel that Inductor is about to compile."""
+    kind = kernel.heuristic_type.name
+    return (
+        (kind == _POINTWISE or (kind in _REDUCTIONS and len(kernel.configs or ()) == 1))
+        and not kernel.inductor_meta.get("store_cubin")
+        and _USES_WORKSPACE not in kernel.fn.src
+    )
+
+
+@contextmanager
+def _marking(skippable: bool) -> Iterator[None]:
+    before = _skippable.set(skippable)
+    try:
+        yield
+    finally:
+        _skippable.reset(before)
+
+
+def _reuse_stages() -> None:
+    from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]
+
+    add_stages = CUDABackend.add_stages
+
+    @functools.wraps(add_stages)
+    def add(backend: Any, stages: dict[str, _Stage], *args: Any, **options: Any) -> None:
+        add_stages(backend, stages, *args, **options)
+        if _skippable.get() and _LAST_FULL_STAGE in stages:
+            later = list(stages)[list(stages).index(_LAST_FULL_STAGE) + 1 :]
+            for name in later:
+                stages[name] = _run_once((backend.target, name), stages[name])
+
+    CUDABackend.add_stages = add
+
+
+def _run_once(key: tuple[Any, str], stage: _Stage) -> _Stage:
+    def run(source: Any, metadata: MutableMapping[str, Any]) -> Any:
+        first = _first.get(key)
+        if first is None:
+            before = dict(metadata)
+            code = stage(source, metadata)
+            added = {name: value for name, value in metadata.items() if before.get(name, run) is not value}
+            _first[key] = _StageOutput(code if isinstance(code, str | bytes) else None, added)
+            return code
+        metadata.update(first.metadata)
+        return source if first.code is None else first.code
+
+    return run

@@ -1,0 +1,205 @@
+"""Skip random fills of large CPU tensors, so that building a model does not fill host memory.
+
+A 7 B-parameter model in fp32 is 27 GB of random numbers that the ghost never reads. So random fills of large
+floating-point CPU tensors are skipped: the tensor's memory is released to the kernel (``zero_pages.py``), and
+it reads as zeros. Only these fills change values. Ops that map zeros to zeros are exact, and need no memory
+either.
+
+    normal_  uniform_  exponential_ ...           zeros instead of random numbers
+    zero_  fill_(0)                               zeros
+    mul_  div_  erfinv_  add_(0)  clamp_(-a, a)   zeros stay zeros
+    copy_  to(dtype)  clone  linalg.qr            zeros from zeros
+
+PyTorch runs everything else: ops on small tensors, and ``torch.randn`` and similar functions, because data
+sets create new tensors and initialisers fill existing ones. A skipped fill does not advance the CPU's
+generator: the script stays deterministic, but later random numbers differ from those without the ghost.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.ghost.host_memory.zero_pages import ZeroPageTensors
+from memfit.ghost.note_callback import NoteCallback
+from memfit.ghost.patching.kernel_overrides import Kernel, Overrides, available
+from memfit.ghost.values.known_values import is_plain
+from memfit.records import Provenance
+
+_RANDOM_FILLS = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_")
+_SCALINGS = ("mul_", "div_", "__imul__", "__itruediv__")
+_SHIFTS = ("add_", "sub_", "__iadd__", "__isub__")
+_CASTS = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+_SKIPPED = (
+    "Large CPU tensors were not filled with random numbers: they hold zeros, and later CPU random numbers "
+    "will differ. --fill-host-memory fills them."
+)
+_MAX_CHECKED = 1 << 16
+"""The largest factor, in elements, that is checked for infinities before it multiplies zeros."""
+
+
+class RandomFillSkipper:
+    """The patches that ``install`` applies; ``remove`` restores PyTorch's own kernels and methods.
+
+    Ops that also take plain numbers are wrapped where Python calls them: the dispatcher wraps such a number
+    in a tensor, which an override in Python would lose.
+    """
+
+    def __init__(self, note: NoteCallback, threshold_elements: int) -> None:
+        self._note = note
+        self._threshold = threshold_elements
+        self._zero_pages = ZeroPageTensors()
+        self._overrides = Overrides()
+        self._methods: dict[str, Any] = {}
+        for name in _RANDOM_FILLS:
+            self._wrap(name, self._random)
+        for op in ("zero_", "fill_.Scalar"):
+            self._overrides.add(op, "CPU")(self._fill)
+        self._overrides.add("erfinv_", "CPU")(self._unchanged)
+        self._overrides.add("clamp_", "CPU")(self._clamp)
+        self._overrides.add("linalg_qr", "CPU")(self._qr)
+        for name in _SCALINGS:
+            self._wrap(name, self._scale)
+        for name in _SHIFTS:
+            self._wrap(name, self._shift)
+        for name, dtype in _CASTS.items():
+            self._wrap(name, partial(self._cast, dtype=dtype))
+        self._wrap("to", self._convert)
+        self._wrap("clone", self._clone)
+        self._wrap("copy_", self._copy)
+
+    def _wrap(self, name: str, function: Callable[..., Any]) -> None:
+        method = self._methods[name] = getattr(torch.Tensor, name)
+
+        @functools.wraps(method)
+        def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            return function(method, self, *args, **options)
+
+        setattr(torch.Tensor, name, call)
+
+    def remove(self) -> None:
+        """Stop skipping fills; tensors without memory keep reading as zeros."""
+        self._overrides.remove()
+        for name, method in self._methods.items():
+            setattr(torch.Tensor, name, method)
+
+    def _random(self, method: Kernel, tensor: torch.Tensor, *args: object, **options: object) -> Any:
+        large = tensor.numel() >= self._threshold and is_plain(tensor) and tensor.is_floating_point()
+        if large and tensor.is_cpu and not _tracked(tensor) and self._release(tensor):
+            self._note(Provenance.ASSUMED, _SKIPPED, "")
+            return tensor
+        return method(tensor, *args, **options)
+
+    def _fill(self, run: Kernel, tensor: torch.Tensor, *value: object) -> Any:
+        if value in ((), (0,)) and (self._zero_pages.untouched(tensor) or self._release(tensor)):
+            return tensor
+        return run(tensor, *value)
+
+    def _unchanged(self, run: Kernel, tensor: torch.Tensor) -> Any:
+        return tensor if self._zero_pages.untouched(tensor) else run(tensor)
+
+    def _clamp(
+        self, run: Kernel, tensor: torch.Tensor, low: float | None = None, high: float | None = None
+    ) -> Any:
+        if (low is None or low <= 0) and (high is None or high >= 0) and self._zero_pages.untouched(tensor):
+            return tensor
+        return run(tensor, low, high)
+
+    def _qr(self, run: Kernel, tensor: torch.Tensor, mode: str = "reduced") -> Any:
+        """Factorise zeros, for ``orthogonal_``: into zeros, instead of the unit vectors LAPACK returns."""
+        if tensor.dim() == 2 and mode == "reduced" and self._zero_pages.untouched(tensor):  # noqa: PLR2004 - a matrix
+            rank = min(tensor.shape)
+            return tensor.new_zeros(tensor.shape[0], rank), tensor.new_zeros(rank, tensor.shape[1])
+        return run(tensor, mode)
+
+    def _scale(self, method: Kernel, tensor: torch.Tensor, factor: object, **options: object) -> Any:
+        if self._untouched(tensor) and not options and _is_harmless(factor):
+            return tensor
+        return method(tensor, factor, **options)
+
+    def _shift(self, method: Kernel, tensor: torch.Tensor, term: object, **options: object) -> Any:
+        if isinstance(term, int | float) and term == 0 and self._untouched(tensor):
+            return tensor
+        return method(tensor, term, **options)
+
+    def _copy(
+        self, method: Kernel, tensor: torch.Tensor, source: torch.Tensor, *args: object, **options: object
+    ) -> Any:
+        untouched = isinstance(source, torch.Tensor) and self._untouched(source) and is_plain(tensor)
+        if untouched and tensor.shape == source.shape and not _tracked(tensor) and self._release(tensor):
+            return tensor
+        return method(tensor, source, *args, **options)
+
+    def _cast(
+        self, method: Kernel, tensor: torch.Tensor, *args: object, dtype: torch.dtype, **options: Any
+    ) -> Any:
+        untouched = self._untouched(tensor) and tensor.dtype != dtype
+        result = self._zeros_like(tensor, dtype, options.get("memory_format")) if untouched else None
+        return method(tensor, *args, **options) if result is None else result
+
+    def _convert(self, method: Kernel, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Convert on the CPU first, as PyTorch does when it also moves the result."""
+        if not self._untouched(tensor):
+            return method(tensor, *args, **options)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **options)
+        changes = dtype is not None and dtype != tensor.dtype
+        result = self._zeros_like(tensor, dtype, memory_format) if changes else None
+        if result is None:
+            return method(tensor, *args, **options)
+        return result if device is None else method(result, device)
+
+    def _clone(self, method: Kernel, tensor: torch.Tensor, **options: Any) -> Any:
+        untouched = self._untouched(tensor)
+        result = self._zeros_like(tensor, tensor.dtype, options.get("memory_format")) if untouched else None
+        return method(tensor, **options) if result is None else result
+
+    def _untouched(self, tensor: torch.Tensor) -> bool:
+        """Return whether a method may be skipped: the tensor is large, untouched zeros and not tracked."""
+        large = tensor.numel() >= self._threshold and is_plain(tensor)
+        return large and self._zero_pages.untouched(tensor) and not _tracked(tensor)
+
+    def _release(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() >= self._threshold and self._zero_pages.release(tensor)
+
+    def _zeros_like(
+        self, tensor: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None
+    ) -> torch.Tensor | None:
+        result = torch.empty_like(
+            tensor, dtype=dtype, memory_format=memory_format or torch.preserve_format, requires_grad=False
+        )
+        return result if self._zero_pages.release(result) else None
+
+
+def install(note: NoteCallback, threshold_elements: int = 1 << 20) -> RandomFillSkipper | None:
+    """Skip random fills of large CPU tensors, and later ops on their zeros, from now on.
+
+    Args:
+        note: called as ``note(provenance, text, where)`` when a fill is skipped.
+        threshold_elements: the smallest number of elements of a large tensor.
+
+    Returns:
+        The patches, which the caller must keep; None if this PyTorch gives no access to its own kernels, and
+        nothing is skipped.
+    """
+    return RandomFillSkipper(note, threshold_elements) if available() else None
+
+
+def _tracked(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _is_harmless(factor: object) -> bool:
+    """Return whether ``factor`` is finite and not zero, so that zeros times or divided by it stay zeros."""
+    if isinstance(factor, int | float):
+        return math.isfinite(factor) and factor != 0
+    if not isinstance(factor, torch.Tensor) or not factor.is_cpu or factor.numel() > _MAX_CHECKED:
+        return False
+    return bool((torch.isfinite(factor) & (factor != 0)).all())
