@@ -252,11 +252,8 @@ class Workspaces:
         if unknown:
             chosen = self._source is WorkspaceSource.NONE
             reason = "as requested" if chosen else "no sizes are published"
-            yield (
-                Provenance.ASSUMED,
-                f"cuDNN's workspaces for {', '.join(unknown)} are counted as 0 bytes ({reason}); on a card "
-                f"they can take tens of MiB.",
-            )
+            text = f"cuDNN's workspaces for {', '.join(unknown)} are counted as 0 bytes ({reason})"
+            yield Provenance.ASSUMED, f"{text}; on a card they can take tens of MiB."
 
     def _notes_on_cudnn(self, answers: list[_WorkspaceAnswer]) -> Iterator[tuple[Provenance, str]]:
         for version in sorted({answer.version for answer in answers if answer.version}):
