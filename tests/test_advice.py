@@ -100,7 +100,7 @@ def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     once = ("--steps", "1")
     (one,) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
-    assert one["how"] == "memfit.apply(model, [memfit.Checkpointing()])  # once made: Net"
+    assert one["how"] == "memfit.apply(model, [memfit.Checkpointing()])  # after creating Net"
     script, _ = followed(script, [one])
     again = dry_run(script, *LONG, options=once, env=environment).answer
     assert again["peak"]["process"] == one["needs"]["bytes"]

@@ -86,7 +86,7 @@ def test_a_run_that_ran_out_of_memory_does_so_again_where_nothing_changed(tmp_pa
     assert row["failure"]["free"] == first["out_of_memory"]["free"]
     larger = memfit("replay", path, "--fail", "--memory", "8GiB")
     assert larger.returncode == 0
-    assert "what it would have asked for after that is not known" in larger.stdout
+    assert "what it would have requested after that is unknown" in larger.stdout
 
 
 SETS = """

@@ -57,7 +57,7 @@ def test_who_holds_the_memory_at_a_moment_and_by_what(recorded):
     assert ["parameters", "+1,050,624"] in [row.split() for row in text.splitlines()]  # 512 x 512 and 512
     done = explain(recorded.folder, "run.memfit", "--at", "lunch")
     assert done.returncode == 2
-    assert done.stderr.startswith("memfit: --at lunch: it is one of peak, setup, ")
+    assert done.stderr.startswith("memfit: --at lunch: expected one of peak, setup, ")
 
 
 def test_both_commands_write_the_page(dry_run):

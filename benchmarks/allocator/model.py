@@ -138,7 +138,7 @@ class Model:
         else:
             self.allocator.empty_cache()
         if not self._held:
-            self.allocator.all_have_gone_on()
+            self.allocator.all_streams_are_done()
         self._note(figures)
 
     def _allocate(self, operation: Operation, address: int) -> None:

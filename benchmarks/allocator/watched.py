@@ -41,7 +41,7 @@ _WEIGHTS = {
     "malloc": 53,
     "free": 35,
     "record_stream": 6,
-    "has_gone_on": 2,
+    "stream_is_done": 2,
     "private": 2,
     "empty_cache": 1,
     "release": 1,
@@ -100,9 +100,9 @@ class Watched:
         self.allocator.record_stream(self.live[index], stream)
         self._check()
 
-    def has_gone_on(self, stream: int) -> None:
+    def stream_is_done(self, stream: int) -> None:
         """Let a stream go on."""
-        self.allocator.has_gone_on(stream)
+        self.allocator.stream_is_done(stream)
         self._check()
 
     def empty_cache(self) -> None:
@@ -164,8 +164,8 @@ def _do(kind: str, watched: Watched, dice: random.Random) -> None:
         watched.free(dice.randrange(len(watched.live)))
     elif kind == "record_stream" and watched.live:
         watched.record_stream(dice.randrange(len(watched.live)), dice.randrange(3))
-    elif kind == "has_gone_on":
-        watched.has_gone_on(dice.randrange(3))
+    elif kind == "stream_is_done":
+        watched.stream_is_done(dice.randrange(3))
     elif kind == "empty_cache":
         watched.empty_cache()
     elif kind == "private" and watched.private:

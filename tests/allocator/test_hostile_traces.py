@@ -165,7 +165,7 @@ def test_one_event_that_is_wrong(history, data):
         history[at] = (*event[:2], data.draw(numbers), event[3])
     refused = outcome(trace_of(history, ()))
     named = " of " + str(len(history)) + ", " in refused and "event " in refused
-    assert not refused or named or "bytes more than they give back" in refused
+    assert not refused or named or "bytes more than they release" in refused
     if kind == "twice" or (kind == "lost" and event[0] is not Action.SEGMENT_ALLOC):
         assert refused  # but a segment that was there before the history began may well be
 

@@ -55,8 +55,8 @@ class Operations(RuleBasedStateMachine):
         self.watched.record_stream(data.draw(st.integers(0, len(self.watched.live) - 1)), stream)
 
     @rule(stream=streams)
-    def has_gone_on(self, stream):
-        self.watched.has_gone_on(stream)
+    def stream_is_done(self, stream):
+        self.watched.stream_is_done(stream)
 
     @rule()
     def empty_cache(self):

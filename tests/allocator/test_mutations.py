@@ -126,6 +126,6 @@ def test_the_allocator_stays_as_it_was():
 def test_a_line_that_is_no_more():
     with (
         pytest.raises(ValueError, match=r"is 0 times in caching"),
-        mutated(LISTED[0]._replace(module="caching", line="no such line")),
+        mutated(LISTED[0]._replace(module="caching_allocator", line="no such line")),
     ):
         pass

@@ -162,13 +162,13 @@ def test_only_what_gains_is_recommended():
 
 
 def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
-    from memfit.allocator.setting_outcomes import settings_worth_trying
+    from memfit.allocator.setting_outcomes import setting_config, settings_worth_trying
 
     for version in ((2, 8), (2, 14)):
         names = [setting.name for setting in settings_worth_trying(version)]
         assert len(set(names)) == len(names)
         for setting in settings_worth_trying(version):
-            setting.config()
+            setting_config(setting)
     assert not any("large_segment" in setting.conf for setting in settings_worth_trying((2, 8)))
     with pytest.raises(UsageError, match="max_split_size_mb:3 "):
         replay_setting(

@@ -206,7 +206,7 @@ def test_an_impossible_history_names_the_event(name):
 
 
 def test_segments_at_the_end_that_the_events_outgrow():
-    with pytest.raises(FileFormatError, match="2,097,152 bytes more than they give back"):
+    with pytest.raises(FileFormatError, match="2,097,152 bytes more than they release"):
         timeline(trace_of([SEGMENT, ALLOC], ()))
 
 

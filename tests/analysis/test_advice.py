@@ -102,8 +102,8 @@ def test_it_says_which_models_were_changed():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
     assert [one.how for one in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
-        "memfit.apply(model, [memfit.Checkpointing()])  # once made: Net",
-        "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # each, once made: Net, Net",
+        "memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",
+        "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # after creating each of Net, Net",
     ]
 
 
@@ -162,9 +162,9 @@ def test_what_settings_cost_is_what_the_replay_calls():
     )
     assert after - before > 0.5e-3
     (one,) = given(first)[0].advice
-    assert one.costs == f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
+    assert one.costs == f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
     answer, _ = given(trace(400, cached=300, **PARAMETERS))
-    assert answer.advice[0].costs == "what is not known: fewer than two steps ended"
+    assert answer.advice[0].costs == "an unknown time: fewer than two steps completed"
 
 
 def test_at_most_three():

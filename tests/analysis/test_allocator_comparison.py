@@ -35,14 +35,14 @@ def test_the_device_is_the_traces_but_for_what_is_named(options, total, taken):
 
 
 def test_a_trace_without_a_device_wants_one():
-    with pytest.raises(UsageError, match="Name one: --gpu, or --memory"):
+    with pytest.raises(UsageError, match="Name one with --gpu, or its memory with --memory"):
         compare_settings(trace_of(HISTORY), [])
     assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
 @pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
 def test_where_nothing_is_left_nothing_is_replayed(memory, said):
-    words = f"{said} of memory, of which the CUDA context takes 512.0 MiB and others 100.0 MiB"
+    words = f"of {said}, the CUDA context takes 512.0 MiB and other processes 100.0 MiB"
     with pytest.raises(UsageError, match=words):
         compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
@@ -64,10 +64,13 @@ def test_the_traces_own_settings_come_first_and_once():
         ({"memory": 12.5e9}, "memory=12500000000.0 must be a whole number"),
         ({"memory": "12GiB"}, "memory='12GiB' must be a whole number"),
         ({"in_use": -5}, "in_use=-5 must be a whole number of bytes, 0 or more"),
-        ({"confs": "throw_on_cudamalloc_oom:True"}, "PyTorch 2.12 and later; the trace is of 2.11"),
+        (
+            {"confs": "throw_on_cudamalloc_oom:True"},
+            "needs PyTorch 2.12 or later; the trace was made with 2.11",
+        ),
         (
             {"confs": ["per_process_memory_fraction:0.9"], "torch": "2.9.1"},
-            "2.10 and later; the trace is of 2.9",
+            "needs PyTorch 2.10 or later; the trace was made with 2.9",
         ),
     ],
 )
@@ -103,14 +106,14 @@ def test_the_cache_is_emptied_each_step_only_where_steps_are_known():
 def test_a_replay_that_does_not_end_as_pytorch_did_is_noted():
     end = {"allocated_bytes.all.current": 0, "reserved_bytes.all.current": 20 * MIB}
     agrees = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
-    assert not [note for note in agrees.notes if "not modelled" in note.text]
+    assert not [note for note in agrees.notes if "does not model" in note.text]
     end["allocated_bytes.all.current"] = 512
     differs = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
-    (note,) = [note for note in differs.notes if "not modelled" in note.text]
+    (note,) = [note for note in differs.notes if "does not model" in note.text]
     assert "ends with 0 bytes allocated and 20,971,520 reserved, PyTorch with 512 and 20,971,520" in note.text
     assert note.provenance is Provenance.ASSUMED
     elsewhere = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
-    assert not [note for note in elsewhere.notes if "not modelled" in note.text]
+    assert not [note for note in elsewhere.notes if "does not model" in note.text]
 
 
 def test_a_harmful_setting_is_worth_unsetting():
@@ -128,8 +131,8 @@ def test_what_is_not_known_is_noted():
     notes = [note.text for note in compare_settings(trace_of(late, (), end=end), [], memory=GIB).notes]
     assert [" ".join(text.split()[:4]) for text in notes] == [
         "A snapshot does not",
-        "What the CUDA context",
+        "The CUDA context is",
         "The history begins with",
         "The script ran out",
     ]
-    assert "20,971,520 bytes reserved" in notes[2]
+    assert "20,971,520 bytes already reserved" in notes[2]

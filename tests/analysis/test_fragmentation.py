@@ -166,14 +166,14 @@ def test_figures_are_as_sure_as_sizes():
 
 @pytest.mark.parametrize("events", [-1, 9])
 def test_there_is_no_such_moment(events):
-    with pytest.raises(UsageError, match=f"now: there are 0 to 8 events.*not {events}"):
+    with pytest.raises(UsageError, match=f"now: the number of events is from 0 to 8, not {events}"):
         told(PINNED, at={"now": events})
 
 
 @pytest.mark.parametrize("requested", [-1, 2 * MIB + 1])
 def test_a_block_that_has_not_what_was_asked_for(requested):
     blocks = (SnapshotBlock(BASE, 2 * MIB, requested, "active_allocated"),)
-    with pytest.raises(FileFormatError, match="were asked for"):
+    with pytest.raises(FileFormatError, match="were requested"):
         told([], [segment(BASE, 2 * MIB, "small", blocks=blocks)])
 
 

@@ -1,22 +1,23 @@
 """PyTorch's native caching allocator, rule by rule.
 
-    malloc(size)   round it -> smallest cached block of its stream and pool that is large enough
+    malloc(size)   round the size -> smallest cached block of the stream and pool that is large enough
                    none: collect garbage -> cudaMalloc
-                   none: give back an oversize block, cudaMalloc (where max_split_size says what that is)
-                   none: wait for all streams, give back the whole cache, cudaMalloc again -> out of memory
-                   split off what is left of the block
-    free(block)    at once, or when the other streams that used it have gone on; merge with free neighbours
+                   failed: release an oversize block, cudaMalloc (only with max_split_size)
+                   failed: wait for all streams, release the whole cache, cudaMalloc again -> out of memory
+                   split off the remainder of the block
+    free(block)    at once, or when the other streams that used it are done; merge with free neighbours
 
-    here            which block is taken, and when memory comes and goes
-    segments.py     how it comes and goes; expandable.py: piece by piece
-    shortage.py     what of the cache goes where not all of it must
-    events.py       freed blocks that wait for other streams
-    blocks.py       blocks, and the free ones in the order of best fit
-    rounding.py     sizes
-    device.py       the device: a count of bytes
+    here                    which block is taken, and when segments are made and released
+    segments.py             how segments are made and released
+    expandable_blocks.py    the same for expandable segments, handle by handle
+    reclaim.py              which cached blocks to release when not all have to go
+    stream_events.py        freed blocks that wait for other streams
+    blocks.py               blocks, and the free ones in order of best fit
+    rounding.py             sizes
+    device_memory.py        the device: a count of bytes
 
-Nothing else is behind it, so it runs anywhere, under any settings and on any capacity. What it did is in
-``log``, one row for each change; ``statistics.py`` turns that into ``torch.cuda.memory_stats()``.
+There is no memory behind it, so it runs anywhere, under any settings and with any capacity. ``log`` has one
+row for each change; ``memory_stats.py`` turns it into ``torch.cuda.memory_stats()``.
 
 Source: ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1; methods have their
 counterparts' names. ``benchmarks/allocator_differential.py`` drives the two side by side.
@@ -37,9 +38,9 @@ from memfit.errors import UsageError
 from memfit.records import DEFAULT_POOL, Segment
 
 _NEVER = 1 << 62
-"""Bytes that no block has."""
+"""Larger than any block."""
 NUMBERED = (2, 12)
-"""The first version of PyTorch that tells blocks of equal size apart by the age of their segment."""
+"""The first version of PyTorch that orders blocks of equal size by the age of their segment."""
 
 
 class CachingAllocator(Segments):
@@ -48,7 +49,7 @@ class CachingAllocator(Segments):
     Args:
         memory: the device's.
         config: the settings in force.
-        version: of PyTorch, major and minor: what it does that others do not.
+        version: of PyTorch, major and minor: rules differ between versions.
 
     >>> allocator = CachingAllocator(DeviceMemory(80 << 30), AllocatorConfig())
     >>> block = allocator.malloc(11 << 20)
@@ -64,38 +65,38 @@ class CachingAllocator(Segments):
         self.large = BlockPool(None, small=False, least=least_remainder(config, small=False))
         self.pools: dict[PoolId, PrivatePool] = {}
         self.allocated = 0
-        """Bytes in blocks that are in use."""
+        """Bytes in blocks in use."""
         self.num_alloc_retries = 0
         self.num_ooms = 0
         self.num_oom_rejections = 0
         self.num_sync_all_streams = 0
         self.captures = 0
-        """CUDA graphs that are being captured: then no event may be asked for."""
+        """CUDA graphs being captured: during a capture no event may be queried."""
         fraction = config.per_process_memory_fraction
         self._allowed = None if fraction is None else int(fraction * memory.total)
         self._limit = _NEVER if config.max_split_size is None else config.max_split_size
         # With expandable segments a block of any size is split.
         self._unsplit = _NEVER if config.expandable_segments else self._limit
-        self._choosy = False
+        self._overrides_best_fit = False
         self._choose_rules()
         self._freeable: dict[PoolId, PrivatePool] = {}
         self._diverted: list[PoolId] = []
         self._rounded: dict[int, int] = {}
 
-    # ---- What PyTorch is asked for -------------------------------------------------------------------
+    # ---- The allocator's interface -------------------------------------------------------------------
 
     def malloc(self, size: int, stream: int = 0) -> Block:
-        """Allocate.
+        """Allocate a block.
 
-        The most frequent of all paths is written out here: find a block, and split off what it has beyond.
+        The hot path is inlined here: find a block, and split off its remainder.
 
         Args:
             size: bytes as requested, at least 1.
-            stream: the stream that uses it; any number that tells streams apart.
+            stream: the stream that uses the block; any number that identifies it.
 
         Raises:
-            SimulatedOutOfMemoryError: the device does not have it.
-            UsageError: the size is no size.
+            SimulatedOutOfMemoryError: the device has too little memory left.
+            UsageError: the size is less than 1.
         """
         events = self.events
         if events.queues or events.deferred:
@@ -108,7 +109,7 @@ class CachingAllocator(Segments):
         if keys is None:
             keys = pool.keys[stream] = []
         index = bisect_left(keys, rounded << SIZE_SHIFT)
-        if self._choosy:
+        if self._overrides_best_fit:
             index = self._choose(pool, keys, index, rounded)
         if index < len(keys):
             block = pool.free.pop(keys.pop(index) & ADDRESS)
@@ -152,7 +153,7 @@ class CachingAllocator(Segments):
             self.events.insert(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Note that another stream uses a block: once freed, it waits for that stream."""
+        """Record that another stream uses a block: once freed, the block waits for that stream."""
         if stream != block.stream:
             if block.uses is None:
                 block.uses = []
@@ -160,11 +161,11 @@ class CachingAllocator(Segments):
                 block.uses.append(stream)
 
     def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
-        """Give back every segment that is wholly free, or only those of a private pool that nobody uses."""
+        """Release every wholly free segment, or only those of one unused private pool."""
         self._release_cached_blocks(pool_id)
 
-    def has_gone_on(self, stream: int) -> None:
-        """Note that a stream is done with every freed block that it used."""
+    def stream_is_done(self, stream: int) -> None:
+        """Record that a stream is done with every freed block that it used."""
         if not self.captures:
             self.events.insert_deferred()
         self.events.end(stream)
@@ -174,14 +175,14 @@ class CachingAllocator(Segments):
         return snapshot(self.blocks())
 
     def set_fraction(self, fraction: float) -> None:
-        """Limit what may be reserved to a fraction of the device: ``set_per_process_memory_fraction``."""
+        """Limit reserved memory to a fraction of the device: ``set_per_process_memory_fraction``."""
         self._allowed = int(fraction * self.memory.total)
         self._choose_rules()
 
     # ---- Private pools -------------------------------------------------------------------------------
 
     def begin_allocate_to_pool(self, pool_id: PoolId) -> None:
-        """Take what is allocated from now on from a private pool, which is made if need be."""
+        """Allocate from a private pool from now on; create it if necessary."""
         pool = self.pools.get(pool_id)
         if pool is None:
             self.pools[pool_id] = PrivatePool(
@@ -193,11 +194,11 @@ class CachingAllocator(Segments):
         self._diverted.append(pool_id)
 
     def end_allocate_to_pool(self, pool_id: PoolId) -> None:
-        """End that."""
+        """Stop allocating from a private pool."""
         self._diverted.remove(pool_id)
 
     def release_pool(self, pool_id: PoolId) -> None:
-        """Note that a graph or a ``MemPool`` is gone: the last one's memory may be given back."""
+        """Record that a graph or ``MemPool`` is gone: without users, a pool's memory may be released."""
         pool = self.pools[pool_id]
         pool.use_count -= 1
         if pool.use_count == 0:
@@ -208,23 +209,23 @@ class CachingAllocator(Segments):
         return pool.small if rounded <= SMALL_SIZE else pool.large
 
     def _round(self, size: int) -> int:
-        """Round a size that is new: training asks for the same ones again and again."""
+        """Round a size seen for the first time: training requests the same sizes over and over."""
         if size < 1:
-            raise UsageError(f"A block of {size:,} bytes: PyTorch makes none of 0 bytes or fewer.")
+            raise UsageError(f"Cannot allocate {size:,} bytes: a block has at least 1 byte.")
         rounded = self._rounded[size] = round_size(size, self.config)
         return rounded
 
     # ---- Finding a block -----------------------------------------------------------------------------
 
     def _choose_rules(self) -> None:
-        """Note whether the smallest block that is large enough is not always the one to take."""
+        """Determine whether any rule can override best fit."""
         self._collects = self._allowed is not None and self.config.garbage_collection_threshold > 0
-        self._choosy = self._collects or self._limit != _NEVER or self.config.expandable_segments
+        self._overrides_best_fit = self._collects or self._limit != _NEVER or self.config.expandable_segments
 
     def _choose(self, pool: BlockPool, keys: list[int], index: int, size: int) -> int:
-        """Return the index of the block to take, from the first that is large enough on.
+        """Return the index of the block to take, given that of the first that is large enough.
 
-        None is the number of keys. This is ``get_free_block`` beyond the search itself.
+        The number of keys stands for no block. This is ``get_free_block`` after the search itself.
         """
         if self._collects:
             pool.calls += 1
@@ -234,7 +235,7 @@ class CachingAllocator(Segments):
         if block.expandable is not None:
             if self.config.expandable_segments:
                 index = expandable_blocks.best_to_grow(pool, keys, index)
-            else:  # switched off since
+            else:  # switched off since the block was made
                 index = expandable_blocks.first_not_expandable(pool, keys, index)
             if index == len(keys):
                 return index
@@ -246,7 +247,7 @@ class CachingAllocator(Segments):
         return index
 
     def _new_block(self, pool: BlockPool, stream: int, size: int, requested: int) -> Block:
-        """Get memory from the device, whatever it takes."""
+        """Get memory from the device, releasing cached memory if necessary."""
         if self._collects:
             self._garbage_collect_cached_blocks()
         block = self._alloc_block(pool, stream, size)
@@ -276,10 +277,10 @@ class CachingAllocator(Segments):
             pool.owner.pieces += 1
         return block
 
-    # ---- Giving back ---------------------------------------------------------------------------------
+    # ---- Free and release ---------------------------------------------------------------------------------
 
     def _free_block(self, block: Block, kind: int) -> None:
-        """Make a block free: the other frequent path."""
+        """Make a block free: the other hot path."""
         size = block.size
         requested = block.requested
         pool = block.pool
@@ -291,13 +292,13 @@ class CachingAllocator(Segments):
             del keys[bisect_left(keys, other.key)]
             del pool.free[other.address]
             splits, bytes_split = -1, -other.size
-            block.swallow(other)
+            block.absorb(other)
         other = block.prev
         if other is not None and other.free and other.mapped:
             del keys[bisect_left(keys, other.key)]
             splits -= 1
             bytes_split -= other.size
-            other.swallow(block)
+            other.absorb(block)
             block = other
         else:
             pool.free[block.address] = block
@@ -336,7 +337,7 @@ class CachingAllocator(Segments):
                 del self.pools[pool_id], self._freeable[pool_id]
 
     def _release_available_cached_blocks(self, pool: BlockPool, stream: int, size: int) -> bool:
-        """Give back one oversize block that is large enough, or several from the largest down."""
+        """Release one oversize block that is large enough, or several from the largest down."""
         limit = self.config.max_split_size
         if limit is None:
             return False
@@ -347,7 +348,7 @@ class CachingAllocator(Segments):
         return sum(block.size for block in blocks) >= wanted
 
     def _garbage_collect_cached_blocks(self) -> None:
-        """Give back whole segments of the large pool that were not used for long, once much is reserved."""
+        """Release the oldest whole segments of the large pool, if reserved memory exceeds the threshold."""
         threshold = int(self.config.garbage_collection_threshold * (self._allowed or 0))
         if self.reserved <= threshold:
             return
@@ -357,7 +358,7 @@ class CachingAllocator(Segments):
     # ---- Streams -------------------------------------------------------------------------------------
 
     def _process_events(self) -> None:
-        """Free blocks whose other streams have gone on."""
+        """Free the blocks whose other streams are done."""
         if self.captures:
             return
         self.events.insert_deferred()
@@ -368,5 +369,5 @@ class CachingAllocator(Segments):
         self.num_sync_all_streams += 1
         self.memory.calls.synchronize += 1
         self.events.insert_deferred()
-        self.all_have_gone_on()
+        self.all_streams_are_done()
         self._process_events()

@@ -24,13 +24,13 @@ DEVICE_SETTINGS = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""Settings that device memory depends on."""
+"""Settings that affect device memory."""
 FIRST_VERSION = {
     "per_process_memory_fraction": (2, 10),
     "large_segment_size_mb": (2, 11),
     "throw_on_cudamalloc_oom": (2, 12),
 }
-"""The first version of PyTorch that has a setting, if not 2.8. Source: the names in libc10_cuda.so."""
+"""The first version of PyTorch with a setting, if later than 2.8. Source: the names in libc10_cuda.so."""
 HOST_SETTINGS = frozenset(
     {
         "graph_capture_record_stream_reuse",
@@ -44,7 +44,7 @@ HOST_SETTINGS = frozenset(
         "release_lock_on_cudamalloc",
     }
 )
-"""Settings that PyTorch knows as well and that device memory does not depend on."""
+"""PyTorch's other settings: they do not affect device memory."""
 
 _LARGE_SEGMENT = 20 * MIB
 _LEAST_LARGE_SEGMENT = 11  # MiB
@@ -57,7 +57,7 @@ _BOOLEAN = {"True": True, "False": False}
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings in force; the defaults are PyTorch's.
+    """The settings in force; the defaults are PyTorch's.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h, PyTorch 2.14.1.
     """
@@ -68,42 +68,42 @@ class AllocatorConfig:
     """False under ``PYTORCH_NO_CUDA_MEMORY_CACHING``: every tensor is a cudaMalloc of its own."""
     expandable_segments: bool = False
     max_split_size: int | None = None
-    """Bytes; a block as large as this is never split. None: every block may be."""
+    """Bytes; a block of at least this size is never split. None: every block may be split."""
     large_segment_size: int = _LARGE_SEGMENT
     """Bytes of a segment made for a request between 1 and 10 MiB."""
     max_non_split_rounding: int = _LARGE_SEGMENT
-    """Bytes by which a block that is never split may be larger than the request that it serves."""
+    """Bytes by which a block that is never split may exceed the request it serves."""
     garbage_collection_threshold: float = 0.0
-    """Fraction of what may be reserved beyond which cached segments are given back; 0 is never."""
+    """Fraction of the reserved limit beyond which cached segments are released; 0 is never."""
     per_process_memory_fraction: float | None = None
-    """Fraction of the device that may be reserved. None is no limit: then PyTorch collects no garbage either,
-    for the threshold is a share of this limit."""
+    """Fraction of the device that may be reserved; None is no limit. Without a limit PyTorch collects no
+    garbage either: the threshold is a share of this limit."""
     throw_on_cudamalloc_oom: bool = False
-    """Fail where cudaMalloc would, instead of giving back the cache and trying again."""
+    """Fail when cudaMalloc would, instead of releasing the cache and retrying."""
     roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
     """Steps between two powers of two, for sizes from ``2**i`` MiB; 0 or 1 is off."""
 
     @property
     def has_segments(self) -> bool:
-        """Whether blocks are cut out of cached segments: the native caching allocator."""
+        """Whether blocks come from cached segments: the native caching allocator."""
         return self.caching and self.backend == "native"
 
     @property
-    def tells_requests(self) -> bool:
-        """Whether a history under it tells all that was asked for."""
+    def records_requests(self) -> bool:
+        """Whether a history made under these settings records every request."""
         return self.has_segments or self.backend == ARENA
 
     @classmethod
     def read(cls, settings: Mapping[str, str]) -> "AllocatorConfig":
-        """Build the configuration from ``Trace.settings``.
+        """Read the settings of a trace.
 
         Args:
-            settings: names and values of ``PYTORCH_ALLOC_CONF``. The whole string may stand under
-                ``conf``; a setting of its own outranks it, for a script may change settings after
+            settings: ``Trace.settings``: names and values of ``PYTORCH_ALLOC_CONF``. The whole string may be
+                under ``conf``; an individual setting takes precedence, as a script may change settings after
                 the start. ``PYTORCH_NO_CUDA_MEMORY_CACHING``, set to anything, turns caching off.
 
         Raises:
-            UsageError: a value is not one that PyTorch would take.
+            UsageError: PyTorch would not accept a value.
 
         >>> AllocatorConfig.read({"conf": "max_split_size_mb:128"}).max_split_size
         134217728
@@ -128,11 +128,11 @@ class AllocatorConfig:
 
     @classmethod
     def of(cls, conf: str) -> "AllocatorConfig":
-        """Build the configuration from a ``PYTORCH_ALLOC_CONF`` string.
+        """Read a ``PYTORCH_ALLOC_CONF`` string.
 
         Raises:
-            UsageError: PyTorch would not take it. What it takes by accident is refused, too: it reads
-                ``128abc`` as 128, and ``-1`` as no limit.
+            UsageError: PyTorch would not accept it. Values that PyTorch accepts by accident are refused, too:
+                it reads ``128abc`` as 128, and ``-1`` as no limit.
 
         >>> AllocatorConfig.of("expandable_segments:True").expandable_segments
         True
@@ -141,8 +141,8 @@ class AllocatorConfig:
         for name in values:
             if name not in DEVICE_SETTINGS | HOST_SETTINGS:
                 raise UsageError(
-                    f"{name!r} is not an allocator setting of PyTorch 2.14. Those that device memory "
-                    f"depends on: {', '.join(sorted(DEVICE_SETTINGS))}."
+                    f"{name!r} is not an allocator setting of PyTorch 2.14. Settings that affect device "
+                    f"memory: {', '.join(sorted(DEVICE_SETTINGS))}."
                 )
         config = cls.read({"conf": conf})
         large = config.large_segment_size // MIB
@@ -153,27 +153,27 @@ class AllocatorConfig:
 
 
 def check_version(conf: str, version: tuple[int, int]) -> None:
-    """Refuse settings that a version of PyTorch does not have.
+    """Raise if a version of PyTorch lacks a setting.
 
     Raises:
-        UsageError: there is one; the message names it.
+        UsageError: a setting is newer; the message names it.
     """
     for name in parse(conf):
         if version < FIRST_VERSION.get(name, (0, 0)):
             first, of = (".".join(map(str, numbers)) for numbers in (FIRST_VERSION[name], version))
-            raise UsageError(f"{name} is a setting of PyTorch {first} and later; the trace is of {of}.")
+            raise UsageError(f"{name} needs PyTorch {first} or later; the trace was made with {of}.")
 
 
 def script_settings(settings: Mapping[str, str]) -> str:
-    """Return what ``Trace.settings`` has beyond the environment's: a script may change settings.
+    """Return the settings that the script made itself, beyond those of the environment.
 
-    That it used ``memfit.arena`` is none that PyTorch's allocator could be replayed under.
+    ``memfit.arena`` is left out: PyTorch's allocator cannot be replayed under it.
 
     >>> script_settings({"conf": "expandable_segments:True", "expandable_segments": "True"})
     ''
     >>> script_settings({"conf": "", "per_process_memory_fraction": "0.5"})
     'per_process_memory_fraction:0.5'
-    >>> script_settings({"backend": ARENA})  # not a setting of PyTorch's, and not one to replay under
+    >>> script_settings({"backend": ARENA})
     ''
     """
     conf = environment_settings(settings)
@@ -189,17 +189,17 @@ def script_settings(settings: Mapping[str, str]) -> str:
 
 
 def environment_settings(settings: Mapping[str, str]) -> str:
-    """Return ``PYTORCH_ALLOC_CONF``; a snapshot knows only the last string that PyTorch was given."""
+    """Return ``PYTORCH_ALLOC_CONF``; a snapshot holds only the last string that PyTorch received."""
     return settings.get("environment", settings.get("conf", ""))
 
 
 def parse(conf: str) -> dict[str, str]:
-    """Split a ``PYTORCH_ALLOC_CONF`` string into its settings, values as they are written.
+    """Split a ``PYTORCH_ALLOC_CONF`` string into its settings, values as written.
 
     Source: ``ConfigTokenizer``, c10/core/AllocatorConfig.h, PyTorch 2.14.1 (white space is dropped).
 
     Raises:
-        UsageError: the string does not read ``name:value,name:[value,value]``.
+        UsageError: the string is not of the form ``name:value,name:[value,value]``.
 
     >>> parse("expandable_segments:True, roundup_power2_divisions:[256:4,>:8]")
     {'expandable_segments': 'True', 'roundup_power2_divisions': '[256:4,>:8]'}
@@ -211,8 +211,8 @@ def parse(conf: str) -> dict[str, str]:
         entry = _ENTRY.match(text, position)
         if entry is None:
             raise UsageError(
-                f"PYTORCH_ALLOC_CONF={conf!r} cannot be read from {text[position:]!r} on: "
-                "settings are written name:value, separated by commas."
+                f"Cannot parse PYTORCH_ALLOC_CONF={conf!r} from {text[position:]!r} on: expected "
+                "name:value pairs, separated by commas."
             )
         settings[entry[1]] = entry[2]
         position = entry.end()
@@ -267,11 +267,11 @@ def _threshold(values: Mapping[str, str]) -> float:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Read ``4`` or ``[256:1,512:2,>:4]`` into one number of divisions per interval.
+    """Parse ``4`` or ``[256:1,512:2,>:4]`` into one number of divisions per interval.
 
     Source: ``parseRoundUpPower2Divisions``, c10/core/AllocatorConfig.cpp, PyTorch 2.14.1. The first
-    listed value also serves the smaller sizes, sizes between two listed ones get none, and ``>``
-    serves all beyond the last one listed.
+    listed value also applies to smaller sizes, sizes between two listed ones get none, and ``>``
+    applies to all sizes beyond the last one listed.
     """
     if not value:
         return (0,) * INTERVALS

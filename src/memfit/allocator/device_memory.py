@@ -1,8 +1,8 @@
-"""The device's memory, as PyTorch's allocator asks for it, with nothing behind it.
+"""A simulated device's memory: byte counts and addresses, with nothing behind them.
 
-Addresses are given out as the ghost gives them: in slots of a power of two, aligned to their size, the free
-slot of that size first that was freed last. Real drivers place memory otherwise. That matters up to PyTorch
-2.11 alone, which chooses among free blocks of equal size by address.
+Addresses follow the ghost's rule: slots of a power of two, aligned to their size; the slot of a size that was
+freed last is reused first. Real drivers place memory differently, which matters only up to PyTorch 2.11: it
+chooses among free blocks of equal size by address.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ _MALLOC_FROM, _VIRTUAL_FROM = 32 * TIB, 48 * TIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """An allocation failed for good; the allocator is as it was, but for what it gave back on the way."""
+    """An allocation failed for good; apart from the cache it released, the allocator is unchanged."""
 
     def __init__(self, size: int, free: int) -> None:
-        super().__init__(f"{size:,} bytes cannot be allocated: the device has {free:,} left.")
+        super().__init__(f"Cannot allocate {size:,} bytes: the device has {free:,} bytes left.")
         self.size = size
         """Bytes as requested."""
         self.free = free
@@ -30,7 +30,7 @@ class SimulatedOutOfMemoryError(Exception):
 
 @dataclass(slots=True)
 class DeviceMemory:
-    """Bytes of a device and who has them.
+    """Bytes of a device: how many there are, and how many are in use.
 
     >>> memory = DeviceMemory(total=80 << 30)
     >>> address = memory.malloc(20 * MIB)
@@ -41,57 +41,57 @@ class DeviceMemory:
     total: int
     """Bytes, as cudaMemGetInfo reports them."""
     used: int = 0
-    """Bytes taken: by the context and other processes to begin with."""
+    """Bytes in use; initially by the context and other processes."""
     most: int = 0
-    """Bytes that were taken at once, at most."""
+    """The most bytes in use at once."""
     calls: DriverCalls = field(default_factory=DriverCalls)
     _malloc: "_AddressSlots" = field(default_factory=lambda: _AddressSlots(_MALLOC_FROM))
     _virtual: "_AddressSlots" = field(default_factory=lambda: _AddressSlots(_VIRTUAL_FROM))
 
-    def malloc(self, size: int) -> int:
-        """Return the address of ``size`` bytes from cudaMalloc; 0 if there are not so many left."""
+    def malloc(self, size: int) -> int | None:
+        """Return the address of ``size`` bytes from cudaMalloc; None if too few are left."""
         self.calls.malloc += 1
         taken = _taken(size)
         if taken > self.total - self.used:
-            return 0
+            return None
         self._take(taken)
         return self._malloc.take(size)
 
     def free(self, address: int, size: int) -> None:
-        """Give memory from ``malloc`` back."""
+        """Free memory from ``malloc``."""
         self.calls.free += 1
         self.used -= _taken(size)
         self._malloc.give(address, size)
 
     def reserve(self, size: int) -> int:
-        """Return the address of ``size`` bytes of addresses with no memory behind them."""
+        """Reserve a range of ``size`` bytes with no memory behind it; return its address."""
         return self._virtual.take(size)
 
     def unreserve(self, address: int, size: int) -> None:
-        """Give addresses from ``reserve`` back."""
+        """Release a range from ``reserve``."""
         self._virtual.give(address, size)
 
-    def map(self, pieces: int, size: int) -> bool:
-        """Put pieces of ``size`` bytes each behind addresses; False, and none, if there is less left."""
-        if pieces * size > self.total - self.used:
+    def map(self, count: int, size: int) -> bool:
+        """Map ``count`` handles of ``size`` bytes each; return False and map none if too little is left."""
+        if count * size > self.total - self.used:
             return False
-        self.calls.map += pieces
-        self._take(pieces * size)
+        self.calls.map += count
+        self._take(count * size)
         return True
 
     def _take(self, size: int) -> None:
         self.used += size
         self.most = max(self.most, self.used)
 
-    def unmap(self, pieces: int, size: int) -> None:
-        """Give memory behind addresses back; PyTorch waits for the stream first."""
+    def unmap(self, count: int, size: int) -> None:
+        """Unmap and release ``count`` handles; PyTorch waits for the stream first."""
         self.calls.synchronize += 1
-        self.calls.unmap += pieces
-        self.used -= pieces * size
+        self.calls.unmap += count
+        self.used -= count * size
 
 
 class _AddressSlots:
-    """Addresses in slots."""
+    """Addresses, in slots of a power of two."""
 
     __slots__ = ("_free", "_next")
 

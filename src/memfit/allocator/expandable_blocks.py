@@ -1,7 +1,7 @@
-"""Expandable segments: a range of addresses for each stream and pool, and memory behind it as it is needed.
+"""The blocks of expandable segments: how they are found, mapped, unmapped and merged.
 
     reservation, 9/8 of the device
-    |--- live ---|--- free ---|----------- not mapped -----------|--- live ---|--- not mapped ...
+    |--- live ---|--- free ---|------------ unmapped ------------|--- live ---|--- unmapped ...
                               |  handle  |  handle  |                 handles of 2 MiB, in the large
                                                                       pool of large_segment_size
 
@@ -14,9 +14,9 @@ from memfit.allocator.expandable_segment import ExpandableSegment
 
 
 def find_expandable_block(pool: BlockPool, stream: int, size: int) -> Block | None:
-    """Return the lowest block from which on ``size`` bytes are free or not yet mapped, or None.
+    """Return the lowest block that starts ``size`` free or unmapped bytes, or None.
 
-    The block itself may be mapped: then the one after it is not.
+    The block itself may be mapped; then the next one is not.
     """
     for unmapped in pool.unmapped.get(stream, ()):
         before = unmapped.prev
@@ -31,7 +31,7 @@ def find_expandable_block(pool: BlockPool, stream: int, size: int) -> Block | No
 
 
 def reserve_segment(pool: BlockPool, stream: int, segment: ExpandableSegment) -> Block:
-    """Return a new reservation as a block that is not mapped."""
+    """Return a new expandable segment as one unmapped block."""
     block = Block(stream, segment.size, pool, segment.address, 0)
     block.mapped = False
     block.expandable = segment
@@ -40,21 +40,21 @@ def reserve_segment(pool: BlockPool, stream: int, segment: ExpandableSegment) ->
 
 
 def release_segment(block: Block) -> None:
-    """Give a reservation back of which nothing is mapped: it is one block."""
+    """Release an expandable segment that is one unmapped block."""
     block.pool.remove_unmapped(block)
     _segment_of(block).release()
 
 
 def map_block(block: Block, size: int) -> tuple[Block, int]:
-    """Put memory behind the beginning of a block that has none.
+    """Map the beginning of an unmapped block.
 
     Args:
         block: in its pool's ``unmapped``.
         size: bytes, at most the block's.
 
     Returns:
-        The block, or the free one before it that it joins, and the bytes that have memory now: whole handles;
-        0 if the device has not so much left.
+        The block, or the free one before it that it was merged into, and the bytes mapped: whole handles;
+        0 if the device has too few left.
     """
     pool = block.pool
     mapped = _segment_of(block).map(size)
@@ -70,10 +70,10 @@ def map_block(block: Block, size: int) -> tuple[Block, int]:
 
 
 def unmap_block(block: Block) -> tuple[Block, int]:
-    """Take away the memory behind the handles that lie wholly within a free block.
+    """Unmap the handles that lie entirely within a free block.
 
     Returns:
-        What is not mapped there now, and the bytes that were taken away; 0 if there is no such handle.
+        The unmapped block, and the bytes unmapped; 0 if there is no such handle.
     """
     pool = block.pool
     address, size = _segment_of(block).unmap(block.address, block.size)
@@ -93,9 +93,9 @@ def unmap_block(block: Block) -> tuple[Block, int]:
 
 
 def best_to_grow(pool: BlockPool, keys: list[int], index: int) -> int:
-    """Return the index of the block to take, from the first one on that is large enough.
+    """Return the index of the block to take, given that of the first that is large enough.
 
-    A block that can grow counts with the size that it can grow to.
+    A block that can grow counts with the size it can grow to.
 
     Source: ``get_free_block``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
     """
@@ -109,7 +109,7 @@ def best_to_grow(pool: BlockPool, keys: list[int], index: int) -> int:
 
 
 def first_not_expandable(pool: BlockPool, keys: list[int], index: int) -> int:
-    """Return the index of the first block from that one on that is of no expandable segment."""
+    """Return the index of the first block, from ``index`` on, that is not in an expandable segment."""
     while index < len(keys) and pool.block(keys[index]).expandable is not None:
         index += 1
     return index
@@ -121,20 +121,20 @@ def _size_to_grow_to(block: Block) -> int:
 
 
 def _merged(block: Block) -> Block:
-    """Merge a block that no pool has with free neighbours that are mapped, or not, as it is."""
+    """Merge a block that is in no pool with free neighbours that are mapped, or unmapped, like it."""
     before, after = block.prev, block.next
     if after is not None and after.free and after.mapped == block.mapped:
         _forget(after)
-        block.swallow(after)
+        block.absorb(after)
     if before is not None and before.free and before.mapped == block.mapped:
         _forget(before)
-        before.swallow(block)
+        before.absorb(block)
         return before
     return block
 
 
 def _forget(block: Block) -> None:
-    """Take a free block that another one swallows out of its pool."""
+    """Remove a free block from its pool because another block absorbs it."""
     if block.mapped:
         block.pool.remove(block)
     else:

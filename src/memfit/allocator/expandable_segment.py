@@ -7,31 +7,31 @@ from memfit.allocator.device_memory import DeviceMemory
 
 
 class ExpandableSegment:
-    """A reservation and its handles: pieces of memory of one size."""
+    """A reserved range of addresses, and handles of one size mapped into it."""
 
     __slots__ = ("_memory", "address", "handle", "size")
 
     def __init__(self, memory: DeviceMemory, handle: int) -> None:
         self._memory = memory
         self.handle = handle
-        """Bytes of each."""
+        """Bytes of a handle."""
         self.size = -(-(memory.total + memory.total // 8) // handle) * handle
         self.address = memory.reserve(self.size)
 
     def map(self, size: int) -> int:
-        """Put memory behind ``size`` bytes that begin with a handle, rounded up to whole handles.
+        """Map memory for ``size`` bytes, rounded up to whole handles.
 
         Returns:
-            The bytes that have memory now; 0 if the device has not so much left.
+            The bytes mapped; 0 if the device has too few left.
         """
-        pieces = -(-size // self.handle)
-        return pieces * self.handle if self._memory.map(pieces, self.handle) else 0
+        handles = -(-size // self.handle)
+        return handles * self.handle if self._memory.map(handles, self.handle) else 0
 
     def unmap(self, address: int, size: int) -> tuple[int, int]:
-        """Give back the handles that lie wholly within ``[address, address + size)``.
+        """Unmap the handles that lie entirely within ``[address, address + size)``.
 
         Returns:
-            Where they begin, and their bytes; 0 bytes if there are none.
+            The address of the first and the bytes of all; 0 bytes if there is no such handle.
         """
         begin = -(-(address - self.address) // self.handle)
         end = (address + size - self.address) // self.handle
@@ -41,5 +41,5 @@ class ExpandableSegment:
         return self.address + begin * self.handle, (end - begin) * self.handle
 
     def release(self) -> None:
-        """Give the addresses back."""
+        """Release the range of addresses."""
         self._memory.unreserve(self.address, self.size)

@@ -1,4 +1,4 @@
-"""Which parts of the device's segments are free, by address.
+"""The free ranges of the device's segments, by address.
 
     segment 0x7000                                  segment 0xb000
     |--- live ---|--- free ---|-- awaiting --|      |------- free -------|
@@ -20,24 +20,24 @@ EXPANDABLE = -1
 
 
 class ImpossibleEventError(Exception):
-    """The event cannot have happened here; the message says why, the caller says where."""
+    """The event contradicts the history before it; the message says why, the caller adds where."""
 
 
 def impossible_event(events: Events, position: int, reason: ImpossibleEventError) -> FileFormatError:
-    """Name the event of a history that cannot be."""
+    """Return an error that names the impossible event of a history."""
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
         f"Cannot replay this trace: event {position} of {len(events)}, {action} of {size:,} bytes at "
         f"{address:#x}, is impossible: {reason}. Part of the history is missing, or the allocator's "
-        "settings were not those that the trace names; record it again from the start."
+        "settings differed from those in the trace; record it again from the start."
     )
 
 
 class FreeRanges:
     """Free blocks, half-open ``[start, stop)``, found by either end.
 
-    Blocks in use are not kept here: whoever takes one holds its stop and its segment.
+    Blocks in use are not kept here: the caller that takes one keeps its stop and its segment.
     """
 
     __slots__ = ("_order", "_starts", "_stops")
@@ -52,14 +52,14 @@ class FreeRanges:
         return ((start, stop, segment) for start, (stop, segment) in self._starts.items())
 
     def take(self, start: int) -> tuple[int, int] | None:
-        """Remove the free block that starts there: its stop and segment, or None if there is none."""
+        """Remove the free block that starts there; return its stop and segment, or None without one."""
         block = self._starts.pop(start, None)
         if block is not None:
             del self._stops[block[0]]
         return block
 
     def put(self, start: int, stop: int, segment: int) -> None:
-        """Add a free block without looking at its neighbours: what a split leaves."""
+        """Add a free block without merging it: the remainder of a split."""
         if start in self._starts or stop in self._stops:
             raise ImpossibleEventError("it overlaps a free block")
         self._starts[start] = stop, segment
@@ -85,20 +85,20 @@ class FreeRanges:
         self.put(start, stop, start)
 
     def remove_segment(self, start: int, stop: int) -> None:
-        """Give a segment back to cudaFree: it must be free in one piece."""
+        """Remove a segment that was released with cudaFree: it must be one free block."""
         if self.take(start) != (stop, start):
-            raise ImpossibleEventError("that is not a segment that is wholly free")
+            raise ImpossibleEventError("no wholly free segment is there")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
         self.release(start, stop, EXPANDABLE)
 
     def unmap(self, start: int, stop: int) -> None:
-        """Take whole handles out of a free block of an expandable segment; what is left stays free."""
+        """Remove whole handles from a free block of an expandable segment; the rest stays free."""
         around = self._mapped_around(start, stop)
         if around is None:
-            # PyTorch unmaps in bursts, at most once per free block: the order of one burst serves
-            # all of it, and a block it no longer knows asks for a new one.
+            # PyTorch unmaps in bursts, at most once per free block: one sorted order serves a whole burst,
+            # and a block that is not in it needs a new one.
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
@@ -111,7 +111,7 @@ class FreeRanges:
             self.put(stop, end, EXPANDABLE)
 
     def _mapped_around(self, start: int, stop: int) -> int | None:
-        """Find the start of the free mapped block that holds ``[start, stop)``."""
+        """Return the start of the free mapped block that holds ``[start, stop)``."""
         index = bisect_right(self._order, start) - 1
         around = self._order[index] if index >= 0 else -1
         end, segment = self._starts.get(around, (0, 0))

@@ -1,8 +1,8 @@
-"""What the allocator held before the first event of a history.
+"""The allocator's state before the first event of a history.
 
-memfit's own recorder starts before PyTorch allocates anything. A snapshot that people bring often does
-not: recording was switched on after the model was built, or the ring buffer dropped the oldest events.
-A snapshot also holds every segment at the end, so the events are undone from the last to the first.
+memfit's own recorder starts before PyTorch allocates anything. A snapshot from elsewhere often does not:
+recording was switched on after the model was built, or the ring buffer dropped the oldest events. A snapshot
+also holds every segment at the end, so the events are undone from the last to the first.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,12 +30,12 @@ class InitialState:
     live: dict[int, Extent] = field(default_factory=dict)
     """Blocks that tensors hold, by address."""
     pending: dict[int, Extent] = field(default_factory=dict)
-    """Blocks freed by the script that another stream still uses, by address."""
+    """Blocks that the script freed and another stream still uses, by address."""
     reserved: int = 0
     """Bytes, exact."""
     uncertain: int = 0
     """Bytes by which ``allocated`` may be too low: a block whose allocation is not in the history may have
-    kept an unsplit remainder of up to 1 MiB. Once those blocks are freed, nothing is uncertain."""
+    kept an unsplit remainder of up to 1 MiB. The uncertainty ends when those blocks are freed."""
 
     @property
     def allocated(self) -> int:
@@ -58,7 +58,7 @@ def reserved_change(events: Events) -> npt.NDArray[np.int64]:
 
 
 def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
-    """Work out what was allocated before the first event of a trace.
+    """Reconstruct what was allocated before the first event of a trace.
 
     Args:
         trace: ``segments`` are those at the end of the events.
@@ -77,8 +77,9 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     reserved = at_end - int(reserved_change(trace.events).sum())
     if reserved < 0:
         raise FileFormatError(
-            f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they give "
-            f"back, but its segments at the end hold {at_end:,}. It was cut or changed; record it again."
+            f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
+            f"release, but its segments at the end hold {at_end:,}. The file was truncated or edited; "
+            "record it again."
         )
     if reserved == 0:
         return InitialState()
@@ -111,7 +112,7 @@ def _undo(
 
 
 def _check_tiling(segments: Iterable[Segment]) -> None:
-    """Refuse segments that overlap, or whose blocks do not follow each other from end to end."""
+    """Raise if segments overlap, or if the blocks of one do not fill it from end to end."""
     free_from = 0
     for segment in sorted(segments, key=lambda segment: segment.address):
         address = segment.address
@@ -128,11 +129,11 @@ def _check_tiling(segments: Iterable[Segment]) -> None:
 
 
 class _Rewind:
-    """The layout at the end, taken back event by event.
+    """The final state, undone event by event.
 
-    One thing cannot be read off: where a freed block ended whose allocation came before the history. It had
-    at least its rounded size, and up to 1 MiB more where the rest was not worth splitting off. It is taken
-    at its rounded size until another block's start proves otherwise.
+    One thing is not recorded: where a freed block ended if it was allocated before the history. It had at
+    least its rounded size, and up to 1 MiB more if the remainder was too small to split off. Its rounded
+    size is assumed until another block's start proves otherwise.
     """
 
     def __init__(self, segments: Iterable[Segment], config: AllocatorConfig) -> None:
@@ -155,7 +156,7 @@ class _Rewind:
                 self._used[extent[0]] = block.address
 
     def initial_state(self, reserved: int) -> InitialState:
-        """Return what is left when every event is undone."""
+        """Return the state that is left once every event is undone."""
         layout = FreeRanges()
         for start, (stop, segment) in self._free.items():
             layout.put(start, stop, segment)
@@ -169,18 +170,18 @@ class _Rewind:
             raise ImpossibleEventError("that block is not in use afterwards")
         self._used.pop(extent[0], None)
         self._spare.pop(address, None)
-        self._give_back(address, extent[1])
+        self._return_remainder(address, extent[1])
         self._release(address, extent)
 
     def free_requested(self, address: int, _size: int) -> None:
-        """Undo a free: the block is a tensor's again."""
+        """Undo the request of a free: a tensor holds the block again."""
         extent = self._pending.pop(address, None)
         if extent is None:
             raise ImpossibleEventError("the free of that block is not completed or under way afterwards")
         self._live[address] = extent
 
     def free_completed(self, address: int, size: int) -> None:
-        """Undo the end of a free: part of a free block is in use again."""
+        """Undo the completion of a free: part of a free block is in use again."""
         start, (stop, segment) = self._free_around(address, address + size)
         rounded = round_size(size, self._config)
         remainder = stop - address - rounded
@@ -214,11 +215,11 @@ class _Rewind:
         """Undo an unmapping."""
         self._release(address, (address + size, EXPANDABLE))
 
-    def _give_back(self, address: int, segment: int) -> None:
-        """Give what seems free just before a block to the block before that.
+    def _return_remainder(self, address: int, segment: int) -> None:
+        """Give the seemingly free range just before a block to the block before that range.
 
-        Where an allocation starts, a free block started: nothing before it in its segment was free, so
-        it is the unsplit remainder of its neighbour.
+        An allocation starts where a free block started, so nothing just before it in its segment was free:
+        the range is the unsplit remainder of its neighbour.
         """
         index = bisect_left(self._order, address) - 1
         start = self._order[index] if index >= 0 else -1
@@ -227,7 +228,7 @@ class _Rewind:
         owner = self._used.pop(start, None)
         if owner is None:
             raise ImpossibleEventError(
-                "what lies before that block was free, and would have been taken first"
+                "the memory before that block was free and would have been allocated first"
             )
         self._drop(start)
         in_use = self._live if owner in self._live else self._pending

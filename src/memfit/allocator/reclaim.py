@@ -1,9 +1,9 @@
-"""Which cached blocks go back to the device where memory is short, and not all of them do.
+"""Which cached blocks to release to the device when not all of them have to go.
 
-    a malloc that the device refuses, with max_split_size_mb      one oversize block, or several
-    much is reserved, with garbage_collection_threshold           whole segments that were not used for long
+    cudaMalloc failed, with max_split_size_mb                    one oversize block, or several
+    above the limit, with garbage_collection_threshold           the oldest whole segments
 
-Nothing is given back here: ``caching.py`` does that.
+``caching_allocator.py`` releases the blocks that are chosen here.
 """
 
 from bisect import bisect_left
@@ -15,10 +15,10 @@ def oversize_blocks(pool: BlockPool, stream: int, wanted: int, limit: int) -> li
     """Return the smallest block of at least ``wanted`` bytes, or else blocks from the largest down.
 
     Args:
-        pool: where to look.
-        stream: whose blocks.
-        wanted: bytes that they are to have together; they may have less.
-        limit: bytes that each of several must have: ``max_split_size``.
+        pool: the pool to search.
+        stream: the stream of the blocks.
+        wanted: bytes the blocks should have together; they may have less.
+        limit: the least bytes of each of several blocks: ``max_split_size``.
 
     Source: ``release_available_cached_blocks``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
     """
@@ -38,11 +38,11 @@ def oversize_blocks(pool: BlockPool, stream: int, wanted: int, limit: int) -> li
 
 
 def garbage_blocks(pool: BlockPool, target: int) -> list[Block]:
-    """Return whole segments that are at least as old as the mean of those that are left, time after time.
+    """Return whole segments at least as old as the mean age of those left, in repeated passes.
 
     Args:
-        pool: whose; a block's age is how many searches it has seen since it became free.
-        target: bytes from which on no more time is taken.
+        pool: the pool to search; a block's age is the number of searches since it became free.
+        target: bytes after which no further pass is made.
 
     Source: ``garbage_collect_cached_blocks``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
     """

@@ -76,7 +76,7 @@ def replay(
     """
     if config.max_split_size is not None and config.max_split_size < config.large_segment_size:
         raise UsageError(
-            "max_split_size must be at least large_segment_size, or parts of segments are given back."
+            "max_split_size must be at least large_segment_size: otherwise parts of segments are released."
         )
     if config.caching:
         with compiled_allocator.opened(
@@ -173,7 +173,7 @@ class _RequestServer:
             elif ask == _USE:
                 allocator.record_stream(blocks[number], stream)
             elif ask == _GONE_ON:
-                allocator.has_gone_on(_OTHERS + number)
+                allocator.stream_is_done(_OTHERS + number)
             elif ask == _FAILED:
                 self._allocate_to(pool)
                 self._try(size, stream)
@@ -199,7 +199,7 @@ class _RequestServer:
         elif ask == _EMPTY_POOL:
             allocator.empty_cache(self._ids[pool])
         elif ask == _ALL_GONE_ON:
-            allocator.all_have_gone_on()
+            allocator.all_streams_are_done()
 
     def _allocate_to(self, pool: int) -> None:
         """Take what is allocated from now on from a pool, which is used once, until it is released."""

@@ -1,9 +1,9 @@
-"""The segments of an allocator: how it gets memory from the device, and gives it back.
+"""The segments of an allocator: how it gets memory from the device, and releases it.
 
     one cudaMalloc each          _alloc_segment                     _release_block
-    expandable, piece by piece   _try_allocate_expandable_block     _unmap_block
+    expandable, by handles       _try_allocate_expandable_block     _unmap_block
 
-Which block is to be had, and which segment is to go, is ``caching.py``'s business.
+``caching_allocator.py`` decides which block to take, and which segment to release.
 
 Source: ``alloc_block``, ``release_block``, ``try_allocate_expandable_block``, ``map_block`` and
 ``unmap_block`` of ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
@@ -22,12 +22,12 @@ from memfit.allocator.stream_events import StreamEventQueues
 
 
 class Segments:
-    """What an allocator has from its device.
+    """The memory that an allocator holds from its device.
 
     Args:
         memory: the device's.
         config: the settings in force.
-        numbered: whether blocks of equal size are told apart by the age of their segment.
+        numbered: whether the age of their segment orders blocks of equal size.
     """
 
     def __init__(self, memory: DeviceMemory, config: AllocatorConfig, *, numbered: bool) -> None:
@@ -36,9 +36,9 @@ class Segments:
         self.segments: dict[int, Block] = {}
         """The first block of every segment and every reservation, by address."""
         self.events = StreamEventQueues()
-        """What freed blocks wait for."""
+        """The events that freed blocks wait for."""
         self.log: list[int] = []
-        """What was done, as ``log.py`` says."""
+        """Every change, in the rows of ``change_log.py``."""
         self.reserved = 0
         """Bytes of segments."""
         self.num_device_alloc = 0
@@ -46,8 +46,8 @@ class Segments:
         self._numbered = numbered
         self._made = 0  # segments so far
 
-    def all_have_gone_on(self) -> None:
-        """Note that every stream has gone on: CUDA waits for all where memory goes back to the device."""
+    def all_streams_are_done(self) -> None:
+        """Record that every stream is done: CUDA waits for all streams when memory is released."""
         self.events.end_all()
 
     def blocks(self) -> Iterator[Block]:
@@ -62,9 +62,9 @@ class Segments:
 
     def _alloc_segment(self, pool: BlockPool, stream: int, size: int) -> Block | None:
         address = self.memory.malloc(size)
-        if not address:
+        if address is None:
             return None
-        self._got(pool, size, SEGMENT_ALLOC)
+        self._count_new(pool, size, SEGMENT_ALLOC)
         self._made += self._numbered
         block = self.segments[address] = Block(stream, size, pool, address, self._made)
         return block
@@ -73,8 +73,8 @@ class Segments:
         block.pool.remove(block)
         del self.segments[block.address]
         self.memory.free(block.address, block.size)
-        self.all_have_gone_on()
-        self._gave_back(block.pool, block.size, SEGMENT_FREE)
+        self.all_streams_are_done()
+        self._count_release(block.pool, block.size, SEGMENT_FREE)
 
     # ---- Expandable segments -------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Segments:
         while block is not None and block.size < size:
             following = block.next
             if following is None:
-                raise AssertionError("a block that can grow has something to grow into")
+                raise AssertionError("a block that can grow is followed by an unmapped one")
             block = self._map_block(following, min(size - block.size, following.size))
         if block is not None:
             pool.remove(block)
@@ -99,27 +99,27 @@ class Segments:
         block, mapped = expandable_blocks.map_block(block, size)
         if not mapped:
             return None
-        self._got(block.pool, mapped, SEGMENT_MAP)
+        self._count_new(block.pool, mapped, SEGMENT_MAP)
         return block
 
     def _unmap_block(self, block: Block) -> None:
         block, unmapped = expandable_blocks.unmap_block(block)
         if not unmapped:
             return
-        self.all_have_gone_on()
-        self._gave_back(block.pool, unmapped, SEGMENT_UNMAP)
+        self.all_streams_are_done()
+        self._count_release(block.pool, unmapped, SEGMENT_UNMAP)
         if not block.is_split:
             expandable_blocks.release_segment(block)
             del self.segments[block.address]
 
     # ---- Counting ------------------------------------------------------------------------------------
 
-    def _got(self, pool: BlockPool, size: int, kind: int) -> None:
+    def _count_new(self, pool: BlockPool, size: int, kind: int) -> None:
         self.num_device_alloc += 1
         self.reserved += size
         self.log += (kind if pool.small else kind + LARGE, size, 0, 0, 0)
 
-    def _gave_back(self, pool: BlockPool, size: int, kind: int) -> None:
+    def _count_release(self, pool: BlockPool, size: int, kind: int) -> None:
         self.num_device_free += 1
         self.reserved -= size
         if pool.owner is not None:

@@ -1,6 +1,6 @@
-"""The allocator with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: every tensor is a cudaMalloc, and a cudaFree.
+"""The allocator with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: each tensor is a cudaMalloc and a cudaFree.
 
-What cudaMalloc takes from the device for it is assumed (``device.py``).
+How much cudaMalloc takes from the device is assumed (``device_memory.py``).
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from memfit.records import DEFAULT_POOL, Segment
 
 @dataclass(slots=True)
 class UncachedBlock:
-    """Device memory of one tensor."""
+    """The device memory of one tensor."""
 
     address: int
     size: int
 
 
 class UncachedAllocator:
-    """As much of ``CachingAllocator`` as a replay needs."""
+    """The part of ``CachingAllocator`` that a replay needs."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
@@ -31,32 +31,32 @@ class UncachedAllocator:
         self._before = memory.used
 
     def malloc(self, size: int, stream: int = 0) -> UncachedBlock:
-        """Allocate ``size`` bytes, on whatever stream.
+        """Allocate ``size`` bytes; the stream does not matter.
 
         Raises:
-            SimulatedOutOfMemoryError: the device does not have them.
+            SimulatedOutOfMemoryError: the device has too little memory left.
         """
         del stream
         address = self.memory.malloc(size)
-        if not address:
+        if address is None:
             raise SimulatedOutOfMemoryError(size, self.memory.total - self.memory.used)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.memory.used)
         return UncachedBlock(address, size)
 
-    def free(self, piece: UncachedBlock) -> None:
-        """Give the memory back; cudaFree waits for every stream."""
-        self.allocated -= piece.size
-        self.memory.free(piece.address, piece.size)
+    def free(self, block: UncachedBlock) -> None:
+        """Free the memory; cudaFree waits for every stream."""
+        self.allocated -= block.size
+        self.memory.free(block.address, block.size)
 
-    def record_stream(self, piece: UncachedBlock, stream: int) -> None:
+    def record_stream(self, block: UncachedBlock, stream: int) -> None:
         """Do nothing: see ``free``."""
 
-    def has_gone_on(self, stream: int) -> None:
+    def stream_is_done(self, stream: int) -> None:
         """Do nothing: see ``free``."""
 
-    def all_have_gone_on(self) -> None:
+    def all_streams_are_done(self) -> None:
         """Do nothing: see ``free``."""
 
     def empty_cache(self, pool_id: PoolId = DEFAULT_POOL) -> None:
@@ -72,12 +72,12 @@ class UncachedAllocator:
         """Do nothing: there are no pools."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the peaks, by PyTorch's names; it keeps none itself in this mode."""
+        """Return the peaks, by PyTorch's names; PyTorch itself counts nothing in this mode."""
         return {
             "allocated_bytes.all.peak": self.peak_allocated,
             "reserved_bytes.all.peak": self.peak_reserved - self._before,
         }
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Return nothing: there are no segments."""
+        """Return no segments."""
         return ()

@@ -40,8 +40,8 @@ _MUCH = 0.1
 """Of what is allocated at the peak: more activations are worth some time."""
 _EXPANDABLE = "expandable_segments:True"
 _STRATEGIES = {
-    "checkpointing": ("Checkpointing", "checkpoint the repeated blocks", "the blocks' forward once more"),
-    "offload": ("Offload", "offload activations", "host memory for them, and copies there and back"),
+    "checkpointing": ("Checkpointing", "checkpoint the repeated blocks", "a second forward of these blocks"),
+    "offload": ("Offload", "offload activations", "host memory, and copies to the host and back"),
 }
 """Fields of a ``Plan``, cheapest first: the class of its settings, what it does, what it costs."""
 
@@ -129,7 +129,7 @@ class AdviceAttempt:
             MemfitError: it had another allocator than PyTorch's own, or its history does not tell enough.
         """
         if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
-            raise UsageError("The script used memfit.arena: settings of PyTorch's allocator change nothing.")
+            raise UsageError("The script used memfit.arena: PyTorch's allocator settings have no effect.")
         asked = read_requests(trial.trace)
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 
@@ -175,7 +175,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer anew whenever more of it is known."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
     if answer.verdict in ("out of memory", "does not fit"):
-        first = run(ScriptChange(), "with memory enough")
+        first = run(ScriptChange(), "with unlimited memory")
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
@@ -199,7 +199,8 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         needs = Figure(less.bytes + context.bytes, worst(less.provenance, context.provenance))
         how = candidate.how
         if then.change.strategies != now.change.strategies:
-            how += f"  # {'each, ' * (len(then.trial.models) > 1)}once made: {', '.join(then.trial.models)}"
+            models = then.trial.models
+            how += f"  # after creating {'each of ' * (len(models) > 1)}{', '.join(models)}"
         costs = candidate.costs or _costs(now.seconds(), then.seconds())
         advice = Advice(candidate.what, how, costs, saves, needs, fits)
         yield (answer := replace(answer, advice=(*(answer.advice or ()), advice)))
@@ -209,10 +210,10 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
 def _costs(before: float | None, after: float | None) -> str:
     """Say what settings cost."""
     if before is None or after is None:
-        return "what is not known: fewer than two steps ended"
+        return "an unknown time: fewer than two steps completed"
     if after <= before:
         return "no time in a steady step"
-    return f"{1000 * (after - before):.1f} ms a step (assumed) in calls of the driver"
+    return f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
 
 
 def _candidates(now: AdviceAttempt) -> Iterator[AdviceCandidate]:
@@ -230,8 +231,8 @@ def _candidates(now: AdviceAttempt) -> Iterator[AdviceCandidate]:
         yield AdviceCandidate(
             replace(change, fused=True),
             "fused optimizer",
-            "fused=True where the optimizer is made",
-            "no time, but last bits may differ",
+            "fused=True when creating the optimizer",
+            "no time, but results may differ in their last bits",
         )
     if at_peak["activations"] > _MUCH * at_peak["allocated"]:
         for name, (_, what, costs) in _STRATEGIES.items():

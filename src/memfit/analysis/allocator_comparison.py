@@ -59,8 +59,8 @@ def compare_settings(
     taken = context + others
     if taken >= total:
         raise UsageError(
-            f"Nothing is left to replay in: {format_bytes(total)} of memory, of which the CUDA context takes "
-            f"{format_bytes(context)} and others {format_bytes(others)}."
+            f"No memory is left to replay in: of {format_bytes(total)}, the CUDA context takes "
+            f"{format_bytes(context)} and other processes {format_bytes(others)}."
         )
     script = script_settings(trace.settings)
     own = AllocatorSetting(environment_settings(trace.settings))
@@ -97,8 +97,8 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     """Return how much memory there is, and what of it the CUDA context takes."""
     if trace.device.machine is Machine.CPU:
         raise UsageError(
-            "This is a trace of CPU tensors: PyTorch keeps no cache for those, and its settings are a GPU's. "
-            "memfit pack says how small they are at planned offsets."
+            "This is a trace of CPU tensors: PyTorch does not cache CPU memory, and its allocator settings "
+            "apply to GPUs. memfit pack reports how little memory the tensors need at planned offsets."
         )
     total, context = (
         (device.total_bytes, device.context_bytes)
@@ -107,7 +107,7 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     )
     if memory is None and not total:
         raise UsageError(
-            "This trace does not say on which GPU it was made. Name one: --gpu, or --memory 24GiB."
+            "This trace does not record its GPU. Name one with --gpu, or its memory with --memory 24GiB."
         )
     return total if memory is None else memory, context
 

@@ -64,7 +64,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     """
     allocated = line.allocated
     if not len(allocated):
-        raise UsageError("Nothing was allocated in this run: there is no moment to look at.")
+        raise UsageError("Nothing was allocated in this run: it has no moment to explain.")
     if at == "peak":
         return int(np.argmax(allocated))
     if at.isdecimal() and len(at) < _DIGITS:
@@ -74,7 +74,9 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         within = phases(trace) == list(Phase).index(Phase(at))
         none = "no such phase"
     else:
-        raise UsageError(f"--at {at}: it is one of {', '.join(_MOMENTS)}, or the number of a training step.")
+        raise UsageError(
+            f"--at {at}: expected one of {', '.join(_MOMENTS)}, or the number of a training step."
+        )
     if not within.any():
         raise UsageError(f"--at {at}: this run has {none}.")
     return int(np.argmax(np.where(within, allocated, -1)))

@@ -70,9 +70,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     moments = _moments(trace, line) if at is None else at
     for name, events in moments.items():
         if not 0 <= events <= len(trace.events):
-            raise UsageError(
-                f"{name}: there are 0 to {len(trace.events)} events to look after, not {events}."
-            )
+            raise UsageError(f"{name}: the number of events is from 0 to {len(trace.events)}, not {events}.")
     start = initial_state(trace, config)
     walk = BlockTracker(trace.events, config, start)
     pieces: dict[int, list[TrackedBlock]] = {}
@@ -98,10 +96,10 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
 def _why_not(config: AllocatorConfig) -> str:
     if config.caching:
         return (
-            f"With backend:{config.backend} CUDA's own pool holds the memory, and no history tells of its "
-            "segments."
+            f"With backend:{config.backend} CUDA's own pool holds the memory, and the history does not "
+            "record its segments."
         )
-    return "With PYTORCH_NO_CUDA_MEMORY_CACHING each tensor has memory of its own: nothing is cached or cut."
+    return "With PYTORCH_NO_CUDA_MEMORY_CACHING each tensor is a cudaMalloc: nothing is cached or split."
 
 
 def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
@@ -179,7 +177,7 @@ class _Look:
         if not 0 <= requested <= piece.stop - piece.start:
             raise FileFormatError(
                 f"Cannot replay this trace: the block at {piece.start:#x} has {piece.stop - piece.start:,} "
-                f"bytes, and {requested:,} were asked for. Record it again."
+                f"bytes, but {requested:,} were requested. Record it again."
             )
         return requested
 

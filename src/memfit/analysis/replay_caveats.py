@@ -37,23 +37,23 @@ def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterat
         version = ".".join(map(str, NEWEST))
         yield Note(
             Provenance.ASSUMED,
-            f"A snapshot does not say which PyTorch wrote it: it is taken to be {version}.",
+            f"A snapshot does not record its PyTorch version; {version} is assumed.",
         )
     script = script_settings(trace.settings)
     if script:
-        yield Note(Provenance.EXACT, f"The script itself sets {script}: so does every row.")
+        yield Note(Provenance.EXACT, f"The script itself sets {script}: every row includes it.")
     if any(not row.setting.caching for row in outcomes):
-        text = "Without its cache PyTorch takes as much as cudaMalloc gives: whole 2 MiB, from 1 MiB upwards."
+        text = "Without its cache PyTorch takes what cudaMalloc allocates: multiples of 2 MiB, from 1 MiB up."
         yield Note(Provenance.ASSUMED, text)
 
 
 def _of_the_device(trace: Trace, context: int) -> Iterator[Note]:
     if context and trace.device.context.provenance is Provenance.ASSUMED:
-        yield Note(Provenance.ASSUMED, f"What the CUDA context takes, {format_bytes(context)}, is assumed.")
+        yield Note(Provenance.ASSUMED, f"The size of the CUDA context, {format_bytes(context)}, is assumed.")
     if not context:
         yield Note(
             Provenance.ASSUMED,
-            "What the CUDA context takes is not counted: the trace does not say. --gpu NAME adds it.",
+            "The CUDA context is not counted: the trace does not record its size. --gpu NAME adds it.",
         )
 
 
@@ -61,18 +61,18 @@ def _of_the_history(trace: Trace, asked: Requests) -> Iterator[Note]:
     if asked.reserved_before:
         yield Note(
             Provenance.ASSUMED,
-            f"The history begins with {asked.reserved_before:,} bytes reserved. What was live of them is "
-            "taken to be allocated anew, in the order of addresses; what was cached, and where, is unknown.",
+            f"The history begins with {asked.reserved_before:,} bytes already reserved. Replays "
+            "allocate the live blocks first, in the order of addresses; the cached blocks are unknown.",
         )
     if failed := asked.ask.count(RequestKind.FAILED):
         yield Note(
             Provenance.ASSUMED,
-            f"The script went on without {failed} mallocs that failed. So do replays, on a larger GPU, too.",
+            f"The script continued after {failed} failed mallocs. Replays do so even on a larger GPU.",
         )
     if trace.end.reason == "out of memory":
         yield Note(
             Provenance.ASSUMED,
-            "The script ran out of memory: what it would have asked for after that is not known.",
+            "The script ran out of memory: what it would have requested after that is unknown.",
         )
 
 
@@ -80,14 +80,14 @@ def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
     if asked.captures:
         yield Note(
             Provenance.ASSUMED,
-            "When a CUDA graph was deleted is not told: its pool counts as used until some of it was given "
-            "back. PyTorch may need less where memory is short in between.",
+            "The history does not record when a CUDA graph was deleted: its pool counts as used until part "
+            "of it is released. PyTorch may need less if memory is short in between.",
         )
     if asked.captures and not any(mark.kind is MarkKind.CAPTURE_BEGIN for mark in trace.marks):
         yield Note(
             Provenance.ASSUMED,
-            "When CUDA graphs were captured is not told: a malloc that is short of memory while capturing "
-            "fails in PyTorch, and empties the cache here.",
+            "The history does not record when CUDA graphs were captured: a malloc that runs short of memory "
+            "during a capture fails in PyTorch, but empties the cache here.",
         )
 
 
@@ -104,6 +104,6 @@ def _disagreement(trace: Trace, own: SettingOutcome, *, total: int, taken: int) 
         yield Note(
             Provenance.ASSUMED,
             f"Under the trace's own settings the replay ends with {ours[0]:,} bytes allocated and {ours[1]:,}"
-            f" reserved, PyTorch with {theirs[0]:,} and {theirs[1]:,}: the script did what is not modelled, "
-            "and the figures are as far off. docs/allocator.md lists what is known.",
+            f" reserved, PyTorch with {theirs[0]:,} and {theirs[1]:,}: the script did something that "
+            "memfit does not model, and the figures are off by as much. docs/allocator.md lists known cases.",
         )

@@ -200,12 +200,15 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
         did = f"{backwards} backward passes" if backwards else "forward passes only"
         notes.append(
-            Note(Provenance.EXACT, f"The script made no training step ({did}); this is its whole run.")
+            Note(
+                Provenance.EXACT,
+                f"The script completed no training step ({did}); the figures cover its whole run.",
+            )
         )
     before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The history begins with {before.reserved:,} bytes already reserved"
-        short = f"; allocated may be short by up to {before.uncertain:,} bytes, reserved is exact."
+        short = f"; allocated may be too low by up to {before.uncertain:,} bytes, reserved is exact."
         sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
         notes.append(Note(sure, text + (short if before.uncertain else ".")))
     # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
