@@ -1,4 +1,4 @@
-"""The blocks that a walk knows of at some moment; the timeline and fragmentation test the rest."""
+"""The blocks that BlockTracker reports at a moment; the tests of timeline and fragmentation cover the rest."""
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
 from memfit.allocator.config import AllocatorConfig
@@ -9,42 +9,42 @@ from support.traces import events_of, freed
 MIB = 1 << 20
 
 
-def walk(*history, conf=""):
+def track(*history, conf=""):
     return BlockTracker(events_of(history), AllocatorConfig.of(conf), InitialState())
 
 
-def test_pieces_are_those_of_the_moment_that_the_walk_is_at():
-    steps = walk(
+def test_blocks_are_those_of_the_event_the_tracker_has_reached():
+    tracker = track(
         (Action.SEGMENT_ALLOC, 0, 2 * MIB),
         (Action.ALLOC, 0, 100),
         (Action.ALLOC, 512, MIB),
         *freed(0, 100),
     )
-    assert steps.pieces() == []
-    steps.to(3)
+    assert tracker.blocks() == []
+    tracker.advance_to(3)
     rest = TrackedBlock(MIB + 512, 2 * MIB, 0, FREE)
-    assert steps.pieces() == [
+    assert tracker.blocks() == [
         TrackedBlock(0, 512, 0, LIVE, 1),
         TrackedBlock(512, MIB + 512, 0, LIVE, 2),
         rest,
     ]
-    steps.to(4)
-    assert steps.pieces()[0] == TrackedBlock(0, 512, 0, PENDING, 1)
-    steps.to(2)  # it has been there
-    steps.to(5)
-    assert steps.pieces()[0] == TrackedBlock(0, 512, 0, FREE)
-    assert steps.freed_by == [-1, 3, 5, -1, -1]
-    assert steps.change == [0, 512, MIB, -512, 0]
+    tracker.advance_to(4)
+    assert tracker.blocks()[0] == TrackedBlock(0, 512, 0, PENDING, 1)
+    tracker.advance_to(2)  # it has been there
+    tracker.advance_to(5)
+    assert tracker.blocks()[0] == TrackedBlock(0, 512, 0, FREE)
+    assert tracker.freed_by == [-1, 3, 5, -1, -1]
+    assert tracker.change == [0, 512, MIB, -512, 0]
 
 
 def test_without_a_cache_there_is_what_is_in_use():
-    steps = walk(
+    tracker = track(
         (Action.ALLOC, 0, 100),
         (Action.ALLOC, 512, 7),
         (Action.FREE_REQUESTED, 0, 100),
         conf="backend:cudaMallocAsync",
     )
-    steps.to(2)
-    assert steps.pieces() == [TrackedBlock(0, 100, 0, LIVE, 0), TrackedBlock(512, 519, 512, LIVE, 1)]
-    steps.to(3)
-    assert steps.pieces() == [TrackedBlock(512, 519, 512, LIVE, 1)]
+    tracker.advance_to(2)
+    assert tracker.blocks() == [TrackedBlock(0, 100, 0, LIVE, 0), TrackedBlock(512, 519, 512, LIVE, 1)]
+    tracker.advance_to(3)
+    assert tracker.blocks() == [TrackedBlock(512, 519, 512, LIVE, 1)]

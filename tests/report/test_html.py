@@ -83,8 +83,8 @@ def test_the_real_allocator_is_drawn_piece_by_piece(drive, situation, late):
     of, ranges = blocks(held), held.columns
     waited = 0
     for moment in moments:
-        walk.to(int(events[moment]) + 1)
-        pieces = walk.pieces()
+        walk.advance_to(int(events[moment]) + 1)
+        pieces = walk.blocks()
         alive = (of.born <= moment) & (moment < of.freed)
         assert where(of, alive) == [(p.start, p.stop) for p in pieces if p.state == LIVE]
         waiting = (of.freed <= moment) & (moment < of.done)

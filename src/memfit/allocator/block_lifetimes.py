@@ -1,13 +1,12 @@
-"""Every block of the allocator, event after event.
+"""Every block of the allocator, tracked from event to event.
 
-The history gives every address but only requested sizes. Walking it once with the free blocks at hand
-tells the rest: an allocation takes the free block that starts at its address, and PyTorch's own rule
-says how much of that block it keeps.
+The history records every address but only requested sizes. The free blocks give the rest: an allocation takes
+the free block that starts at its address, and PyTorch's own rule determines how much of it is split off.
 
     event             allocated      reserved     the block
     ALLOC             + its size                  taken, split
-    EARLIER                                       in use before the history: this event made it
-    FREE_REQUESTED    - its size                  in use until other streams are done with it
+    EARLIER                                       in use before the history: attributed to this event
+    FREE_REQUESTED    - its size                  in use until other streams are done
     FREE_COMPLETED                                free, merged with its neighbours
     SEGMENT_ALLOC, SEGMENT_MAP       + size       free
     SEGMENT_FREE, SEGMENT_UNMAP      - size       gone
@@ -24,7 +23,7 @@ from memfit.allocator.initial_state import InitialState
 from memfit.allocator.rounding import round_size, should_split
 from memfit.records import Action, Events
 
-# As plain ints: comparing with an enum's member costs more than the rest of a step.
+# As plain ints: comparing with an enum member costs more than the rest of a step.
 _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _EARLIER = map(
     int, (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.EARLIER)
 )
@@ -34,44 +33,44 @@ LIVE, PENDING, FREE = "active_allocated", "active_awaiting_free", "inactive"
 
 
 class TrackedBlock(NamedTuple):
-    """A block at some moment: ``[start, stop)``."""
+    """A block at one moment: ``[start, stop)``."""
 
     start: int
     stop: int
     segment: int
-    """Start of its segment; ``layout.EXPANDABLE`` in all that is mapped."""
+    """Start of its segment; ``free_ranges.EXPANDABLE`` in mapped memory."""
     state: str
     born: int | None = None
-    """The event that allocated it; None if it is free, or older than the history."""
+    """Index of the event that allocated it; None if it is free, or older than the history."""
 
 
 class BlockTracker:
-    """A history, followed as far as is asked for.
+    """Follows the blocks of a history as far as its caller asks.
 
     Args:
         events: ``n`` of them.
         config: the settings in force.
-        start: what was there before the first; its layout is used up.
+        start: the state before the first event; its free ranges are consumed.
     """
 
     def __init__(self, events: Events, config: AllocatorConfig, start: InitialState) -> None:
         self.change = [0] * len(events)
-        """Of allocated bytes, at each event that was met so far."""
+        """Change of allocated bytes at each event so far."""
         self.freed_by: list[int] = np.where(
             np.isin(events.action, (_ALLOC, _EARLIER)), len(events), -1
         ).tolist()
-        """As ``Timeline.freed_by``, as far as the walk got."""
+        """As ``Timeline.freed_by``, for the events so far."""
         self.earlier: dict[int, int] = {}
-        """Bytes of the block of each ``EARLIER`` event, which ``start`` has counted already."""
+        """Bytes of the block of each ``EARLIER`` event; ``start`` counts them already."""
         self.freed_old: dict[int, int] = {}
-        """The event that freed it, for each block that is older than the history, by address."""
+        """The freeing event of each block that is older than the history, by address."""
         self._events = events
         self._blocks = _CachedBlocks(config, start) if config.has_segments else _UncachedBlocks()
         self._rows = zip(events.action.tolist(), events.address.tolist(), events.size.tolist(), strict=True)
         self._done = 0
 
-    def to(self, count: int) -> None:
-        """Go on until the first ``count`` events have happened.
+    def advance_to(self, count: int) -> None:
+        """Advance until the first ``count`` events have happened.
 
         Raises:
             FileFormatError: the history contradicts itself; the message names the event.
@@ -101,9 +100,9 @@ class BlockTracker:
             raise impossible_event(self._events, position, error) from None
         self._done = max(self._done, count)
 
-    def pieces(self) -> list[TrackedBlock]:
-        """Return every block there is now, free ones too, by address."""
-        return self._blocks.pieces()
+    def blocks(self) -> list[TrackedBlock]:
+        """Return every block at this moment, free ones included, by address."""
+        return self._blocks.blocks()
 
 
 class _CachedBlocks:
@@ -145,7 +144,7 @@ class _CachedBlocks:
         return stop - address
 
     def earlier(self, position: int, address: int) -> int:
-        """Have an event stand for the allocation of a block that was there before all; return its size."""
+        """Attribute a block from before the history to an event; return its size."""
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
             raise ImpossibleEventError("no block in use there is older than the history")
@@ -153,7 +152,7 @@ class _CachedBlocks:
         return stop - address
 
     def free_requested(self, address: int) -> tuple[int | None, int]:
-        """Return which event allocated the block, None if it was there before all, and its size."""
+        """Return the event that allocated the block, None if it is older than the history, and its size."""
         block = self._live.pop(address, None)
         if block is None:
             raise ImpossibleEventError("no block in use starts there")
@@ -161,20 +160,20 @@ class _CachedBlocks:
         return block[0], block[1] - address
 
     def free_completed(self, address: int) -> None:
-        """Make a block free whose last user is done with it."""
+        """Free a block whose last stream is done with it."""
         block = self._pending.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no free of a block there was requested before")
+            raise ImpossibleEventError("no free of a block there was requested")
         self._layout.release(address, block[1], block[2])
 
     def segment(self, action: int, address: int, size: int) -> None:
-        """Follow a segment that comes or goes; other events move no memory."""
+        """Follow a segment that is made or released; ignore events that move no memory."""
         follow = self._on_segment.get(action)
         if follow is not None:
             follow(address, address + size)
 
-    def pieces(self) -> list[TrackedBlock]:
-        """Return all blocks there are now, by address."""
+    def blocks(self) -> list[TrackedBlock]:
+        """Return all blocks at this moment, by address."""
         free = (TrackedBlock(start, stop, segment, FREE) for start, stop, segment in self._layout)
         live = (
             TrackedBlock(start, stop, segment, LIVE, born)
@@ -188,37 +187,37 @@ class _CachedBlocks:
 
 
 class _UncachedBlocks:
-    """Allocations without a cache: each is a piece of device memory of its own."""
+    """Allocations without a cache: each has its own device memory."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[int, int]] = {}  # address -> (the event that allocated it, bytes)
 
     def alloc(self, position: int, address: int, size: int) -> int:
-        """Return the piece's size."""
+        """Return the size of the allocation."""
         if address in self._live:
             raise ImpossibleEventError("there is memory in use at that address already")
         self._live[address] = position, size
         return size
 
     def earlier(self, _position: int, _address: int) -> int:
-        """Refuse: without segments nothing tells what was there before."""
+        """Raise: without segments, earlier blocks are unknown."""
         raise ImpossibleEventError("no block in use there is older than the history")
 
     def free_requested(self, address: int) -> tuple[int, int]:
-        """Return which event allocated the piece, and its size."""
+        """Return the event that made the allocation, and its size."""
         piece = self._live.pop(address, None)
         if piece is None:
             raise ImpossibleEventError("no memory in use starts there")
         return piece
 
     def free_completed(self, address: int) -> None:
-        """Do nothing: the piece went when its free was requested."""
+        """Do nothing: the memory was freed when its free was requested."""
 
     def segment(self, action: int, address: int, size: int) -> None:
         """Do nothing: there are no segments."""
 
-    def pieces(self) -> list[TrackedBlock]:
-        """Return what is in use, by address: nothing else is held."""
+    def blocks(self) -> list[TrackedBlock]:
+        """Return the blocks in use, by address; no others exist."""
         return sorted(
             TrackedBlock(start, start + size, start, LIVE, born) for start, (born, size) in self._live.items()
         )

@@ -1,4 +1,4 @@
-"""The allocator compiled: ``caching.py`` once more, in C, for replays by the hundred.
+"""The compiled allocator: ``caching_allocator.py`` in C, for hundreds of replays.
 
     AllocatorConfig  ──>  struct settings  ─┐
     Requests         ──>  their columns    ─┴──>  c/*.c  ──>  figures, blocks
@@ -26,11 +26,11 @@ from memfit.native_build import NativeLibrary
 from memfit.records import DriverCalls, Segment
 
 _NEVER = 1 << 62
-"""Stands for a limit that there is not; a number beyond it cannot be passed on."""
+"""Stands for no limit; larger numbers cannot be passed to C."""
 
 _MOST = 1 << 60
-"""Bytes of a device: so that adding sizes to them stays within 64 bits."""
-_SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that it is given
+"""Largest device in bytes: adding sizes to it stays within 64 bits."""
+_SERVED = ("ask", "block", "size", "stream", "pool")  # the columns of requests that C reads
 _OUT_OF_MEMORY, _IMPOSSIBLE, _NO_HOST_MEMORY, _BEYOND_64_BITS = 1, 2, 3, 4
 _NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
@@ -68,23 +68,23 @@ def load() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """How serving ended."""
+    """The state of an allocator once it has served requests."""
 
     position: int
-    """Of the request that failed; the number of requests if none did."""
+    """Index of the request that failed; the number of requests if none did."""
     requested: int
-    """Bytes that it asked for, if one did."""
+    """Bytes of the request that failed, if one did."""
     free: int
-    """Bytes that the device had left then."""
+    """Bytes that the device had left at that point."""
     most_taken: int
-    """Bytes of the device that were taken at once, at most."""
+    """The most bytes of the device in use at once."""
     calls: DriverCalls
     calls_per_step: DriverCalls | None
-    """In the last training step; None if fewer than two ended."""
+    """In the last training step; None if fewer than two completed."""
 
 
 class CompiledAllocator:
-    """The allocator of one device: ``handle`` in ``library``; ``opened`` makes one."""
+    """The allocator of one device: ``handle`` in ``library``, made by ``opened``."""
 
     def __init__(self, library: ctypes.CDLL, handle: int, pools: Sequence[PoolId]) -> None:
         self._library = library
@@ -92,12 +92,12 @@ class CompiledAllocator:
         self._pools = pools
 
     def serve(self, asked: Requests) -> bool:
-        """Serve requests; False if a malloc failed, which ended it.
+        """Serve requests; return False if a malloc failed, which ends serving.
 
         Raises:
-            UsageError: a request cannot be: of a block that is not there, or of a size that is none.
-            MemoryError: this machine has no memory left.
-            OverflowError: addresses do not fit 64 bits: there are many reservations of a huge device.
+            UsageError: a request is impossible: its block does not exist, or its size is invalid.
+            MemoryError: this machine is out of memory.
+            OverflowError: addresses exceed 64 bits: a huge device has many reservations.
         """
         columns = (getattr(asked, name).buffer_info()[0] for name in _SERVED)
         status: int = self._library.allocator_serve(self._handle, len(asked.ask), *columns)
@@ -110,7 +110,7 @@ class CompiledAllocator:
         return status != _OUT_OF_MEMORY
 
     def outcome(self) -> ServeResult:
-        """Return how serving ended."""
+        """Return the result of serving."""
         figures = (ctypes.c_int64 * (_FIGURES + 3 * _CALLS))()
         steps: int = self._library.allocator_outcome(self._handle, figures)
         all_calls, before, last = (
@@ -122,7 +122,7 @@ class CompiledAllocator:
         return ServeResult(position, requested, free, most_taken, all_calls, per_step)
 
     def address(self, block: int) -> int:
-        """Return where the block of a number lies; 0 if it is not in use."""
+        """Return the address of the block with a number; 0, as in C, if it is not in use."""
         address: int = self._library.allocator_address(self._handle, block)
         return address
 
@@ -133,7 +133,7 @@ class CompiledAllocator:
         return figures[:]
 
     def memory_stats(self) -> dict[str, int]:
-        """Return what ``torch.cuda.memory_stats()`` would say, by the same names."""
+        """Return the figures of ``torch.cuda.memory_stats()``, under the same names."""
         return dict(zip(_NAMES, self.figures(), strict=True))
 
     def snapshot(self) -> tuple[Segment, ...]:
@@ -161,14 +161,14 @@ def opened(
     version: tuple[int, int],
     empty_cache_each_step: bool = False,
 ) -> Iterator[CompiledAllocator | None]:
-    """Make an allocator for as long as it is needed; None where there is no compiled one.
+    """Yield an allocator and delete it afterwards; yield None where it cannot be compiled.
 
     Args:
         config: the settings in force.
-        blocks: their numbers are less than this.
-        pools: the default one and private ones, as requests number them.
+        blocks: upper bound of the block numbers, exclusive.
+        pools: the default pool and the private ones, as requests number them.
         total: bytes of the device.
-        taken: bytes of it that are taken already.
+        taken: bytes of it that are in use already.
         version: of PyTorch, major and minor.
         empty_cache_each_step: empty the cache after each training step.
     """
@@ -189,7 +189,7 @@ def opened(
 def _settings(
     config: AllocatorConfig, total: int, taken: int, version: tuple[int, int], empties: bool
 ) -> "array[int] | None":
-    """Lay the settings out as ``c/allocator.h`` does; None if a number is beyond it."""
+    """Return the settings in the layout of ``c/allocator.h``; None if a number exceeds its range."""
     fraction, threshold = config.per_process_memory_fraction, config.garbage_collection_threshold
     allowed = _NEVER if fraction is None else int(fraction * total)
     collects = fraction is not None and threshold > 0
@@ -211,7 +211,7 @@ def _settings(
 
 
 def _segment(rows: list[list[int]], pools: Sequence[PoolId]) -> Segment:
-    """Return a segment of the rows of its blocks."""
+    """Build a segment from the rows of its blocks."""
     blocks = tuple(
         records.SnapshotBlock(address, size, asked, _STATES[state])
         for address, size, asked, state, *_ in rows

@@ -1,4 +1,4 @@
-"""Segments and their blocks as ``torch.cuda.memory_snapshot()`` tells of them.
+"""Segments and their blocks as ``torch.cuda.memory_snapshot()`` reports them.
 
 Source: ``snapshot`` of ``DeviceCachingAllocator``, c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
@@ -11,10 +11,10 @@ from memfit.records import DEFAULT_POOL, Segment
 
 
 def snapshot(blocks: Iterable[Block]) -> tuple[Segment, ...]:
-    """Return every segment, by address; of an expandable one that is each range with memory behind it.
+    """Return every segment, by address; an expandable segment counts as one per mapped range.
 
     Args:
-        blocks: of an allocator, free or not, mapped or not, by address.
+        blocks: every block of an allocator, by address.
     """
     heads = (block for block in blocks if block.mapped and (block.prev is None or not block.prev.mapped))
     return tuple(map(_segment, heads))

@@ -1,4 +1,4 @@
-"""``torch.cuda.memory_stats()`` from the log of what the allocator did.
+"""``torch.cuda.memory_stats()`` from the log of an allocator.
 
 Each row of the log changes some of nine figures, for its own pool and for both pools together:
 
@@ -9,10 +9,10 @@ Each row of the log changes some of nine figures, for its own pool and for both 
     FREE_COMPLETED      - active                  - active; - requested
     SEGMENT_ALLOC/FREE  +/- segment               +/- reserved
     SEGMENT_MAP/UNMAP                             +/- reserved
-    ALLOC, FREE, FREE_COMPLETED also change inactive_split, by what their rows say
+    ALLOC, FREE, FREE_COMPLETED also change inactive_split, by the figures in their rows
 
 ``FREE`` is a free that is complete at once. Over columns all this is a running sum, a running maximum, and
-the sums of what went up and of what went down: numpy does it, and the allocator's own loop stays short.
+the sums of increases and decreases: numpy computes them, and the allocator's own loop stays short.
 
 Source: ``DeviceStats``, c10/core/CachingDeviceAllocator.h, PyTorch 2.14.1.
 """
@@ -67,7 +67,7 @@ _IN_USE = {ALLOC: 1, FREE: -1, FREE_REQUESTED: -1}
 _ACTIVE = {ALLOC: 1, FREE: -1, FREE_COMPLETED: -1}
 _SEGMENT = {SEGMENT_ALLOC: 1, SEGMENT_FREE: -1}
 _RESERVED = _SEGMENT | {SEGMENT_MAP: 1, SEGMENT_UNMAP: -1}
-_EFFECTS = (  # of each figure: which number of a row changes it, by kind up or down
+_EFFECTS = (  # of each figure: the column that changes it, and the sign by kind
     (_COUNT, _IN_USE),
     (_SIZE, _IN_USE),
     (_COUNT, _ACTIVE),
@@ -87,14 +87,14 @@ def _signs(by_kind: dict[int, int]) -> Int64:
 
 _PER_POOL = [f"{figure}.{pool}" for pool in POOLS for figure in FIGURES]
 NAMES = tuple(f"{name}.{field}" for field in FIELDS for name in (*_PER_POOL, *OVERSIZE))
-"""Of the columns that ``Statistics.advance`` returns, as ``torch.cuda.memory_stats()`` spells them."""
+"""Names of the columns that ``Statistics.advance`` returns, as ``torch.cuda.memory_stats()`` spells them."""
 
 
 class Statistics:
     """Figures that follow an allocator's log.
 
     Args:
-        max_split_size: bytes from which on a block counts as oversize; None if none does.
+        max_split_size: bytes from which a block counts as oversize; None if no block does.
     """
 
     def __init__(self, max_split_size: int | None = None) -> None:
@@ -109,8 +109,8 @@ class Statistics:
         """Follow more of the log.
 
         Args:
-            log: what was logged since the last call.
-            ends: after how many rows of it figures are wanted, ascending.
+            log: the rows added since the last call.
+            ends: numbers of rows after which to return figures, ascending.
 
         Returns:
             One line of ``NAMES`` for each of ``ends``.
@@ -158,7 +158,7 @@ class Statistics:
 
 
 def memory_stats(allocator: CachingAllocator) -> dict[str, int]:
-    """Return what ``torch.cuda.memory_stats()`` would say, by the same names."""
+    """Return the figures of ``torch.cuda.memory_stats()``, under the same names."""
     rows = len(allocator.log) // ROW
     figures = Statistics(allocator.config.max_split_size).advance(allocator.log, [rows])[0]
     counters = {name: int(getattr(allocator, name)) for name in COUNTERS}

@@ -1,14 +1,14 @@
-"""Why memory was given back: a history says that it was, and not on whose behalf.
+"""Why the allocator released memory: a history records that it did, but not why.
 
-    given back                                         why
-    ... while a malloc was short of memory             for that malloc
-    ... where it is marked that somebody asked         for that call of empty_cache, or that MemPool's end
-    ... of private pools alone                         their MemPools are gone
-    ... otherwise                                      a call of empty_cache that nobody marked
+    released                                      cause
+    while a malloc was short of memory            that malloc
+    at a mark                                     that call of empty_cache, or the end of that MemPool
+    from private pools alone                      their MemPools are gone
+    otherwise                                     a call of empty_cache without a mark
 
-Of a private pool nothing is given back until its graphs and ``MemPool`` are gone, but for a malloc of its own
-(an oversize block, with ``max_split_size_mb``). So what was given back tells that they are gone; since when,
-nothing tells.
+The allocator releases memory of a private pool only once its graphs and ``MemPool`` are gone, except for a
+malloc in the pool itself (an oversize block, with ``max_split_size_mb``). So a release shows that they are gone,
+but not since when.
 """
 
 from collections.abc import Iterator
@@ -19,34 +19,34 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import reserved_change
 from memfit.records import Action, MarkKind, Trace
 
-_GIVEN_BACK = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
-_GOT = frozenset(map(int, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)))
-_ASK_FOR_IT = frozenset((MarkKind.EMPTY_CACHE, MarkKind.MEM_POOL_GONE))
+_RELEASES = frozenset(map(int, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
+_GROWS = frozenset(map(int, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)))
+_RELEASING_MARKS = frozenset((MarkKind.EMPTY_CACHE, MarkKind.MEM_POOL_GONE))
 _OOM, _FREE_COMPLETED = int(Action.OOM), int(Action.FREE_COMPLETED)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRelease:
-    """Memory that was given back at once."""
+    """Memory that the allocator released in one go."""
 
     event: int
-    """Just before which it was asked for."""
+    """Index of the event just after its cause."""
     for_malloc: bool
-    """By a malloc that was short of memory."""
+    """Whether a malloc that was short of memory caused it."""
     marked: bool
-    """By whom a mark tells."""
+    """Whether a mark records the cause."""
     shared: bool
-    """Whether some of it was the default pool's."""
+    """Whether some of the memory was in the default pool."""
     released: tuple[int, ...]
-    """Private pools, by number, that nobody uses any more."""
+    """Numbers of the private pools that are no longer used."""
 
 
 def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int) -> Iterator[MemoryRelease]:
-    """Tell why memory was given back, in the order of events.
+    """Yield every release with its cause, in the order of events.
 
     Args:
-        trace: a history.
-        config: the settings that it was made with.
+        trace: the history.
+        config: the settings it was made with.
         reserved_before: bytes reserved before the first event.
     """
     last_mark = {mark.position: mark.kind for mark in trace.marks}
@@ -54,9 +54,9 @@ def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int)
     pools = [0] * len(actions) if trace.events.pool is None else trace.events.pool.tolist()
     was_short = _Shortness(trace, config, reserved_before)
     for start, first, stop in _runs(actions, last_mark.keys()):
-        by_mark = last_mark.get(start) in _ASK_FOR_IT
+        by_mark = last_mark.get(start) in _RELEASING_MARKS
         for_malloc = not by_mark and was_short(first, stop)
-        of = {pools[event] for event in range(first, stop) if actions[event] in _GIVEN_BACK}
+        of = {pools[event] for event in range(first, stop) if actions[event] in _RELEASES}
         private = of - {0}
         if for_malloc:
             private -= {pools[stop]}  # in use, by that malloc
@@ -64,28 +64,28 @@ def memory_releases(trace: Trace, config: AllocatorConfig, reserved_before: int)
 
 
 def _runs(actions: list[int], marked: AbstractSet[int]) -> Iterator[tuple[int, int, int]]:
-    """Return where memory was given back, event upon event.
+    """Return the runs of consecutive events that release memory.
 
     Returns:
-        Of each run the first event, the first that gives back, and the one after the last. Frees that were
-        waited for are part of it; a mark begins another, for marks lie between two calls of the allocator.
+        For each run the index of its first event, of the first that releases, and after its last. Frees that
+        the allocator waited for are part of a run; a mark starts a new run, as marks are between two calls.
     """
     event, count = 0, len(actions)
     while event < count:
-        if actions[event] not in _GIVEN_BACK:
+        if actions[event] not in _RELEASES:
             event += 1
             continue
         first = start = event
         while start not in marked and start > 0 and actions[start - 1] == _FREE_COMPLETED:
             start -= 1
         event += 1
-        while event < count and event not in marked and actions[event] in _GIVEN_BACK | {_FREE_COMPLETED}:
+        while event < count and event not in marked and actions[event] in _RELEASES | {_FREE_COMPLETED}:
             event += 1
         yield start, first, event
 
 
 class _Shortness:
-    """Whether memory was given back since a malloc was short of it."""
+    """Predicate: whether the allocator released memory because a malloc was short of it."""
 
     def __init__(self, trace: Trace, config: AllocatorConfig, reserved_before: int) -> None:
         self._actions, self._sizes = trace.events.action.tolist(), trace.events.size.tolist()
@@ -93,7 +93,7 @@ class _Shortness:
         after = (reserved_before + reserved_change(trace.events).cumsum()).tolist()
         self._reserved = [reserved_before, *after]
         device = trace.device
-        # Of a device that is not known, as much is free as was ever reserved.
+        # An unknown device is assumed to hold exactly as much as was ever reserved.
         self._room = max(self._reserved)
         if trace.statistics.get("num_alloc_retries") == 0:
             self._room = sum(map(abs, self._sizes))  # no malloc was ever short
@@ -106,6 +106,6 @@ class _Shortness:
             return False
         if self._actions[stop] == _OOM:
             return True
-        return self._actions[stop] in _GOT and (
+        return self._actions[stop] in _GROWS and (
             self._collects or self._reserved[first] + self._sizes[stop] > self._room
         )

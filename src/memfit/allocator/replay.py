@@ -1,10 +1,10 @@
-"""A trace through the allocator again: under other settings, on another device, with less of it free.
+"""Replay of a trace's requests: under other settings, on another device, or with less free memory.
 
     trace -> requests -> CachingAllocator -> Replay
 
-A script that ran under the ghost or on a card would ask for the same under other settings: what is asked for
-does not hang on where it lies. So a replay is exact under any settings, as far as the history tells what was
-asked; it ends where a malloc fails, for what a script does then nobody knows.
+A script requests the same memory under any allocator settings: requests do not depend on addresses. So a
+replay is exact under any settings, as far as the history records the requests. It ends where a malloc fails,
+because what the script would do then is unknown.
 """
 
 from contextlib import suppress
@@ -46,7 +46,7 @@ _CAPTURE_BEGIN, _CAPTURE_END, _RELEASE_POOL, _EMPTY_POOL = map(
 _USE, _ALL_GONE_ON = int(RequestKind.USE), int(RequestKind.ALL_GONE_ON)
 Allocator = CachingAllocator | UncachedAllocator
 _OTHERS = 1 << 40
-"""Numbers from here on stand for streams that use other streams' blocks, one for each such block."""
+"""First number of the streams that use other streams' blocks: one for each such block."""
 
 
 def replay(
@@ -58,10 +58,10 @@ def replay(
     version: tuple[int, int] = (2, 14),
     empty_cache_each_step: bool = False,
 ) -> Replay:
-    """Replay requests.
+    """Replay requests under settings on a device.
 
     Args:
-        asked: what ``requests(trace)`` returned.
+        asked: what ``read_requests(trace)`` returned.
         config: the settings to replay under.
         total: bytes of the device.
         taken: bytes of it that the context and other processes hold.
@@ -72,7 +72,7 @@ def replay(
         Peaks, calls and segments; up to the malloc that failed, if one did.
 
     Raises:
-        UsageError: the settings are none that PyTorch takes: what ``AllocatorConfig.of`` reads is right.
+        UsageError: PyTorch would not accept the settings; those from ``AllocatorConfig.of`` are valid.
     """
     if config.max_split_size is not None and config.max_split_size < config.large_segment_size:
         raise UsageError(
@@ -89,7 +89,7 @@ def replay(
             empty_cache_each_step=empty_cache_each_step,
         ) as compiled:
             if compiled is not None:
-                with suppress(OverflowError):  # Python's numbers have no end
+                with suppress(OverflowError):  # Python's ints are unbounded
                     return _compiled(compiled, asked)
     memory = DeviceMemory(total, used=taken)
     allocator: Allocator = (
@@ -118,7 +118,7 @@ def _compiled(allocator: CompiledAllocator, asked: Requests) -> Replay:
 def _interpreted(run: "_RequestServer", asked: Requests) -> Replay:
     allocator, failure = run.allocator, None
     try:
-        run.all(asked)
+        run.serve_all(asked)
     except SimulatedOutOfMemoryError as error:
         failure = FailedMalloc(asked.event[run.position], error.size, error.free)
     statistics = (
@@ -138,20 +138,20 @@ def _interpreted(run: "_RequestServer", asked: Requests) -> Replay:
 
 
 class _RequestServer:
-    """An allocator and the blocks that a script holds."""
+    """Serves requests one by one: an allocator, and the blocks that the script holds."""
 
     def __init__(self, allocator: Allocator, *, empty_cache_each_step: bool) -> None:
         self.allocator = allocator
         self.position = 0
-        """Of the request that is served."""
+        """Index of the current request."""
         self.steps: list[DriverCalls] = []
-        """Calls up to the end of each training step."""
+        """Driver calls up to the end of each training step."""
         self._empties = empty_cache_each_step
         self._ids: tuple[PoolId, ...] = ()
-        self._pool = 0  # from which is allocated
-        self._used: set[int] = set()  # private pools
+        self._pool = 0  # the pool to allocate from
+        self._used: set[int] = set()  # private pools used so far
 
-    def all(self, asked: Requests) -> None:
+    def serve_all(self, asked: Requests) -> None:
         """Serve every request."""
         allocator = self.allocator
         malloc: Callable[[int, int], Any] = allocator.malloc
@@ -176,12 +176,12 @@ class _RequestServer:
                 allocator.stream_is_done(_OTHERS + number)
             elif ask == _FAILED:
                 self._allocate_to(pool)
-                self._try(size, stream)
+                self._repeat_failed_malloc(size, stream)
             else:
-                self._seldom(ask, pool)
+                self._serve_rare(ask, pool)
 
-    def _seldom(self, ask: int, pool: int) -> None:
-        """Serve what asks for no block."""
+    def _serve_rare(self, ask: int, pool: int) -> None:
+        """Serve a request that concerns no block."""
         allocator = self.allocator
         if ask == _EMPTY_CACHE or (ask == _STEP and self._empties):
             allocator.empty_cache()
@@ -202,7 +202,7 @@ class _RequestServer:
             allocator.all_streams_are_done()
 
     def _allocate_to(self, pool: int) -> None:
-        """Take what is allocated from now on from a pool, which is used once, until it is released."""
+        """Allocate from a pool from now on; it counts as used once, until it is released."""
         allocator, ids = self.allocator, self._ids
         if self._pool:
             allocator.end_allocate_to_pool(ids[self._pool])
@@ -213,10 +213,10 @@ class _RequestServer:
             self._used.add(pool)
         self._pool = pool
 
-    def _try(self, size: int, stream: int) -> None:
-        """Ask for what failed when the trace was made: on the way to it the cache was given back.
+    def _repeat_failed_malloc(self, size: int, stream: int) -> None:
+        """Repeat a malloc that failed in the trace: the attempt released the cache.
 
-        The script went on without it; so does this, even where it would not fail now.
+        The script continued without the block; so does the replay, even if the malloc succeeds here.
         """
         try:
             block: Any = self.allocator.malloc(size, stream)

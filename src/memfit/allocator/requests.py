@@ -1,14 +1,14 @@
-"""What a script asked of the allocator, read from the history of what the allocator did.
+"""The requests of a script, reconstructed from the history of its allocator.
 
     history                                      requests
     segment_alloc, alloc 0x7000                  malloc
     free_requested 0x7000, free_completed        free
-    free_requested 0x7000, ... free_completed    free later; the stream that still used it has gone on
+    free_requested 0x7000, ... free_completed    free later; then the stream that still used it is done
     segment_free, not within a malloc            empty_cache
-    segment_free of a private pool               that pool's graphs or MemPool are gone
-    oom                                          a malloc that failed, or, if that ended the script, a malloc
+    segment_free of a private pool               the pool's graphs or MemPool are gone
+    oom                                          a failed malloc; a plain malloc if it ended the script
 
-Everything else is the allocator's own doing, and is done anew in a replay.
+Everything else is the allocator's own doing, which a replay recomputes.
 """
 
 from array import array
@@ -32,63 +32,63 @@ from memfit.records import DEFAULT_POOL, Action, MarkKind, Trace
 
 
 class RequestKind(IntEnum):
-    """What is asked for."""
+    """What a request asks of the allocator."""
 
     MALLOC = 0
     FREE = 1
     FREE_LATER = 2
-    """Freed by the script, and another stream still uses it."""
+    """The script frees a block that another stream still uses."""
     GONE_ON = 3
-    """That stream has gone on."""
+    """That stream is done with the block."""
     EMPTY_CACHE = 4
     FAILED = 5
-    """A malloc that failed when the history was made, and that the script went on without."""
+    """A malloc that failed when the history was made; the script continued without the block."""
     STEP = 6
     """A training step has ended."""
     USE = 7
-    """A block is used on another stream. A history does not tell: see ``FREE_LATER``."""
+    """Another stream uses a block. A history does not record this: see ``FREE_LATER``."""
     ALL_GONE_ON = 8
-    """Every stream has gone on."""
+    """Every stream is done."""
     CAPTURE_BEGIN = 9
-    """A CUDA graph is captured: until it ends, a malloc that is short of memory fails."""
+    """A CUDA graph capture begins: until it ends, a malloc that is short of memory fails."""
     CAPTURE_END = 10
     RELEASE_POOL = 11
-    """A private pool is no longer used: from now on its memory is given back like the cache."""
+    """A private pool is no longer used: from now on its memory is released like the cache."""
     EMPTY_POOL = 12
-    """And is given back now: it was a ``MemPool``'s."""
+    """The memory of an unused private pool is released now: it was a ``MemPool``'s."""
 
 
-_column = partial(array, "q")  # where compiled code finds them as they are
+_column = partial(array, "q")  # C reads the arrays in place
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests in their order, as columns of equal length."""
+    """Requests in order, as columns of equal length."""
 
     ask: "array[int]" = field(default_factory=_column)
     block: "array[int]" = field(default_factory=_column)
-    """Which block: numbered in the order of their mallocs; -1 where none is meant."""
+    """Number of the block, in the order of the mallocs; -1 in requests without a block."""
     size: "array[int]" = field(default_factory=_column)
     """Bytes as requested; rounded for ``FAILED``."""
     stream: "array[int]" = field(default_factory=_column)
     pool: "array[int]" = field(default_factory=_column)
     """Index into ``pools``, of ``MALLOC``, ``FAILED``, ``RELEASE_POOL`` and ``EMPTY_POOL``; 0 elsewhere."""
     event: "array[int]" = field(default_factory=_column)
-    """The event of the history that tells of it."""
+    """Index of the event that shows the request."""
     pools: tuple[tuple[int, int], ...] = (DEFAULT_POOL,)
     """As PyTorch numbers them."""
     reserved_before: int = 0
-    """Bytes that were reserved before the history begins: which segments is not known."""
+    """Bytes reserved before the history begins; their segments are unknown."""
 
     @property
     def captures(self) -> bool:
-        """Whether CUDA graphs were captured, as far as is told: pools (*n*, 0) are theirs."""
+        """Whether CUDA graphs were captured, as far as the history shows: pools (*n*, 0) are theirs."""
         return any(first for first, _ in self.pools) or RequestKind.CAPTURE_BEGIN in self.ask
 
     def add(
         self, ask: RequestKind, event: int, block: int = -1, size: int = 0, stream: int = 0, pool: int = 0
     ) -> None:
-        """Add one."""
+        """Append a request."""
         self.ask.append(int(ask))
         self.block.append(block)
         self.size.append(size)
@@ -97,7 +97,7 @@ class Requests:
         self.event.append(event)
 
     def add_all(self, ask: RequestKind, event: int, blocks: list[int]) -> None:
-        """Add one for each of some blocks."""
+        """Append one request for each block."""
         for block in blocks:
             self.add(ask, event, block)
 
@@ -107,7 +107,7 @@ _ALLOC, _FREE_REQUESTED, _FREE_COMPLETED, _OOM = map(
 )
 _MOST = 1 << 47
 """Bytes that a process can address."""
-_ASKED = {
+_KIND_OF_MARK = {
     MarkKind.EMPTY_CACHE: RequestKind.EMPTY_CACHE,
     MarkKind.TRAINING_STEP: RequestKind.STEP,
     MarkKind.CAPTURE_BEGIN: RequestKind.CAPTURE_BEGIN,
@@ -116,12 +116,12 @@ _ASKED = {
 
 
 def read_requests(trace: Trace) -> Requests:
-    """Read the requests from a trace.
+    """Read the requests of a trace.
 
-    What was live before a history that begins late comes first, as mallocs of its blocks' sizes.
+    Blocks that were live before a late history come first, as mallocs of their sizes.
 
     Raises:
-        FileFormatError: the history contradicts itself, or does not tell enough.
+        FileFormatError: the history contradicts itself, or is incomplete.
     """
     try:
         config = AllocatorConfig.read(trace.settings)
@@ -137,7 +137,7 @@ def read_requests(trace: Trace) -> Requests:
         found.add(RequestKind.MALLOC, 0, numbers[address], stop - address, *owners(address))
         if address in start.pending:
             found.add(RequestKind.FREE_LATER, 0, numbers[address])
-    BlockTracker(trace.events, config, start).to(len(trace.events))  # raises where an event cannot be
+    BlockTracker(trace.events, config, start).advance_to(len(trace.events))  # raises where an event cannot be
     back = tuple(memory_releases(trace, config, start.reserved))
     live = {address: numbers[address] for address in start.live}
     waiting = {address: numbers[address] for address in start.pending}
@@ -172,22 +172,22 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
 
 
 def _has_private_pools(trace: Trace) -> bool:
-    told = (MarkKind.CAPTURE_BEGIN, MarkKind.MEM_POOL_GONE)
+    kinds = (MarkKind.CAPTURE_BEGIN, MarkKind.MEM_POOL_GONE)
     return any(segment.pool != DEFAULT_POOL for segment in trace.segments) or any(
-        mark.kind in told for mark in trace.marks
+        mark.kind in kinds for mark in trace.marks
     )
 
 
 class _Reader:
-    """Turns events into requests.
+    """Converts events to requests.
 
     Args:
-        trace: whose events.
-        config: the settings that it was made with.
-        found: where the requests go.
+        trace: the history.
+        config: the settings it was made with.
+        found: receives the requests.
         live: blocks in use before the first event, by address.
-        waiting: blocks that were freed before it, and not yet free.
-        short: events from which on memory was given back, for want of it.
+        waiting: blocks whose free was requested before it and is not completed.
+        short: events at which a malloc short of memory began to release it.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Reader:
         self._short = False  # whether memory was given back since, for want of it
 
     def read(self, asked: list[tuple[int, RequestKind, int]]) -> None:
-        """Read every event, and put what is asked for between them: before which, what, of which pool."""
+        """Read every event; ``asked`` has the requests between events: (event, kind, pool)."""
         pending = deque(asked)
         end = len(self._actions)
         for event, (action, address) in enumerate(zip(self._actions, self._addresses, strict=True)):
@@ -237,7 +237,7 @@ class _Reader:
             self._found.add(ask, end, pool=pool)
 
     def _malloc(self, event: int, *, failed: bool) -> None:
-        """Add a malloc; it begins by completing what it can, and waits for the rest if memory is short."""
+        """Add a malloc; it first completes pending frees, and waits for the others if memory is short."""
         found, size, stream, pool = self._found, self._sizes[event], self._streams[event], self._pools[event]
         waited = self._short and not (self._in_parts and self._too_small(event))
         if not waited:
@@ -255,9 +255,9 @@ class _Reader:
         self._gone, self._gone_at, self._short = [], [], False
 
     def _too_small(self, malloc: int) -> bool:
-        """Whether no block whose free was completed would have served a malloc that was short of memory.
+        """Return whether no completed free could have served a malloc that was short of memory.
 
-        A malloc that gives back part of the cache waits for no stream: what was completed was so before it.
+        A malloc that releases part of the cache waits for no stream, so those frees completed before it.
         """
         where = self._streams[malloc], self._pools[malloc]
         return not any(
@@ -276,37 +276,37 @@ class _Reader:
 
 
 def _pools(trace: Trace) -> tuple[tuple[int, int], ...]:
-    """Return the pools of a trace, and those that it tells nothing of but their end."""
+    """Return the pools of a trace, and those of which it records only the end."""
     gone = [(0, mark.index) for mark in trace.marks if mark.kind is MarkKind.MEM_POOL_GONE]
     return tuple(dict.fromkeys([*(trace.pools or (DEFAULT_POOL,)), *gone]))
 
 
-def _fatal(trace: Trace) -> int:
-    """Return the event of the malloc whose failure ended the script; -1 if none did.
+def _fatal(trace: Trace) -> int | None:
+    """Return the event of the malloc whose failure ended the script; None if none did.
 
-    A snapshot does not say how its script ended: by that, if nothing was allocated any more.
+    A snapshot does not record how its script ended: a failed malloc ended it if no allocation follows.
     """
     asked = np.flatnonzero(np.isin(trace.events.action, (_ALLOC, _OOM)))
     failed = asked[trace.events.action[asked] == _OOM]
     if not len(failed):
-        return -1
+        return None
     ended = trace.end.reason == "out of memory" or (not trace.command and failed[-1] == asked[-1])
-    return int(failed[-1]) if ended else -1
+    return int(failed[-1]) if ended else None
 
 
 def _between(
     trace: Trace, pools: tuple[tuple[int, int], ...], back: Sequence[MemoryRelease]
 ) -> list[tuple[int, RequestKind, int]]:
-    """Return what is asked for between the events: before which, what, and of which pool."""
-    told = [(part.event, RequestKind.RELEASE_POOL, pool) for part in back for pool in part.released]
+    """Return the requests between events: (event that follows, kind, pool)."""
+    inferred = [(part.event, RequestKind.RELEASE_POOL, pool) for part in back for pool in part.released]
     number = {pool: index for index, pool in enumerate(pools)}
     marks, captures = [], 0
     for mark in trace.marks:
         captures += (mark.kind is MarkKind.CAPTURE_BEGIN) - (mark.kind is MarkKind.CAPTURE_END)
-        if captures < 0:  # it was begun before the history
+        if captures < 0:  # begun before the history
             captures = 0
-        elif mark.kind in _ASKED:
-            marks.append((mark.position, _ASKED[mark.kind], 0))
+        elif mark.kind in _KIND_OF_MARK:
+            marks.append((mark.position, _KIND_OF_MARK[mark.kind], 0))
         elif mark.kind is MarkKind.MEM_POOL_GONE:
             gone = number[0, mark.index]
             marks += [
@@ -317,10 +317,10 @@ def _between(
         if part.marked or part.for_malloc:
             continue
         if not part.shared:
-            told += [(part.event, RequestKind.EMPTY_POOL, pool) for pool in part.released]
+            inferred += [(part.event, RequestKind.EMPTY_POOL, pool) for pool in part.released]
         elif unmarked:
-            told.append((part.event, RequestKind.EMPTY_CACHE, 0))
-    return sorted([*told, *marks], key=itemgetter(0))  # of one position in this order
+            inferred.append((part.event, RequestKind.EMPTY_CACHE, 0))
+    return sorted([*inferred, *marks], key=itemgetter(0))  # stable: at one position in this order
 
 
 def _pools_of(trace: Trace) -> list[int]:
@@ -331,7 +331,7 @@ def _pools_of(trace: Trace) -> list[int]:
 class _Owners:
     """The stream and the pool of memory that was in use before the first event.
 
-    Its free tells, or the segment that it is in at the end.
+    They come from the event that freed it, or from its segment at the end.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -16,7 +16,7 @@ from memfit.units import MIB
 MIN_BLOCK = 512  # kMinBlockSize
 SMALL_SIZE = MIB  # kSmallSize: the largest block of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
-MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: from here on a segment is made to measure
+MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: from here on a segment has the size of its request
 ROUND_LARGE = 2 * MIB  # kRoundLarge
 
 _FIRST_INTERVAL = MIB.bit_length()
@@ -24,7 +24,7 @@ _DEFAULTS = AllocatorConfig()
 
 
 def round_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
-    """Round a request up to the size that PyTorch looks for.
+    """Round a request up to the size PyTorch searches for.
 
     Args:
         size: bytes as requested, at least 1 (a request of 0 bytes makes no block).
@@ -74,15 +74,15 @@ def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
 
 
 def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAULTS) -> bool:
-    """Whether what a block has beyond a request becomes a free block of its own.
+    """Return whether the remainder of a block becomes a free block of its own.
 
     Args:
         rounded: bytes after ``round_size``; their pool is the block's pool.
-        remainder: bytes that the free block has beyond them.
+        remainder: bytes of the free block beyond them.
         config: the settings in force.
 
     Source: ``should_split``, c10/cuda/CUDACachingAllocator.cpp. Pools made with
-    ``torch.cuda.MemPool(no_split=True)`` never split; a history does not say which they are.
+    ``torch.cuda.MemPool(no_split=True)`` never split; a history does not record which pools they are.
 
     >>> should_split(11 * MIB, MIB), should_split(11 * MIB, MIB + 512)
     (False, True)
@@ -93,5 +93,5 @@ def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAUL
 
 
 def least_remainder(config: AllocatorConfig, *, small: bool) -> int:
-    """Return the bytes that a remainder must have to become a block, in the small or the large pool."""
+    """Return the smallest remainder, in bytes, that becomes a block of the small or the large pool."""
     return MIN_BLOCK if small or config.expandable_segments else SMALL_SIZE + 1

@@ -1,4 +1,4 @@
-"""One trace under many settings: what each reserves, what it costs in time, and how small a device may be."""
+"""One trace under many settings: what each reserves and costs in time, and the smallest device for it."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ from memfit.records import AllocatorSetting, CallRates, SettingOutcome
 from memfit.units import MIB
 
 MOST_REPLAYS = 2000
-"""For one smallest capacity."""
+"""Limit of the search for one smallest capacity."""
 NEGLIGIBLE = 1e-3
-"""Seconds a step that a setting may cost and still be recommended; the cost is said."""
+"""Seconds a step that a setting may cost and still be recommended; the report names the cost."""
 
 
 def setting_config(setting: AllocatorSetting) -> AllocatorConfig:
@@ -43,7 +43,7 @@ def replay_setting(
     version: tuple[int, int],
     rates: CallRates,
 ) -> SettingOutcome:
-    """Replay under a setting."""
+    """Replay requests under a setting."""
     config = setting_config(setting)
     done = replay(
         asked,
@@ -65,23 +65,23 @@ def smallest_capacity(
     version: tuple[int, int],
     on_replay: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Return the bytes of the smallest device on which a trace runs, and on every larger one.
+    """Return the bytes of the smallest device on which a trace fits, as it does on every larger one.
 
-    From a device without end downwards, in steps of 2 MiB. Where a replay never took more than *n* bytes, it
-    goes the same way on every device of at least *n*: those are passed over. Success need not be monotone,
-    for a smaller device makes the allocator give back its cache and pack anew, so the search does not halve:
-    the first failure ends it.
+    The search goes down from unlimited memory in steps of 2 MiB. If a replay never used more than *n* bytes,
+    it is the same on every device of at least *n* bytes: those are skipped. Success need not be monotone,
+    because a smaller device makes the allocator release its cache and place blocks differently, so the
+    search does not bisect: the first failure ends it.
 
     Args:
-        asked: what ``requests(trace)`` returned.
+        asked: what ``read_requests(trace)`` returned.
         setting: the settings to replay under.
         taken: bytes that the context and other processes hold.
         version: of PyTorch, major and minor.
-        on_replay: called with each capacity that is tried.
+        on_replay: called with each capacity tried.
     """
     config = setting_config(setting)
     fraction = config.per_process_memory_fraction
-    capacity, runs_on = _without_end(asked, taken), 0
+    capacity, runs_on = _unlimited(asked, taken), 0
     for _ in range(MOST_REPLAYS):
         on_replay(capacity)
         done = replay(
@@ -94,14 +94,14 @@ def smallest_capacity(
         )
         if not done.fits:
             break
-        # With a fraction, devices are passed over only if that share of them holds what was taken.
+        # With a fraction, devices are skipped only if that share of them holds the bytes used.
         enough = done.most_taken if fraction is None else math.ceil(done.most_taken / fraction)
         runs_on = min(capacity, _granules(enough))
         capacity = runs_on - GRANULE
     return runs_on
 
 
-def _without_end(asked: Requests, taken: int) -> int:
+def _unlimited(asked: Requests, taken: int) -> int:
     most = sum(max(size, GRANULE) for size in asked.size)
     return taken + 2 * _granules(most)
 
@@ -111,7 +111,7 @@ def _granules(size: int) -> int:
 
 
 def settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, ...]:
-    """Return the settings that are worth trying, in the order in which people know them."""
+    """Return the settings worth trying, best known first."""
     confs = ["", "expandable_segments:True", "max_split_size_mb:128", "max_split_size_mb:512"]
     confs += ["roundup_power2_divisions:8"]
     if version >= FIRST_VERSION["large_segment_size_mb"]:
@@ -123,10 +123,10 @@ def settings_worth_trying(version: tuple[int, int]) -> tuple[AllocatorSetting, .
 
 
 def recommended_outcome(outcomes: Iterable[SettingOutcome], current: SettingOutcome) -> SettingOutcome | None:
-    """Return what reserves least, if that is worth a line in the environment.
+    """Return the outcome that reserves least, if it is worth setting; otherwise None.
 
-    It must fit where the current settings do not, or reserve 1 % less; and cost no more than ``NEGLIGIBLE``
-    in a steady step beyond what the current settings do.
+    It must fit when the current settings do not, or reserve at least 1 % less, and cost at most
+    ``NEGLIGIBLE`` more in a steady step than the current settings.
     """
     enough = current.replay.peak_reserved * 99 // 100 if current.replay.fits else None
     allowed = (current.seconds_per_step or 0.0) + NEGLIGIBLE

@@ -1,6 +1,6 @@
 """From the allocator's history to the bytes allocated and reserved after each event.
 
-The history gives every address but only requested sizes; ``walk.py`` tells the rest.
+The history records every address but only requested sizes; ``block_lifetimes.py`` derives the rest.
 """
 
 import numpy as np
@@ -17,13 +17,13 @@ def timeline(trace: Trace) -> Timeline:
 
     Args:
         trace: events, settings and the segments at the end. If the history begins late (a snapshot
-            of a process that was already running), what was there is worked out from the end: see
+            of a process that was already running), the earlier state is derived from the end: see
             ``initial_state``.
 
     Returns:
         ``torch.cuda.memory_allocated()`` and ``memory_reserved()`` after each event, to the byte.
-        What is told of the time before comes first (``EARLIER``), and is counted as it is told.
-        Where PyTorch keeps no cache (``backend:cudaMallocAsync``, no caching), both are the sum of
+        Allocations from before the history (``EARLIER``) come first, each counted at its event.
+        If PyTorch keeps no cache (``backend:cudaMallocAsync``, no caching), both are the sum of
         the sizes that were allocated and not yet freed.
 
     Raises:
@@ -34,17 +34,17 @@ def timeline(trace: Trace) -> Timeline:
     except UsageError as error:
         raise FileFormatError(f"Cannot replay this trace: {error}") from None
     start = initial_state(trace, config)
-    walk = BlockTracker(trace.events, config, start)
-    walk.to(len(trace.events))
-    sizes = np.array(walk.change, np.int64)
-    allocated = start.allocated - sum(walk.earlier.values()) + np.cumsum(sizes)
+    tracker = BlockTracker(trace.events, config, start)
+    tracker.advance_to(len(trace.events))
+    sizes = np.array(tracker.change, np.int64)
+    allocated = start.allocated - sum(tracker.earlier.values()) + np.cumsum(sizes)
     reserved = start.reserved + np.cumsum(reserved_change(trace.events)) if config.has_segments else allocated
     born = np.isin(trace.events.action, (Action.ALLOC, Action.EARLIER))
     return Timeline(
         allocated=allocated,
         reserved=reserved,
         block_size=np.where(born, sizes, 0),
-        freed_by=np.array(walk.freed_by, np.int64),
+        freed_by=np.array(tracker.freed_by, np.int64),
     )
 
 
@@ -52,8 +52,8 @@ def disagreement(trace: Trace, derived: Timeline) -> str:
     """Compare a timeline with PyTorch's own statistics, the referee.
 
     Args:
-        trace: its ``statistics`` are ``torch.cuda.memory_stats()`` after the last event; what they do
-            not hold is not compared. Peaks are those since the last ``RESET_PEAK`` mark.
+        trace: its ``statistics`` are ``torch.cuda.memory_stats()`` after the last event; missing
+            ones are not compared. Peaks are those since the last ``RESET_PEAK`` mark.
         derived: what ``timeline(trace)`` returned.
 
     Returns:
@@ -62,7 +62,7 @@ def disagreement(trace: Trace, derived: Timeline) -> str:
     reset = max((mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK), default=0)
     columns = {"allocated": derived.allocated, "reserved": derived.reserved}
     if not AllocatorConfig.read(trace.settings).has_segments:
-        del columns["reserved"]  # CUDA's own pool takes memory in pieces that no history tells of
+        del columns["reserved"]  # the history does not record the segments of CUDA's own pool
     for name, column in columns.items():
         # A reset sets the peak to what is in use then: the level after the event before the mark.
         level = np.concatenate((np.zeros(1, np.int64), column))[reset:]

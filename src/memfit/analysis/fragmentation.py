@@ -72,19 +72,19 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
         if not 0 <= events <= len(trace.events):
             raise UsageError(f"{name}: the number of events is from 0 to {len(trace.events)}, not {events}.")
     start = initial_state(trace, config)
-    walk = BlockTracker(trace.events, config, start)
+    tracker = BlockTracker(trace.events, config, start)
     pieces: dict[int, list[TrackedBlock]] = {}
     for events in sorted(moments.values()):
-        walk.to(events)
-        pieces[events] = walk.pieces()
+        tracker.advance_to(events)
+        pieces[events] = tracker.blocks()
         reserved = int(line.reserved[events - 1]) if events else start.reserved
         if sum(piece.stop - piece.start for piece in pieces[events]) != reserved:
             raise FileFormatError(
                 f"Cannot replay this trace: after {events} of {len(trace.events)} events its blocks do not "
                 f"fill the {reserved:,} bytes reserved. Record it again."
             )
-    walk.to(len(trace.events))  # to know who is freed later
-    look = _Look(trace, config, walk)
+    tracker.advance_to(len(trace.events))  # to know who is freed later
+    look = _Look(trace, config, tracker)
     sure = least_certain(note for note in trace.notes if note.sizes)
     return Fragmentation(
         worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
@@ -121,13 +121,13 @@ class _Look:
     Args:
         trace: whose blocks they are.
         config: the settings in force.
-        walk: at the end of the history.
+        tracker: at the end of the history.
     """
 
-    def __init__(self, trace: Trace, config: AllocatorConfig, walk: BlockTracker) -> None:
+    def __init__(self, trace: Trace, config: AllocatorConfig, tracker: BlockTracker) -> None:
         self._trace = trace
         self._config = config
-        self._walk = walk
+        self._tracker = tracker
         self._requested_at_end = {
             block.address: block.requested for segment in trace.segments for block in segment.blocks
         }
@@ -170,7 +170,7 @@ class _Look:
 
     def _requested(self, piece: TrackedBlock) -> int:
         """Return the bytes that a live block was asked for with, and see that it has them."""
-        event = self._walk.freed_old.get(piece.start) if piece.born is None else piece.born
+        event = self._tracker.freed_old.get(piece.start) if piece.born is None else piece.born
         requested = (
             self._requested_at_end[piece.start] if event is None else int(self._trace.events.size[event])
         )
@@ -228,7 +228,7 @@ class _Look:
     def _pin(self, piece: TrackedBlock) -> PinningBlock:
         born = piece.born
         category = Category.UNKNOWN if born is None else Category(self._trace.events.category[born])
-        freed = self._walk.freed_old.get(piece.start) if born is None else self._walk.freed_by[born]
+        freed = self._tracker.freed_old.get(piece.start) if born is None else self._tracker.freed_by[born]
         return PinningBlock(
             address=piece.start,
             size=piece.stop - piece.start,

@@ -66,7 +66,7 @@ def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[R
     """Return what was reserved before the first event."""
     if not start.reserved:
         return []
-    pieces = BlockTracker(trace.events, config, start).pieces()
+    pieces = BlockTracker(trace.events, config, start).blocks()
     return [
         Range(
             one[0].start, one[-1].stop, -1, len(trace.events),
