@@ -1,14 +1,18 @@
-/* PyTorch's caching allocator once more, compiled: the rules of caching.py and of the files that it names.
+/* PyTorch's caching allocator, compiled: the same rules in the same order as caching_allocator.py and its modules.
  *
- *     replay.c      requests, one after another; what Python calls
- *     caching.c     malloc, free and all that they lead to
- *     expandable.c  expandable segments
- *     events.c      streams, and the blocks that wait for them
- *     blocks.c      blocks, and the free ones in the order of best fit
- *     device.c      the device's memory: a count of bytes, and addresses
- *     statistics.c  torch.cuda.memory_stats()
+ *     replay.c               requests, served one after another; what Python calls
+ *     caching_allocator.c    malloc and free
+ *     reclaim.c              free memory that goes back to the device
+ *     private_pools.c        pools of captured graphs and of MemPool
+ *     expandable_segments.c  expandable segments
+ *     stream_events.c        streams, and the blocks that wait for them
+ *     freeing.c              blocks that become free, and their merging
+ *     blocks.c               blocks, and the free ones in the order of best fit
+ *     rounding.c             sizes of blocks and segments
+ *     device_memory.c        the device's memory: a count of bytes, and addresses
+ *     memory_stats.c         torch.cuda.memory_stats()
  *
- * Those say why each rule is as it is, and where it is from; a comment here says only what is different.
+ * The Python modules give the reason and the source of each rule; a comment here states only what is different.
  */
 #ifndef MEMFIT_ALLOCATOR_H
 #define MEMFIT_ALLOCATOR_H
@@ -18,17 +22,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MIB (INT64_C(1) << 20)
+#include "array.h"
+#include "units.h"
+
 #define MIN_BLOCK 512
 #define SMALL_SIZE MIB
-#define SMALL_SEGMENT (2 * MIB)
-#define NEVER (INT64_C(1) << 62) /* bytes that no block has */
+#define SMALL_SEGMENT (2 * MIB)   /* kSmallBuffer */
+#define MIN_LARGE_SIZE (10 * MIB) /* kMinLargeAlloc */
+#define ROUND_LARGE (2 * MIB)     /* kRoundLarge */
+#define NEVER (INT64_C(1) << 62) /* more bytes than any block has */
 #define INTERVALS 16
 
-/* All of them int64_t: native.py fills them in as one array. */
+/* Only int64_t: compiled_allocator.py passes them as one array. */
 struct settings {
     int64_t total;
-    int64_t taken;   /* of the device, before anything is asked for */
+    int64_t taken;   /* of the device, before the first request */
     int64_t allowed; /* bytes that may be reserved, or NEVER */
     int64_t collect_above;
     int64_t max_split_size;
@@ -36,7 +44,7 @@ struct settings {
     int64_t large_segment_size;
     int64_t expandable;
     int64_t throw_on_oom;
-    int64_t numbered; /* whether blocks of equal size go by the age of their segment */
+    int64_t numbered; /* whether blocks of equal size are ordered by the age of their segment */
     int64_t empties_each_step;
     int64_t divisions[INTERVALS];
 };
@@ -45,19 +53,34 @@ struct calls {
     int64_t malloc, free, map, unmap, synchronize;
 };
 
-struct vector {
-    void *at;
-    size_t count, room;
-};
+struct block;
+struct list;
+struct queue;
+struct private_pool;
+typedef struct {
+    ARRAY(int64_t);
+} number_array;
+typedef struct {
+    ARRAY(struct block *);
+} block_array;
+typedef struct {
+    ARRAY(struct list *);
+} list_array;
+typedef struct {
+    ARRAY(struct queue *);
+} queue_array;
+typedef struct {
+    ARRAY(struct private_pool *);
+} private_pool_array;
 
 enum { SLOTS = 64 };
 struct arena {
     int64_t next;
-    struct vector given_back[SLOTS]; /* addresses, by the logarithm of their slot's size */
+    number_array free_addresses[SLOTS]; /* by the logarithm of their slot's size */
 };
 
 struct device {
-    int64_t total, used, most;
+    int64_t total, used, peak;
     struct calls calls;
     struct arena memory, virtual;
 };
@@ -70,21 +93,21 @@ struct reservation {
 
 struct block {
     int64_t address, size, requested, stream;
-    int64_t number;  /* of its segment, in the order in which they were made */
+    int64_t number;  /* of its segment, in the order of creation */
     int64_t gc_base; /* the pool's searches when it became free */
     struct pool *pool;
     struct reservation *expandable;
     struct block *prev, *next;
-    struct vector uses; /* int64_t: other streams that use it */
+    number_array uses; /* other streams that use it */
     int64_t events;
-    size_t head; /* of the first of a segment: its place among the heads */
+    size_t head; /* of the first block of a segment: its index among the heads */
     bool free, mapped, waits;
 };
 
-/* Blocks of one stream: free ones by size, number and address; those with no memory behind them by address. */
+/* Blocks of one stream: free ones by size, number and address; unmapped ones by address. */
 struct list {
     int64_t stream;
-    struct vector blocks; /* struct block * */
+    block_array blocks;
 };
 
 struct pool {
@@ -92,13 +115,13 @@ struct pool {
     struct private_pool *owner;
     int64_t least; /* bytes that a remainder must have to become a block */
     int64_t calls; /* searches so far */
-    struct vector cached, unmapped; /* struct list *, by stream */
+    list_array cached, unmapped; /* by stream */
 };
 
 struct private_pool {
     struct pool small, large;
     size_t index;
-    int64_t pieces; /* segments and mappings that were made for it and not yet given back */
+    int64_t pieces; /* its segments and mappings that are not released yet */
     bool used;      /* by a graph or a MemPool, until it is released */
 };
 
@@ -111,7 +134,7 @@ struct event {
 struct queue {
     int64_t stream;
     struct event *first, *last;
-    struct queue *before, *after; /* in the order in which they were made */
+    struct queue *before, *after; /* in the order of creation */
 };
 
 enum { ALLOCATION, ALLOCATED, ACTIVE, ACTIVE_BYTES, REQUESTED, SPLITS, SPLIT_BYTES, SEGMENT, RESERVED, FIGURES };
@@ -138,43 +161,57 @@ struct allocator {
     struct private_pool **private_pools; /* by index; 0 stands for the default pool, and is NULL */
     size_t pool_count;
     size_t allocates_to;    /* a private pool's index, or 0 */
-    struct vector every_pool; /* struct private_pool *: private ones, also those that are no more */
-    struct vector freeable; /* struct private_pool *: released ones */
-    struct vector heads;    /* struct block *: the first of every segment and reservation */
-    struct vector deferred; /* struct block *: freed during a capture, and used by other streams */
+    private_pool_array every_pool; /* every private pool that was created */
+    private_pool_array freeable;   /* released ones */
+    block_array heads;             /* the first block of every segment and reservation */
+    block_array deferred;          /* freed during a capture, and used by other streams */
     struct queue *queues, *last_queue;
-    struct vector by_stream; /* struct queue *, by stream */
-    size_t outstanding, ended; /* events, and those of them that are over */
+    queue_array by_stream;
+    size_t outstanding, ended; /* events, and how many of them are complete */
     int64_t captures;
-    int64_t reserved, made;
-    bool collects, choosy;
-    int64_t unsplit;
-    bool failed; /* whether the malloc under way is out of memory */
+    int64_t reserved, segments_made;
+    bool collects, has_conditions; /* has_conditions: the best fit may be refused */
+    int64_t unsplit_from;          /* blocks of so many bytes are not split */
+    bool failed;                   /* whether the current malloc is out of memory */
     int64_t failed_size, failed_free;
     struct statistics statistics;
     struct counters counters;
 
-    struct block *unused; /* by next */
-    struct vector pages;  /* struct block *: where blocks live */
-    jmp_buf give_up;      /* where to go when the host has no memory left, or addresses end */
+    struct block *unused; /* linked by next */
+    block_array pages;    /* memory of blocks */
+    jmp_buf give_up;      /* taken when the host is out of memory, or addresses exceed 64 bits */
 
     struct block **held; /* by number */
     size_t held_count;
     size_t position;
     int64_t steps;
-    struct calls at_step[2]; /* up to the end of the last but one training step, and of the last */
+    struct calls at_step[2]; /* at the end of the last training step but one, and of the last */
 };
 
+/* How serving ended. */
+enum status { SERVED, OUT_OF_MEMORY, IMPOSSIBLE, HOST_HAS_NO_MEMORY, BEYOND_64_BITS };
+
+/* Return memory that was allocated; end serving if it is NULL. */
+static inline void *or_give_up(struct allocator *a, void *memory)
+{
+    if (memory == NULL)
+        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
+    return memory;
+}
+
+/* rounding.c */
+int64_t round_up(int64_t size, int64_t step);
+int64_t round_size(const struct settings *settings, int64_t size);
+int64_t segment_size(const struct settings *settings, int64_t size);
+
 /* blocks.c */
-void *vector_insert(struct allocator *a, struct vector *vector, size_t index, size_t item);
-void vector_remove(struct vector *vector, size_t index, size_t item);
 struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool, int64_t address);
 void page_delete(struct block *page);
 void block_delete(struct allocator *a, struct block *block);
 struct block *block_split(struct allocator *a, struct block *block, int64_t size);
 void block_swallow(struct allocator *a, struct block *block, struct block *following);
 bool block_is_split(const struct block *block);
-struct list *list_of(struct allocator *a, struct vector *lists, int64_t stream);
+struct list *list_of(struct allocator *a, list_array *lists, int64_t stream);
 struct block *list_at(const struct list *list, size_t index);
 size_t list_first_of(const struct list *list, int64_t size);
 void pool_add(struct allocator *a, struct block *block);
@@ -185,7 +222,7 @@ struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t 
 void head_add(struct allocator *a, struct block *block);
 void head_remove(struct allocator *a, struct block *block);
 
-/* device.c */
+/* device_memory.c */
 void device_init(struct device *device, int64_t total, int64_t taken);
 int64_t device_malloc(struct allocator *a, int64_t size);
 void device_free(struct allocator *a, int64_t address, int64_t size);
@@ -194,30 +231,38 @@ void device_unreserve(struct allocator *a, int64_t address, int64_t size);
 bool device_map(struct device *device, int64_t pieces, int64_t size);
 void device_unmap(struct device *device, int64_t pieces, int64_t size);
 
-/* statistics.c */
+/* memory_stats.c */
 enum kind { ALLOC, FREE, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP };
 void count(struct allocator *a, const struct pool *pool, enum kind kind, int64_t size, int64_t requested,
            int64_t splits, int64_t split_bytes);
 
-/* caching.c */
+/* caching_allocator.c */
 struct block *caching_malloc(struct allocator *a, int64_t size, int64_t stream);
 void caching_free(struct allocator *a, struct block *block);
+
+/* reclaim.c */
 void caching_empty_cache(struct allocator *a, size_t only);
+bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream, int64_t size);
+void garbage_collect_cached_blocks(struct allocator *a);
+
+/* private_pools.c */
 void caching_allocate_to(struct allocator *a, size_t index);
 void caching_release_pool(struct allocator *a, size_t index);
 void pool_init(struct allocator *a, struct pool *pool, struct private_pool *owner, bool small);
+
+/* freeing.c */
 struct block *merged(struct allocator *a, struct block *block);
 void free_block(struct allocator *a, struct block *block, enum kind kind);
 
-/* events.c */
+/* stream_events.c */
 void record_stream(struct allocator *a, struct block *block, int64_t stream);
-void stream_gone_on(struct allocator *a, int64_t stream);
-void everything_is_over(struct allocator *a);
+void complete_stream(struct allocator *a, int64_t stream);
+void complete_all_events(struct allocator *a);
 void insert_events(struct allocator *a, struct block *block);
 void process_events(struct allocator *a);
 void synchronize_and_free_events(struct allocator *a);
 
-/* expandable.c */
+/* expandable_segments.c */
 struct block *expandable_allocate(struct allocator *a, struct pool *pool, int64_t stream, int64_t size);
 void expandable_unmap(struct allocator *a, struct block *block);
 
@@ -234,7 +279,5 @@ API void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS]);
 API void allocator_statistics(const struct allocator *a, int64_t *figures);
 API int64_t allocator_outcome(const struct allocator *a, int64_t *figures);
 
-/* How serving ended. */
-enum status { SERVED, OUT_OF_MEMORY, IMPOSSIBLE, HOST_HAS_NO_MEMORY, BEYOND_64_BITS };
 
 #endif

@@ -1,46 +1,16 @@
+/* Blocks, and the lists of free ones that pools keep. */
 #include "allocator.h"
 
 #include <stdlib.h>
-#include <string.h>
 
-enum { PAGE = 1024 }; /* blocks */
-
-static void *grown(struct allocator *a, void *memory, size_t items, size_t item)
-{
-    void *more = realloc(memory, items * item);
-    if (more == NULL)
-        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
-    return more;
-}
-
-/* Make room for one more item; return where it goes. */
-void *vector_insert(struct allocator *a, struct vector *vector, size_t index, size_t item)
-{
-    if (vector->count == vector->room) {
-        size_t room = vector->room ? 2 * vector->room : 8;
-        vector->at = grown(a, vector->at, room, item);
-        vector->room = room;
-    }
-    char *place = (char *)vector->at + index * item;
-    memmove(place + item, place, (vector->count - index) * item);
-    vector->count++;
-    return place;
-}
-
-void vector_remove(struct vector *vector, size_t index, size_t item)
-{
-    char *place = (char *)vector->at + index * item;
-    vector->count--;
-    memmove(place, place + item, (vector->count - index) * item);
-}
+enum { PAGE = 1024 }; /* blocks allocated together */
 
 struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool, int64_t address)
 {
     if (a->unused == NULL) {
-        struct block **page = vector_insert(a, &a->pages, a->pages.count, sizeof *page);
-        *page = NULL; /* in case that there is no memory for it */
-        *page = grown(a, NULL, PAGE, sizeof **page);
-        memset(*page, 0, PAGE * sizeof **page);
+        struct block **page = or_give_up(a, array_append(&a->pages));
+        *page = NULL; /* in case there is no memory for it */
+        *page = or_give_up(a, calloc(PAGE, sizeof **page));
         for (size_t i = 0; i < PAGE; i++) {
             (*page)[i].next = a->unused;
             a->unused = &(*page)[i];
@@ -48,7 +18,7 @@ struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struc
     }
     struct block *block = a->unused;
     a->unused = block->next;
-    struct vector uses = block->uses; /* its room is used again */
+    number_array uses = block->uses; /* its memory is reused */
     uses.count = 0;
     *block = (struct block){.address = address, .size = size, .stream = stream, .pool = pool, .uses = uses};
     block->free = block->mapped = true;
@@ -58,7 +28,7 @@ struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struc
 void page_delete(struct block *page)
 {
     for (size_t i = 0; page != NULL && i < PAGE; i++)
-        free(page[i].uses.at);
+        free(page[i].uses.items);
     free(page);
 }
 
@@ -69,7 +39,7 @@ void block_delete(struct allocator *a, struct block *block)
     a->unused = block;
 }
 
-/* Shorten it to its first bytes; return the rest, which no pool has yet. */
+/* Shorten a block to its first bytes; return the rest, which is in no pool yet. */
 struct block *block_split(struct allocator *a, struct block *block, int64_t size)
 {
     struct block *rest =
@@ -86,7 +56,7 @@ struct block *block_split(struct allocator *a, struct block *block, int64_t size
     return rest;
 }
 
-/* Take in the block that follows, which is no more. */
+/* Extend a block by the one that follows it, which is deleted. */
 void block_swallow(struct allocator *a, struct block *block, struct block *following)
 {
     block->size += following->size;
@@ -101,9 +71,9 @@ bool block_is_split(const struct block *block)
     return block->prev != NULL || block->next != NULL;
 }
 
-struct list *list_of(struct allocator *a, struct vector *lists, int64_t stream)
+struct list *list_of(struct allocator *a, list_array *lists, int64_t stream)
 {
-    struct list **at = lists->at;
+    struct list **at = lists->items;
     size_t low = 0, high = lists->count;
     while (low < high) {
         size_t middle = (low + high) / 2;
@@ -114,16 +84,16 @@ struct list *list_of(struct allocator *a, struct vector *lists, int64_t stream)
     }
     if (low < lists->count && at[low]->stream == stream)
         return at[low];
-    struct list *list = grown(a, NULL, 1, sizeof *list);
+    struct list *list = or_give_up(a, malloc(sizeof *list));
     *list = (struct list){.stream = stream};
-    struct list **place = vector_insert(a, lists, low, sizeof *place);
+    struct list **place = or_give_up(a, array_insert(lists, low));
     *place = list;
     return list;
 }
 
 struct block *list_at(const struct list *list, size_t index)
 {
-    return ((struct block **)list->blocks.at)[index];
+    return list->blocks.items[index];
 }
 
 static int compare(int64_t a, int64_t b)
@@ -143,7 +113,7 @@ static int by_address(const struct block *a, const struct block *b)
     return compare(a->address, b->address);
 }
 
-/* Return where a block is, or would be. */
+/* Return the index of a block, or where it would go. */
 static size_t search(const struct list *list, const struct block *block,
                      int (*order)(const struct block *, const struct block *))
 {
@@ -158,7 +128,7 @@ static size_t search(const struct list *list, const struct block *block,
     return low;
 }
 
-/* Return the index of the first block of at least so many bytes; the number of blocks if there is none. */
+/* Return the index of the first block of at least `size` bytes; the number of blocks if there is none. */
 size_t list_first_of(const struct list *list, int64_t size)
 {
     size_t low = 0, high = list->blocks.count;
@@ -176,37 +146,41 @@ void pool_add(struct allocator *a, struct block *block)
 {
     block->gc_base = block->pool->calls;
     struct list *list = list_of(a, &block->pool->cached, block->stream);
-    struct block **place = vector_insert(a, &list->blocks, search(list, block, by_fit), sizeof *place);
+    size_t index = search(list, block, by_fit);
+    struct block **place = or_give_up(a, array_insert(&list->blocks, index));
     *place = block;
 }
 
 void pool_remove(struct allocator *a, struct block *block)
 {
     struct list *list = list_of(a, &block->pool->cached, block->stream);
-    vector_remove(&list->blocks, search(list, block, by_fit), sizeof block);
+    size_t index = search(list, block, by_fit);
+    array_remove(&list->blocks, index);
 }
 
 void pool_add_unmapped(struct allocator *a, struct block *block)
 {
     struct list *list = list_of(a, &block->pool->unmapped, block->stream);
-    struct block **place = vector_insert(a, &list->blocks, search(list, block, by_address), sizeof *place);
+    size_t index = search(list, block, by_address);
+    struct block **place = or_give_up(a, array_insert(&list->blocks, index));
     *place = block;
 }
 
 void pool_remove_unmapped(struct allocator *a, struct block *block)
 {
     struct list *list = list_of(a, &block->pool->unmapped, block->stream);
-    vector_remove(&list->blocks, search(list, block, by_address), sizeof block);
+    size_t index = search(list, block, by_address);
+    array_remove(&list->blocks, index);
 }
 
-/* Return a copy of its free blocks as they are now, by stream and fit; the caller frees it. */
+/* Return a copy of a pool's free blocks as they are now, by stream and fit; the caller frees it. */
 struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t *count)
 {
-    struct list **lists = pool->cached.at;
+    struct list **lists = pool->cached.items;
     *count = 0;
     for (size_t i = 0; i < pool->cached.count; i++)
         *count += lists[i]->blocks.count;
-    struct block **blocks = grown(a, NULL, *count + 1, sizeof *blocks), **next = blocks;
+    struct block **blocks = or_give_up(a, calloc(*count + 1, sizeof *blocks)), **next = blocks;
     for (size_t i = 0; i < pool->cached.count; i++)
         for (size_t j = 0; j < lists[i]->blocks.count; j++)
             *next++ = list_at(lists[i], j);
@@ -216,13 +190,13 @@ struct block **pool_blocks(struct allocator *a, const struct pool *pool, size_t 
 void head_add(struct allocator *a, struct block *block)
 {
     block->head = a->heads.count;
-    struct block **place = vector_insert(a, &a->heads, a->heads.count, sizeof *place);
+    struct block **place = or_give_up(a, array_append(&a->heads));
     *place = block;
 }
 
 void head_remove(struct allocator *a, struct block *block)
 {
-    struct block **heads = a->heads.at, *last = heads[--a->heads.count];
+    struct block **heads = a->heads.items, *last = heads[--a->heads.count];
     heads[block->head] = last;
     last->head = block->head;
 }

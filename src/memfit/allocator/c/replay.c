@@ -1,29 +1,30 @@
+/* Requests, served one after another: what Python calls. */
 #include "allocator.h"
 
 #include <stdlib.h>
 
-/* What is asked for, as requests.py numbers it. */
+/* The kinds of request, as requests.py numbers them. */
 enum ask {
     MALLOC_IT,
     FREE_IT,
     FREE_LATER,
-    GONE_ON,
+    STREAM_DONE,
     EMPTY_CACHE,
     FAILED,
     STEP,
     USE,
-    ALL_GONE_ON,
+    ALL_STREAMS_DONE,
     CAPTURE_BEGIN,
     CAPTURE_END,
     RELEASE_POOL,
     EMPTY_POOL
 };
 
-/* Numbers from here on stand for streams that use other streams' blocks, one for each such block. */
+/* Stream numbers from here on stand for the other streams that use a block, one number per block. */
 #define OTHERS (INT64_C(1) << 40)
-#define LARGEST (INT64_C(1) << 48) /* bytes that may be asked for */
+#define LARGEST (INT64_C(1) << 48) /* bytes of a request */
 
-/* Return an allocator for blocks and pools with numbers below so many; NULL if the host has no memory. */
+/* Return an allocator for numbers of blocks and pools below these limits; NULL if the host is out of memory. */
 struct allocator *allocator_new(const struct settings *settings, int64_t blocks, int64_t pools)
 {
     struct allocator *a = calloc(1, sizeof *a);
@@ -39,8 +40,8 @@ struct allocator *allocator_new(const struct settings *settings, int64_t blocks,
     }
     a->settings = *settings;
     a->collects = settings->collect_above != NEVER;
-    a->choosy = a->collects || settings->max_split_size != NEVER || settings->expandable;
-    a->unsplit = settings->expandable ? NEVER : settings->max_split_size;
+    a->has_conditions = a->collects || settings->max_split_size != NEVER || settings->expandable;
+    a->unsplit_from = settings->expandable ? NEVER : settings->max_split_size;
     device_init(&a->device, settings->total, settings->taken);
     pool_init(a, &a->small, NULL, true);
     pool_init(a, &a->large, NULL, false);
@@ -49,11 +50,11 @@ struct allocator *allocator_new(const struct settings *settings, int64_t blocks,
 
 static void pool_clear(struct pool *pool)
 {
-    struct vector *both[] = {&pool->cached, &pool->unmapped};
+    list_array *both[] = {&pool->cached, &pool->unmapped};
     for (size_t i = 0; i < 2; i++) {
-        struct list **lists = both[i]->at;
+        struct list **lists = both[i]->items;
         for (size_t j = 0; j < both[i]->count; j++) {
-            free(lists[j]->blocks.at);
+            free(lists[j]->blocks.items);
             free(lists[j]);
         }
         free(lists);
@@ -63,12 +64,12 @@ static void pool_clear(struct pool *pool)
 static void arena_clear(struct arena *arena)
 {
     for (size_t i = 0; i < SLOTS; i++)
-        free(arena->given_back[i].at);
+        free(arena->free_addresses[i].items);
 }
 
 void allocator_delete(struct allocator *a)
 {
-    struct block **heads = a->heads.at, **pages = a->pages.at;
+    struct block **heads = a->heads.items, **pages = a->pages.items;
     for (size_t i = 0; i < a->heads.count; i++)
         free(heads[i]->expandable);
     for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
@@ -81,7 +82,7 @@ void allocator_delete(struct allocator *a)
     }
     pool_clear(&a->small);
     pool_clear(&a->large);
-    struct private_pool **every = a->every_pool.at;
+    struct private_pool **every = a->every_pool.items;
     for (size_t i = 0; i < a->every_pool.count; i++)
         if (every[i] != NULL) {
             pool_clear(&every[i]->small);
@@ -94,10 +95,10 @@ void allocator_delete(struct allocator *a)
         page_delete(pages[i]);
     free(heads);
     free(pages);
-    free(a->by_stream.at);
-    free(a->deferred.at);
+    free(a->by_stream.items);
+    free(a->deferred.items);
     free(every);
-    free(a->freeable.at);
+    free(a->freeable.items);
     free(a->private_pools);
     free(a->held);
     free(a);
@@ -140,16 +141,16 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
     case USE:
         record_stream(a, block, stream);
         return SERVED;
-    case GONE_ON:
-        stream_gone_on(a, OTHERS + number);
+    case STREAM_DONE:
+        complete_stream(a, OTHERS + number);
         return SERVED;
-    case ALL_GONE_ON:
-        everything_is_over(a);
+    case ALL_STREAMS_DONE:
+        complete_all_events(a);
         return SERVED;
     case EMPTY_CACHE:
         caching_empty_cache(a, 0);
         return SERVED;
-    case FAILED: /* on the way to it the cache was given back; the script went on without it */
+    case FAILED: /* before it failed the cache was released; the script continued without the memory */
         block = caching_malloc(a, size, stream);
         if (block != NULL)
             caching_free(a, block);
@@ -180,7 +181,7 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
     }
 }
 
-/* Serve requests; allocator_outcome tells at which it ended if that is before the last. */
+/* Serve requests; if serving ends before the last, allocator_outcome reports at which. */
 int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, const int64_t *block,
                     const int64_t *size, const int64_t *stream, const int64_t *pool)
 {
@@ -207,17 +208,17 @@ static int by_address(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* Return where a block lies; 0 if there is none of that number. */
+/* Return the address of a block; 0 if no block has that number. */
 int64_t allocator_address(const struct allocator *a, int64_t number)
 {
     const struct block *block = held(a, number);
     return block == NULL ? 0 : block->address;
 }
 
-/* Return how many blocks there are, free or not, mapped or not. */
+/* Return the number of blocks, free or not, mapped or not. */
 int64_t allocator_block_count(const struct allocator *a)
 {
-    struct block **heads = a->heads.at;
+    struct block **heads = a->heads.items;
     int64_t found = 0;
     for (size_t i = 0; i < a->heads.count; i++)
         for (const struct block *block = heads[i]; block != NULL; block = block->next)
@@ -225,10 +226,10 @@ int64_t allocator_block_count(const struct allocator *a)
     return found;
 }
 
-/* Write a row for each of them, by address. */
+/* Write a row for each block, by address. */
 void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS])
 {
-    struct block **heads = a->heads.at;
+    struct block **heads = a->heads.items;
     if (a->heads.count > 0)
         qsort(heads, a->heads.count, sizeof *heads, by_address);
     for (size_t i = 0; i < a->heads.count; i++) {
@@ -276,13 +277,13 @@ static int64_t *write_calls(int64_t *figures, struct calls calls)
     return figures;
 }
 
-/* Write what else is known at the end. Return the number of training steps. */
+/* Write how serving ended: position, failed request, peak and calls. Return the number of training steps. */
 int64_t allocator_outcome(const struct allocator *a, int64_t *figures)
 {
     *figures++ = (int64_t)a->position;
     *figures++ = a->failed_size;
     *figures++ = a->failed_free;
-    *figures++ = a->device.most;
+    *figures++ = a->device.peak;
     figures = write_calls(figures, a->device.calls);
     figures = write_calls(figures, a->at_step[0]);
     write_calls(figures, a->at_step[1]);

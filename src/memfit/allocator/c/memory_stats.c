@@ -1,3 +1,4 @@
+/* torch.cuda.memory_stats(). */
 #include "allocator.h"
 
 static void change(struct figure *figure, int64_t by)
@@ -12,7 +13,7 @@ static void change(struct figure *figure, int64_t by)
     }
 }
 
-/* Count what statistics.py counts for one row of its log. */
+/* Count one event, as memory_stats.py does. */
 void count(struct allocator *a, const struct pool *pool, enum kind kind, int64_t size, int64_t requested,
            int64_t splits, int64_t split_bytes)
 {

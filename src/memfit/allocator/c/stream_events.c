@@ -1,11 +1,12 @@
+/* Events: frees that wait for the streams that use the block. stream_events.py gives the reasons. */
 #include "allocator.h"
 
 #include <stdlib.h>
 
-/* Return where a stream's queue is among those that are sorted, or would be. */
+/* Return the index of a stream's queue among the sorted ones, or where it would go. */
 static size_t queue_index(const struct allocator *a, int64_t stream)
 {
-    struct queue **at = a->by_stream.at;
+    struct queue **at = a->by_stream.items;
     size_t low = 0, high = a->by_stream.count;
     while (low < high) {
         size_t middle = (low + high) / 2;
@@ -19,7 +20,7 @@ static size_t queue_index(const struct allocator *a, int64_t stream)
 
 static struct queue *queue_at(const struct allocator *a, size_t index, int64_t stream)
 {
-    struct queue *queue = index < a->by_stream.count ? ((struct queue **)a->by_stream.at)[index] : NULL;
+    struct queue *queue = index < a->by_stream.count ? a->by_stream.items[index] : NULL;
     return queue != NULL && queue->stream == stream ? queue : NULL;
 }
 
@@ -29,10 +30,10 @@ static struct queue *queue_of(struct allocator *a, int64_t stream)
     struct queue *queue = queue_at(a, index, stream);
     if (queue != NULL)
         return queue;
-    struct queue **place = vector_insert(a, &a->by_stream, index, sizeof *place);
+    struct queue **place = or_give_up(a, array_insert(&a->by_stream, index));
     *place = queue = calloc(1, sizeof *queue);
     if (queue == NULL) {
-        vector_remove(&a->by_stream, index, sizeof queue);
+        array_remove(&a->by_stream, index);
         longjmp(a->give_up, HOST_HAS_NO_MEMORY);
     }
     queue->stream = stream;
@@ -46,18 +47,17 @@ static void queue_delete(struct allocator *a, struct queue *queue)
 {
     *(queue->before ? &queue->before->after : &a->queues) = queue->after;
     *(queue->after ? &queue->after->before : &a->last_queue) = queue->before;
-    vector_remove(&a->by_stream, queue_index(a, queue->stream), sizeof queue);
+    size_t index = queue_index(a, queue->stream);
+    array_remove(&a->by_stream, index);
     free(queue);
 }
 
 void insert_events(struct allocator *a, struct block *block)
 {
-    int64_t *streams = block->uses.at;
+    int64_t *streams = block->uses.items;
     for (size_t i = 0; i < block->uses.count; i++) {
         struct queue *queue = queue_of(a, streams[i]);
-        struct event *event = calloc(1, sizeof *event);
-        if (event == NULL)
-            longjmp(a->give_up, HOST_HAS_NO_MEMORY);
+        struct event *event = or_give_up(a, calloc(1, sizeof *event));
         event->block = block;
         *(queue->last ? &queue->last->next : &queue->first) = event;
         queue->last = event;
@@ -69,14 +69,14 @@ void insert_events(struct allocator *a, struct block *block)
 
 static void insert_deferred_events(struct allocator *a)
 {
-    struct block **blocks = a->deferred.at;
+    struct block **blocks = a->deferred.items;
     for (size_t i = 0; i < a->deferred.count; i++)
         insert_events(a, blocks[i]);
     a->deferred.count = 0;
 }
 
-/* Take the first event of a queue out; free its block if it was the last that the block waited for. */
-static void end_first(struct allocator *a, struct queue *queue)
+/* Remove the first event of a queue; free its block if that was the last event the block waited for. */
+static void finish_first(struct allocator *a, struct queue *queue)
 {
     struct event *event = queue->first;
     struct block *block = event->block;
@@ -102,7 +102,7 @@ void process_events(struct allocator *a)
     for (struct queue *queue = a->queues, *after; queue != NULL; queue = after) {
         after = queue->after;
         while (queue->first != NULL && queue->first->done)
-            end_first(a, queue);
+            finish_first(a, queue);
         if (queue->first == NULL)
             queue_delete(a, queue);
     }
@@ -115,12 +115,12 @@ void synchronize_and_free_events(struct allocator *a)
     insert_deferred_events(a);
     while (a->queues != NULL) {
         while (a->queues->first != NULL)
-            end_first(a, a->queues);
+            finish_first(a, a->queues);
         queue_delete(a, a->queues);
     }
 }
 
-static void all_done(struct allocator *a, struct queue *queue)
+static void complete_queue(struct allocator *a, struct queue *queue)
 {
     for (struct event *event = queue->first; event != NULL; event = event->next) {
         a->ended += !event->done;
@@ -128,28 +128,29 @@ static void all_done(struct allocator *a, struct queue *queue)
     }
 }
 
-void everything_is_over(struct allocator *a)
+void complete_all_events(struct allocator *a)
 {
     for (struct queue *queue = a->queues; queue != NULL && a->ended < a->outstanding; queue = queue->after)
-        all_done(a, queue);
+        complete_queue(a, queue);
 }
 
-void stream_gone_on(struct allocator *a, int64_t stream)
+void complete_stream(struct allocator *a, int64_t stream)
 {
     if (!a->captures)
         insert_deferred_events(a);
     struct queue *queue = queue_at(a, queue_index(a, stream), stream);
     if (queue != NULL)
-        all_done(a, queue);
+        complete_queue(a, queue);
 }
 
 void record_stream(struct allocator *a, struct block *block, int64_t stream)
 {
     if (stream == block->stream)
         return;
-    int64_t *streams = block->uses.at;
+    int64_t *streams = block->uses.items;
     for (size_t i = 0; i < block->uses.count; i++)
         if (streams[i] == stream)
             return;
-    *(int64_t *)vector_insert(a, &block->uses, block->uses.count, sizeof stream) = stream;
+    int64_t *place = or_give_up(a, array_append(&block->uses));
+    *place = stream;
 }

@@ -1,12 +1,9 @@
+/* The device's memory: bytes used, and addresses as the ghost gives them out (ghost/runtime/core/addresses.c). */
 #include "allocator.h"
-
-#define TIB (INT64_C(1) << 40)
-#define GRANULE (2 * MIB)
-#define ALIGNMENT 512
 
 static int slot_of(int64_t size)
 {
-    int slot = 9; /* ALIGNMENT */
+    int slot = 9; /* DEVICE_ALIGNMENT */
     while ((INT64_C(1) << slot) < size)
         slot++;
     return slot;
@@ -15,9 +12,9 @@ static int slot_of(int64_t size)
 static int64_t arena_take(struct allocator *a, struct arena *arena, int64_t size)
 {
     int slot = slot_of(size);
-    struct vector *free = &arena->given_back[slot];
+    number_array *free = &arena->free_addresses[slot];
     if (free->count > 0)
-        return ((int64_t *)free->at)[--free->count];
+        return free->items[--free->count];
     int64_t bytes = INT64_C(1) << slot;
     if (arena->next > INT64_MAX - 2 * bytes)
         longjmp(a->give_up, BEYOND_64_BITS);
@@ -26,23 +23,24 @@ static int64_t arena_take(struct allocator *a, struct arena *arena, int64_t size
     return address;
 }
 
-static void arena_give(struct allocator *a, struct arena *arena, int64_t address, int64_t size)
+static void arena_release(struct allocator *a, struct arena *arena, int64_t address, int64_t size)
 {
-    struct vector *free = &arena->given_back[slot_of(size)];
-    *(int64_t *)vector_insert(a, free, free->count, sizeof(int64_t)) = address;
+    number_array *free = &arena->free_addresses[slot_of(size)];
+    int64_t *place = or_give_up(a, array_append(free));
+    *place = address;
 }
 
 static int64_t bytes_taken(int64_t size)
 {
-    int64_t granule = size >= MIB ? GRANULE : ALIGNMENT;
-    return (size + granule - 1) / granule * granule;
+    int64_t granule = size >= DEVICE_GRANULE_FROM ? DEVICE_GRANULE : DEVICE_ALIGNMENT;
+    return round_up(size, granule);
 }
 
 static void take(struct device *device, int64_t size)
 {
     device->used += size;
-    if (device->used > device->most)
-        device->most = device->used;
+    if (device->used > device->peak)
+        device->peak = device->used;
 }
 
 void device_init(struct device *device, int64_t total, int64_t taken)
@@ -53,7 +51,7 @@ void device_init(struct device *device, int64_t total, int64_t taken)
     device->virtual.next = 48 * TIB;
 }
 
-/* Return an address; 0 if there are not so many bytes left. */
+/* Return an address; 0 if fewer bytes are left. */
 int64_t device_malloc(struct allocator *a, int64_t size)
 {
     struct device *device = &a->device;
@@ -69,7 +67,7 @@ void device_free(struct allocator *a, int64_t address, int64_t size)
 {
     a->device.calls.free++;
     a->device.used -= bytes_taken(size);
-    arena_give(a, &a->device.memory, address, size);
+    arena_release(a, &a->device.memory, address, size);
 }
 
 int64_t device_reserve(struct allocator *a, int64_t size)
@@ -79,7 +77,7 @@ int64_t device_reserve(struct allocator *a, int64_t size)
 
 void device_unreserve(struct allocator *a, int64_t address, int64_t size)
 {
-    arena_give(a, &a->device.virtual, address, size);
+    arena_release(a, &a->device.virtual, address, size);
 }
 
 bool device_map(struct device *device, int64_t pieces, int64_t size)

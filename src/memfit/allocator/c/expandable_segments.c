@@ -1,3 +1,5 @@
+/* Expandable segments: ranges of addresses whose memory is mapped piece by piece. expandable_segments.py gives the
+ * reasons. */
 #include "allocator.h"
 
 #include <stdlib.h>
@@ -7,7 +9,7 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Return the lowest block from which on so many bytes are free or not mapped, or NULL. */
+/* Return the lowest block from which at least `size` bytes are free or unmapped, or NULL. */
 static struct block *find(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
 {
     struct list *unmapped = list_of(a, &pool->unmapped, stream);
@@ -27,19 +29,17 @@ static struct block *find(struct allocator *a, struct pool *pool, int64_t stream
 static struct block *reserve(struct allocator *a, struct pool *pool, int64_t stream)
 {
     int64_t handle = pool->small ? SMALL_SEGMENT : a->settings.large_segment_size;
-    int64_t least = a->device.total + a->device.total / 8, size = (least + handle - 1) / handle * handle;
+    int64_t least = a->device.total + a->device.total / 8, size = round_up(least, handle);
     struct block *block = block_new(a, stream, size, pool, device_reserve(a, size));
     head_add(a, block);
     block->mapped = false;
-    block->expandable = malloc(sizeof *block->expandable);
-    if (block->expandable == NULL)
-        longjmp(a->give_up, HOST_HAS_NO_MEMORY);
+    block->expandable = or_give_up(a, malloc(sizeof *block->expandable));
     *block->expandable = (struct reservation){.address = block->address, .size = size, .handle = handle};
     pool_add_unmapped(a, block);
     return block;
 }
 
-/* Put memory behind the beginning of a block; return it, or the free one before it that it joins, or NULL. */
+/* Map memory at the beginning of a block; return it, or the free block before it that absorbs it, or NULL. */
 static struct block *map(struct allocator *a, struct block *block, int64_t size)
 {
     struct pool *pool = block->pool;
@@ -59,7 +59,7 @@ static struct block *map(struct allocator *a, struct block *block, int64_t size)
     return block;
 }
 
-/* Return a block of at least so many bytes that no pool has; NULL if the device has not enough. */
+/* Return a block of at least `size` bytes that is in no pool; NULL if the device has not enough memory. */
 struct block *expandable_allocate(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
 {
     struct block *block = find(a, pool, stream, size);
@@ -67,25 +67,25 @@ struct block *expandable_allocate(struct allocator *a, struct pool *pool, int64_
         block = reserve(a, pool, stream);
     if (!block->mapped)
         block = map(a, block, smaller(block->size, size));
-    while (block != NULL && block->size < size) /* what follows is not mapped, and large enough: see find */
+    while (block != NULL && block->size < size) /* the next block is unmapped, and large enough: see find */
         block = map(a, block->next, smaller(size - block->size, block->next->size));
     if (block != NULL)
         pool_remove(a, block);
     return block;
 }
 
-/* Give back the handles that lie wholly within a free block. */
+/* Release the handles that are entirely within a free block. */
 void expandable_unmap(struct allocator *a, struct block *block)
 {
-    struct reservation *made = block->expandable;
+    struct reservation *range = block->expandable;
     struct pool *pool = block->pool;
-    int64_t begin = (block->address - made->address + made->handle - 1) / made->handle;
-    int64_t end = (block->address + block->size - made->address) / made->handle;
+    int64_t begin = (block->address - range->address + range->handle - 1) / range->handle;
+    int64_t end = (block->address + block->size - range->address) / range->handle;
     if (begin >= end)
         return;
-    int64_t address = made->address + begin * made->handle, size = (end - begin) * made->handle;
-    device_unmap(&a->device, end - begin, made->handle);
-    everything_is_over(a);
+    int64_t address = range->address + begin * range->handle, size = (end - begin) * range->handle;
+    device_unmap(&a->device, end - begin, range->handle);
+    complete_all_events(a);
     pool_remove(a, block);
     if (address > block->address) {
         struct block *kept = block;
@@ -105,8 +105,8 @@ void expandable_unmap(struct allocator *a, struct block *block)
     if (!block_is_split(block)) {
         pool_remove_unmapped(a, block);
         head_remove(a, block);
-        device_unreserve(a, made->address, made->size);
+        device_unreserve(a, range->address, range->size);
         block_delete(a, block);
-        free(made);
+        free(range);
     }
 }
