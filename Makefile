@@ -7,6 +7,7 @@ VENV ?= .venv
 PINS := torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+C_FOLDERS := src tests
 
 .PHONY: demo test browser docs lint format check clean
 
@@ -27,12 +28,14 @@ docs: $(READY)  # docs/cli.md, from the commands themselves
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find $(C_FOLDERS) -name '*.[ch]' -exec $(BIN)/clang-format --dry-run -Werror {} +
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	find $(C_FOLDERS) -name '*.[ch]' -exec $(BIN)/clang-format -i {} +
 
 check: lint test
 

@@ -51,8 +51,8 @@ static int serve_some(struct allocator *a, int64_t *served)
     }
     int status = SERVED;
     for (int64_t begin = 0; begin < REQUESTS; begin++) { /* what is impossible is passed over */
-        status = allocator_serve(a, REQUESTS - begin, columns[0] + begin, columns[1] + begin, columns[2] + begin,
-                                 columns[3] + begin, columns[4] + begin);
+        status = allocator_serve(a, REQUESTS - begin, columns[0] + begin, columns[1] + begin,
+                                 columns[2] + begin, columns[3] + begin, columns[4] + begin);
         int64_t figures[19];
         allocator_outcome(a, figures);
         *served += figures[0];
@@ -80,7 +80,7 @@ int main(int argc, char **argv)
             continue;
         }
         int64_t count = allocator_block_count(a), figures[4 * (POOLS * FIGURES + OVERSIZE) + 6], reserved = 0;
-        int64_t(*rows)[COLUMNS] = malloc((size_t)(count + 1) * sizeof *rows);
+        int64_t (*rows)[COLUMNS] = malloc((size_t)(count + 1) * sizeof *rows);
         if (rows == NULL)
             return 1;
         allocator_blocks(a, rows);
@@ -89,8 +89,8 @@ int main(int argc, char **argv)
         allocator_statistics(a, figures);
         free(rows);
         if (reserved != figures[RESERVED]) {
-            fprintf(stderr, "round %ld: blocks have %lld bytes, reserved are %lld\n", round, (long long)reserved,
-                    (long long)figures[RESERVED]);
+            fprintf(stderr, "round %ld: blocks have %lld bytes, reserved are %lld\n", round,
+                    (long long)reserved, (long long)figures[RESERVED]);
             return 1;
         }
         allocator_delete(a);

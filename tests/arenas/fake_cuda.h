@@ -1,5 +1,6 @@
 /* What fake_cuda.c lets a check see. */
-#pragma once
+#ifndef MEMFIT_FAKE_CUDA_H
+#define MEMFIT_FAKE_CUDA_H
 
 #include <stdint.h>
 #include <string.h>
@@ -12,9 +13,11 @@ enum { PAGE = 1 << 14, TOTAL = 1 << 22, RANGE = TOTAL / 8 * 9 + PAGE, RANGES = 4
 extern int is_alone; /* whether one thread runs: rules about order are strict then */
 
 void must(int holds, const char *what);
-long work(int stream);                    /* issue a piece of work; its number */
-void go_on(int stream);                   /* finish one more */
+long work(int stream);  /* issue a piece of work; its number */
+void go_on(int stream); /* finish one more */
 int is_done(int stream, long number);
 int is_usable(const void *pointer, int64_t size);
 int device_pages(void);
 void capture(int stream); /* or -1: no longer */
+
+#endif

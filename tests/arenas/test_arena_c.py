@@ -7,7 +7,7 @@ import pytest
 from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
-PARTS = [LIBRARY.sources / name for name in ("arena.c", "grow.c", "live.c", "log.c", "record.c")]
+PARTS = [LIBRARY.sources / name for name in ("arena.c", "extents.c", "request_log.c", "step_recorder.c")]
 CHECK = Path(__file__).with_name("check_arena.c")
 
 

@@ -459,7 +459,7 @@ def test_interrupts_at_any_line_of_a_step_leave_an_arena_that_works(arena):
 
         def trace(frame, event, _):
             nonlocal lines
-            if "memfit/placing" not in frame.f_code.co_filename:
+            if "memfit/arenas" not in frame.f_code.co_filename:
                 return None
             lines += event == "line"
             if lines == at:

@@ -39,7 +39,7 @@ MESSAGES = {
         "48 16.0 0 16",
     ),
     "capture_out_of_memory": ("A CUDA graph is being captured, so free memory could not be regained.", "14"),
-    "two_captures": ("memfit.arena: two CUDA graphs are captured at once on one GPU.",),
+    "two_captures": ("memfit.arena: two CUDA graphs are being captured at once on one GPU.",),
     "fraction": ("limited by torch.cuda.set_per_process_memory_fraction.", "True"),
     "benchmark": (
         "does not yet support cacheInfo",

@@ -18,7 +18,7 @@ MANY = 100_000
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "blocks.so"
-    parts = [str(LIBRARY.sources / name) for name in ("blocks.c", "pairs.c", "grow.c")]
+    parts = [str(LIBRARY.sources / name) for name in ("heap_blocks.c", "treap.c")]
     flags = [flag for flag in COMPILE_FLAGS if "visibility" not in flag]
     subprocess.run(
         [*find_compiler(), *flags, f"-I{SHARED_C}", "-shared", *parts, "-o", str(path)], check=True
@@ -27,7 +27,7 @@ def library(tmp_path_factory):
     found.blocks_begin.argtypes = (ctypes.c_char_p, int64)
     for name, arguments in (
         ("blocks_take", (int64,)),
-        ("blocks_give", (int64,)),
+        ("blocks_free", (int64,)),
         ("blocks_next_free", (int64, ctypes.c_void_p)),
     ):
         function = getattr(found, name)
@@ -52,7 +52,7 @@ class Blocks:
         return self._library.blocks_take(self._state, size)
 
     def give(self, offset):
-        return self._library.blocks_give(self._state, offset)
+        return self._library.blocks_free(self._state, offset)
 
     def holes(self):
         found, size, offset = [], ctypes.c_int64(), 0

@@ -8,7 +8,7 @@ from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
 HERE = Path(__file__).parent
-PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu.c", "raise.c"}]
+PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu_allocator.c", "throw_oom.c"}]
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,7 @@ def test_memory_is_whose_it_was_given_to(tmp_path, sanitizers, threads, rounds):
     flags = (f"-I{LIBRARY.sources}", "-rdynamic", "-ldl")
     said = run_under(sanitizers, tmp_path / "check", sources, *flags, arguments=arguments)
     placed, out_of_memory, used_elsewhere, used_again, trimmed, captured = map(int, said.split())
-    assert min(placed, out_of_memory, used_elsewhere, used_again) > 200  # so that each was tried
+    assert (
+        min(placed, out_of_memory, used_elsewhere, used_again) > 100
+    )  # so that each was tried; how often depends on the threads
     assert min(trimmed, captured) >= 20

@@ -18,7 +18,7 @@ _LIBRARY = b"libc10.so"
 
 
 class Cpu:
-    """The CPU allocations of this process, routed through ``c/cpu.c``."""
+    """The CPU allocations of this process, routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
     alignment = CPU_ALIGNMENT

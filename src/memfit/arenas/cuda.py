@@ -20,7 +20,7 @@ _BENCHMARK = (
 
 
 class Cuda:
-    """The CUDA allocations of this process, routed through ``c/cuda.c`` in PyTorch's allocator's place.
+    """The CUDA allocations of this process, routed through ``c/cuda_allocator.c``.
 
     Raises:
         UsageError: CUDA is in use already.

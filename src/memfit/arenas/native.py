@@ -1,4 +1,4 @@
-"""The arena in C: ``c/placing.h`` describes the arguments."""
+"""The arena in C: ``c/arena.h`` describes the arguments."""
 
 import ctypes
 from pathlib import Path
@@ -51,24 +51,24 @@ load = LIBRARY.load
 
 
 def tally(arena: int) -> dict[str, int]:
-    """Return what came of the last step's allocations: ``TALLY``."""
+    """Return how the last step's allocations were served: ``TALLY``."""
     counts = np.zeros(len(TALLY), np.int64)
     load().arena_tally(arena, counts.ctypes.data)
     return dict(zip(TALLY, counts.tolist(), strict=True))
 
 
 def counted(device: int) -> dict[str, int]:
-    """Return bytes of a GPU: ``CUDA_COUNTS``, as ``c/cuda.c`` says."""
+    """Return the bytes of a GPU by use: ``CUDA_COUNTS``, as ``c/cuda_heaps.h`` describes them."""
     counts = np.zeros(len(CUDA_COUNTS), np.int64)
     load().cuda_count(device, counts.ctypes.data)
     return dict(zip(CUDA_COUNTS, counts.tolist(), strict=True))
 
 
 def recorded(arena: int, *, before: bool) -> Column:
-    """Return what the last step asked for, or the one before it: rows of size, until and next.
+    """Return the allocations of the last step, or of the one before it: rows of size, until and next.
 
     Raises:
-        MemoryError: there was no memory to record it.
+        MemoryError: the host ran out of memory while recording.
     """
     count = load().arena_recorded_count(arena, before)
     if count < 0:
@@ -79,6 +79,6 @@ def recorded(arena: int, *, before: bool) -> Column:
 
 
 def logged(arena: int) -> Column:
-    """Return what was logged: rows of address, size (or ``FREED``), time and lane."""
+    """Return the logged requests: rows of address, size (or ``FREED``), time and lane."""
     rows = np.zeros((load().arena_logged_count(arena), 4), np.int64)
     return rows[: load().arena_logged(arena, rows.ctypes.data, len(rows))]

@@ -33,7 +33,7 @@ class Place(Protocol):
         """Make the arena that large, if it is smaller; say whether it is."""
 
     def lane(self) -> int:
-        """Return whose memory a step's is: see ``c/placing.h``."""
+        """Return whose memory a step's is: see ``c/arena.h``."""
 
     def settings(self) -> dict[str, str]:
         """Return what decides what a step asks for, beside its batch."""

@@ -1,10 +1,11 @@
-/* A growable array: any struct with the fields of ARRAY(type). All zeros is an empty one; free(array.items) ends it.
+/* A growable array: any struct with the fields of ARRAY(type). All zeros is an empty one;
+ * free(array.items) ends it.
  *
  *     struct { ARRAY(int64_t); } numbers = {0};
  *     int64_t *last = array_append(&numbers);    NULL: the host is out of memory; the array is unchanged
  *
- * The macros evaluate their arguments more than once. Memory is malloc's: memfit hooks the malloc of libc10.so at most
- * (arenas/c/cpu.c), never its own.
+ * The macros evaluate their arguments more than once. Memory is malloc's: memfit hooks the malloc of
+ * libc10.so at most (arenas/c/cpu.c), never its own.
  */
 #ifndef MEMFIT_ARRAY_H
 #define MEMFIT_ARRAY_H
@@ -23,7 +24,8 @@
     ((wanted) <= (array)->capacity ||                                                                        \
      array_grow(&(array)->items, &(array)->capacity, (wanted), sizeof *(array)->items))
 
-/* Add an item at the end, or before the one at an index. Returns its uninitialized place; NULL without host memory. */
+/* Add an item at the end, or before the one at an index. Returns its uninitialized place; NULL without
+ * host memory. */
 #define array_append(array)                                                                                  \
     (array_reserve(array, (array)->count + 1) ? &(array)->items[(array)->count++] : NULL)
 #define array_insert(array, index)                                                                           \
@@ -34,8 +36,8 @@
          : NULL)
 
 #define array_remove(array, index)                                                                           \
-    ((array)->count--, array_move((array)->items, (index), (index) + 1, (array)->count - (index),            \
-                                  sizeof *(array)->items))
+    ((array)->count--,                                                                                       \
+     array_move((array)->items, (index), (index) + 1, (array)->count - (index), sizeof *(array)->items))
 
 /* `items` is the address of a pointer of any type. */
 static inline bool array_grow(void *items, size_t *capacity, size_t wanted, size_t item_size)

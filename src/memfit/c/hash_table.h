@@ -1,7 +1,8 @@
-/* A hash table from non-zero keys, usually addresses, to pointers. All zeros is an empty one; free(table.slots) ends it.
+/* A hash table from non-zero keys, usually addresses, to pointers. All zeros is an empty one;
+ * free(table.slots) ends it.
  *
- * Open addressing with linear probing; removal moves later entries back, so there are no tombstones
- * and a table that churns for hours stays as fast as a new one.
+ * Open addressing with linear probing; removal moves later entries back, so there are no tombstones and a
+ * table that churns for hours stays as fast as a new one.
  */
 #ifndef MEMFIT_HASH_TABLE_H
 #define MEMFIT_HASH_TABLE_H
@@ -39,7 +40,8 @@ static inline struct hash_slot *hash_table_probe(const struct hash_table *table,
 
 static inline bool hash_table_grow(struct hash_table *table)
 {
-    struct hash_table larger = {.capacity = table->capacity ? 2 * table->capacity : 64, .count = table->count};
+    struct hash_table larger = {.capacity = table->capacity ? 2 * table->capacity : 64,
+                                .count = table->count};
     larger.slots = calloc(larger.capacity, sizeof *larger.slots);
     if (!larger.slots)
         return false;
@@ -65,14 +67,14 @@ static inline bool hash_table_put(struct hash_table *table, uint64_t key, void *
 /* The entry of a key, or NULL. */
 static inline struct hash_slot *hash_table_find(const struct hash_table *table, uint64_t key)
 {
-    struct hash_slot *slot = table->capacity ? hash_table_probe(table, key) : NULL;
+    struct hash_slot *slot = table->count ? hash_table_probe(table, key) : NULL;
     return slot && slot->key != 0 ? slot : NULL;
 }
 
 /* The value of a key; NULL if there is no such entry. */
 static inline void *hash_table_get(const struct hash_table *table, uint64_t key)
 {
-    return table->capacity ? hash_table_probe(table, key)->value : NULL;
+    return table->count ? hash_table_probe(table, key)->value : NULL;
 }
 
 /* Remove an entry and return its value; NULL if there is none. */

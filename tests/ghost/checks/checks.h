@@ -126,11 +126,12 @@ static inline int read_back(void *from, size_t size)
 /* Every check, in the order they are listed. */
 #define EACH_CHECK(each)                                                                                     \
     each(capacity) each(rounding) each(many) each(configuring) each(pools) each(virtual_memory)              \
-    each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                       \
-    each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers) each(held_events)        \
-    each(elapsed_time) each(capturing) each(collectives) each(descriptors) each(question_bounds)             \
-    each(graph_questions) each(graph_choices) each(space_log) each(recurrent_weights) each(gaps)             \
-    each(processes) each(work_space) each(sparse_products) each(allocation_log) each(threads) each(forks)
+        each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                   \
+            each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers)                  \
+                each(held_events) each(elapsed_time) each(capturing) each(collectives) each(descriptors)     \
+                    each(question_bounds) each(graph_questions) each(graph_choices) each(space_log)          \
+                        each(recurrent_weights) each(gaps) each(processes) each(work_space)                  \
+                            each(sparse_products) each(allocation_log) each(threads) each(forks)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

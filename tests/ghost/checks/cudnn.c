@@ -22,10 +22,28 @@ status cudnnGetRNNWeightParams(void *, void *, int32_t, size_t, const void *, in
                                void *, void **);
 
 /* Numbers of cudnn_graph.h that the checks use. */
-enum { TENSOR = 17, ENGINE = 2, WEIGHT_GRADIENT = 11, GRAPH = 15, HEURISTICS = 4, CONFIG = 3, PLAN = 5,
-       VARIANT_PACK = 16 };
-enum { HANDLE = 0, DATA_TYPE = 1, INT64 = 3, FLOAT = 4, DOUBLE = 5, POINTER = 6, HEUR_MODE = 8,
-       NUMERICAL_NOTE = 11, DESCRIPTOR = 15, BEHAVIOR_NOTE = 19 };
+enum {
+    TENSOR = 17,
+    ENGINE = 2,
+    WEIGHT_GRADIENT = 11,
+    GRAPH = 15,
+    HEURISTICS = 4,
+    CONFIG = 3,
+    PLAN = 5,
+    VARIANT_PACK = 16
+};
+enum {
+    HANDLE = 0,
+    DATA_TYPE = 1,
+    INT64 = 3,
+    FLOAT = 4,
+    DOUBLE = 5,
+    POINTER = 6,
+    HEUR_MODE = 8,
+    NUMERICAL_NOTE = 11,
+    DESCRIPTOR = 15,
+    BEHAVIOR_NOTE = 19
+};
 
 void descriptors(void)
 {
@@ -141,9 +159,10 @@ void graph_questions(void)
     CHECK(cudnnBackendFinalize(heuristics) == SUCCESS && cudnnBackendFinalize(heuristics) == SUCCESS);
     CHECK(questions == 1);
 #define SAID_TENSOR "{\"type\":17,\"attributes\":[[901,1,[2]],[902,3,[1,-2,9223372036854775807]]]}"
-    CHECK(strcmp(last_question, "{\"kind\":\"plan\",\"descriptor\":{\"type\":4,\"attributes\":[[201,15,[{\"type\":15,"
-                                "\"attributes\":[[801,15,[{\"type\":11,\"attributes\":[[716,15,[" SAID_TENSOR
-                                "]],[712,4,[0.5]],[713,5,[1.5]]]}," SAID_TENSOR "]]]}]],[200,8,[2]]]}}") == 0);
+    CHECK(strcmp(last_question,
+                 "{\"kind\":\"plan\",\"descriptor\":{\"type\":4,\"attributes\":[[201,15,[{\"type\":15,"
+                 "\"attributes\":[[801,15,[{\"type\":11,\"attributes\":[[716,15,[" SAID_TENSOR
+                 "]],[712,4,[0.5]],[713,5,[1.5]]]}," SAID_TENSOR "]]]}]],[200,8,[2]]]}}") == 0);
     cudnnBackendDestroyDescriptor(heuristics);
     /* What cannot be said is not asked about. */
     heuristics = heuristics_over(tensor_of(DOUBLE, &endless, 1));
@@ -234,8 +253,8 @@ void recurrent_weights(void)
     enum { RELU_CELL = 0, LSTM = 2, GRU = 3 };
     const struct {
         int cell, bias, directions, skips, projection, layers;
-    } nets[] = {{LSTM, 2, 1, 0, 0, 1}, {LSTM, 2, 2, 0, 0, 3}, {LSTM, 2, 2, 0, 3, 2},
-                {LSTM, 0, 1, 0, 3, 2}, {GRU, 2, 2, 0, 0, 2},  {GRU, 1, 1, 0, 0, 2},
+    } nets[] = {{LSTM, 2, 1, 0, 0, 1}, {LSTM, 2, 2, 0, 0, 3},     {LSTM, 2, 2, 0, 3, 2},
+                {LSTM, 0, 1, 0, 3, 2}, {GRU, 2, 2, 0, 0, 2},      {GRU, 1, 1, 0, 0, 2},
                 {GRU, 3, 1, 1, 0, 2},  {RELU_CELL, 2, 1, 0, 0, 2}};
     void *rnn, *matrix, *bias, *addresses[2];
     cudnnCreateRNNDescriptor(&rnn), cudnnCreateTensorDescriptor(&matrix), cudnnCreateTensorDescriptor(&bias);

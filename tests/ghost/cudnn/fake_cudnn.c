@@ -53,7 +53,8 @@ int cudnnBackendFinalize(int *descriptor)
     return 0;
 }
 
-int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t wanted, int64_t *found, void *values)
+int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t wanted, int64_t *found,
+                             void *values)
 {
     (void)descriptor, (void)wanted;
     *found = 1;

@@ -1,4 +1,5 @@
-/* PyTorch's caching allocator, compiled: the same rules in the same order as caching_allocator.py and its modules.
+/* PyTorch's caching allocator, compiled: the same rules in the same order as caching_allocator.py and its
+ * modules.
  *
  *     replay.c               requests, served one after another; what Python calls
  *     caching_allocator.c    malloc and free
@@ -12,7 +13,8 @@
  *     device_memory.c        the device's memory: a count of bytes, and addresses
  *     memory_stats.c         torch.cuda.memory_stats()
  *
- * The Python modules give the reason and the source of each rule; a comment here states only what is different.
+ * The Python modules give the reason and the source of each rule; a comment here states only what is
+ * different.
  */
 #ifndef MEMFIT_ALLOCATOR_H
 #define MEMFIT_ALLOCATOR_H
@@ -30,7 +32,7 @@
 #define SMALL_SEGMENT (2 * MIB)   /* kSmallBuffer */
 #define MIN_LARGE_SIZE (10 * MIB) /* kMinLargeAlloc */
 #define ROUND_LARGE (2 * MIB)     /* kRoundLarge */
-#define NEVER (INT64_C(1) << 62) /* more bytes than any block has */
+#define NEVER (INT64_C(1) << 62)  /* more bytes than any block has */
 #define INTERVALS 16
 
 /* Only int64_t: compiled_allocator.py passes them as one array. */
@@ -113,8 +115,8 @@ struct list {
 struct pool {
     bool small;
     struct private_pool *owner;
-    int64_t least; /* bytes that a remainder must have to become a block */
-    int64_t calls; /* searches so far */
+    int64_t least;               /* bytes that a remainder must have to become a block */
+    int64_t calls;               /* searches so far */
     list_array cached, unmapped; /* by stream */
 };
 
@@ -137,7 +139,18 @@ struct queue {
     struct queue *before, *after; /* in the order of creation */
 };
 
-enum { ALLOCATION, ALLOCATED, ACTIVE, ACTIVE_BYTES, REQUESTED, SPLITS, SPLIT_BYTES, SEGMENT, RESERVED, FIGURES };
+enum {
+    ALLOCATION,
+    ALLOCATED,
+    ACTIVE,
+    ACTIVE_BYTES,
+    REQUESTED,
+    SPLITS,
+    SPLIT_BYTES,
+    SEGMENT,
+    RESERVED,
+    FIGURES
+};
 enum { ALL, SMALL_POOL, LARGE_POOL, POOLS };
 enum { OVERSIZE_ALLOCATIONS, OVERSIZE_SEGMENTS, OVERSIZE };
 
@@ -160,7 +173,7 @@ struct allocator {
     struct pool small, large;
     struct private_pool **private_pools; /* by index; 0 stands for the default pool, and is NULL */
     size_t pool_count;
-    size_t allocates_to;    /* a private pool's index, or 0 */
+    size_t allocates_to;           /* a private pool's index, or 0 */
     private_pool_array every_pool; /* every private pool that was created */
     private_pool_array freeable;   /* released ones */
     block_array heads;             /* the first block of every segment and reservation */
@@ -205,7 +218,8 @@ int64_t round_size(const struct settings *settings, int64_t size);
 int64_t segment_size(const struct settings *settings, int64_t size);
 
 /* blocks.c */
-struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool, int64_t address);
+struct block *block_new(struct allocator *a, int64_t stream, int64_t size, struct pool *pool,
+                        int64_t address);
 void page_delete(struct block *page);
 void block_delete(struct allocator *a, struct block *block);
 struct block *block_split(struct allocator *a, struct block *block, int64_t size);
@@ -232,7 +246,16 @@ bool device_map(struct device *device, int64_t pieces, int64_t size);
 void device_unmap(struct device *device, int64_t pieces, int64_t size);
 
 /* memory_stats.c */
-enum kind { ALLOC, FREE, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP };
+enum kind {
+    ALLOC,
+    FREE,
+    FREE_REQUESTED,
+    FREE_COMPLETED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP
+};
 void count(struct allocator *a, const struct pool *pool, enum kind kind, int64_t size, int64_t requested,
            int64_t splits, int64_t split_bytes);
 
@@ -278,6 +301,5 @@ API int64_t allocator_block_count(const struct allocator *a);
 API void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS]);
 API void allocator_statistics(const struct allocator *a, int64_t *figures);
 API int64_t allocator_outcome(const struct allocator *a, int64_t *figures);
-
 
 #endif

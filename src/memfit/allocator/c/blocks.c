@@ -42,8 +42,7 @@ void block_delete(struct allocator *a, struct block *block)
 /* Shorten a block to its first bytes; return the rest, which is in no pool yet. */
 struct block *block_split(struct allocator *a, struct block *block, int64_t size)
 {
-    struct block *rest =
-        block_new(a, block->stream, block->size - size, block->pool, block->address + size);
+    struct block *rest = block_new(a, block->stream, block->size - size, block->pool, block->address + size);
     rest->number = block->number;
     rest->expandable = block->expandable;
     rest->mapped = block->mapped;
@@ -66,10 +65,7 @@ void block_swallow(struct allocator *a, struct block *block, struct block *follo
     block_delete(a, following);
 }
 
-bool block_is_split(const struct block *block)
-{
-    return block->prev != NULL || block->next != NULL;
-}
+bool block_is_split(const struct block *block) { return block->prev != NULL || block->next != NULL; }
 
 struct list *list_of(struct allocator *a, list_array *lists, int64_t stream)
 {
@@ -91,15 +87,9 @@ struct list *list_of(struct allocator *a, list_array *lists, int64_t stream)
     return list;
 }
 
-struct block *list_at(const struct list *list, size_t index)
-{
-    return list->blocks.items[index];
-}
+struct block *list_at(const struct list *list, size_t index) { return list->blocks.items[index]; }
 
-static int compare(int64_t a, int64_t b)
-{
-    return (a > b) - (a < b);
-}
+static int compare(int64_t a, int64_t b) { return (a > b) - (a < b); }
 
 static int by_fit(const struct block *a, const struct block *b)
 {

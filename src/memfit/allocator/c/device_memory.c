@@ -1,4 +1,5 @@
-/* The device's memory: bytes used, and addresses as the ghost gives them out (ghost/runtime/core/addresses.c). */
+/* The device's memory: bytes used, and addresses as the ghost gives them out
+ * (ghost/runtime/core/addresses.c). */
 #include "allocator.h"
 
 static int slot_of(int64_t size)
@@ -70,10 +71,7 @@ void device_free(struct allocator *a, int64_t address, int64_t size)
     arena_release(a, &a->device.memory, address, size);
 }
 
-int64_t device_reserve(struct allocator *a, int64_t size)
-{
-    return arena_take(a, &a->device.virtual, size);
-}
+int64_t device_reserve(struct allocator *a, int64_t size) { return arena_take(a, &a->device.virtual, size); }
 
 void device_unreserve(struct allocator *a, int64_t address, int64_t size)
 {

@@ -1,13 +1,10 @@
-/* Expandable segments: ranges of addresses whose memory is mapped piece by piece. expandable_segments.py gives the
- * reasons. */
+/* Expandable segments: ranges of addresses whose memory is mapped piece by piece. expandable_segments.py
+ * gives the reasons. */
 #include "allocator.h"
 
 #include <stdlib.h>
 
-static int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Return the lowest block from which at least `size` bytes are free or unmapped, or NULL. */
 static struct block *find(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)

@@ -63,8 +63,7 @@ void caching_empty_cache(struct allocator *a, size_t only)
 }
 
 /* Release one oversize block that is large enough, or several from the largest down. */
-bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream,
-                                            int64_t size)
+bool release_available_cached_blocks(struct allocator *a, struct pool *pool, int64_t stream, int64_t size)
 {
     int64_t limit = a->settings.max_split_size, wanted = size > limit ? size : limit, released = 0;
     if (limit == NEVER)

@@ -24,7 +24,8 @@ enum ask {
 #define OTHERS (INT64_C(1) << 40)
 #define LARGEST (INT64_C(1) << 48) /* bytes of a request */
 
-/* Return an allocator for numbers of blocks and pools below these limits; NULL if the host is out of memory. */
+/* Return an allocator for numbers of blocks and pools below these limits; NULL if the host is out of
+ * memory. */
 struct allocator *allocator_new(const struct settings *settings, int64_t blocks, int64_t pools)
 {
     struct allocator *a = calloc(1, sizeof *a);
@@ -129,8 +130,7 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
     if ((ask == FREE_IT || ask == FREE_LATER || ask == USE) && block == NULL)
         return IMPOSSIBLE;
     switch (ask) {
-    case MALLOC_IT:
-        return serve_malloc(a, number, size, stream);
+    case MALLOC_IT: return serve_malloc(a, number, size, stream);
     case FREE_LATER:
         record_stream(a, block, OTHERS + number);
         /* fall through */
@@ -138,18 +138,10 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
         a->held[number] = NULL;
         caching_free(a, block);
         return SERVED;
-    case USE:
-        record_stream(a, block, stream);
-        return SERVED;
-    case STREAM_DONE:
-        complete_stream(a, OTHERS + number);
-        return SERVED;
-    case ALL_STREAMS_DONE:
-        complete_all_events(a);
-        return SERVED;
-    case EMPTY_CACHE:
-        caching_empty_cache(a, 0);
-        return SERVED;
+    case USE: record_stream(a, block, stream); return SERVED;
+    case STREAM_DONE: complete_stream(a, OTHERS + number); return SERVED;
+    case ALL_STREAMS_DONE: complete_all_events(a); return SERVED;
+    case EMPTY_CACHE: caching_empty_cache(a, 0); return SERVED;
     case FAILED: /* before it failed the cache was released; the script continued without the memory */
         block = caching_malloc(a, size, stream);
         if (block != NULL)
@@ -162,22 +154,15 @@ static enum status serve(struct allocator *a, int64_t ask, int64_t number, int64
         a->at_step[0] = a->at_step[1];
         a->at_step[1] = a->device.calls;
         return SERVED;
-    case CAPTURE_BEGIN:
-        a->captures++;
-        return SERVED;
+    case CAPTURE_BEGIN: a->captures++; return SERVED;
     case CAPTURE_END:
         if (a->captures == 0)
             return IMPOSSIBLE;
         a->captures--;
         return SERVED;
-    case RELEASE_POOL:
-        caching_release_pool(a, (size_t)pool);
-        return SERVED;
-    case EMPTY_POOL:
-        caching_empty_cache(a, (size_t)pool);
-        return SERVED;
-    default:
-        return IMPOSSIBLE;
+    case RELEASE_POOL: caching_release_pool(a, (size_t)pool); return SERVED;
+    case EMPTY_POOL: caching_empty_cache(a, (size_t)pool); return SERVED;
+    default: return IMPOSSIBLE;
     }
 }
 
@@ -186,12 +171,9 @@ int allocator_serve(struct allocator *a, int64_t count, const int64_t *ask, cons
                     const int64_t *size, const int64_t *stream, const int64_t *pool)
 {
     switch (setjmp(a->give_up)) {
-    case 0:
-        break;
-    case HOST_HAS_NO_MEMORY:
-        return HOST_HAS_NO_MEMORY;
-    default:
-        return BEYOND_64_BITS;
+    case 0: break;
+    case HOST_HAS_NO_MEMORY: return HOST_HAS_NO_MEMORY;
+    default: return BEYOND_64_BITS;
     }
     for (a->position = 0; a->position < (size_t)count; a->position++) {
         size_t i = a->position;

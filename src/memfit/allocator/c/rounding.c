@@ -1,10 +1,7 @@
 /* Sizes: what a request is rounded to, and the segment it would need. rounding.py gives the reasons. */
 #include "allocator.h"
 
-int64_t round_up(int64_t size, int64_t step)
-{
-    return (size + step - 1) / step * step;
-}
+int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 static int bit_length(int64_t size)
 {

@@ -18,17 +18,19 @@
  *   properties                         those of the configured device
  *   (cuda/device_properties.c)
  *
- * core/ is the state that these share; cuda/ is CUDA's runtime and driver; libraries/ is all else that NVIDIA ships.
+ * core/ is the state that these share; cuda/ is CUDA's runtime and driver; libraries/ is all else that
+ * NVIDIA ships.
  *
  * A function here has the prototype of NVIDIA's headers, with every handle a `void *` and every
- * enumeration an `int`: on x86-64 both are passed and returned alike. Layouts that cross the
- * boundary are written out with their header and CUDA version, and tests/ghost/test_abi.py
- * compares them with the real headers where those are installed.
+ * enumeration an `int`: on x86-64 both are passed and returned alike. Layouts that cross the boundary are
+ * written out with their header and CUDA version, and tests/ghost/test_abi.py compares them with the real
+ * headers where those are installed.
  *
- * memfit.ghost.build.runtime_library generates the functions that PyTorch imports and that are not written here:
- * a plain stub that returns success, or, for the names in gaps.txt, a refusal that is recorded.
+ * memfit.ghost.build.runtime_library generates the functions that PyTorch imports and that are not written
+ * here: a plain stub that returns success, or, for the names in gaps.txt, a refusal that is recorded.
  *
- * The builder sets CUDA_VERSION, CUDNN_VERSION and NCCL_VERSION to those that the installed PyTorch was built for.
+ * The builder sets CUDA_VERSION, CUDNN_VERSION and NCCL_VERSION to those that the installed PyTorch was
+ * built for.
  */
 #ifndef MEMFIT_GHOST_H
 #define MEMFIT_GHOST_H
@@ -115,16 +117,16 @@ struct ghost_event {
 
 enum ghost_refusal { GHOST_BAD_ARGUMENT = 1, GHOST_IN_USE = 2, GHOST_NO_ADDRESSES = 3 };
 
-/* Set the device before anything is allocated, with `in_use` bytes taken from the start (the CUDA context, other
- * processes). Returns 0 or a ghost_refusal: a bad argument, live allocations, or too small an address space
- * (`ulimit -v`). May be called again in a forked child. */
+/* Set the device before anything is allocated, with `in_use` bytes taken from the start (the CUDA context,
+ * other processes). Returns 0 or a ghost_refusal: a bad argument, live allocations, or too small an
+ * address space (`ulimit -v`). May be called again in a forked child. */
 API int ghost_configure(const struct ghost_device *device, int count, uint64_t in_use);
 /* used, used_peak (bytes of the current device, in_use included), capacity, mallocs, frees, maps,
  * launches, copies, library_calls, cudnn_calls. 0 for any other name. */
 API uint64_t ghost_counter(const char *name);
 API void ghost_set_capacity(uint64_t total);
-/* How much of the bytes in use from the start is this process's own context, per device: NVML reports it as held by
- * the process. */
+/* How much of the bytes in use from the start is this process's own context, per device: NVML reports it
+ * as held by the process. */
 API void ghost_own(uint64_t bytes);
 /* Another process on the card takes (or, if negative, releases) bytes of the current device. */
 API void ghost_take(int64_t bytes);
@@ -132,18 +134,18 @@ API void ghost_take(int64_t bytes);
 API void ghost_hold_events(int on);
 /* Report this duration for every pair of events that this thread asks about; 0: the host's own time again. */
 API void ghost_answer_elapsed(float milliseconds);
-/* Between the two calls, this thread's device-to-host copies of at most 8 bytes return `value`, little endian,
- * saturated at the copy's width as a signed integer; those of 16 bytes, with which Thrust's searches end, return
- * "found, at 0". */
+/* Between the two calls, this thread's device-to-host copies of at most 8 bytes return `value`, little
+ * endian, saturated at the copy's width as a signed integer; those of 16 bytes, with which Thrust's
+ * searches end, return "found, at 0". */
 API void ghost_answer_counts(uint64_t value);
 API void ghost_answer_nothing(void);
 /* 1 if this thread's last device-to-host copy was answered entirely from remembered bytes. */
 API int ghost_last_read_known(void);
-/* Names of known gaps that were called, one per line. Returns the bytes needed, including the final 0; writes at
- * most `capacity`. */
+/* Names of known gaps that were called, one per line. Returns the bytes needed, including the final 0;
+ * writes at most `capacity`. */
 API size_t ghost_gaps_reached(char *out, size_t capacity);
-/* The log of cudaMalloc and its kin, for the allocators whose history PyTorch does not keep. Turning it on empties it.
- * ghost_allocation_log returns the number of entries and writes the first `capacity` of them. */
+/* The log of cudaMalloc and its kin, for the allocators whose history PyTorch does not keep. Turning it on
+ * empties it. ghost_allocation_log returns the number of entries and writes the first `capacity` of them. */
 API void ghost_log_allocations(int on);
 API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
@@ -161,9 +163,9 @@ struct ghost_configuration {
     uint32_t numerical_notes, behavior_notes;
 };
 
-/* The callback that decides what a library would choose. A question is a JSON object with a "kind"; the callback writes
- * at most `room` configurations in the order of preference and returns their number. Without a callback there is one
- * configuration of 0 bytes, which is recorded as assumed. */
+/* The callback that decides what a library would choose. A question is a JSON object with a "kind"; the
+ * callback writes at most `room` configurations in the order of preference and returns their number.
+ * Without a callback there is one configuration of 0 bytes, which is recorded as assumed. */
 typedef int (*ghost_answerer)(const char *question, struct ghost_configuration *out, int room);
 API void ghost_answer_with(ghost_answerer answer);
 /* The uses of workspaces so far. Returns their number; writes the first `capacity` of them. */
@@ -173,7 +175,8 @@ API size_t ghost_spaces(struct ghost_space *out, size_t capacity);
 
 /* A library call that returns success: it may have written to the device. */
 long ghost_stub_called(void);
-/* A known gap was called: record its name, a string that outlives the process's use of it, and return `refusal`. */
+/* A known gap was called: record its name, a string that outlives the process's use of it, and return
+ * `refusal`. */
 API long ghost_gap_called(const char *name, long refusal);
 
 /* A handle or descriptor that is only passed back in, and how it is destroyed. */
@@ -221,7 +224,8 @@ int64_t ghost_now_us(void);
 int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was passed a workspace of the size that it had reported. */
 void ghost_space_used(const void *address, uint64_t size);
-/* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock held. */
+/* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock
+ * held. */
 uint64_t capacity_used(int device);
 bool capacity_take(int device, uint64_t bytes);
 void capacity_release(int device, uint64_t bytes);
@@ -245,7 +249,8 @@ void address_release(enum arena_kind arena, uint64_t address, uint64_t size);
 void forget_everything(void);
 /* The range was freed, unmapped or overwritten with bytes that are not remembered. */
 void forget(uint64_t address, uint64_t size);
-/* A copy from the host, a memset, and a copy within the device; at most LONGEST_REMEMBERED bytes but for a memset. */
+/* A copy from the host, a memset, and a copy within the device; at most LONGEST_REMEMBERED bytes but for a
+ * memset. */
 void remember_copy(uint64_t to, const void *from, uint64_t size);
 void remember_fill(uint64_t to, unsigned char byte, uint64_t size);
 void remember_device_copy(uint64_t to, uint64_t from, uint64_t size);
@@ -261,7 +266,8 @@ void ghost_assumed(const char *name);
 
 /* ---- The allocation log (core/allocation_log.c); with the lock held ---------------------------- */
 
-void log_allocation(enum ghost_action action, int device, uint64_t address, uint64_t size, const void *stream);
+void log_allocation(enum ghost_action action, int device, uint64_t address, uint64_t size,
+                    const void *stream);
 /* The label that this thread set with ghost_set_label; needs no lock. */
 uint64_t ghost_label(void);
 
@@ -274,8 +280,8 @@ status ghost_fail(status error);
 int allocation_device(uint64_t address);
 bool allocation_range(uint64_t address, uint64_t *start, uint64_t *size);
 
-/* memory_pools.c: a device's pool takes (false: not enough left) and releases bytes; bytes that it has reserved and not
- * given out; all with the lock held. */
+/* memory_pools.c: a device's pool takes (false: not enough left) and releases bytes; bytes that it has
+ * reserved and not given out; all with the lock held. */
 bool pool_take(int device, uint64_t bytes);
 void pool_release(int device, uint64_t bytes);
 uint64_t pool_idle_bytes(int device);
@@ -295,7 +301,8 @@ bool free_managed(void *pointer); /* false: it is not managed memory, and was le
 /* copies.c: a device-to-device copy whose ranges are known (collectives over one rank). */
 void copy_on_device(uint64_t to, uint64_t from, uint64_t size);
 
-/* captures.c: whether any stream is being captured; a node was added to the capture of a stream, if there is one. */
+/* captures.c: whether any stream is being captured; a node was added to the capture of a stream, if there
+ * is one. */
 bool any_capture(void);
 void note_captured_node(const void *stream);
 

@@ -1,13 +1,13 @@
 /* The bytes of device memory that are known for certain.
  *
- * No device memory exists, so a copy to the device stores nothing and a copy from it gives zeros, except where the
- * ghost can be certain of the bytes: a short copy from the host or a memset puts them on record, and a copy back that
- * is wholly on record is answered.
+ * No device memory exists, so a copy to the device stores nothing and a copy from it gives zeros, except
+ * where the ghost can be certain of the bytes: a short copy from the host or a memset puts them on record,
+ * and a copy back that is wholly on record is answered.
  *
- * A kernel's arguments are opaque pointers to values of unknown type, so a launch may have written anywhere: any
- * launch, graph launch or library call wipes the record. That is the only sound rule, and it costs little, because
- * what scripts read back unchanged (sizes exchanged between ranks, flags, constants just made) is read before the next
- * launch. Freeing, unmapping and newer copies wipe their own range.
+ * A kernel's arguments are opaque pointers to values of unknown type, so a launch may have written
+ * anywhere: any launch, graph launch or library call wipes the record. That is the only sound rule, and it
+ * costs little, because what scripts read back unchanged (sizes exchanged between ranks, flags, constants
+ * just made) is read before the next launch. Freeing, unmapping and newer copies wipe their own range.
  *
  *   on record     address ->        [bytes]   [0 0 0 0 0 ...]      [bytes]
  *   cudaMemcpy    device to host      [known]  [known]   [zeros: partly off the record]

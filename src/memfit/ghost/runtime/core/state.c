@@ -1,4 +1,5 @@
-/* What every part of the ghost shares: the configured device, its capacity, counters, the lock and opaque handles. */
+/* What every part of the ghost shares: the configured device, its capacity, counters, the lock and opaque
+ * handles. */
 #include "core/ghost.h"
 
 #include <pthread.h>

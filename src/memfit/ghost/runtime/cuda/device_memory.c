@@ -1,8 +1,9 @@
 /* Device memory: cudaMalloc and cudaFree, with or without a pool, and how much is left.
  *
- * What an allocation takes from the capacity is assumed, not documented by NVIDIA: granules of 2 MiB from 1 MiB
- * upwards (units.h) and multiples of 512 bytes below. PyTorch's caching allocator requests multiples of 2 MiB only, so
- * the assumption changes nothing there; it matters when caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING).
+ * What an allocation takes from the capacity is assumed, not documented by NVIDIA: granules of 2 MiB from
+ * 1 MiB upwards (units.h) and multiples of 512 bytes below. PyTorch's caching allocator requests multiples
+ * of 2 MiB only, so the assumption changes nothing there; it matters when caching is off
+ * (PYTORCH_NO_CUDA_MEMORY_CACHING).
  *
  * A call that fails changes nothing.
  */
@@ -125,8 +126,8 @@ API status cudaMemGetInfo(size_t *free_bytes, size_t *total)
 
 /* ---- Which allocation contains an address ---------------------------------------------------- */
 
-/* Slots are powers of two aligned to their own size, so the start of the slot that contains an address is found by
- * trying each size. */
+/* Slots are powers of two aligned to their own size, so the start of the slot that contains an address is
+ * found by trying each size. */
 static const struct allocation *around(uint64_t address)
 {
     for (int order = 9; order < 47; order++) {

@@ -53,7 +53,10 @@ API status cudaEventRecordWithFlags(struct event *event, void *stream, unsigned 
     return cudaEventRecord(event, stream);
 }
 
-API status cudaEventQuery(struct event *event) { return ticket_is_finished(event->ticket) ? SUCCESS : ghost_fail(NOT_READY); }
+API status cudaEventQuery(struct event *event)
+{
+    return ticket_is_finished(event->ticket) ? SUCCESS : ghost_fail(NOT_READY);
+}
 
 API status cudaEventSynchronize(struct event *event)
 {
@@ -61,10 +64,10 @@ API status cudaEventSynchronize(struct event *event)
     return SUCCESS;
 }
 
-/* The host's own time between the two records: a duration of the dry run, not of any GPU. A caller that times a
- * single piece of work compares it with alternatives (cudnn.benchmark does): all take equally long here, so the first
- * one wins in every run. For a caller known to compare longer pieces of work (ghost/compile/torch_compile.py),
- * ghost_answer_elapsed sets the answer. */
+/* The host's own time between the two records: a duration of the dry run, not of any GPU. A caller that
+ * times a single piece of work compares it with alternatives (cudnn.benchmark does): all take equally long
+ * here, so the first one wins in every run. For a caller known to compare longer pieces of work
+ * (ghost/compile/torch_compile.py), ghost_answer_elapsed sets the answer. */
 API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
     if (!start->recorded || !end->recorded)
@@ -74,9 +77,7 @@ API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct
     float elapsed = 1e3f * (float)(end->at.tv_sec - start->at.tv_sec) +
                     1e-6f * (float)(end->at.tv_nsec - start->at.tv_nsec);
     bool single = end->work - start->work <= 1;
-    *milliseconds = answered_ms > 0                    ? answered_ms
-                    : !single && elapsed > FASTEST_MS ? elapsed
-                                                      : FASTEST_MS;
+    *milliseconds = answered_ms > 0 ? answered_ms : !single && elapsed > FASTEST_MS ? elapsed : FASTEST_MS;
     return SUCCESS;
 }
 

@@ -1,5 +1,5 @@
-/* CUDA graphs: handles that count their nodes. Launching one does what a kernel does: nothing, but it may have written
- * anywhere. */
+/* CUDA graphs: handles that count their nodes. Launching one does what a kernel does: nothing, but it may
+ * have written anywhere. */
 #include "core/ghost.h"
 #include "cuda/graphs.h"
 

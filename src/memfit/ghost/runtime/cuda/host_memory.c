@@ -1,7 +1,8 @@
-/* Host memory that CUDA knows: pinned, registered and managed. All of it is ordinary host memory, because the script
- * (and the ghost's own copies) read and write it.
+/* Host memory that CUDA knows: pinned, registered and managed. All of it is ordinary host memory, because
+ * the script (and the ghost's own copies) read and write it.
  *
- * PyTorch's is_pinned asks about addresses inside a range, too, so the ranges are kept sorted and searched by bisection.
+ * PyTorch's is_pinned asks about addresses inside a range, too, so the ranges are kept sorted and searched
+ * by bisection.
  */
 #include "core/ghost.h"
 
@@ -50,8 +51,8 @@ static status add_range(void *start, size_t size, int type, bool owned)
     status result = SUCCESS;
     ghost_lock();
     size_t at = after(made.start);
-    bool overlaps =
-        containing(made.start) != NULL || (at < ranges.count && ranges.items[at].start - made.start < made.size);
+    bool overlaps = containing(made.start) != NULL ||
+                    (at < ranges.count && ranges.items[at].start - made.start < made.size);
     struct host_range *place = overlaps ? NULL : array_insert(&ranges, at);
     if (place)
         *place = made;
@@ -134,18 +135,21 @@ int host_memory_type(const void *pointer, int *device)
 
 /* ---- Managed memory -------------------------------------------------------------------------- */
 
-/* Managed memory stays on the host here. On a card it moves to the device when kernels touch it, and away again when
- * cudaMalloc needs the room, so it takes nothing from the capacity. */
+/* Managed memory stays on the host here. On a card it moves to the device when kernels touch it, and away
+ * again when cudaMalloc needs the room, so it takes nothing from the capacity. */
 API status cudaMallocManaged(void **pointer, size_t size, unsigned flags)
 {
     ghost_assumed("managed memory takes 0 bytes of the device (cudaMallocManaged)");
     return allocate(pointer, size, MANAGED);
 }
 
-bool free_managed(void *pointer) { return host_memory_type(pointer, NULL) == MANAGED && !cudaFreeHost(pointer); }
+bool free_managed(void *pointer)
+{
+    return host_memory_type(pointer, NULL) == MANAGED && !cudaFreeHost(pointer);
+}
 
-/* Hints on where the memory should be and how it will be used are ignored. Source: cuda_runtime_api.h; CUDA 13 replaced
- * the device's number by a location. */
+/* Hints on where the memory should be and how it will be used are ignored. Source: cuda_runtime_api.h;
+ * CUDA 13 replaced the device's number by a location. */
 #if CUDA_VERSION >= 13000
 struct memory_location {
     int type, id;

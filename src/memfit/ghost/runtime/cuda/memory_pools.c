@@ -1,9 +1,9 @@
 /* The stream-ordered memory pools behind cudaMallocAsync: their sizes and attributes.
  *
- * There is one default pool per device. Assumed: it rounds to 512 bytes, takes memory from the device in pieces of
- * 32 MiB, reuses freed memory without fragmentation, and keeps it until a synchronization finds more reserved than the
- * release threshold. PyTorch's backend:cudaMallocAsync sets the threshold to the largest value, so there only
- * cudaMemPoolTrimTo releases memory.
+ * There is one default pool per device. Assumed: it rounds to 512 bytes, takes memory from the device in
+ * pieces of 32 MiB, reuses freed memory without fragmentation, and keeps it until a synchronization finds
+ * more reserved than the release threshold. PyTorch's backend:cudaMallocAsync sets the threshold to the
+ * largest value, so there only cudaMemPoolTrimTo releases memory.
  */
 #include "core/ghost.h"
 

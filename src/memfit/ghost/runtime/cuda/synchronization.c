@@ -1,7 +1,8 @@
 /* Waiting for the device. Work is finished the moment it is issued, so waiting never waits.
  *
- * The exception is for tests: while ghost_hold_events is on, each recorded event takes a ticket and stays "not ready"
- * until anything synchronizes or the hold ends. That is how PyTorch's deferred frees (record_stream) are driven.
+ * The exception is for tests: while ghost_hold_events is on, each recorded event takes a ticket and stays
+ * "not ready" until anything synchronizes or the hold ends. That is how PyTorch's deferred frees
+ * (record_stream) are driven.
  */
 #include "core/ghost.h"
 

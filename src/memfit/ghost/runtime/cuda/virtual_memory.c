@@ -180,8 +180,8 @@ API status cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *
 
 /* ---- Which mapping contains an address ------------------------------------------------------- */
 
-/* PyTorch maps pieces of one granule, or of a few if it is configured to, so the piece starts at most a few granules
- * back. */
+/* PyTorch maps pieces of one granule, or of a few if it is configured to, so the piece starts at most a
+ * few granules back. */
 static const struct mapping *around(uint64_t address)
 {
     uint64_t start = address & ~(DEVICE_GRANULE - 1);

@@ -129,8 +129,8 @@ API status cudnnGetFilterNdDescriptor(const struct tensor *filter, int wanted, i
 {
     *data_type = filter->data_type;
     *dimensions = filter->dimensions;
-    *format = filter->dimensions > 1 && filter->strides[1] == 1 && filter->sizes[1] > 1 ? FORMAT_NHWC
-                                                                                        : FORMAT_NCHW;
+    *format =
+        filter->dimensions > 1 && filter->strides[1] == 1 && filter->sizes[1] > 1 ? FORMAT_NHWC : FORMAT_NCHW;
     for (int i = 0; i < filter->dimensions && i < wanted; i++)
         sizes[i] = (int)filter->sizes[i];
     return SUCCESS;

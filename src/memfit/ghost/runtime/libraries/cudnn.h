@@ -16,8 +16,8 @@
 
 #include "core/ghost.h"
 
-#define DNN_BAD_PARAM 2000  /* cudnn_graph.h, CUDNN_STATUS_BAD_PARAM */
-#define MOST_DIMENSIONS 8   /* cudnn_graph.h, CUDNN_DIM_MAX */
+#define DNN_BAD_PARAM 2000 /* cudnn_graph.h, CUDNN_STATUS_BAD_PARAM */
+#define MOST_DIMENSIONS 8  /* cudnn_graph.h, CUDNN_DIM_MAX */
 
 /* A tensor, or a filter. Sizes and strides in elements, outermost first. */
 struct tensor {

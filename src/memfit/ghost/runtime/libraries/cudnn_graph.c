@@ -102,23 +102,16 @@ static void say_value(struct text *text, int type, const void *values, int64_t i
     case TYPE_BACKEND_DESCRIPTOR:
         say_descriptor(text, ((struct backend_descriptor *const *)values)[i]);
         return;
-    case TYPE_INT64:
-        say(text, "%lld", (long long)((const int64_t *)values)[i]);
-        return;
-    case TYPE_BOOLEAN:
-        say(text, "%d", ((const bool *)values)[i]);
-        return;
-    case TYPE_CHAR:
-        say(text, "%d", ((const unsigned char *)values)[i]);
-        return;
+    case TYPE_INT64: say(text, "%lld", (long long)((const int64_t *)values)[i]); return;
+    case TYPE_BOOLEAN: say(text, "%d", ((const bool *)values)[i]); return;
+    case TYPE_CHAR: say(text, "%d", ((const unsigned char *)values)[i]); return;
     case TYPE_FLOAT:
     case TYPE_DOUBLE:
         real = type == TYPE_FLOAT ? (double)((const float *)values)[i] : ((const double *)values)[i];
         say(text, "%.17g", real);
         text->cut |= !isfinite(real); /* JSON has no word for it */
         return;
-    default:
-        say(text, "%d", ((const int32_t *)values)[i]);
+    default: say(text, "%d", ((const int32_t *)values)[i]);
     }
 }
 
@@ -204,12 +197,9 @@ static int64_t number(const struct backend_descriptor *descriptor, int name)
 {
     switch (name) {
     case EXECUTION_PLAN_WORKSPACE_SIZE:
-    case ENGINECFG_WORKSPACE_SIZE:
-        return (int64_t)descriptor->chosen.workspace;
-    case ENGINE_GLOBAL_INDEX:
-        return descriptor->chosen.engine;
-    default:
-        return 0;
+    case ENGINECFG_WORKSPACE_SIZE: return (int64_t)descriptor->chosen.workspace;
+    case ENGINE_GLOBAL_INDEX: return descriptor->chosen.engine;
+    default: return 0;
     }
 }
 

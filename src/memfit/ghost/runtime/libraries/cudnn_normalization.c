@@ -36,12 +36,14 @@ API status cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, in
     return batch_norm_space("reserve", mode, operations, x, size);
 }
 
-API status cudnnBatchNormalizationForwardTrainingEx(
-    void *handle, int mode, int operations, const void *alpha, const void *beta, void *x, const void *x_data,
-    void *z, const void *z_data, void *y, void *y_data, void *parameters, const void *scale, const void *bias,
-    double average_factor, void *running_mean, void *running_variance, double epsilon, void *saved_mean,
-    void *saved_variance, void *activation, void *workspace, size_t workspace_size, void *reserve,
-    size_t reserve_size)
+API status cudnnBatchNormalizationForwardTrainingEx(void *handle, int mode, int operations, const void *alpha,
+                                                    const void *beta, void *x, const void *x_data, void *z,
+                                                    const void *z_data, void *y, void *y_data,
+                                                    void *parameters, const void *scale, const void *bias,
+                                                    double average_factor, void *running_mean,
+                                                    void *running_variance, double epsilon, void *saved_mean,
+                                                    void *saved_variance, void *activation, void *workspace,
+                                                    size_t workspace_size, void *reserve, size_t reserve_size)
 {
     ghost_space_used(workspace, workspace_size);
     ghost_space_used(reserve, reserve_size);

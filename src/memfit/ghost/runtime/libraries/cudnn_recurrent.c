@@ -184,8 +184,8 @@ API status cudnnGetRNNWeightParams(void *handle, struct recurrent *rnn, int32_t 
     say_where(matrix, matrix_address, rnn, weight_space, offset, rows, columns);
 
     /* With one bias vector a gate, it is counted with the input or the recurrent weights alone. */
-    bool has_bias = !is_projection && (rnn->bias == BIAS_BOTH || rnn->bias == (recurrent ? BIAS_RECURRENT
-                                                                                         : BIAS_INPUT));
+    bool has_bias =
+        !is_projection && (rnn->bias == BIAS_BOTH || rnn->bias == (recurrent ? BIAS_RECURRENT : BIAS_INPUT));
     int64_t gate = recurrent && rnn->bias != BIAS_BOTH ? linear - gates : linear;
     int64_t biases = matrices_before(rnn, pseudo_layers_of(rnn)) + pseudo_layer * biases_of(rnn);
     say_where(bias, bias_address, rnn, weight_space, biases + gate * rnn->hidden, has_bias ? rnn->hidden : 0,

@@ -177,10 +177,10 @@ API status cusolverDnXsyevBatched_bufferSize(void *handle, void *settings, int v
 }
 
 API status cusolverDnXgeev_bufferSize(void *handle, void *settings, int left, int right, int64_t n,
-                                      int a_type, const void *a, int64_t lda, int w_type, const void *w, int left_type,
-                                      const void *left_vectors, int64_t left_step, int right_type,
-                                      const void *right_vectors, int64_t right_step, int compute_type,
-                                      size_t *on_device, size_t *on_host)
+                                      int a_type, const void *a, int64_t lda, int w_type, const void *w,
+                                      int left_type, const void *left_vectors, int64_t left_step,
+                                      int right_type, const void *right_vectors, int64_t right_step,
+                                      int compute_type, size_t *on_device, size_t *on_host)
 {
     return in_bytes(on_device, on_host, geev(n), a_type);
 }

@@ -1,9 +1,9 @@
 /* Workspaces of libraries: how large they are, and where they were.
  *
- * The caller (PyTorch, through its own allocator) allocates a workspace in the size that the library reports, and
- * passes its address with the call. The ghost sees both: it gets the size from memfit.ghost.workspaces, which registered
- * as the answerer, and logs each use, so that the allocation can be identified in the allocator's history by its
- * address, its size and its label.
+ * The caller (PyTorch, through its own allocator) allocates a workspace in the size that the library
+ * reports, and passes its address with the call. The ghost sees both: it gets the size from
+ * memfit.ghost.workspaces, which registered as the answerer, and logs each use, so that the allocation can
+ * be identified in the allocator's history by its address, its size and its label.
  */
 #include "core/ghost.h"
 
@@ -37,7 +37,8 @@ void ghost_space_used(const void *address, uint64_t size)
     ghost_lock();
     /* A loop without hooks would log the same use again and again. */
     struct ghost_space *last = uses.count ? &uses.items[uses.count - 1] : NULL;
-    bool repeated = last && last->address == use.address && last->size == use.size && last->label == use.label;
+    bool repeated =
+        last && last->address == use.address && last->size == use.size && last->label == use.label;
     struct ghost_space *place = repeated ? NULL : array_append(&uses);
     if (place)
         *place = use;
