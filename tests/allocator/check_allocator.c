@@ -1,6 +1,6 @@
-/* Serves random requests, sensible and not, under random settings: to be built with sanitizers.
+/* Serves random requests, valid and not, under random settings: to be built with sanitizers.
  *
- *     serve SEED ROUNDS
+ *     check SEED ROUNDS
  */
 #include "allocator.h"
 
@@ -27,7 +27,7 @@ static struct settings random_settings(void)
         .collect_above = below(3) ? NEVER : below(INT64_C(1) << 33),
         .max_split_size = below(2) ? NEVER : (20 + below(100)) * MIB,
         .max_non_split_rounding = (20 + below(100)) * MIB,
-        .large_segment_size = below(2) ? 20 * MIB : (12 + below(9)) * MIB, /* max_split_size is no less */
+        .large_segment_size = below(2) ? 20 * MIB : (12 + below(9)) * MIB, /* at most max_split_size */
         .expandable = below(2),
         .throw_on_oom = below(8) == 0,
         .numbered = below(2),
@@ -50,7 +50,7 @@ static int serve_some(struct allocator *a, int64_t *served)
         columns[4][i] = below(100) ? 0 : below(6) - 1;
     }
     int status = SERVED;
-    for (int64_t begin = 0; begin < REQUESTS; begin++) { /* what is impossible is passed over */
+    for (int64_t begin = 0; begin < REQUESTS; begin++) { /* impossible requests are skipped */
         status = allocator_serve(a, REQUESTS - begin, columns[0] + begin, columns[1] + begin,
                                  columns[2] + begin, columns[3] + begin, columns[4] + begin);
         int64_t figures[19];
@@ -85,11 +85,11 @@ int main(int argc, char **argv)
             return 1;
         allocator_blocks(a, rows);
         for (int64_t i = 0; i < count; i++)
-            reserved += rows[i][5] ? rows[i][1] : 0; /* the mapped ones' bytes */
+            reserved += rows[i][5] ? rows[i][1] : 0; /* bytes of mapped blocks */
         allocator_statistics(a, figures);
         free(rows);
         if (reserved != figures[RESERVED]) {
-            fprintf(stderr, "round %ld: blocks have %lld bytes, reserved are %lld\n", round,
+            fprintf(stderr, "round %ld: blocks have %lld bytes, but %lld are reserved\n", round,
                     (long long)reserved, (long long)figures[RESERVED]);
             return 1;
         }

@@ -58,7 +58,7 @@ static void take(worker *w, block *into, size_t size)
     memset(into->at, into->pattern, size);
 }
 
-static void leave(worker *w, block *from)
+static void release(worker *w, block *from)
 {
     for (size_t i = 0; i < from->size; i++)
         check(from->at[i] == from->pattern, "overwritten");
@@ -73,14 +73,14 @@ static void *ask(void *argument)
     for (int i = 0; i < REQUESTS; i++) {
         block *chosen = &w->held[draw(w, HELD)];
         if (chosen->at)
-            leave(w, chosen);
+            release(w, chosen);
         else
             take(w, chosen, 1 + (size_t)draw(w, 4) * GRAIN);
     }
     return NULL;
 }
 
-/* A plan for sizes as they are asked for, with offsets as they come: good ones and bad ones. */
+/* A plan with the requested sizes and random offsets, good ones and bad ones. */
 static plan *any_plan(worker *w)
 {
     int64_t size[REQUESTS], offset[REQUESTS];
@@ -129,15 +129,15 @@ int main(int argc, char **argv)
             for (int64_t i = 0; i < count; i++)
                 check(
                     rows[i].size > 0 && (rows[i].until < 0 || (rows[i].until > i && rows[i].until <= count)),
-                    "no life");
+                    "invalid lifetime");
             free(rows);
             plan_free(with);
         }
         for (int i = 0; i < THREADS; i++)
             for (int j = 0; j < HELD; j++)
                 if (workers[i].held[j].at)
-                    leave(&workers[i], &workers[i].held[j]);
-        check(arena_live(&shared) == 0, "something was left behind");
+                    release(&workers[i], &workers[i].held[j]);
+        check(arena_live(&shared) == 0, "something is still live");
     }
     check(arena_logged_count(&shared) == 1000, "not logged");
     printf("%ld placed, %ld overlapping, %ld recorded\n", (long)placed, (long)overlapping, (long)recorded);

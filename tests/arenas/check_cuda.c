@@ -24,7 +24,7 @@ arena *cuda_attach(int device);
 int cuda_reserve(int64_t bytes);
 void cuda_trim(void);
 
-/* What of it was used last, and when that is done. */
+/* Who used a unit of memory last, and when that is done. */
 typedef struct {
     int is_live, stream;
     long number;
@@ -64,7 +64,7 @@ static int64_t draw(worker *w, int64_t below)
     return (int64_t)((w->state >> 33) % (uint64_t)below);
 }
 
-static void seen(int kind) { __atomic_add_fetch(count + kind, 1, __ATOMIC_RELAXED); }
+static void count_event(int kind) { __atomic_add_fetch(count + kind, 1, __ATOMIC_RELAXED); }
 
 static unit *unit_at(const void *pointer)
 {
@@ -74,48 +74,48 @@ static unit *unit_at(const void *pointer)
 
 static int64_t units_of(const block *b) { return (b->size + GRAIN - 1) / GRAIN; }
 
-static void look_at_taken(const block *b)
+static void check_taken(const block *b)
 {
     unit *first = unit_at(b->at);
-    must(is_usable(b->at, b->size), "not on pages that are mapped");
+    must(is_usable(b->at, b->size), "not on mapped pages");
     pthread_mutex_lock(&shadow);
     for (unit *u = first; u < first + units_of(b); u++) {
-        must(!u->is_live, "overlaps a block that lives");
-        must(u->stream == b->stream || is_done(u->stream, u->number), "another stream's that is not done");
+        must(!u->is_live, "overlaps a live block");
+        must(u->stream == b->stream || is_done(u->stream, u->number), "in use by its last stream");
         must(u->other < 0 || u->other == b->stream || is_done(u->other, u->other_number),
-             "used by another stream that is not done");
+             "in use by another stream");
         if (u->number)
-            seen(AGAIN);
+            count_event(AGAIN);
         *u = (unit){.is_live = 1, .stream = b->stream, .other = -1};
     }
     pthread_mutex_unlock(&shadow);
     char *base = placed->base;
     if (base && b->at >= base && b->at < base + RANGE)
-        seen(PLACED);
+        count_event(PLACED);
 }
 
-static void look_at_held(const block *b)
+static void check_held(const block *b)
 {
-    must(!b->at || is_usable(b->at, b->size), "a block that lives has lost its pages");
+    must(!b->at || is_usable(b->at, b->size), "a live block has lost its pages");
 }
 
 static void take(worker *w, block *into, int64_t size, int stream)
 {
     *into = (block){NULL, size, stream, -1};
     if (setjmp(short_of_memory)) {
-        seen(FULL);
+        count_event(FULL);
         return;
     }
     into->at = placing_malloc(size, 0, (void *)(uintptr_t)stream);
-    look_at_taken(into);
+    check_taken(into);
     if (!draw(w, 5)) {
         into->other = (int)draw(w, STREAMS);
         placing_record_stream(into->at, (void *)(uintptr_t)into->other);
-        seen(USED_ELSEWHERE);
+        count_event(USED_ELSEWHERE);
     }
 }
 
-static void leave(block *from)
+static void release(block *from)
 {
     long number = work(from->stream), other_number = from->other < 0 ? 0 : work(from->other);
     unit *first = unit_at(from->at);
@@ -141,7 +141,7 @@ static int64_t mapped_for(uint64_t id)
     return mapped;
 }
 
-/* Memory of a captured graph is nobody else's until the pool is released. */
+/* Memory of a captured graph belongs to it alone until the pool is released. */
 static void capture_one(worker *w, uint64_t id)
 {
     enum { GRAPHS_BLOCKS = 6 };
@@ -152,27 +152,27 @@ static void capture_one(worker *w, uint64_t id)
     for (int i = 0; i < 4 * GRAPHS_BLOCKS; i++) {
         block *b = held + draw(w, GRAPHS_BLOCKS), *other = w->held + draw(w, HELD);
         if (b->at)
-            leave(b);
+            release(b);
         else
             take(w, b, next_size(), stream);
         if (other->at)
-            leave(other);
+            release(other);
         else
             take(w, other, next_size(), stream != (int)placed->lane ? (int)placed->lane : 0);
         const heap *own = b->at ? heap_of(b->at) : NULL, *ordinary = other->at ? heap_of(other->at) : NULL;
-        must(!b->at || (own && own->pool.low == id), "a captured graph's memory lies elsewhere");
-        must(!ordinary || !ordinary->pool.low, "memory of a captured graph was given away");
+        must(!b->at || (own && own->pool.low == id), "a captured graph's memory is outside its pool");
+        must(!ordinary || !ordinary->pool.low, "memory of a captured graph was used by others");
     }
     capture(-1);
     placing_end_pool(0, (pool_id){0, id});
     for (int i = 0; i < GRAPHS_BLOCKS; i++)
         if (held[i].at)
-            leave(held + i);
+            release(held + i);
     int64_t mapped = mapped_for(id);
     cuda_trim();
     must(mapped_for(id) == mapped, "a graph that may be replayed has lost its memory");
     placing_release_pool(0, (pool_id){0, id});
-    seen(CAPTURED);
+    count_event(CAPTURED);
 }
 
 static void *run(void *argument)
@@ -181,16 +181,16 @@ static void *run(void *argument)
     for (int i = 0; i < OPERATIONS; i++) {
         block *b = w->held + draw(w, HELD);
         if (b->at)
-            leave(b);
+            release(b);
         else if (!draw(w, 3))
             take(w, b, 1 + draw(w, draw(w, 20) ? 100000 : TOTAL), (int)draw(w, STREAMS));
         else
             take(w, b, next_size(), (int)placed->lane);
         if (!draw(w, 3))
-            go_on((int)draw(w, STREAMS));
+            advance((int)draw(w, STREAMS));
         if (!draw(w, 200)) {
             cuda_trim();
-            seen(TRIMMED);
+            count_event(TRIMMED);
         }
     }
     return NULL;
@@ -223,7 +223,7 @@ int main(int argc, char **argv)
         if (draw(&main_worker, 2)) {
             cuda_reserve(draw(&main_worker, TOTAL / 3));
             for (int i = 0; i < threads * HELD; i++)
-                look_at_held(workers[i / HELD].held + i % HELD);
+                check_held(workers[i / HELD].held + i % HELD);
         }
         arena_begin(placed, 1 + (int)draw(&main_worker, 2), (uintptr_t)draw(&main_worker, STREAMS), with);
         if (round < RANGES / 4)
@@ -242,11 +242,11 @@ int main(int argc, char **argv)
     for (int i = 0; i < threads; i++)
         for (int j = 0; j < HELD; j++)
             if (workers[i].held[j].at)
-                leave(workers[i].held + j);
+                release(workers[i].held + j);
     must(!cuda_reserve(INT64_MAX) && !cuda_reserve(-1), "more than there are addresses");
-    must(cuda_reserve(0), "nothing lives, and the arena cannot be emptied");
+    must(cuda_reserve(0), "nothing is live, but the arena cannot be emptied");
     cuda_trim();
-    must(!device_pages(), "nothing lives, and pages are in use");
+    must(!device_pages(), "nothing is live, but pages are in use");
     for (int i = 0; i < KINDS; i++)
         printf("%ld ", count[i]);
     free(workers);

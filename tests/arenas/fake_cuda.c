@@ -36,7 +36,7 @@ void must(int holds, const char *what)
 static int slot(uint64_t address)
 {
     must(address >= BASE && address < BASE + (uint64_t)RANGES * RANGE && address % PAGE == 0,
-         "no address of a page");
+         "not the address of a page");
     return (int)((address - BASE) / PAGE);
 }
 
@@ -50,7 +50,7 @@ long work(int stream)
     return number;
 }
 
-void go_on(int stream)
+void advance(int stream)
 {
     pthread_mutex_lock(&lock);
     done[stream] += done[stream] < issued[stream];
@@ -145,7 +145,7 @@ API int cudaEventRecord(event *e, void *stream)
 API int cudaEventQuery(event *e)
 {
     pthread_mutex_lock(&lock);
-    must(capturing < 0, "asked for an event during a capture");
+    must(capturing < 0, "queried an event during a capture");
     int is_ready = done[e->stream] >= e->at;
     if (!is_ready)
         last_error = NOT_READY;
@@ -172,7 +172,7 @@ static int reserve(uint64_t *address, size_t size, size_t alignment, uint64_t wa
 static int address_free(uint64_t address, size_t size)
 {
     for (uint64_t at = address; at < address + size; at += PAGE)
-        must(!there[slot(at)], "gave addresses back that are mapped");
+        must(!there[slot(at)], "released addresses that are mapped");
     return 0;
 }
 
@@ -196,7 +196,7 @@ static int release(uint64_t handle)
 {
     pthread_mutex_lock(&lock);
     must(handle && handle <= PAGES && created[handle] && !mapped[handle],
-         "released a page that is none, or is mapped");
+         "released an invalid or mapped page");
     created[handle] = 0;
     pages_in_use--;
     pthread_mutex_unlock(&lock);
@@ -206,7 +206,7 @@ static int release(uint64_t handle)
 static int map(uint64_t address, size_t size, size_t offset, uint64_t handle, unsigned long long flags)
 {
     pthread_mutex_lock(&lock);
-    must(size == PAGE && handle && handle <= PAGES && created[handle], "mapped a page that is none");
+    must(size == PAGE && handle && handle <= PAGES && created[handle], "mapped an invalid page");
     must(!mapped[handle] && !there[slot(address)], "mapped a page twice, or over another");
     mapped[handle] = 1;
     there[slot(address)] = (int)handle;
@@ -231,7 +231,7 @@ static int unmap(uint64_t address, size_t size)
     must(capturing < 0, "unmapped during a capture");
     must(size == PAGE && there[slot(address)], "unmapped what is not mapped");
     for (int i = 0; is_alone && i < STREAMS; i++)
-        must(done[i] == issued[i], "unmapped while work goes on");
+        must(done[i] == issued[i], "unmapped while work is running");
     mapped[there[slot(address)]] = 0;
     there[slot(address)] = reachable[slot(address)] = 0;
     pthread_mutex_unlock(&lock);

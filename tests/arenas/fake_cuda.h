@@ -1,4 +1,4 @@
-/* What fake_cuda.c lets a check see. */
+/* What fake_cuda.c offers to a check. */
 #ifndef MEMFIT_FAKE_CUDA_H
 #define MEMFIT_FAKE_CUDA_H
 
@@ -10,14 +10,14 @@
 
 enum { PAGE = 1 << 14, TOTAL = 1 << 22, RANGE = TOTAL / 8 * 9 + PAGE, RANGES = 48, STREAMS = 4 };
 
-extern int is_alone; /* whether one thread runs: rules about order are strict then */
+extern int is_alone; /* whether only one thread runs: the rules about order are strict then */
 
 void must(int holds, const char *what);
-long work(int stream);  /* issue a piece of work; its number */
-void go_on(int stream); /* finish one more */
+long work(int stream);    /* issue a piece of work; its number */
+void advance(int stream); /* finish one more */
 int is_done(int stream, long number);
 int is_usable(const void *pointer, int64_t size);
 int device_pages(void);
-void capture(int stream); /* or -1: no longer */
+void capture(int stream); /* -1: end the capture */
 
 #endif

@@ -1,4 +1,4 @@
-/* Random problems, small and hostile, through both packers: to be built with sanitizers.
+/* Random small, hostile problems for both packers: to be built with sanitizers.
  *
  *     check FIRST_SEED COUNT
  */
@@ -25,7 +25,7 @@ static void check(int holds, const char *what, long seed)
     exit(1);
 }
 
-/* Whether two lives have a section in common: on a circle, the one after the last is the first. */
+/* Whether two lives have a section in common; on a circle the last section is followed by the first. */
 static int share(int32_t a, int32_t a_end, int32_t b, int32_t b_end, int32_t sections)
 {
     for (int32_t i = a; i < a_end; i++)
@@ -35,7 +35,7 @@ static int share(int32_t a, int32_t a_end, int32_t b, int32_t b_end, int32_t sec
     return 0;
 }
 
-/* Whether no two buffers meet, and none ends above the capacity. */
+/* Whether no two buffers overlap, and none ends above the capacity. */
 static int is_packing(int32_t count, int32_t sections, const int32_t *first, const int32_t *last,
                       const int64_t *size, const int64_t *offset, int64_t capacity)
 {
@@ -86,7 +86,8 @@ int main(int argc, char **argv)
             height = 0;
             for (int32_t i = 0; i < count; i++)
                 height = offset[i] + size[i] > height ? offset[i] + size[i] : height;
-            check(is_packing(count, sections, first, last, size, offset, height), "placed wrongly", seed);
+            check(is_packing(count, sections, first, last, size, offset, height), "greedy packing is invalid",
+                  seed);
             check(height >= most, "placed below the bound", seed);
         }
         for (int64_t capacity = most - unit; capacity <= height; capacity += unit) {
@@ -95,10 +96,11 @@ int main(int argc, char **argv)
             found += status == FOUND;
             proved += status == INFEASIBLE;
             given_up += status == NODE_LIMIT;
-            check(status == FOUND || status == INFEASIBLE || status == NODE_LIMIT, "no status", seed);
+            check(status == FOUND || status == INFEASIBLE || status == NODE_LIMIT, "unknown status", seed);
             check(status != FOUND || is_packing(count, sections, first, last, size, offset, capacity),
-                  "searched wrongly", seed);
-            check(status != INFEASIBLE || capacity < height, "proved what is not so", seed);
+                  "found packing is invalid", seed);
+            check(status != INFEASIBLE || capacity < height, "proved infeasible although a packing exists",
+                  seed);
             check(status != FOUND || capacity >= most, "below the bound", seed);
             if (status == FOUND)
                 break;

@@ -3,8 +3,8 @@
     AllocatorConfig  ──>  struct settings  ─┐
     Requests         ──>  their columns    ─┴──>  c/*.c  ──>  figures, blocks
 
-It is compiled when it is first needed, and kept in the cache folder. Where that cannot be, for want of a
-compiler, ``caching.py`` does the same, more slowly.
+It is compiled on first use and kept in the cache folder. Without a C compiler, ``caching_allocator.py`` does
+the same, more slowly.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _NAMES = (*NAMES, *COUNTERS)
 _STATES = ("inactive", "active_allocated", "active_awaiting_free")
 _CALLS = len(fields(DriverCalls))
 _FIGURES = 4  # of an outcome, before its calls
-_COLUMNS = 10  # of a block's row; of them these are looked at before the row is read:
+_COLUMNS = 10  # of a block's row; these two are read before the row is converted:
 _MAPPED, _FIRST = 5, 6
 
 

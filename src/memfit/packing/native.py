@@ -14,7 +14,7 @@ from memfit.native_build import NativeLibrary
 from memfit.packing.buffers import Buffers, Column, Sections
 
 FOUND, INFEASIBLE, NODE_LIMIT, CANCELLED, NO_HOST_MEMORY = range(5)
-_WAIT = 0.05  # seconds between two looks at the clock, and for Ctrl-C
+_WAIT = 0.05  # seconds between two checks of the clock and of Ctrl-C
 
 
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -31,7 +31,7 @@ load = LIBRARY.load
 def place(
     buffers: Buffers, cut: Sections, order: Column, *, tightest: bool, deadline: float = float("inf")
 ) -> Column | None:
-    """Place buffers in the order given; None if the deadline (``time.monotonic``) came first."""
+    """Place buffers in the given order; return None if the deadline (``time.monotonic``) passed first."""
     offset, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int()
     size = np.ascontiguousarray(buffers.size)
     columns: list[npt.NDArray[Any]] = [cut.first, cut.last, size, np.ascontiguousarray(order, np.int32)]
@@ -54,7 +54,7 @@ def place(
 def search(
     buffers: Buffers, cut: Sections, capacity: int, preference: str, node_limit: int, deadline: float
 ) -> tuple[int, int, Column]:
-    """Search for offsets within a capacity; return the status, the nodes looked at and the offsets."""
+    """Search for offsets within a capacity; return the status, the nodes visited and the offsets."""
     offset, nodes, cancelled = np.zeros(len(buffers), np.int64), ctypes.c_int64(), ctypes.c_int()
     size = np.ascontiguousarray(buffers.size)
     length = (buffers.upper - buffers.lower).astype(np.float64)
@@ -85,9 +85,9 @@ def _passed(argument: Any) -> Any:
 def _call(
     function: Callable[..., int], arguments: tuple[Any, ...], cancelled: ctypes.c_int, deadline: float
 ) -> int:
-    """Call into the library from another thread, so that Ctrl-C and the deadline end it.
+    """Call the library from another thread, so that Ctrl-C and the deadline end the call.
 
-    Arrays are passed as such, and are there until that thread is done with them: Ctrl-C may come anywhere.
+    The arrays stay referenced until that thread has finished, because Ctrl-C may come at any point.
     """
     status = NO_HOST_MEMORY
 

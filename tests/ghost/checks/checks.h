@@ -1,5 +1,5 @@
-/* What the checks of the ghost runtime share. Each check is a function that returns, or ends the
- * process with the line that was not so. */
+/* What the checks of the ghost runtime share. Each check is a function that returns, or ends the process and
+ * prints the condition that failed. */
 #ifndef MEMFIT_GHOST_CHECKS_H
 #define MEMFIT_GHOST_CHECKS_H
 
@@ -15,12 +15,12 @@
 #define CHECK(condition)                                                                                     \
     do {                                                                                                     \
         if (!(condition)) {                                                                                  \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                          \
+            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);                          \
             exit(1);                                                                                         \
         }                                                                                                    \
     } while (0)
 
-/* What is called here, with the prototypes PyTorch sees. */
+/* The functions called here, with the prototypes that PyTorch sees. */
 status cudaMalloc(void **, size_t), cudaFree(void *), cudaMallocAsync(void **, size_t, void *);
 status cudaFreeAsync(void *, void *), cudaMemGetInfo(size_t *, size_t *), cudaGetLastError(void);
 status cudaMemcpy(void *, const void *, size_t, int), cudaMemset(void *, int, size_t);
@@ -90,7 +90,7 @@ status cudaPointerGetAttributes(struct pointer_attributes *, const void *);
 static inline struct ghost_device device(uint64_t total)
 {
     struct ghost_device made = ghost_spec;
-    strcpy(made.name, "a test's device");
+    strcpy(made.name, "test device");
     made.total_bytes = total;
     return made;
 }
@@ -113,7 +113,7 @@ static inline void launch(void)
     CHECK(cudaLaunchKernel("k", (dim3){1, 1, 1}, (dim3){1, 1, 1}, NULL, 0, NULL) == SUCCESS);
 }
 
-/* What a copy back gave, and whether the ghost says that it knew. */
+/* The bytes of the last copy back. read_back returns whether the ghost knew them. */
 static unsigned char host[256 * 1024];
 
 static inline int read_back(void *from, size_t size)
@@ -123,15 +123,18 @@ static inline int read_back(void *from, size_t size)
     return ghost_last_read_known();
 }
 
-/* Every check, in the order they are listed. */
+/* Every check, in order. */
 #define EACH_CHECK(each)                                                                                     \
-    each(capacity) each(rounding) each(many) each(configuring) each(pools) each(virtual_memory)              \
-        each(stray_dereference) each(remembered) each(launches_forget) each(address_reuse)                   \
-            each(against_a_referee) each(bounded) each(strided) each(counts) each(pointers)                  \
-                each(held_events) each(elapsed_time) each(capturing) each(collectives) each(descriptors)     \
-                    each(question_bounds) each(graph_questions) each(graph_choices) each(space_log)          \
-                        each(recurrent_weights) each(gaps) each(processes) each(work_space)                  \
-                            each(sparse_products) each(allocation_log) each(threads) each(forks)
+    each(device_capacity) each(allocation_rounding) each(many_allocations) each(configuring)                 \
+        each(memory_pools) each(virtual_memory) each(stray_dereference) each(remembered_copies)              \
+            each(launches_forget) each(address_reuse) each(random_copies_match_a_model)                      \
+                each(record_is_bounded) each(strided_copies) each(answered_counts)                           \
+                    each(host_and_device_pointers) each(held_events) each(elapsed_time)                      \
+                        each(capturing_streams) each(collectives) each(descriptors) each(question_bounds)    \
+                            each(graph_questions) each(graph_choices) each(workspace_log)                    \
+                                each(recurrent_weights) each(gaps_are_recorded) each(running_processes)      \
+                                    each(solver_workspaces) each(sparse_products) each(allocation_log)       \
+                                        each(threads) each(forks)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

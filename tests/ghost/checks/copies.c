@@ -1,9 +1,9 @@
-/* What is known of device memory, and what addresses are. */
+/* Known bytes of device memory, and what addresses are. */
 #include "checks.h"
 
 /* ---- Remembered bytes ------------------------------------------------------------------------ */
 
-void remembered(void)
+void remembered_copies(void)
 {
     configure(GIB);
     char *memory = allocated(8 * MIB);
@@ -13,7 +13,7 @@ void remembered(void)
     cudaMemcpy(memory + 100, text, 16, 1);
     CHECK(read_back(memory + 100, 16) && memcmp(host, text, 16) == 0);
     CHECK(read_back(memory + 104, 4) && memcmp(host, "4567", 4) == 0);
-    CHECK(!read_back(memory + 99, 16) && host[1] == 0); /* one byte off: zeros, all of it */
+    CHECK(!read_back(memory + 99, 16) && host[1] == 0); /* one byte off: all zeros */
     CHECK(!read_back(memory + 101, 16) && host[0] == 0);
 
     cudaMemset(memory + 116, 7, 4 * MIB); /* adjacent, of any size */
@@ -27,7 +27,7 @@ void remembered(void)
                                                 "0123456789abcdef"
                                                 "\7\7",
                                                 20) == 0);
-    cudaMemcpy(memory + 210, memory + 7 * MIB, 4, 3); /* from where nothing is known */
+    cudaMemcpy(memory + 210, memory + 7 * MIB, 4, 3); /* from unknown memory */
     CHECK(!read_back(memory + 208, 4) && read_back(memory + 200, 10) && read_back(memory + 214, 30));
 
     cudaMemcpy(memory, host, sizeof host, 1); /* too long to be remembered */
@@ -64,7 +64,7 @@ void address_reuse(void)
     cudaMemset(memory, 3, 64);
     cudaFree(memory);
     void *again = allocated(4096);
-    CHECK(again == memory); /* otherwise this shows nothing */
+    CHECK(again == memory); /* otherwise this check shows nothing */
     CHECK(!read_back(again, 64) && host[0] == 0);
     cudaFree(again);
 
@@ -82,8 +82,8 @@ void address_reuse(void)
     cuMemUnmap(range, 2 * MIB), cuMemRelease(piece), cuMemAddressFree(range, 2 * MIB);
 }
 
-/* Random copies, memsets and reads against a referee that keeps one byte and one flag per address. */
-void against_a_referee(void)
+/* Random copies, memsets and reads match a model that keeps one byte and one flag per address. */
+void random_copies_match_a_model(void)
 {
     enum { SPACE = 300 };
     unsigned char value[SPACE] = {0}, source[SPACE], wanted[SPACE];
@@ -135,8 +135,8 @@ void against_a_referee(void)
     cudaFree(memory);
 }
 
-/* However much is copied, what is on record stays bounded, and what was dropped reads as unknown. */
-void bounded(void)
+/* However much is copied, the record stays bounded, and dropped bytes read as unknown. */
+void record_is_bounded(void)
 {
     configure(GIB);
     char *memory = allocated(512 * MIB);
@@ -157,7 +157,7 @@ void bounded(void)
     cudaFree(memory);
 }
 
-void strided(void)
+void strided_copies(void)
 {
     configure(GIB);
     char *memory = allocated(4 * MIB);
@@ -174,7 +174,7 @@ void strided(void)
     cudaFree(memory);
 }
 
-void counts(void)
+void answered_counts(void)
 {
     configure(GIB);
     char *memory = allocated(4096);
@@ -210,7 +210,7 @@ static int type_of(const void *pointer)
     return known.type;
 }
 
-void pointers(void)
+void host_and_device_pointers(void)
 {
     configure(GIB);
     char *pinned, *managed, plain[100], *memory = allocated(3000);

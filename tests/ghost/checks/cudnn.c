@@ -1,4 +1,4 @@
-/* cuDNN: descriptors, what is asked about an operation, and the log of work space. */
+/* cuDNN: descriptors, the questions about an operation, and the log of workspaces. */
 #include "checks.h"
 #include "libraries/cudnn.h"
 
@@ -86,7 +86,7 @@ static int remember(const char *question, struct ghost_configuration *out, int r
     questions++;
     for (int i = 0; i < room && i < 2; i++)
         out[i] = answers[i];
-    return 999; /* more than there is room for is not believed */
+    return 999; /* a count above the room is capped */
 }
 
 void question_bounds(void)
@@ -94,24 +94,24 @@ void question_bounds(void)
     const int64_t numbers[MOST_DIMENSIONS] = {INT64_MIN, INT64_MIN, INT64_MIN, INT64_MIN,
                                               INT64_MIN, INT64_MIN, INT64_MIN, INT64_MIN};
     struct ghost_configuration only = {.workspace = 1};
-    CHECK(ghost_ask("{}", &only, 1) == 1 && only.workspace == 0); /* nobody to answer: it is assumed */
+    CHECK(ghost_ask("{}", &only, 1) == 1 && only.workspace == 0); /* no answerer: the size is assumed */
     CHECK(ghost_gaps_reached(NULL, 0) > 1);
     ghost_answer_with(remember);
     CHECK(ghost_ask("{}", &only, 1) == 1 && only.workspace == 4096);
     CHECK(ghost_ask("{}", NULL, 0) == 0);
-    struct text question = question_about("a");
-    say_text(&question, "b", "c");
-    say_number(&question, "d", -5);
-    say_list(&question, "e", (int64_t[]){1, 2}, 2);
-    CHECK(asked(&question) == 4096);
+    struct text question = begin_question("a");
+    add_text(&question, "b", "c");
+    add_number(&question, "d", -5);
+    add_list(&question, "e", (int64_t[]){1, 2}, 2);
+    CHECK(ask_workspace(&question) == 4096);
     CHECK(strcmp(last_question, "{\"kind\":\"a\",\"b\":\"c\",\"d\":-5,\"e\":[1,2]}") == 0);
-    struct text longer = question_about("a");
+    struct text longer = begin_question("a");
     for (int i = 0; i < 40; i++)
-        say_list(&longer, "f", numbers, MOST_DIMENSIONS);
-    CHECK(asked(&longer) == 4096 && strlen(last_question) == 11 + 40 * (7 + 20 * 8 + 7) + 1);
-    struct text cut = question_about("a");
+        add_list(&longer, "f", numbers, MOST_DIMENSIONS);
+    CHECK(ask_workspace(&longer) == 4096 && strlen(last_question) == 11 + 40 * (7 + 20 * 8 + 7) + 1);
+    struct text cut = begin_question("a");
     cut.cut = true;
-    CHECK(asked(&cut) == 4096 && strcmp(last_question, "{\"kind\":\"unknown\"}") == 0);
+    CHECK(ask_workspace(&cut) == 4096 && strcmp(last_question, "{\"kind\":\"unknown\"}") == 0);
 }
 
 static void *made(int type)
@@ -121,7 +121,8 @@ static void *made(int type)
     return descriptor;
 }
 
-/* Heuristics over a graph of one operation over one tensor; what they were made from is gone again. */
+/* Heuristics over a graph of one operation on one tensor; the descriptors they were made from are
+ * destroyed. */
 static void *heuristics_over(void *tensor)
 {
     const float alpha = 0.5f;
@@ -164,7 +165,7 @@ void graph_questions(void)
                  "\"attributes\":[[801,15,[{\"type\":11,\"attributes\":[[716,15,[" SAID_TENSOR
                  "]],[712,4,[0.5]],[713,5,[1.5]]]}," SAID_TENSOR "]]]}]],[200,8,[2]]]}}") == 0);
     cudnnBackendDestroyDescriptor(heuristics);
-    /* What cannot be said is not asked about. */
+    /* What JSON cannot express is not asked about. */
     heuristics = heuristics_over(tensor_of(DOUBLE, &endless, 1));
     cudnnBackendFinalize(heuristics);
     CHECK(strcmp(last_question, "{\"kind\":\"unknown\"}") == 0);
@@ -188,7 +189,7 @@ void graph_choices(void)
     cudnnBackendGetAttribute(heuristics, 202, DESCRIPTOR, 1, &found, configs);
     CHECK(found == 1);
     cudnnBackendGetAttribute(heuristics, 202, DESCRIPTOR, 300, &found, configs);
-    CHECK(found == 256); /* as many as there is room for */
+    CHECK(found == 256); /* the capacity */
     cudnnBackendDestroyDescriptor(heuristics);
 
     cudnnBackendGetAttribute(configs[0], 300, DESCRIPTOR, 1, &found, &first);
@@ -212,20 +213,20 @@ void graph_choices(void)
     CHECK(size == 4096 && found == 1);
     cudnnBackendGetAttribute(frugal, 402, INT64, 1, &found, &size);
     CHECK(size == 0 && questions == 1);
-    struct ghost_space space;
+    struct ghost_workspace_use space;
     cudnnBackendSetAttribute(pack, 1003, POINTER, 1, &memory);
     cudnnBackendExecute(NULL, frugal, pack);
-    CHECK(ghost_spaces(NULL, 0) == 0);
+    CHECK(ghost_workspace_uses(NULL, 0) == 0);
     ghost_set_label(7);
     cudnnBackendExecute(NULL, plan, pack);
-    CHECK(ghost_spaces(&space, 1) == 1);
+    CHECK(ghost_workspace_uses(&space, 1) == 1);
     CHECK(space.address == (uint64_t)memory && space.size == 4096 && space.label == 7);
 
     size_t before = ghost_gaps_reached(NULL, 0);
     void *by_hand = made(CONFIG);
     cudnnBackendFinalize(configs[0]);
     CHECK(ghost_gaps_reached(NULL, 0) == before);
-    cudnnBackendFinalize(by_hand); /* an engine that nobody answered for */
+    cudnnBackendFinalize(by_hand); /* an engine that heuristics did not choose */
     CHECK(ghost_gaps_reached(NULL, 0) > before);
     for (int i = 0; i < 300; i++)
         cudnnBackendDestroyDescriptor(configs[i]);
@@ -234,20 +235,20 @@ void graph_choices(void)
     cudnnBackendDestroyDescriptor(by_hand), cudaFree(memory);
 }
 
-void space_log(void)
+void workspace_log(void)
 {
-    struct ghost_space spaces[4];
-    ghost_space_used(NULL, 8), ghost_space_used(spaces, 0);
-    CHECK(ghost_spaces(NULL, 0) == 0);
+    struct ghost_workspace_use spaces[4];
+    ghost_workspace_used(NULL, 8), ghost_workspace_used(spaces, 0);
+    CHECK(ghost_workspace_uses(NULL, 0) == 0);
     for (uint64_t i = 0; i < 1000; i++)
         for (int again = 0; again < 3; again++)
-            ghost_space_used(spaces, 1 + i);
-    CHECK(ghost_spaces(spaces, 2) == 1000 && spaces[1].size == 2);
+            ghost_workspace_used(spaces, 1 + i);
+    CHECK(ghost_workspace_uses(spaces, 2) == 1000 && spaces[1].size == 2);
 }
 
 /* ---- Recurrent networks ---------------------------------------------------------------------- */
 
-/* Every matrix and bias lies inside the buffer, none over another, and together they fill it. */
+/* Every matrix and bias is inside the buffer, none overlaps another, and together they fill it. */
 void recurrent_weights(void)
 {
     enum { RELU_CELL = 0, LSTM = 2, GRU = 3 };

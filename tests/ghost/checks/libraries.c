@@ -25,8 +25,8 @@ void collectives(void)
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
 
-/* What NVML says of this process is its context and what it allocated, once it has. */
-void processes(void)
+/* NVML reports this process's context and allocations, once it has allocated. */
+void running_processes(void)
 {
     enum { INSUFFICIENT = 7 };
     char bus_id[16];
@@ -48,7 +48,7 @@ void processes(void)
     cudaFree(kept);
 }
 
-void gaps(void)
+void gaps_are_recorded(void)
 {
     char text[64], small[8] = "xxxxxxx";
     CHECK(ghost_gaps_reached(NULL, 0) == 1);
@@ -59,7 +59,7 @@ void gaps(void)
 }
 
 /* In elements or bytes, at least 1, and refused where an int cannot hold it. */
-void work_space(void)
+void solver_workspaces(void)
 {
     enum { REAL_32 = 0, COMPLEX_32 = 4, COMPLEX_64 = 5, REFUSED = 3 };
     int elements = -1;
@@ -82,10 +82,10 @@ void work_space(void)
                               COMPLEX_64) == SUCCESS);
     CHECK(on_device == 3 * 8 * 8 * 16);
     ghost_gaps_reached(text, sizeof text);
-    CHECK(strstr(text, "cuSOLVER work space") && strstr(text, "cuFFT work area"));
+    CHECK(strstr(text, "cuSOLVER workspace") && strstr(text, "cuFFT work area"));
 }
 
-/* As many entries as there can be: each entry of A meets a row of B, and a matrix has so many places. */
+/* The most entries possible: each entry of A is multiplied with a row of B, up to the size of the matrix. */
 void sparse_products(void)
 {
     const int64_t huge = (int64_t)1 << 40;

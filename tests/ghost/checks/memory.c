@@ -3,7 +3,7 @@
 
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
-void capacity(void)
+void device_capacity(void)
 {
     configure(GIB);
     void *kept = allocated(600 * MIB), *refused = &refused;
@@ -26,7 +26,7 @@ void capacity(void)
     CHECK(cudaMalloc(&kept, 0) == SUCCESS && kept == NULL);
 }
 
-void rounding(void)
+void allocation_rounding(void)
 {
     configure(GIB);
     const uint64_t sizes[][2] = {{1, 512},       {512, 512},         {513, 1024},           {MIB - 1, MIB},
@@ -39,7 +39,7 @@ void rounding(void)
     }
 }
 
-void many(void)
+void many_allocations(void)
 {
     enum { COUNT_ = 50000 };
     static void *pointers[COUNT_];
@@ -82,7 +82,7 @@ void configuring(void)
     CHECK(ghost_counter("capacity") == 2 * GIB && ghost_counter("used") == 2 * GIB);
     ghost_take(-100 * (int64_t)MIB);
     CHECK(ghost_counter("used") == 2 * GIB - 100 * MIB);
-    ghost_take(-(int64_t)GIB); /* others have no more than 412 MiB to give back */
+    ghost_take(-(int64_t)GIB); /* others can release only 412 MiB */
     CHECK(ghost_counter("used") == 1536 * MIB);
     ghost_take((int64_t)GIB);
     CHECK(cudaMalloc(&refused, 512) == OUT_OF_MEMORY);
@@ -102,7 +102,7 @@ void configuring(void)
     CHECK(cudaDeviceGetAttribute(&value, 16, 7) == INVALID_DEVICE);
 }
 
-void pools(void)
+void memory_pools(void)
 {
     enum { THRESHOLD = 4, RESERVED = 5, RESERVED_HIGH = 6, USED = 7, USED_HIGH = 8 };
     configure(GIB);
@@ -117,10 +117,10 @@ void pools(void)
     CHECK(cudaFreeAsync(second, NULL) == SUCCESS);
     CHECK(POOL(RESERVED) == 64 * MIB && POOL(USED) == 3 * MIB + 512);
     CHECK(POOL(USED_HIGH) == 43 * MIB + 512 && POOL(RESERVED_HIGH) == 64 * MIB);
-    cudaDeviceSynchronize(); /* the threshold is 0: what is free goes back */
+    cudaDeviceSynchronize(); /* the threshold is 0: free memory is released */
     CHECK(POOL(RESERVED) == 32 * MIB && ghost_counter("used") == 32 * MIB);
     cudaMemPoolSetAttribute(pool, THRESHOLD, &forever);
-    CHECK(cudaFree(first) == SUCCESS); /* cudaFree serves, too */
+    CHECK(cudaFree(first) == SUCCESS); /* cudaFree works, too */
     cudaDeviceSynchronize();
     CHECK(POOL(USED) == 0 && POOL(RESERVED) == 32 * MIB);
     CHECK(cudaMallocAsync(&first, GIB - 10 * MIB, NULL) == SUCCESS);

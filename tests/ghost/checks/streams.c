@@ -34,7 +34,7 @@ void held_events(void)
     cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(stream);
 }
 
-/* One piece of work takes as long as any other; of more, the host's own time is told. */
+/* A single piece of work always takes the shortest time; several take the host's own time. */
 void elapsed_time(void)
 {
     void *event, *later;
@@ -56,7 +56,7 @@ void elapsed_time(void)
 static int destroyed;
 static void destroy(void *data) { destroyed += *(int *)data; }
 
-void capturing(void)
+void capturing_streams(void)
 {
     configure(GIB);
     void *origin, *joined, *event, *graph, *executable, *object;

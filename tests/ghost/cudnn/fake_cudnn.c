@@ -1,4 +1,4 @@
-/* A libcudnn.so that goes wrong in one way: -DCRASH, HANG, OLD, GARBAGE, REFUSE or EMPTY; without any it
+/* A libcudnn.so that fails in one way: -DCRASH, HANG, OLD, GARBAGE, REFUSE or EMPTY; without any it
  * offers one configuration of 4096 bytes. */
 #include <stdint.h>
 #include <stdio.h>

@@ -1,9 +1,9 @@
-/* A libcuda.so.1 for the process that asks cuDNN (process.py). There is no device, and every function
- * says so, as NVIDIA's own does where there is none. cuDNN offers the engines that it compiles at run
- * time only where it finds these functions, and calls none of them to say what it would choose. While
- * this library is loaded, no other libcuda.so.1 is.
+/* A libcuda.so.1 for the process that queries cuDNN (process.py). Every function reports that there is no
+ * device, as NVIDIA's own does without one. cuDNN offers the engines that it compiles at run time only if it
+ * finds these functions, and calls none of them in its heuristics. While this library is loaded, no
+ * other libcuda.so.1 is.
  *
- * Source: the names that cuDNN 9.24 says it misses ("Could not load symbol") when a libcuda.so.1 has
+ * Source: the names that cuDNN 9.24 reports as missing ("Could not load symbol") when a libcuda.so.1 has
  * none of them; process.py reports any that another version misses.
  */
 #define NO_DEVICE(function)                                                                                  \

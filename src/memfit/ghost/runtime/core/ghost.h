@@ -151,7 +151,7 @@ API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
 
 /* A use of a workspace by a library: an allocation with this address, size and label. */
-struct ghost_space {
+struct ghost_workspace_use {
     uint64_t address, size, label;
 };
 
@@ -169,7 +169,7 @@ struct ghost_configuration {
 typedef int (*ghost_answerer)(const char *question, struct ghost_configuration *out, int room);
 API void ghost_answer_with(ghost_answerer answer);
 /* The uses of workspaces so far. Returns their number; writes the first `capacity` of them. */
-API size_t ghost_spaces(struct ghost_space *out, size_t capacity);
+API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity);
 
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
@@ -223,7 +223,7 @@ int64_t ghost_now_us(void);
 /* Ask the answerer; returns how many configurations were written, at most `room`. */
 int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was passed a workspace of the size that it had reported. */
-void ghost_space_used(const void *address, uint64_t size);
+void ghost_workspace_used(const void *address, uint64_t size);
 /* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock
  * held. */
 uint64_t capacity_used(int device);

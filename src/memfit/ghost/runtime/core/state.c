@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-/* Until it is configured the ghost is a small made-up card, so that a mistake is seen by its name. */
+/* Until it is configured the ghost is a small fictitious card whose name reveals the mistake. */
 struct ghost_device ghost_spec = {
     .name = "memfit ghost (not configured)",
     .major = 8,
@@ -34,8 +34,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 void ghost_lock(void) { pthread_mutex_lock(&lock); }
 void ghost_unlock(void) { pthread_mutex_unlock(&lock); }
 
-/* A child forked while another thread held the lock would wait for ever: so the forking thread
- * holds it across the fork, and both sides let it go. */
+/* A child forked while another thread held the lock would wait forever, so the forking thread holds the lock
+ * across the fork, and both sides release it. */
 __attribute__((constructor)) static void survive_fork(void)
 {
     pthread_atfork(ghost_lock, ghost_unlock, ghost_unlock);
@@ -111,11 +111,11 @@ API void ghost_take(int64_t bytes)
 {
     ghost_lock();
     uint64_t *others = &ghost_devices[ghost_current_device].others;
-    uint64_t given_back = bytes < 0 ? -(uint64_t)bytes : 0;
+    uint64_t released = bytes < 0 ? -(uint64_t)bytes : 0;
     if (bytes >= 0)
         *others += (uint64_t)bytes;
     else
-        *others -= given_back < *others ? given_back : *others;
+        *others -= released < *others ? released : *others;
     note_peak(ghost_current_device);
     ghost_unlock();
 }

@@ -1,6 +1,6 @@
-/* What the device is: its properties and attributes, as the configured ghost_device has them.
+/* The properties and attributes of the configured device.
  *
- * Figures that no configured field gives are those of every card since Volta (warps of 32 threads,
+ * Values without a configured field are those of every card since Volta (warps of 32 threads,
  * 1,024 threads a block, 65,536 registers a multiprocessor: CUDA C++ Programming Guide, table of
  * technical specifications per compute capability).
  */

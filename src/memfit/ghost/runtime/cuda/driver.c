@@ -1,4 +1,4 @@
-/* The driver API beneath the runtime: contexts, devices, modules, and how its functions are found.
+/* The driver API beneath the runtime: contexts, devices, modules, and the lookup of its functions.
  *
  * PyTorch reaches the driver by cudaGetDriverEntryPoint, libcaffe2_nvrtc and Triton by the symbols
  * of libcuda.so.1. There is one context per device and its handle is a number.
@@ -13,7 +13,7 @@
 status cudaDeviceGetAttribute(int *value, int attribute, int device);
 status cudaSetDevice(int device);
 
-#define CONTEXT_BASE 0x1000 /* a handle nobody may look behind */
+#define CONTEXT_BASE 0x1000 /* an opaque handle that must not be dereferenced */
 
 static void *context_of(int device) { return (void *)(uint64_t)(CONTEXT_BASE + device); }
 
@@ -50,7 +50,7 @@ API status cuDeviceGetName(char *name, int capacity, int device)
     return SUCCESS;
 }
 
-/* The number of the device on the bus, as cudaDeviceGetPCIBusId says it. */
+/* The number of the device on the bus, as in cudaDeviceGetPCIBusId. */
 API status cuDeviceGetPCIBusId(char *text, int capacity, int device)
 {
     if (device < 0 || device >= ghost_device_count || capacity < 13)
@@ -126,7 +126,7 @@ API status cuCtxGetLimit(size_t *value, int limit)
 
 enum { ENTRY_FOUND = 0, ENTRY_NOT_FOUND = 1 }; /* cudaDriverEntryPointQueryResult */
 
-/* Everything the driver offers is in this library: written here, or generated from gaps.txt. */
+/* Every driver function of the ghost is in this library: written here, or generated from gaps.txt. */
 static void *find_function(const char *name)
 {
     static void *self;
@@ -144,7 +144,7 @@ static status entry_point(const char *name, void **function, int *found)
     if (!*function)
         *function = find_function(name);
     if (!*function) {
-        char *unknown = strdup(name); /* kept: the record of gaps points to it */
+        char *unknown = strdup(name); /* never freed: the record of gaps points to it */
         if (unknown)
             ghost_assumed(unknown);
     }
@@ -226,8 +226,8 @@ API status cuLinkDestroy(void *state)
     return SUCCESS;
 }
 
-/* Settings of contexts and kernels, which nothing here depends on. They are looked up by name, so
- * the builder cannot know that they are wanted. */
+/* Settings of contexts and kernels, which have no effect here. PyTorch looks them up by name, so the builder
+ * cannot see that they are needed. */
 API status cuCtxSetLimit(int limit, size_t value) { return SUCCESS; }
 API status cuFuncSetCacheConfig(void *function, int config) { return SUCCESS; }
 API status cuFuncSetAttribute(void *function, int attribute, int value) { return SUCCESS; }

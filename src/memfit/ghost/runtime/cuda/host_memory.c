@@ -139,7 +139,7 @@ int host_memory_type(const void *pointer, int *device)
  * again when cudaMalloc needs the room, so it takes nothing from the capacity. */
 API status cudaMallocManaged(void **pointer, size_t size, unsigned flags)
 {
-    ghost_assumed("managed memory takes 0 bytes of the device (cudaMallocManaged)");
+    ghost_assumed("managed memory uses 0 bytes of the device (cudaMallocManaged)");
     return allocate(pointer, size, MANAGED);
 }
 

@@ -1,8 +1,8 @@
-/* Kernels: registered, asked about, launched. None runs; launches are counted, and each may have
- * written to any device memory (copies.c).
+/* Kernels: registered, queried, launched. None runs; launches are counted, and each may have written to any
+ * device memory (core/remembered_bytes.c).
  *
- * nvcc puts into every object file calls to the __cuda functions below. They are not in any header;
- * their prototypes are those of crt/host_runtime.h in the CUDA toolkit (12 and 13).
+ * nvcc adds calls to the __cuda functions below to every object file. They are in no header;
+ * their prototypes are from crt/host_runtime.h in the CUDA toolkit (12 and 13).
  */
 #include "core/ghost.h"
 #include "cuda/captures.h"
@@ -42,8 +42,8 @@ static status launched(const void *stream)
     return SUCCESS;
 }
 
-/* kernel<<<grid, block, shared, stream>>>(...) pushes its configuration and calls the kernel's host
- * function, which pops it again: so they nest as deep as one, per thread. */
+/* kernel<<<grid, block, shared, stream>>>(...) pushes its configuration and calls the kernel's host function,
+ * which pops it again. */
 #define DEEPEST 16
 
 static _Thread_local struct {
@@ -143,9 +143,9 @@ API status cuLaunchKernelEx(const struct driver_launch_config *config, void *fun
     return launched(config->stream);
 }
 
-/* ---- What kernels are ------------------------------------------------------------------------ */
+/* ---- Kernel attributes ----------------------------------------------------------------------- */
 
-/* Registers and shared memory of a kernel are in the binary that is never read: assumed. They
+/* The registers and shared memory of a kernel are in a binary that is never read, so they are assumed. They
  * decide launch shapes and, through occupancy, the size of a few reduction buffers. */
 #define REGISTERS_ASSUMED 32
 
@@ -226,8 +226,8 @@ API status cuOccupancyMaxActiveClusters(int *clusters, void *function, const voi
     return SUCCESS;
 }
 
-/* The device address of a __device__ variable. Its bytes are never known, so one address, taken
- * once from the malloc arena, serves for all of them. */
+/* The device address of a __device__ variable. Its bytes are never known, so all variables share one address
+ * of the malloc arena. */
 API status cudaGetSymbolAddress(void **address, const void *symbol)
 {
     static uint64_t variables;

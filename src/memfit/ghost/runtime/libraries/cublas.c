@@ -1,8 +1,8 @@
-/* cuBLAS and cuBLASLt: handles that remember their modes, and answers where one is expected.
+/* cuBLAS and cuBLASLt: handles that remember their modes, and results where the caller reads one.
  *
  * The matrix products themselves are generated stubs. PyTorch gives cuBLAS its workspace from its
  * own allocator (c10/cuda, CUDABlasWorkspace), so nothing is allocated here; the handle's own
- * memory, taken outside PyTorch, is part of what the CUDA context costs.
+ * memory, allocated outside PyTorch, is part of the CUDA context's.
  */
 #include "core/ghost.h"
 
@@ -237,8 +237,8 @@ _Static_assert(sizeof(struct heuristic_result) == 96, "cublasLtMatmulHeuristicRe
 
 static const struct heuristic_result ANY_ALGORITHM = {.waves = 1.0f};
 
-/* One algorithm, which needs no workspace of its own: PyTorch allocates the workspace it offered
- * whichever is chosen (aten/src/ATen/cuda/CUDABlas.cpp). */
+/* One algorithm without a workspace of its own: PyTorch allocates the workspace it offered
+ * whichever algorithm is chosen (aten/src/ATen/cuda/CUDABlas.cpp). */
 API status cublasLtMatmulAlgoGetHeuristic(void *handle, void *description, void *a, void *b, void *c, void *d,
                                           void *preference, int wanted, struct heuristic_result *results,
                                           int *found)

@@ -1,4 +1,4 @@
-/* cuDNN: handles, descriptors, and how a question about a size is put. cudnn.h lists the rest. */
+/* cuDNN: handles, descriptors, and how a question about a size is written. cudnn.h lists the other files. */
 #include "libraries/cudnn.h"
 
 #include <stdarg.h>
@@ -56,7 +56,7 @@ API status cudnnGetStream(struct dnn_handle *handle, void **stream)
     return SUCCESS;
 }
 
-/* ---- Descriptors of which nothing is asked --------------------------------------------------- */
+/* ---- Descriptors that are never read --------------------------------------------------------- */
 
 #define DESCRIPTOR(Kind, size)                                                                               \
     API status cudnnCreate##Kind##Descriptor(void **descriptor)                                              \
@@ -81,7 +81,7 @@ DESCRIPTOR(Filter, sizeof(struct tensor))
 API status cudnnSetTensorNdDescriptor(struct tensor *tensor, int data_type, int dimensions, const int *sizes,
                                       const int *strides)
 {
-    *tensor = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    *tensor = (struct tensor){.data_type = data_type, .dimensions = capped_dimensions(dimensions)};
     for (int i = 0; i < tensor->dimensions; i++) {
         tensor->sizes[i] = sizes[i];
         tensor->strides[i] = strides[i];
@@ -107,7 +107,7 @@ enum { FORMAT_NCHW = 0, FORMAT_NHWC = 1 };
 API status cudnnSetFilterNdDescriptor(struct tensor *filter, int data_type, int format, int dimensions,
                                       const int *sizes)
 {
-    *filter = (struct tensor){.data_type = data_type, .dimensions = within(dimensions)};
+    *filter = (struct tensor){.data_type = data_type, .dimensions = capped_dimensions(dimensions)};
     int64_t stride = 1;
     bool channels_last = format == FORMAT_NHWC && filter->dimensions > 1;
     if (channels_last) {
@@ -138,32 +138,19 @@ API status cudnnGetFilterNdDescriptor(const struct tensor *filter, int wanted, i
 
 /* ---- Questions ------------------------------------------------------------------------------- */
 
-static bool make_room(struct text *text, size_t needed)
-{
-    if (needed <= text->capacity)
-        return true;
-    size_t capacity = 2 * needed;
-    char *larger = realloc(text->at, capacity);
-    if (!larger)
-        return false;
-    text->at = larger;
-    text->capacity = capacity;
-    return true;
-}
-
-void say(struct text *text, const char *format, ...)
+void append(struct text *text, const char *format, ...)
 {
     va_list arguments;
     for (int attempt = 0; attempt < 2; attempt++) {
-        size_t room = text->capacity - text->length;
+        size_t room = text->capacity - text->count;
         va_start(arguments, format);
-        int needed = vsnprintf(text->at ? text->at + text->length : NULL, room, format, arguments);
+        int needed = vsnprintf(text->items ? text->items + text->count : NULL, room, format, arguments);
         va_end(arguments);
         if (needed >= 0 && (size_t)needed < room) {
-            text->length += (size_t)needed;
+            text->count += (size_t)needed;
             return;
         }
-        if (needed < 0 || !make_room(text, text->length + (size_t)needed + 1))
+        if (needed < 0 || !array_reserve(text, text->count + (size_t)needed + 1))
             break;
     }
     text->cut = true;
@@ -171,53 +158,53 @@ void say(struct text *text, const char *format, ...)
 
 void free_text(struct text *text)
 {
-    free(text->at);
-    *text = (struct text){.at = NULL};
+    free(text->items);
+    *text = (struct text){.items = NULL};
 }
 
-struct text question_about(const char *kind)
+struct text begin_question(const char *kind)
 {
-    struct text question = {.at = NULL};
-    say(&question, "{\"kind\":\"%s\"", kind);
+    struct text question = {.items = NULL};
+    append(&question, "{\"kind\":\"%s\"", kind);
     return question;
 }
 
-void say_number(struct text *question, const char *name, int64_t value)
+void add_number(struct text *question, const char *name, int64_t value)
 {
-    say(question, ",\"%s\":%lld", name, (long long)value);
+    append(question, ",\"%s\":%lld", name, (long long)value);
 }
 
-void say_text(struct text *question, const char *name, const char *value)
+void add_text(struct text *question, const char *name, const char *value)
 {
-    say(question, ",\"%s\":\"%s\"", name, value);
+    append(question, ",\"%s\":\"%s\"", name, value);
 }
 
-void say_list(struct text *question, const char *name, const int64_t *values, int count)
+void add_list(struct text *question, const char *name, const int64_t *values, int count)
 {
-    say(question, ",\"%s\":[", name);
+    append(question, ",\"%s\":[", name);
     for (int i = 0; i < count; i++)
-        say(question, i ? ",%lld" : "%lld", (long long)values[i]);
-    say(question, "]");
+        append(question, i ? ",%lld" : "%lld", (long long)values[i]);
+    append(question, "]");
 }
 
-void say_tensor(struct text *question, const char *name, const struct tensor *tensor)
+void add_tensor(struct text *question, const char *name, const struct tensor *tensor)
 {
-    say(question, ",\"%s\":{\"data_type\":%d", name, tensor->data_type);
-    say_list(question, "sizes", tensor->sizes, tensor->dimensions);
-    say_list(question, "strides", tensor->strides, tensor->dimensions);
-    say(question, "}");
+    append(question, ",\"%s\":{\"data_type\":%d", name, tensor->data_type);
+    add_list(question, "sizes", tensor->sizes, tensor->dimensions);
+    add_list(question, "strides", tensor->strides, tensor->dimensions);
+    append(question, "}");
 }
 
-int offered(struct text *question, struct ghost_configuration *offers, int room)
+int ask_configurations(struct text *question, struct ghost_configuration *offers, int room)
 {
-    say(question, "}");
-    int count = ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->at, offers, room);
+    append(question, "}");
+    int count = ghost_ask(question->cut ? "{\"kind\":\"unknown\"}" : question->items, offers, room);
     free_text(question);
     return count;
 }
 
-uint64_t asked(struct text *question)
+uint64_t ask_workspace(struct text *question)
 {
     struct ghost_configuration only = {0};
-    return offered(question, &only, 1) > 0 ? only.workspace : 0;
+    return ask_configurations(question, &only, 1) > 0 ? only.workspace : 0;
 }

@@ -1,4 +1,4 @@
-/* Convolutions: what is asked about one, and the older API (TORCH_CUDNN_V8_API_DISABLED=1). */
+/* Convolutions: the question about a workspace, and the older API (TORCH_CUDNN_V8_API_DISABLED=1). */
 #include "libraries/cudnn.h"
 
 #include <stdlib.h>
@@ -6,17 +6,17 @@
 uint64_t convolution_workspace(const struct convolution *convolution)
 {
     static const char *const operations[] = {"forward", "data gradient", "weight gradient"};
-    struct text question = question_about("convolution");
-    say_text(&question, "operation", operations[convolution->operation]);
-    say_number(&question, "compute_type", convolution->compute_type);
-    say_tensor(&question, "x", &convolution->x);
-    say_tensor(&question, "w", &convolution->w);
-    say_tensor(&question, "y", &convolution->y);
-    say_list(&question, "padding", convolution->padding, convolution->spatial);
-    say_list(&question, "stride", convolution->stride, convolution->spatial);
-    say_list(&question, "dilation", convolution->dilation, convolution->spatial);
-    say_number(&question, "fused", convolution->fused);
-    return asked(&question);
+    struct text question = begin_question("convolution");
+    add_text(&question, "operation", operations[convolution->operation]);
+    add_number(&question, "compute_type", convolution->compute_type);
+    add_tensor(&question, "x", &convolution->x);
+    add_tensor(&question, "w", &convolution->w);
+    add_tensor(&question, "y", &convolution->y);
+    add_list(&question, "padding", convolution->padding, convolution->spatial);
+    add_list(&question, "stride", convolution->stride, convolution->spatial);
+    add_list(&question, "dilation", convolution->dilation, convolution->spatial);
+    add_number(&question, "fused", convolution->fused);
+    return ask_workspace(&question);
 }
 
 /* ---- The descriptor -------------------------------------------------------------------------- */
@@ -35,7 +35,7 @@ API status cudnnDestroyConvolutionDescriptor(void *descriptor)
 API status cudnnSetConvolutionNdDescriptor(struct convolution *convolution, int spatial, const int *padding,
                                            const int *stride, const int *dilation, int mode, int compute_type)
 {
-    *convolution = (struct convolution){.spatial = within(spatial), .compute_type = compute_type};
+    *convolution = (struct convolution){.spatial = capped_dimensions(spatial), .compute_type = compute_type};
     for (int i = 0; i < convolution->spatial; i++) {
         convolution->padding[i] = padding[i];
         convolution->stride[i] = stride[i];
@@ -44,7 +44,7 @@ API status cudnnSetConvolutionNdDescriptor(struct convolution *convolution, int 
     return SUCCESS;
 }
 
-/* ---- Algorithms: one, whatever is done ------------------------------------------------------- */
+/* ---- Algorithms: always the same one --------------------------------------------------------- */
 
 /* Source: cudnn_cnn.h 9.24, cudnnConvolutionFwdAlgoPerf_t and its two siblings. */
 struct algorithm_performance {
@@ -73,7 +73,7 @@ static status one_algorithm(uint64_t memory, int wanted, int *found, struct algo
     return SUCCESS;
 }
 
-/* The three directions take their tensors in different orders: a, b and c are said to be x, w and y. */
+/* The three directions take their tensors in different orders: the macro maps a, b and c to x, w and y. */
 #define CONVOLUTION(Direction, operation, x, w, y)                                                           \
     API status cudnnGetConvolution##Direction##Algorithm_v7(                                                 \
         void *handle, struct tensor *a, struct tensor *b, struct convolution *convolution, struct tensor *c, \
@@ -87,7 +87,7 @@ static status one_algorithm(uint64_t memory, int wanted, int *found, struct algo
         struct algorithm_performance *results, void *space, size_t size)                                     \
     {                                                                                                        \
         ghost_stub_called();                                                                                 \
-        ghost_space_used(space, size);                                                                       \
+        ghost_workspace_used(space, size);                                                                   \
         return one_algorithm(workspace(operation, convolution, x, w, y), wanted, found, results);            \
     }                                                                                                        \
     API status cudnnGetConvolution##Direction##WorkspaceSize(                                                \
@@ -103,7 +103,7 @@ static status one_algorithm(uint64_t memory, int wanted, int *found, struct algo
                                            const void *beta, const void *c, void *c_data)                    \
     {                                                                                                        \
         COUNT(cudnn_calls);                                                                                  \
-        ghost_space_used(space, size);                                                                       \
+        ghost_workspace_used(space, size);                                                                   \
         return (status)ghost_stub_called();                                                                  \
     }
 
@@ -119,6 +119,6 @@ API status cudnnConvolutionBiasActivationForward(void *handle, const void *alpha
                                                  const void *activation, const void *y, void *y_data)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(space, size);
+    ghost_workspace_used(space, size);
     return (status)ghost_stub_called();
 }

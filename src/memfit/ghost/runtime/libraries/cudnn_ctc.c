@@ -1,11 +1,11 @@
-/* The CTC loss. PyTorch takes cuDNN's where the blank is 0, targets are one row of int32, inputs are
+/* The CTC loss. PyTorch uses cuDNN's if the blank is 0, targets are one row of int32, inputs are
  * float32 and no target is longer than 255 or than its input (aten/src/ATen/native/cudnn/LossCTC.cpp). */
 #include "libraries/cudnn.h"
 
 #include <stdlib.h>
 
 struct ctc {
-    int data_type, longest; /* longest: label of any sample, where the descriptor says it */
+    int data_type, longest; /* longest: length of the longest label, if the descriptor has it */
 };
 
 API status cudnnCreateCTCLossDescriptor(void **descriptor)
@@ -34,11 +34,11 @@ API status cudnnSetCTCLossDescriptor_v9(struct ctc *ctc, int data_type, int norm
 
 static status ctc_workspace(const struct tensor *probabilities, int longest, int algorithm, size_t *size)
 {
-    struct text question = question_about("ctc");
-    say_tensor(&question, "probabilities", probabilities); /* steps, batch, alphabet */
-    say_number(&question, "longest", longest);
-    say_number(&question, "algorithm", algorithm);
-    *size = (size_t)asked(&question);
+    struct text question = begin_question("ctc");
+    add_tensor(&question, "probabilities", probabilities); /* steps, batch, alphabet */
+    add_number(&question, "longest", longest);
+    add_number(&question, "algorithm", algorithm);
+    *size = (size_t)ask_workspace(&question);
     return SUCCESS;
 }
 
@@ -65,7 +65,7 @@ API status cudnnCTCLoss(void *handle, void *probabilities_layout, const void *pr
                         void *gradients_layout, void *gradients, int algorithm, void *ctc, void *workspace,
                         size_t workspace_size)
 {
-    ghost_space_used(workspace, workspace_size);
+    ghost_workspace_used(workspace, workspace_size);
     return (status)ghost_stub_called();
 }
 
@@ -74,6 +74,6 @@ API status cudnnCTCLoss_v8(void *handle, int algorithm, void *ctc, void *probabi
                            const int *input_lengths, void *costs, void *gradients_layout, void *gradients,
                            size_t workspace_size, void *workspace)
 {
-    ghost_space_used(workspace, workspace_size);
+    ghost_workspace_used(workspace, workspace_size);
     return (status)ghost_stub_called();
 }

@@ -3,14 +3,14 @@
  *   tensors, convolution ──> operations ──> operation graph ──> heuristics ──> engine configurations
  *   configuration ──> execution plan ──> its workspace's size; execute with a variant pack
  *
- * What is set on a descriptor is written down as JSON, and copied into each that is made from it:
+ * The attributes set on a descriptor are written as JSON, and copied into each descriptor made from it:
  *
  *   {"type":17,"attributes":[[901,1,[0]],[902,3,[1,64,224,224]],...]}    name, type, values; in a graph
  *                                                                        the values are descriptors again
  *
- * When heuristics are finalized, the whole of it is the question, and the answer is the list of
- * configurations: each with its workspace, its engine's number and notes. PyTorch chooses among them as it
- * does on a card (filterEngineConfigs and try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp).
+ * When heuristics are finalized, all of it is the question, and the answer is the list of configurations:
+ * each with its workspace, its engine's number and notes. PyTorch chooses among them as on a card
+ * (filterEngineConfigs and try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp).
  */
 #include "libraries/cudnn.h"
 
@@ -48,12 +48,12 @@ enum attribute_name {
     ENGINE_GLOBAL_INDEX = 1301,
 };
 
-/* One struct for every type: `type` says which of it means something. */
+/* One struct for every type: `type` determines which fields are used. */
 struct backend_descriptor {
     int type;
-    struct text said;                   /* what was set, a JSON list without its brackets */
+    struct text attributes;             /* what was set, a JSON list without its brackets */
     struct ghost_configuration *offers; /* of heuristics */
-    int offered;
+    int offer_count;
     struct ghost_configuration chosen; /* of a configuration, and of its engine and plan */
     bool is_chosen;
     void *workspace; /* of a variant pack */
@@ -71,14 +71,14 @@ API status cudnnBackendDestroyDescriptor(void *opaque)
 {
     struct backend_descriptor *descriptor = opaque;
     if (descriptor) {
-        free_text(&descriptor->said);
+        free_text(&descriptor->attributes);
         free(descriptor->offers);
     }
     free(descriptor);
     return SUCCESS;
 }
 
-/* ---- What is set ----------------------------------------------------------------------------- */
+/* ---- Setting attributes ---------------------------------------------------------------------- */
 
 static void choose(struct backend_descriptor *descriptor, const struct ghost_configuration *configuration)
 {
@@ -86,32 +86,32 @@ static void choose(struct backend_descriptor *descriptor, const struct ghost_con
     descriptor->is_chosen = true;
 }
 
-static void say_descriptor(struct text *text, const struct backend_descriptor *descriptor)
+static void append_descriptor(struct text *text, const struct backend_descriptor *descriptor)
 {
-    say(text, "{\"type\":%d,\"attributes\":[", descriptor->type);
-    if (descriptor->said.length)
-        say(text, "%s", descriptor->said.at);
-    say(text, "]}");
-    text->cut |= descriptor->said.cut;
+    append(text, "{\"type\":%d,\"attributes\":[", descriptor->type);
+    if (descriptor->attributes.count)
+        append(text, "%s", descriptor->attributes.items);
+    append(text, "]}");
+    text->cut |= descriptor->attributes.cut;
 }
 
-static void say_value(struct text *text, int type, const void *values, int64_t i)
+static void append_value(struct text *text, int type, const void *values, int64_t i)
 {
     double real = 0;
     switch (type) {
     case TYPE_BACKEND_DESCRIPTOR:
-        say_descriptor(text, ((struct backend_descriptor *const *)values)[i]);
+        append_descriptor(text, ((struct backend_descriptor *const *)values)[i]);
         return;
-    case TYPE_INT64: say(text, "%lld", (long long)((const int64_t *)values)[i]); return;
-    case TYPE_BOOLEAN: say(text, "%d", ((const bool *)values)[i]); return;
-    case TYPE_CHAR: say(text, "%d", ((const unsigned char *)values)[i]); return;
+    case TYPE_INT64: append(text, "%lld", (long long)((const int64_t *)values)[i]); return;
+    case TYPE_BOOLEAN: append(text, "%d", ((const bool *)values)[i]); return;
+    case TYPE_CHAR: append(text, "%d", ((const unsigned char *)values)[i]); return;
     case TYPE_FLOAT:
     case TYPE_DOUBLE:
         real = type == TYPE_FLOAT ? (double)((const float *)values)[i] : ((const double *)values)[i];
-        say(text, "%.17g", real);
-        text->cut |= !isfinite(real); /* JSON has no word for it */
+        append(text, "%.17g", real);
+        text->cut |= !isfinite(real); /* JSON cannot express it */
         return;
-    default: say(text, "%d", ((const int32_t *)values)[i]);
+    default: append(text, "%d", ((const int32_t *)values)[i]);
     }
 }
 
@@ -131,47 +131,47 @@ API status cudnnBackendSetAttribute(struct backend_descriptor *descriptor, int n
     }
     if (type == TYPE_VOID_PTR && name == VARIANT_PACK_WORKSPACE)
         descriptor->workspace = *(void *const *)values;
-    /* Addresses are no part of a question, and nothing is asked about what is made at every call. */
+    /* Addresses are not part of a question, nor are descriptors that are made at every call. */
     if (type == TYPE_HANDLE || type == TYPE_VOID_PTR || descriptor->type == EXECUTION_PLAN ||
         descriptor->type == VARIANT_PACK)
         return SUCCESS;
-    struct text *said = &descriptor->said;
-    said->cut |= type == TYPE_FRACTION;
-    say(said, said->length ? ",[%d,%d,[" : "[%d,%d,[", name, type);
+    struct text *attributes = &descriptor->attributes;
+    attributes->cut |= type == TYPE_FRACTION;
+    append(attributes, attributes->count ? ",[%d,%d,[" : "[%d,%d,[", name, type);
     for (int64_t i = 0; i < count; i++) {
         if (i)
-            say(said, ",");
-        say_value(said, type, values, i);
+            append(attributes, ",");
+        append_value(attributes, type, values, i);
     }
-    say(said, "]]");
+    append(attributes, "]]");
     return SUCCESS;
 }
 
-/* ---- What is asked --------------------------------------------------------------------------- */
+/* ---- Finalizing and getting attributes ------------------------------------------------------- */
 
 API status cudnnBackendFinalize(struct backend_descriptor *descriptor)
 {
     if (descriptor->type == ENGINECFG && !descriptor->is_chosen)
-        ghost_assumed("an engine that was not chosen by cuDNN's heuristics");
+        ghost_assumed("an engine that cuDNN's heuristics did not choose");
     if (descriptor->type != ENGINEHEUR || descriptor->offers)
         return SUCCESS;
     descriptor->offers = calloc(MOST_OFFERS, sizeof *descriptor->offers);
     if (!descriptor->offers)
         return DNN_ALLOC_FAILED;
-    struct text question = question_about("plan");
-    say(&question, ",\"descriptor\":");
-    say_descriptor(&question, descriptor);
-    descriptor->offered = offered(&question, descriptor->offers, MOST_OFFERS);
+    struct text question = begin_question("plan");
+    append(&question, ",\"descriptor\":");
+    append_descriptor(&question, descriptor);
+    descriptor->offer_count = ask_configurations(&question, descriptor->offers, MOST_OFFERS);
     return SUCCESS;
 }
 
-/* Descriptors that are asked for were made by the caller, who goes on with them. */
+/* The caller created the descriptors that are filled in here, and continues with them. */
 static int64_t get_descriptors(const struct backend_descriptor *descriptor, int name, int64_t wanted,
                                struct backend_descriptor *const *made)
 {
     bool results = name == ENGINEHEUR_RESULTS;
     bool one = name == ENGINECFG_ENGINE || name == EXECUTION_PLAN_ENGINE_CONFIG;
-    int64_t count = results ? descriptor->offered : one ? 1 : 0;
+    int64_t count = results ? descriptor->offer_count : one ? 1 : 0;
     if (made && wanted < count)
         count = wanted;
     for (int64_t i = 0; made && i < count; i++)
@@ -203,7 +203,7 @@ static int64_t number(const struct backend_descriptor *descriptor, int name)
     }
 }
 
-/* No knobs, and numbers that are 0 unless they are known. */
+/* There are no knobs, and numbers are 0 unless they are known. */
 API status cudnnBackendGetAttribute(struct backend_descriptor *descriptor, int name, int type, int64_t wanted,
                                     int64_t *found, void *values)
 {
@@ -230,6 +230,6 @@ API status cudnnBackendExecute(void *handle, struct backend_descriptor *plan,
                                struct backend_descriptor *variant_pack)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(variant_pack->workspace, plan->chosen.workspace);
+    ghost_workspace_used(variant_pack->workspace, plan->chosen.workspace);
     return (status)ghost_stub_called();
 }

@@ -4,12 +4,12 @@
 static status batch_norm_space(const char *space, int mode, int operations, const struct tensor *x,
                                size_t *size)
 {
-    struct text question = question_about("batch norm");
-    say_text(&question, "space", space);
-    say_number(&question, "mode", mode);
-    say_number(&question, "operations", operations);
-    say_tensor(&question, "x", x);
-    *size = (size_t)asked(&question);
+    struct text question = begin_question("batch norm");
+    add_text(&question, "space", space);
+    add_number(&question, "mode", mode);
+    add_number(&question, "operations", operations);
+    add_tensor(&question, "x", x);
+    *size = (size_t)ask_workspace(&question);
     return SUCCESS;
 }
 
@@ -45,8 +45,8 @@ API status cudnnBatchNormalizationForwardTrainingEx(void *handle, int mode, int 
                                                     void *saved_variance, void *activation, void *workspace,
                                                     size_t workspace_size, void *reserve, size_t reserve_size)
 {
-    ghost_space_used(workspace, workspace_size);
-    ghost_space_used(reserve, reserve_size);
+    ghost_workspace_used(workspace, workspace_size);
+    ghost_workspace_used(reserve, reserve_size);
     return (status)ghost_stub_called();
 }
 
@@ -58,6 +58,6 @@ API status cudnnBatchNormalizationBackwardEx(
     double epsilon, const void *saved_mean, const void *saved_variance, void *activation, void *workspace,
     size_t workspace_size, void *reserve, size_t reserve_size)
 {
-    ghost_space_used(workspace, workspace_size);
+    ghost_workspace_used(workspace, workspace_size);
     return (status)ghost_stub_called();
 }

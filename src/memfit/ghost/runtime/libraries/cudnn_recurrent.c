@@ -1,13 +1,14 @@
 /* Recurrent networks (RNN, LSTM, GRU) and the dropout between their layers.
  *
- * The weights of all layers lie in one buffer that PyTorch makes and slices up: here is where each
- * begins. Matrices first, biases last; inside them pseudo-layer after pseudo-layer (a layer, or one
- * direction of it), gate after gate, input weights before recurrent ones, then the projection:
+ * The weights of all layers are in one buffer that PyTorch allocates and slices: this file defines where
+ * each begins. Matrices come first, biases last; within each of the two pseudo-layer after pseudo-layer (a
+ * layer, or one direction of it), gate after gate, input weights before recurrent ones, then the
+ * projection:
  *
  *     | W0 W1 W2 W3 | R0 R1 R2 R3 | P | next pseudo-layer ... || b0 ... b3 | c0 ... c3 | next ...
  *
- * PyTorch holds us to the part it depends on: gates of one kind lie behind each other
- * (get_parameters in aten/src/ATen/native/cudnn/RNN.cpp). There is no padding between them.
+ * PyTorch checks the part that it depends on: gates of one kind follow each other (get_parameters in
+ * aten/src/ATen/native/cudnn/RNN.cpp). There is no padding between them.
  */
 #include "libraries/cudnn.h"
 
@@ -92,7 +93,7 @@ static int64_t directions_of(const struct recurrent *rnn) { return rnn->bidirect
 
 static bool is_projected(const struct recurrent *rnn) { return rnn->projection < rnn->hidden; }
 
-/* How long the vectors are that a pseudo-layer reads from below: 0 if it takes them as they are. */
+/* The length of the vectors that a pseudo-layer reads from the layer below; 0 if it uses them unchanged. */
 static int64_t input_of(const struct recurrent *rnn, int64_t pseudo_layer)
 {
     if (pseudo_layer >= directions_of(rnn))
@@ -141,9 +142,9 @@ API status cudnnGetRNNWeightSpaceSize(void *handle, struct recurrent *rnn, size_
     return SUCCESS;
 }
 
-/* Set a descriptor to a matrix of one page, and say where it begins; both are null where there is none. */
-static void say_where(struct tensor *tensor, void **address, const struct recurrent *rnn, const char *space,
-                      int64_t offset, int64_t rows, int64_t columns)
+/* Set a descriptor to a matrix of one page, and its address; both are empty if there is no such matrix. */
+static void set_weight(struct tensor *tensor, void **address, const struct recurrent *rnn, const char *space,
+                       int64_t offset, int64_t rows, int64_t columns)
 {
     bool there = rows > 0 && columns > 0;
     if (tensor) {
@@ -181,15 +182,15 @@ API status cudnnGetRNNWeightParams(void *handle, struct recurrent *rnn, int32_t 
         offset += linear * rnn->hidden * input;
         columns = input;
     }
-    say_where(matrix, matrix_address, rnn, weight_space, offset, rows, columns);
+    set_weight(matrix, matrix_address, rnn, weight_space, offset, rows, columns);
 
-    /* With one bias vector a gate, it is counted with the input or the recurrent weights alone. */
+    /* A single bias vector per gate is counted either with the input or with the recurrent weights. */
     bool has_bias =
         !is_projection && (rnn->bias == BIAS_BOTH || rnn->bias == (recurrent ? BIAS_RECURRENT : BIAS_INPUT));
     int64_t gate = recurrent && rnn->bias != BIAS_BOTH ? linear - gates : linear;
     int64_t biases = matrices_before(rnn, pseudo_layers_of(rnn)) + pseudo_layer * biases_of(rnn);
-    say_where(bias, bias_address, rnn, weight_space, biases + gate * rnn->hidden, has_bias ? rnn->hidden : 0,
-              1);
+    set_weight(bias, bias_address, rnn, weight_space, biases + gate * rnn->hidden, has_bias ? rnn->hidden : 0,
+               1);
     return SUCCESS;
 }
 
@@ -198,22 +199,22 @@ API status cudnnGetRNNWeightParams(void *handle, struct recurrent *rnn, int32_t 
 static uint64_t recurrent_space(const char *space, const struct recurrent *rnn,
                                 const struct sequences *sequences, int training)
 {
-    struct text question = question_about("recurrent");
-    say_text(&question, "space", space);
-    say_number(&question, "training", training);
-    say_number(&question, "algorithm", rnn->algorithm);
-    say_number(&question, "cell", rnn->cell);
-    say_number(&question, "bytes", bytes_of(rnn->data_type));
-    say_number(&question, "input", rnn->input);
-    say_number(&question, "hidden", rnn->hidden);
-    say_number(&question, "projection", rnn->projection);
-    say_number(&question, "layers", rnn->layers);
-    say_number(&question, "directions", directions_of(rnn));
-    say_number(&question, "batch", sequences->batch);
-    say_number(&question, "longest", sequences->longest);
-    say_number(&question, "elements", sequences->elements);
-    say_number(&question, "matrices", matrices_before(rnn, pseudo_layers_of(rnn)));
-    return asked(&question);
+    struct text question = begin_question("recurrent");
+    add_text(&question, "space", space);
+    add_number(&question, "training", training);
+    add_number(&question, "algorithm", rnn->algorithm);
+    add_number(&question, "cell", rnn->cell);
+    add_number(&question, "bytes", bytes_of(rnn->data_type));
+    add_number(&question, "input", rnn->input);
+    add_number(&question, "hidden", rnn->hidden);
+    add_number(&question, "projection", rnn->projection);
+    add_number(&question, "layers", rnn->layers);
+    add_number(&question, "directions", directions_of(rnn));
+    add_number(&question, "batch", sequences->batch);
+    add_number(&question, "longest", sequences->longest);
+    add_number(&question, "elements", sequences->elements);
+    add_number(&question, "matrices", matrices_before(rnn, pseudo_layers_of(rnn)));
+    return ask_workspace(&question);
 }
 
 API status cudnnGetRNNTempSpaceSizes(void *handle, struct recurrent *rnn, int training,
@@ -232,8 +233,8 @@ API status cudnnRNNForward(void *handle, void *rnn, int training, const int32_t 
                            size_t work_size, void *work, size_t reserve_size, void *reserve)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(work, work_size);
-    ghost_space_used(reserve, reserve_size);
+    ghost_workspace_used(work, work_size);
+    ghost_workspace_used(reserve, reserve_size);
     return (status)ghost_stub_called();
 }
 
@@ -244,7 +245,7 @@ API status cudnnRNNBackwardData_v8(void *handle, void *rnn, const int32_t *lengt
                                    size_t work_size, void *work, size_t reserve_size, void *reserve)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(work, work_size);
+    ghost_workspace_used(work, work_size);
     return (status)ghost_stub_called();
 }
 
@@ -254,7 +255,7 @@ API status cudnnRNNBackwardWeights_v8(void *handle, void *rnn, int add, const in
                                       size_t work_size, void *work, size_t reserve_size, void *reserve)
 {
     COUNT(cudnn_calls);
-    ghost_space_used(work, work_size);
+    ghost_workspace_used(work, work_size);
     return (status)ghost_stub_called();
 }
 
@@ -262,16 +263,16 @@ API status cudnnRNNBackwardWeights_v8(void *handle, void *rnn, int add, const in
 
 API status cudnnDropoutGetStatesSize(void *handle, size_t *size)
 {
-    struct text question = question_about("dropout");
-    say_number(&question, "multiprocessors", ghost_spec.multiprocessors);
-    say_number(&question, "threads", ghost_spec.threads_per_multiprocessor);
-    *size = (size_t)asked(&question);
+    struct text question = begin_question("dropout");
+    add_number(&question, "multiprocessors", ghost_spec.multiprocessors);
+    add_number(&question, "threads", ghost_spec.threads_per_multiprocessor);
+    *size = (size_t)ask_workspace(&question);
     return SUCCESS;
 }
 
 API status cudnnSetDropoutDescriptor(void *descriptor, void *handle, float probability, void *states,
                                      size_t size, unsigned long long seed)
 {
-    ghost_space_used(states, size);
+    ghost_workspace_used(states, size);
     return (status)ghost_stub_called();
 }

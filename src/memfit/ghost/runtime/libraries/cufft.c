@@ -1,9 +1,9 @@
-/* cuFFT: plans and the size of their work area. cuRAND, its neighbour in the toolkit, is only linked
- * to: PyTorch's generators are its own kernels.
+/* cuFFT: plans and the size of their work area. cuRAND is only linked to: PyTorch's
+ * generators are its own kernels.
  */
 #include "core/ghost.h"
 
-/* Plans are small integers; the ghost has nothing to keep of them. */
+/* Plans are small integers without state. */
 API status cufftCreate(int *plan)
 {
     static int last;
@@ -11,9 +11,9 @@ API status cufftCreate(int *plan)
     return SUCCESS;
 }
 
-/* The work area is taken to hold the transform's complex data once: a transform of several passes
+/* The work area is assumed to hold the transform's complex data once: a transform of several passes
  * writes its intermediate result there. The cuFFT documentation (13.0, "cuFFT plans") gives only a
- * worst case, of eight such copies, and says that it depends on the plan. */
+ * worst case, of eight such copies, and states that the size depends on the plan. */
 API status cufftXtMakePlanMany(int plan, int rank, long long *sizes, long long *in_embed, long long in_step,
                                long long in_distance, int in_type, long long *out_embed, long long out_step,
                                long long out_distance, int out_type, long long batch, size_t *work_size,

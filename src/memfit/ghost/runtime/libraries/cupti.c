@@ -1,4 +1,4 @@
-/* CUPTI: what torch.profiler listens to. It can subscribe, and hears of no device activity. */
+/* CUPTI, for torch.profiler: it can subscribe, and receives no device activity. */
 #include "core/ghost.h"
 
 enum { CUPTI_MAX_LIMIT_REACHED = 12 }; /* cupti_result.h: no further record in the buffer */

@@ -1,11 +1,10 @@
-/* cuSOLVER: handles, and the sizes of work space.
+/* cuSOLVER: handles, and the sizes of workspace.
  *
- * The factorizations themselves are generated stubs: they write on the device, `devInfo` included,
- * which PyTorch reads as 0, success. What PyTorch allocates for them is the work space that these
- * functions ask for.
+ * The factorizations themselves are generated stubs: they write on the device, `devInfo` included, which
+ * PyTorch reads as 0, success. PyTorch allocates the workspace that these functions report.
  *
- * NVIDIA documents no sizes. Those given here are what LAPACK documents for the routine of the same
- * name, and are recorded as assumed. They are all in the functions under "Work space".
+ * NVIDIA documents no sizes. The ones here are what LAPACK documents for the routine of the same name, and
+ * are recorded as assumed. They are all in the functions under "Workspace".
  */
 #include "core/ghost.h"
 
@@ -14,7 +13,7 @@ OPAQUE(cusolverDnCreateParams, cusolverDnDestroyParams)
 OPAQUE(cusolverDnCreateGesvdjInfo, cusolverDnDestroyGesvdjInfo)
 OPAQUE(cusolverDnCreateSyevjInfo, cusolverDnDestroySyevjInfo)
 
-/* ---- Work space, in elements of the matrix ---------------------------------------------------- */
+/* ---- Workspace, in elements of the matrix ---------------------------------------------------- */
 
 /* Source: the LWORK of the routine's reference documentation, LAPACK 3.12 (netlib.org/lapack), for
  * its best performance, with blocks of BLOCK columns. LAPACK factorizes in place where a GPU's
@@ -29,7 +28,7 @@ static int64_t panel(int64_t columns) { return BLOCK * columns; } /* geqrf orgqr
 static int64_t apply_q(int side, int64_t m, int64_t n) { return panel(side == 0 ? n : m); } /* 0: left */
 static int64_t gesvd(int64_t m, int64_t n) { return 3 * least(m, n) + panel(m + n); }
 static int64_t syevd(int64_t n) { return 1 + 6 * n + 2 * n * n; }
-static int64_t geev(int64_t n) { return (2 + BLOCK) * n + n * n; } /* and the matrix, which it keeps */
+static int64_t geev(int64_t n) { return (2 + BLOCK) * n + n * n; } /* including a copy of the matrix */
 static int64_t jacobi(int64_t m, int64_t n, int64_t batch)
 {
     return batch * (m * n + least(m, n) * n + m + n);
@@ -39,12 +38,9 @@ static int64_t jacobi(int64_t m, int64_t n, int64_t batch)
 
 enum { INVALID_SIZE = 3 }; /* cusolver_common.h, CUSOLVER_STATUS_INVALID_VALUE */
 
-static void assumed(void)
-{
-    ghost_assumed("cuSOLVER work space, as large as LAPACK's documentation asks for");
-}
+static void assumed(void) { ghost_assumed("cuSOLVER workspace, as large as LAPACK documents"); }
 
-/* In elements, as an int; what does not fit is refused, as the library does. */
+/* In elements, as an int; a larger size is refused, as the library does. */
 static status in_elements(int *out, int64_t elements)
 {
     assumed();
@@ -63,8 +59,8 @@ static status in_bytes(size_t *on_device, size_t *on_host, int64_t elements, int
     return SUCCESS;
 }
 
-/* The routines that exist once per type: S, D, C and Z. LAPACK says or and sy of
- * real matrices, un and he of complex ones. */
+/* The routines that exist once per type: S, D, C and Z. LAPACK names them or and sy for
+ * real matrices, un and he for complex ones. */
 #define ROUTINES(T, q, sy)                                                                                   \
     API status cusolverDn##T##potrf_bufferSize(void *handle, int uplo, int n, void *a, int lda, int *size)   \
     {                                                                                                        \

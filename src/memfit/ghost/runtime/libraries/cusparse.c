@@ -1,9 +1,9 @@
-/* cuSPARSE: matrices that remember their shape, sizes of work space, and results whose size depends on
+/* cuSPARSE: matrices that remember their shape, sizes of workspace, and results whose size depends on
  * values. cuSPARSELt, the library of matrices with two zeros in four, is a gap (gaps.txt).
  *
- * How many entries a sparse product or sum has depends on where its factors' entries lie, which is not
- * known here: as many are answered as there can be. NVIDIA documents no sizes of work space; one index
- * for each row and each entry is assumed throughout. Both are recorded as assumed.
+ * The number of entries of a sparse product or sum depends on the positions of its operands' entries,
+ * which are unknown here: the ghost reports the most that there can be. NVIDIA documents no sizes of
+ * workspace; one index for each row and each entry is assumed throughout. Both are recorded as assumed.
  */
 #include "core/ghost.h"
 
@@ -71,13 +71,13 @@ API status cusparseSpMatGetSize(const struct sparse_matrix *matrix, int64_t *row
     return SUCCESS;
 }
 
-/* ---- Work space ------------------------------------------------------------------------------ */
+/* ---- Workspace ------------------------------------------------------------------------------ */
 
-/* In bytes; what cannot be counted is more than any device has. */
+/* In bytes; a size that overflows is reported as more than any device has. */
 static size_t work_size(int64_t rows, int64_t entries)
 {
     size_t indices, bytes;
-    ghost_assumed("cuSPARSE work space, as large as one index for each row and each entry");
+    ghost_assumed("cuSPARSE workspace, as large as one index per row and entry");
     if (__builtin_add_overflow(rows, entries, &indices) ||
         __builtin_mul_overflow(indices, sizeof(int32_t), &bytes))
         return SIZE_MAX / 2;
@@ -171,7 +171,7 @@ BLOCKS(D)
 BLOCKS(C)
 BLOCKS(Z)
 
-/* No pivot is zero: matrices to be solved with are taken to be regular. */
+/* No pivot is zero: the matrices of systems are assumed to be regular. */
 API status cusparseXbsrsv2_zeroPivot(void *handle, void *solver, int *position)
 {
     *position = -1;
@@ -183,12 +183,12 @@ API status cusparseXbsrsm2_zeroPivot(void *handle, void *solver, int *position)
     return cusparseXbsrsv2_zeroPivot(handle, solver, position);
 }
 
-/* ---- Results whose size depends on where entries lie ----------------------------------------- */
+/* ---- Results whose size depends on the positions of entries ---------------------------------- */
 
-/* At most `entries`, and no more than the matrix has places. */
+/* At most `entries`, and at most the number of elements of the matrix. */
 static int64_t entries_within(int64_t entries, int64_t rows, int64_t columns)
 {
-    ghost_assumed("entries of a sparse product or sum, as many as there can be");
+    ghost_assumed("entries of a sparse product or sum, the most that there can be");
     int64_t places, most = __builtin_mul_overflow(rows, columns, &places) ? INT64_MAX : places;
     return entries < most ? entries : most;
 }
@@ -205,8 +205,8 @@ API status cusparseXcsrgeam2Nnz(void *handle, int rows, int columns, void *a_typ
     return SUCCESS;
 }
 
-/* A product C = A B, in two steps that are each asked for their work space first (`work` is null). An
- * entry of A meets at most a row of B. */
+/* A product C = A B, in two steps; each is first called for its workspace, with a null `work`. An entry of A
+ * is multiplied with at most a row of B. */
 static int64_t product_entries(const struct sparse_matrix *a, const struct sparse_matrix *b)
 {
     int64_t each = b->columns < b->entries ? b->columns : b->entries, entries;

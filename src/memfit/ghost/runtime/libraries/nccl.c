@@ -1,7 +1,7 @@
 /* NCCL: communicators that know their size and rank, and collectives that move nothing.
  *
- * There is one process, so what other ranks would send is not known: the receiving buffer becomes
- * unknown. Two cases are exact, and are treated as the copies they are: a communicator of one
+ * There is one process, so the data of other ranks is unknown, and so is the receiving buffer after a
+ * collective. Two cases are exact, and are treated as copies: a communicator of one
  * rank, and a broadcast from this rank. NCCL's own buffers are outside PyTorch's allocator and are
  * not modelled.
  */
@@ -13,7 +13,7 @@
 status cudaMalloc(void **pointer, size_t size);
 status cudaFree(void *pointer);
 
-/* Source: nccl.h 2.27 and 2.30. Of 128 bytes, so it is passed on the stack. */
+/* Source: nccl.h 2.27 and 2.30. At 128 bytes it is passed on the stack. */
 struct unique_id {
     char bytes[128];
 };
@@ -81,9 +81,9 @@ API status ncclCommInitAll(struct communicator **communicators, int devices, con
     return result;
 }
 
-#define NO_COLOR (-1) /* nccl.h, NCCL_SPLIT_NOCOLOR: this rank is in no part */
+#define NO_COLOR (-1) /* nccl.h, NCCL_SPLIT_NOCOLOR: this rank is in no new communicator */
 
-/* Which other ranks chose this color is theirs to know: assumed to be all of them. */
+/* Only the other ranks know which of them chose this color: assumed to be all. */
 API status ncclCommSplit(const struct communicator *parent, int color, int key,
                          struct communicator **communicator, void *config)
 {
@@ -186,7 +186,7 @@ static status move(void *to, const void *from, uint64_t bytes, bool exact, const
     return SUCCESS;
 }
 
-#define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: of one value, that value */
+#define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: each of one value is that value */
 
 static bool alone(const struct communicator *communicator) { return communicator->ranks == 1; }
 

@@ -1,4 +1,4 @@
-/* NVML: what torch.cuda.device_count, pynvml and PyTorch's expandable segments ask of the machine.
+/* NVML: what torch.cuda.device_count, pynvml and PyTorch's expandable segments query about the machine.
  *
  * Source of the layouts: nvml.h of the CUDA 12 and 13 toolkits. A device handle is its index + 1.
  */
@@ -41,7 +41,7 @@ API status nvmlSystemGetDriverVersion(char *text, unsigned capacity)
 /* ---- Devices --------------------------------------------------------------------------------- */
 
 /* NVML counts the machine's cards, before CUDA_VISIBLE_DEVICES picks some of them. A script that
- * picks card 3 expects there to be one, so then the machine is given as many as CUDA allows here. */
+ * picks card 3 expects it to exist, so then the machine reports as many cards as the ghost allows. */
 API status nvmlDeviceGetCount_v2(unsigned *count)
 {
     *count = getenv("CUDA_VISIBLE_DEVICES") ? MAX_DEVICES : (unsigned)ghost_device_count;
@@ -69,7 +69,7 @@ API status nvmlDeviceGetIndex(void *handle, unsigned *index)
     return SUCCESS;
 }
 
-/* The bus is the device's number + 1, as cudaDeviceGetPCIBusId says. */
+/* The bus is the device's number + 1, as in cudaDeviceGetPCIBusId. */
 API status nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **handle)
 {
     unsigned domain, bus;
@@ -127,7 +127,7 @@ API status nvmlDeviceGetUtilizationRates(void *handle, unsigned *gpu_and_memory)
     return SUCCESS;
 }
 
-/* nvmlProcessInfo_v1_t, and what later versions of it begin with. */
+/* nvmlProcessInfo_v1_t, with which later versions begin. */
 struct process_info {
     unsigned pid;
     unsigned long long used_bytes;
@@ -139,9 +139,9 @@ struct process_info_v2 {
     unsigned gpu_instance, compute_instance;
 };
 
-#define NO_INSTANCE 0xffffffffu /* of a card that is not cut into slices */
+#define NO_INSTANCE 0xffffffffu /* of a card without MIG instances */
 
-/* The one process of the card is this one, and it is there once it holds memory of its own. */
+/* The only process on the card is this one, listed once it has allocated memory. */
 static status running(void *handle, unsigned *count, struct process_info *found)
 {
     int device = index_of(handle);
@@ -188,11 +188,11 @@ API status nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, void
 
 API status nvmlDeviceGetP2PStatus(void *handle, void *peer, int capability, int *p2p_status)
 {
-    *p2p_status = 0; /* NVML_P2P_STATUS_OK, as cudaDeviceCanAccessPeer says */
+    *p2p_status = 0; /* NVML_P2P_STATUS_OK, like cudaDeviceCanAccessPeer */
     return SUCCESS;
 }
 
-/* Source: nvml.h, nvmlGpuFabricInfo_v2_t. Asked by expandable segments before they share memory. */
+/* Source: nvml.h, nvmlGpuFabricInfo_v2_t. Queried by expandable segments before they share memory. */
 struct fabric_info {
     unsigned version;
     unsigned char cluster_uuid[16];

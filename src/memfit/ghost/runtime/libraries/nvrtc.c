@@ -1,4 +1,4 @@
-/* NVRTC: programs compile to an empty image, which cuModuleLoadData takes (driver.c). PyTorch
+/* NVRTC: programs compile to an empty image, which cuModuleLoadData accepts (cuda/driver.c). PyTorch
  * compiles some elementwise kernels this way on first use. */
 #include "core/ghost.h"
 

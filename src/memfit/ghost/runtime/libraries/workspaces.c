@@ -19,33 +19,33 @@ int ghost_ask(const char *question, struct ghost_configuration *out, int room)
         int count = answerer(question, out, room);
         return count < 0 ? 0 : count < room ? count : room;
     }
-    ghost_assumed("work space of libraries");
+    ghost_assumed("workspaces of libraries");
     if (room > 0)
         out[0] = (struct ghost_configuration){0};
     return room > 0;
 }
 
 static struct {
-    ARRAY(struct ghost_space);
+    ARRAY(struct ghost_workspace_use);
 } uses;
 
-void ghost_space_used(const void *address, uint64_t size)
+void ghost_workspace_used(const void *address, uint64_t size)
 {
-    struct ghost_space use = {(uint64_t)address, size, ghost_label()};
+    struct ghost_workspace_use use = {(uint64_t)address, size, ghost_label()};
     if (!address || !size)
         return;
     ghost_lock();
     /* A loop without hooks would log the same use again and again. */
-    struct ghost_space *last = uses.count ? &uses.items[uses.count - 1] : NULL;
+    struct ghost_workspace_use *last = uses.count ? &uses.items[uses.count - 1] : NULL;
     bool repeated =
         last && last->address == use.address && last->size == use.size && last->label == use.label;
-    struct ghost_space *place = repeated ? NULL : array_append(&uses);
+    struct ghost_workspace_use *place = repeated ? NULL : array_append(&uses);
     if (place)
         *place = use;
     ghost_unlock();
 }
 
-API size_t ghost_spaces(struct ghost_space *out, size_t capacity)
+API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity)
 {
     ghost_lock();
     for (size_t i = 0; i < uses.count && i < capacity; i++)
