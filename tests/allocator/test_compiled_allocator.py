@@ -1,4 +1,4 @@
-"""The compiled allocator does what ``caching.py`` does, and cannot be led astray."""
+"""The compiled allocator equals the Python one, and rejects invalid requests."""
 
 import random
 import subprocess
@@ -43,7 +43,7 @@ def test_replays_are_equal(conf, seed):
     ),
     total=st.integers(1, 1 << 62),
 )
-def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
+def test_random_requests_are_served_or_refused(conf, rows, total):
     asked = Requests()
     for ask, block, size, stream, pool in rows:
         asked.add(ask, 0, block, size, stream, pool)
@@ -53,7 +53,7 @@ def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
         if allocator is None:
             assert total > 1 << 60
             return
-        with suppress(UsageError):  # what cannot be
+        with suppress(UsageError):  # impossible requests
             allocator.serve(asked)
         figures = allocator.memory_stats()
         segments = allocator.snapshot()
@@ -63,7 +63,7 @@ def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
 @pytest.mark.parametrize(
     ("row", "position"),
     [
-        ((RequestKind.FREE, 0), 1),  # was freed before
+        ((RequestKind.FREE, 0), 1),  # already freed
         ((RequestKind.FREE, 5), 1),
         ((RequestKind.FREE, -1), 1),
         ((RequestKind.FREE_LATER, 1 << 40), 1),
@@ -74,11 +74,11 @@ def test_whatever_is_asked_is_served_or_refused(conf, rows, total):
         ((RequestKind.MALLOC, 1, 512, 0, 3), 1),  # pools are 0 to 2
         ((RequestKind.MALLOC, 1, 512, 0, -1), 1),
         ((RequestKind.RELEASE_POOL, -1, 0, 0, 1 << 40), 1),
-        ((RequestKind.CAPTURE_END, -1), 1),  # none was begun
+        ((RequestKind.CAPTURE_END, -1), 1),  # no capture was begun
         ((99, 0), 1),
     ],
 )
-def test_what_cannot_be_is_refused(row, position):
+def test_impossible_requests_are_refused(row, position):
     asked = Requests()
     for ask, block, size in ((RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0)):
         asked.add(ask, 0, block, size)
@@ -124,7 +124,7 @@ def test_addresses_beyond_64_bits_are_served_in_python():
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def empty_cache(tmp_path, monkeypatch):
     """Return an empty cache folder for a process that has not loaded the library yet."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled_allocator.LIBRARY, "_loaded", None)
@@ -134,18 +134,18 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "cc '", "false"])
-def test_without_a_compiler_it_is_done_in_python(elsewhere, monkeypatch, compiler):
+def test_without_a_compiler_replays_run_in_python(empty_cache, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
     assert compiled_allocator.load() is None
     assert replay(random_requests(random.Random(0), 100), AllocatorConfig(), total=80 * GIB).fits  # noqa: S311
-    assert not list(elsewhere.glob("**/*"))
+    assert not list(empty_cache.glob("**/*"))
 
 
-def test_it_is_compiled_once_and_anew_when_damaged(elsewhere):
+def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
     code = "from memfit.allocator.compiled_allocator import load; assert load()"
     load = [sys.executable, "-c", code]
     subprocess.run(load, check=True)
-    (library,) = elsewhere.iterdir()
+    (library,) = empty_cache.iterdir()
     made = library.stat().st_mtime_ns
     subprocess.run(load, check=True)
     assert library.stat().st_mtime_ns == made

@@ -14,6 +14,6 @@ CHECK = Path(__file__).with_name("check_arena.c")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_blocks_of_many_threads_are_never_overwritten(tmp_path, sanitizers):
     program = tmp_path / "check"
-    said = run_under(sanitizers, program, [CHECK, *PARTS], f"-I{LIBRARY.sources}", arguments=("1", "60"))
-    placed, overlapping, recorded = (int(part.split()[0]) for part in said.split(", "))
-    assert min(placed, overlapping, recorded) > 200  # so that it was tried
+    output = run_under(sanitizers, program, [CHECK, *PARTS], f"-I{LIBRARY.sources}", arguments=("1", "60"))
+    placed, overlapping, recorded = (int(part.split()[0]) for part in output.split(", "))
+    assert min(placed, overlapping, recorded) > 200  # otherwise the check tried too little

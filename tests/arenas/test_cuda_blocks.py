@@ -1,4 +1,4 @@
-"""Where the heaps for CUDA place blocks, against a list that does it by looking at every hole."""
+"""Where the heaps for CUDA place blocks, compared with a search through every hole."""
 
 import ctypes
 import random
@@ -63,7 +63,7 @@ class Blocks:
 
 
 def holes_of(living, size):
-    """Return the holes between blocks that live, by offset."""
+    """Return the holes between live blocks, by offset."""
     ends = [0, *(offset + length for offset, length in sorted(living.items()))]
     begins = [*sorted(living), size]
     return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
@@ -91,8 +91,8 @@ def test_a_block_goes_where_it_fits_best(library, size, operations):
             assert blocks.holes() == holes_of(living, size)
 
 
-def test_a_hundred_thousand_live_at_once(library):
-    dice, living, size = random.Random(0), [], 1 << 40  # noqa: S311 - the same each time
+def test_a_hundred_thousand_blocks_can_be_live_at_once(library):
+    dice, living, size = random.Random(0), [], 1 << 40  # noqa: S311 - reproducible
     with Blocks(library, size) as blocks:
         for _ in range(MANY):
             length = dice.randrange(1, 1 << 20)
@@ -105,9 +105,7 @@ def test_a_hundred_thousand_live_at_once(library):
             living[at] = (blocks.take(length), length)
         living.sort()
         assert all(a + length <= b for (a, length), (b, _) in pairwise(living))
-        assert living[-1][0] + living[-1][1] < 1.2 * sum(
-            length for _, length in living
-        )  # holes were used again
+        assert living[-1][0] + living[-1][1] < 1.2 * sum(length for _, length in living)  # holes were reused
         for offset, _ in dice.sample(living, MANY):
             blocks.give(offset)
         assert blocks.holes() == [(0, size)]

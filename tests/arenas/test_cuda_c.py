@@ -1,4 +1,4 @@
-"""The arena and the heaps for CUDA in C, against a CUDA that ends the program when its rules are broken."""
+"""The arena and the heaps for CUDA in C, against a fake CUDA that aborts when its rules are broken."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu_
     ("sanitizers", "threads", "rounds"),
     [("address,undefined", 1, 500), ("address,undefined", 3, 250), ("thread", 3, 80)],
 )
-def test_memory_is_whose_it_was_given_to(tmp_path, sanitizers, threads, rounds):
+def test_memory_belongs_to_one_allocation_at_a_time(tmp_path, sanitizers, threads, rounds):
     sources = [HERE / "check_cuda.c", HERE / "fake_cuda.c", *PARTS]
     arguments = (str(threads), "1", str(rounds))
     flags = (f"-I{LIBRARY.sources}", "-rdynamic", "-ldl")
-    said = run_under(sanitizers, tmp_path / "check", sources, *flags, arguments=arguments)
-    placed, out_of_memory, used_elsewhere, used_again, trimmed, captured = map(int, said.split())
+    output = run_under(sanitizers, tmp_path / "check", sources, *flags, arguments=arguments)
+    placed, out_of_memory, used_elsewhere, used_again, trimmed, captured = map(int, output.split())
     assert (
         min(placed, out_of_memory, used_elsewhere, used_again) > 100
-    )  # so that each was tried; how often depends on the threads
+    )  # each was tried; how often depends on the threads
     assert min(trimmed, captured) >= 20

@@ -1,6 +1,6 @@
-"""The runtime against NVIDIA's own headers, where the pip packages brought them.
+"""The runtime compared with NVIDIA's own headers, if the pip packages include them.
 
-Three things are held: layouts that cross the boundary, the arguments of every function that is
+Three things are checked: layouts that cross the boundary, the arguments of every function that is
 written, and that a function with an output on the host is either written or a named gap.
 """
 
@@ -39,7 +39,7 @@ def include_folders():
     found = sorted(
         {path.parent for header in HEADERS for path in PACKAGES.glob(f"nvidia/*/include/{header}")}
     )
-    # The pip packages leave out crt/, which the Triton package brings, and nv/target, which is C++'s.
+    # The pip packages lack crt/, which the Triton package has, and nv/target, which is for C++.
     return found, PACKAGES / "triton/backends/nvidia/include"
 
 
@@ -62,10 +62,10 @@ def cuda_version(headers):
 
 
 def constants(arguments, includes, expressions):
-    """Return what a C compiler makes of these constant expressions, after including these files."""
+    """Return the values of these constant expressions, after including these files."""
     source = "#include <stdalign.h>\n#include <stddef.h>\n#include <stdint.h>\n"
     source += "".join(f'#include "{header}"\n' for header in includes)
-    # One more than each, so that none is 0: the assembler writes those in another way.
+    # Each plus one, so that none is 0, which the assembler writes differently.
     source += f"const unsigned long long values[] = {{{', '.join(f'1 + {e}' for e in expressions)}}};\n"
     command = [*find_compiler(), "-std=c11", "-D_GNU_SOURCE", "-w", "-S", *arguments, "-xc", "-", "-o", "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
@@ -209,7 +209,7 @@ def preprocessed(arguments, includes):
 
 
 PROTOTYPE = re.compile(
-    r"(?:^|(?<=[;}{])) ?([\w \*]+?[ \*])((?:__)?(?:cu|nccl|nvrtc|nvml)\w*) ?"  # what it returns, its name
+    r"(?:^|(?<=[;}{])) ?([\w \*]+?[ \*])((?:__)?(?:cu|nccl|nvrtc|nvml)\w*) ?"  # its result and name
     r"\(((?:[^(){};]|\([^()]*\))*)\) ?[;{]"  # its arguments, callbacks among them
 )
 
@@ -224,20 +224,20 @@ def prototypes(text):
 
 
 def split(arguments):
-    """Split at the commas outside brackets; a callback's own arguments are not ours."""
+    """Split at the commas outside brackets; a callback's own arguments are dropped."""
     arguments = re.sub(r"\( ?\* ?(\w*) ?\) ?\([^()]*\)", r"*\1", arguments).strip()
     return [] if arguments in {"", "void"} else [argument.strip() for argument in arguments.split(",")]
 
 
 def pointer_types(text):
-    """Names that a typedef makes pointers: handles, callbacks, arrays of no size."""
+    """Return the names that a typedef declares as pointers: handles and callbacks."""
     handles = re.findall(r"typedef (?:const )?(?:struct )?\w+ ?(?:const ?)?\* ?(?:const )?(\w+) ?;", text)
     callbacks = re.findall(r"typedef [\w \*]+\( ?(?:\w+ )?\* ?(\w+) ?\) ?\(", text)
     return set(handles) | set(callbacks)
 
 
 def passed_as(argument, pointers):
-    """How x86-64 passes it: a pointer, 64 bits, 32 bits, a float, a double, or a record."""
+    """Return how x86-64 passes an argument: a pointer, 64 bits, 32 bits, a float, a double, or a record."""
     words = re.findall(r"\w+", argument)
     if "*" in argument or "[" in argument or pointers & set(words):
         return "64"
@@ -312,7 +312,7 @@ def test_every_output_on_the_host_is_written_or_a_gap(real, written):
 
 
 def test_gaps_are_not_written(written):
-    """A name on the list that is also written would never be refused."""
+    """A gap that is also written would never be refused."""
     assert {gap.name for gap in read_gaps()[0]} & written.keys() == set()
 
 

@@ -1,4 +1,4 @@
-"""The C runtime: its own checks under sanitizers, and what PyTorch makes of it."""
+"""The C runtime: its own checks under sanitizers, and PyTorch running on it."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ def checks(tmp_path_factory):
     return build(program, sources, *INCLUDES, "-lpthread", "-ldl")
 
 
-def test_every_check_is_run(checks):
+def test_every_check_is_listed(checks):
     listed = subprocess.run([checks], capture_output=True, text=True, check=True).stdout.split()
     assert listed == NAMES
 
@@ -44,7 +44,7 @@ SMALL_NET = """
 """
 
 
-def test_allocator_in_one_line(on_ghost):
+def test_one_tensor_takes_one_segment(on_ghost):
     out = on_ghost("""
         x = torch.empty(1, device="cuda")
         print(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), ghost.counter("used"))
@@ -54,7 +54,7 @@ def test_allocator_in_one_line(on_ghost):
     assert out == f"512 2097152 2097152\nNVIDIA A100-SXM4-80GB (8, 0) ({left}, {total})\n"
 
 
-def test_out_of_memory_is_pytorchs_own(on_ghost):
+def test_out_of_memory_raises_pytorchs_own_error(on_ghost):
     out = on_ghost("""
         ghost.configure(DEVICE, in_use=79 << 30)
         kept = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
@@ -98,7 +98,7 @@ def test_attention(on_ghost, backend):
     assert out == "torch.Size([2, 8, 256, 64])\n"
 
 
-def test_cuda_graphs_use_their_own_pool(on_ghost):
+def test_cuda_graphs_use_a_private_pool(on_ghost):
     out = on_ghost(
         SMALL_NET
         + """
@@ -172,7 +172,7 @@ THREE_STEPS = (
 )
 
 
-def test_stream_ordered_allocator_keeps_the_pools_figures(on_ghost):
+def test_the_stream_ordered_allocator_reports_the_pools_figures(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
@@ -186,7 +186,7 @@ def test_stream_ordered_allocator_keeps_the_pools_figures(on_ghost):
     assert out == "True {7}\nTrue True\n"
 
 
-def test_without_caching_the_log_is_the_history(on_ghost):
+def test_without_caching_the_log_has_every_allocation(on_ghost):
     out = on_ghost(
         THREE_STEPS
         + """
@@ -235,7 +235,7 @@ def test_held_events_defer_frees(on_ghost):
     assert out == f"0 {4 << 20}\nTrue\n0\n"
 
 
-def test_a_gap_raises_and_is_named(on_ghost):
+def test_a_gap_raises_and_is_reported(on_ghost):
     out = on_ghost("""
         try:
             event = torch.cuda.Event(interprocess=True)
@@ -283,7 +283,7 @@ def test_counts_are_answered_on_this_thread_only(on_ghost):
     assert out == "torch.Size([3, 1])\ntorch.Size([0, 1])\ntorch.Size([0, 1])\n"
 
 
-def test_a_warm_process_forks_children_of_its_own_size(on_ghost):
+def test_forked_children_may_set_another_capacity(on_ghost):
     out = on_ghost("""
         import dataclasses, os, sys
         def child(total):
@@ -314,7 +314,7 @@ def test_loading_after_torch_is_refused(on_ghost):
     assert out.startswith("Cannot load the ghost: PyTorch is loaded already.")
 
 
-def test_configuring_late_is_refused(on_ghost):
+def test_configuring_after_an_allocation_is_refused(on_ghost):
     out = on_ghost("""
         from memfit.errors import GhostError
         x = torch.empty(1, device="cuda")

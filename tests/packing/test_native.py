@@ -1,4 +1,4 @@
-"""The compiled packers: next to a naive one, under sanitizers, cancelled, interrupted."""
+"""The compiled packers: compared with a naive one, under sanitizers, cancelled, interrupted."""
 
 import re
 import signal
@@ -23,11 +23,11 @@ def test_under_sanitizers(tmp_path):
     check = build(tmp_path / "check", sources, f"-I{native.LIBRARY.sources}")
     done = subprocess.run([str(check), "0", "400"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(int(count) for count in re.findall(r"\d+", done.stdout)), done.stdout  # each happened
+    assert all(int(count) for count in re.findall(r"\d+", done.stdout)), done.stdout  # each outcome occurred
 
 
 def naive(problem, order, *, tightest):
-    """Place buffers one after the other, by looking at every offset that one could have."""
+    """Place buffers one after the other by trying every possible offset."""
     offsets = {}
     for index in order:
         life = moments(problem, index)
@@ -53,7 +53,7 @@ def moments(problem, index):
 
 @pytest.mark.parametrize("is_circle", [False, True])
 @pytest.mark.parametrize("tightest", [False, True])
-def test_each_gap_is_the_one_that_a_naive_search_takes(is_circle, tightest):
+def test_each_buffer_goes_where_a_naive_search_places_it(is_circle, tightest):
     dice, names = np.random.default_rng(0), tuple(map(str, range(60)))
     for _ in range(40):
         lower, length, size = (dice.integers(1, most, 60) for most in (29, dice.integers(2, 9), 20))
@@ -63,7 +63,7 @@ def test_each_gap_is_the_one_that_a_naive_search_takes(is_circle, tightest):
         assert found.tolist() == naive(problem, order.tolist(), tightest=tightest)
 
 
-def test_ctrl_c_ends_a_search_at_once():
+def test_ctrl_c_ends_a_search():
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
         "from support.known_packings import cut\nfrom memfit.packing.best_packing import pack\n"
@@ -78,17 +78,17 @@ def test_ctrl_c_ends_a_search_at_once():
         assert process.stdout.readline() == b"begun\n"
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert b"KeyboardInterrupt" in said
+        _, errors = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors
 
 
-def test_a_library_that_is_short_of_memory_says_so(monkeypatch):
-    class Short:
+def test_running_out_of_host_memory_raises_a_memory_error(monkeypatch):
+    class OutOfMemoryLibrary:
         @staticmethod
         def pack_place(*_):
             return native.NO_HOST_MEMORY
 
-    monkeypatch.setattr(native, "load", Short)
+    monkeypatch.setattr(native, "load", OutOfMemoryLibrary)
     problem = cut(1, 30)
     with pytest.raises(MemoryError):
         native.place(problem, sections(problem), problem.size, tightest=True)

@@ -231,7 +231,7 @@ void allocator_blocks(struct allocator *a, int64_t (*rows)[COLUMNS])
     }
 }
 
-/* Write torch.cuda.memory_stats(), in the order of statistics.NAMES and COUNTERS. */
+/* Write torch.cuda.memory_stats(), in the order of memory_stats.NAMES and COUNTERS. */
 void allocator_statistics(const struct allocator *a, int64_t *figures)
 {
     enum { EACH = POOLS * FIGURES, FIELDS = 4 };

@@ -1,4 +1,4 @@
-/* CUDA tensors: what torch.cuda.memory.CUDAPluggableAllocator calls, over one arena and the heaps.
+/* CUDA tensors: the functions that CUDAPluggableAllocator calls, over one arena and the heaps.
  *
  * The arena belongs to one GPU, and is used in the order of one stream, the step's. The heaps serve other
  * streams, and allocations made while a graph is captured: the graph's kernels will write there whenever

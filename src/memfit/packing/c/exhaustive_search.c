@@ -55,7 +55,7 @@ static int settle(search *s, const part *p, int32_t buffer)
     int64_t offset = s->placed[buffer];
     s->solution[buffer] = offset;
     int falls_apart = count_across(s, buffer, -1);
-    /* What wraps holds both ends together; when the last such buffer is placed, all that came apart before
+    /* A life that wraps connects both ends; when the last such buffer is placed, every earlier split
      * counts. */
     int in_parts = !s->wrapping && (falls_apart || wraps(s, buffer));
     int status = in_parts ? search_parts(s, p) : descend(s, p, offset, s->rank[buffer]);
@@ -82,7 +82,7 @@ static int descend(search *s, const part *p, int64_t least, int32_t least_rank)
         int64_t lowest = s->lowest[buffer];
         if (lowest + s->size[buffer] < ceiling)
             ceiling = lowest + s->size[buffer];
-        int32_t at = rest.count++; /* nearly sorted already, as the node above had them */
+        int32_t at = rest.count++; /* already nearly sorted, by the node above */
         for (; at > 0; at--) {
             int32_t other = rest.order[at - 1];
             if (s->lowest[other] < lowest || (s->lowest[other] == lowest && s->rank[other] < s->rank[buffer]))
@@ -127,7 +127,7 @@ static int by_keys(const void *one, const void *two)
     return a->buffer < b->buffer ? -1 : 1;
 }
 
-/* What a letter of the preference orders by, the largest first. */
+/* Return the value that a letter of the preference sorts by, the largest first. */
 static double key(const search *s, int32_t buffer, char letter)
 {
     if (letter == 'A')

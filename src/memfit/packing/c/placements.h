@@ -41,7 +41,7 @@ typedef struct {
     trail floors, lowests;
 } search;
 
-/* ---- The circle of time */
+/* ---- The circle of time --------------------------------------------------------------------- */
 
 static inline int wraps(const search *s, int32_t buffer) { return s->last[buffer] > s->sections; }
 
@@ -54,7 +54,7 @@ static inline int32_t on_circle(const search *s, int32_t section)
  * Returns whether no buffer is left in both somewhere. */
 int count_across(search *s, int32_t buffer, int32_t change);
 
-/* ---- Placing one buffer */
+/* ---- Placing one buffer --------------------------------------------------------------------- */
 
 /* Make room to record a placement; return whether host memory sufficed. */
 int has_room(search *s, int32_t buffer);
