@@ -123,7 +123,7 @@ def test_the_allocator_stays_as_it_was():
     run(CONFS[0], 0, 250)
 
 
-def test_a_line_that_is_no_more():
+def test_a_mutant_of_a_missing_line_is_refused():
     with (
         pytest.raises(ValueError, match=r"is 0 times in caching"),
         mutated(LISTED[0]._replace(module="caching_allocator", line="no such line")),
