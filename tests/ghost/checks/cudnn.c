@@ -216,10 +216,10 @@ void graph_choices(void)
     struct ghost_workspace_use space;
     cudnnBackendSetAttribute(pack, 1003, POINTER, 1, &memory);
     cudnnBackendExecute(NULL, frugal, pack);
-    CHECK(ghost_workspace_uses(NULL, 0) == 0);
+    CHECK(ghost_spaces(NULL, 0) == 0);
     ghost_set_label(7);
     cudnnBackendExecute(NULL, plan, pack);
-    CHECK(ghost_workspace_uses(&space, 1) == 1);
+    CHECK(ghost_spaces(&space, 1) == 1);
     CHECK(space.address == (uint64_t)memory && space.size == 4096 && space.label == 7);
 
     size_t before = ghost_gaps_reached(NULL, 0);
@@ -239,11 +239,11 @@ void workspace_log(void)
 {
     struct ghost_workspace_use spaces[4];
     ghost_workspace_used(NULL, 8), ghost_workspace_used(spaces, 0);
-    CHECK(ghost_workspace_uses(NULL, 0) == 0);
+    CHECK(ghost_spaces(NULL, 0) == 0);
     for (uint64_t i = 0; i < 1000; i++)
         for (int again = 0; again < 3; again++)
             ghost_workspace_used(spaces, 1 + i);
-    CHECK(ghost_workspace_uses(spaces, 2) == 1000 && spaces[1].size == 2);
+    CHECK(ghost_spaces(spaces, 2) == 1000 && spaces[1].size == 2);
 }
 
 /* ---- Recurrent networks ---------------------------------------------------------------------- */

@@ -169,7 +169,7 @@ struct ghost_configuration {
 typedef int (*ghost_answerer)(const char *question, struct ghost_configuration *out, int room);
 API void ghost_answer_with(ghost_answerer answer);
 /* The uses of workspaces so far. Returns their number; writes the first `capacity` of them. */
-API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity);
+API size_t ghost_spaces(struct ghost_workspace_use *out, size_t capacity);
 
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
