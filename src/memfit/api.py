@@ -23,7 +23,7 @@ from memfit.analysis.explanation import explain_trace
 from memfit.analysis.location import least_certain
 from memfit.analysis.run_difference import compare_runs
 from memfit.atomic_files import check_output, write_bytes
-from memfit.card.context import keep_context, measure_context
+from memfit.card.context_measurement import keep_context, measure_context
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT, find_device
 from memfit.ghost.doctor import Check, checks
@@ -42,9 +42,9 @@ from memfit.report.terminal.explanation import Explained
 from memfit.report.terminal.packing import PackedModule, PackedRun
 from memfit.report.terminal.run_difference import Differing
 from memfit.report.terminal.summary import Answer
-from memfit.run.ghost_settings import ghost_settings
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
+from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 from memfit.trace.snapshot import read_snapshot, write_snapshot
 from memfit.trace.trace_file import is_trace, read_trace
@@ -251,10 +251,10 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     (True, 4198400)
     """
     from memfit.estimating.ghost_runner import GhostRunner
-    from memfit.estimating.serialise import job_of, pack
+    from memfit.estimating.serialise import pack, training_step
 
     run_job = functools.partial(dry_run, module=True, in_use=in_use, steps=steps, values=values)
-    run = GhostRunner(pack(job_of(model, inputs, loss, optimizer, steps)), run_job)
+    run = GhostRunner(pack(training_step(model, inputs, loss, optimizer, steps)), run_job)
     first = run(gpu, memory)
     # The total of a model that does not fit takes one more run, with unlimited memory.
     return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)
@@ -441,7 +441,7 @@ def pack(
     >>> pack(graph).sets  # doctest: +SKIP
     """
     if not isinstance(target, Trace | str | Path):
-        from memfit.graph.fx import dataflow
+        from memfit.graph.fx_dataflow import dataflow
 
         flow = dataflow(target)
         return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))

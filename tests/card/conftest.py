@@ -1,4 +1,4 @@
-"""memfit's own commands as they run on a card, with the ghost in the card's place."""
+"""Run memfit's commands as on a real card, with the ghost in place of the card."""
 
 import json
 import os
@@ -16,7 +16,7 @@ GPU = "A100-80GB"
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What one command did."""
+    """Result of one command."""
 
     code: int
     out: str
@@ -26,7 +26,7 @@ class Rehearsed:
 
 @pytest.fixture
 def memfit(tmp_path):
-    """Return a function that runs a command of memfit in an empty folder, on a card that is the ghost."""
+    """Return a function that runs a memfit command in an empty folder, with the ghost in place of a card."""
 
     def run(*arguments, card=GPU, **environment):
         path = os.pathsep.join(filter(None, (str(REHEARSAL), os.environ.get("PYTHONPATH"))))

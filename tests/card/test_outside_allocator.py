@@ -1,4 +1,4 @@
-"""Telling a process's bytes on a card from everybody else's."""
+"""Separating a process's bytes on a card from those of other processes."""
 
 import pytest
 
@@ -15,42 +15,42 @@ DESKTOP = Usage(900 * MIB, {77: 300 * MIB})
     [
         # NVML names this process.
         (IDLE, Usage(1600 * MIB, {9: 1000 * MIB}), Reading(1000 * MIB, 400 * MIB, 0, BY_PROCESS)),
-        # So does it beside a process that was there already, whose bytes are the others'.
+        # NVML names this process beside an earlier one, whose bytes count as others'.
         (
             DESKTOP,
             Usage(1900 * MIB, {77: 300 * MIB, 9: 1000 * MIB}),
             Reading(1000 * MIB, 400 * MIB, 0, BY_PROCESS),
         ),
-        # From inside a container NVML knows it by another number: the one process that appeared.
+        # In a container NVML reports another id for this process: it is the only one that appeared.
         (
             DESKTOP,
             Usage(1900 * MIB, {77: 300 * MIB, 4242: 1000 * MIB}),
             Reading(1000 * MIB, 400 * MIB, 0, BY_PROCESS),
         ),
-        # Somebody else there has our number: what was there before is not us.
+        # A process that was there before has our id, so it is not this process.
         (
             Usage(900 * MIB, {9: 300 * MIB}),
             Usage(1900 * MIB, {9: 300 * MIB, 4242: 1000 * MIB}),
             Reading(1000 * MIB, 400 * MIB, 0, BY_PROCESS),
         ),
-        # Two appeared and neither has our number: the card's growth is all there is.
+        # Two processes appeared, neither with our id: only the card's growth is known.
         (
             IDLE,
             Usage(1600 * MIB, {4242: 800 * MIB, 4243: 200 * MIB}),
             Reading(1000 * MIB, 400 * MIB, 0, BY_GROWTH),
         ),
-        # NVML tells no process's bytes (WSL).
+        # NVML reports no process's bytes (WSL).
         (IDLE, Usage(1600 * MIB, {}), Reading(1000 * MIB, 400 * MIB, 0, BY_GROWTH)),
-        # NVML is not there.
+        # NVML is missing.
         (None, None, Reading(1000 * MIB, 400 * MIB, 0, BY_CARD)),
     ],
 )
-def test_each_way_of_telling_them_apart(before, now, expected):
+def test_each_way_of_determining_the_process_bytes(before, now, expected):
     assert _reading(1000 * MIB, 400 * MIB, before=before, now=now, pid=9) == expected
     assert expected.outside == 600 * MIB
 
 
-def test_what_is_not_this_processs_is_the_others():
+def test_the_bytes_of_other_processes_are_the_remainder():
     reading = _reading(1500 * MIB, 0, before=IDLE, now=Usage(0, {9: 1000 * MIB}), pid=9)
     assert reading.others == 500 * MIB
 

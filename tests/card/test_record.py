@@ -1,4 +1,4 @@
-"""`memfit record`, rehearsed: the recorder on a card, where the card is the ghost and says so."""
+"""`memfit record` in rehearsal: the recorder for a real card, with the ghost in place of the card."""
 
 import os
 
@@ -12,17 +12,17 @@ STEPS = TRAIN + "    for _ in range(5): step()\n"
 CARD_IS_HERE = os.path.exists("/dev/nvidia0")  # noqa: PTH110 - a device, not a file
 
 
-def test_a_recording_is_the_dry_run_byte_for_byte_and_says_what_it_ran_on(record, dry_run):
-    run, foretold = record(STEPS + "    print('the end')\n"), dry_run(STEPS).answer
+def test_a_recording_equals_the_dry_run_and_names_what_it_ran_on(record, dry_run):
+    run, predicted = record(STEPS + "    print('the end')\n"), dry_run(STEPS).answer
     assert run.code == 0, run.err
     for part in ("verdict", "steps", "peak", "out_of_memory", "growth", "end"):
-        assert run.answer[part] == foretold[part], part
-    terms = [[(t["name"], t["bytes"]) for t in answer["terms"]] for answer in (run.answer, foretold)]
+        assert run.answer[part] == predicted[part], part
+    terms = [[(t["name"], t["bytes"]) for t in answer["terms"]] for answer in (run.answer, predicted)]
     assert terms[0] == terms[1]
-    assert run.answer["device"]["total"] == foretold["device"]["total"]
+    assert run.answer["device"]["total"] == predicted["device"]["total"]
     assert run.answer["device"]["in_use"] == 0
     assert "the end" not in run.out
-    # The ghost in the card's place is never taken for a measurement.
+    # Figures of the ghost in place of a card never count as measured.
     assert run.answer["device"]["machine"] == "rehearsal"
     assert "measured" not in {term["provenance"] for term in run.answer["terms"]}
     assert "REHEARSAL" in run.out
@@ -31,8 +31,8 @@ def test_a_recording_is_the_dry_run_byte_for_byte_and_says_what_it_ran_on(record
     assert run.answer["versions"]["cudnn"].isdecimal()
 
 
-def test_nothing_of_the_ghosts_own_answers_is_in_a_recording(record):
-    # On the bare ghost a loss reads 0.0; under dry-run the script would be told 1.0 and nothing be filled.
+def test_a_recording_patches_neither_gpu_reads_nor_host_memory(record):
+    # On the bare ghost a loss reads 0.0; dry-run would return 1.0 and leave large CPU tensors unfilled.
     script = STEPS + "    print('loss', torch.ones(1, device='cuda').exp().item())\n"
     script = script.replace("range(5)", "range(2)") + "    print('cpu', torch.randn(1 << 21).any().item())\n"
     run = record(script)
@@ -41,21 +41,21 @@ def test_nothing_of_the_ghosts_own_answers_is_in_a_recording(record):
     assert run.answer["notes"] == []
 
 
-def test_a_script_may_go_on_to_its_own_end(record):
+def test_to_end_lets_the_script_finish(record):
     run = record(STEPS + "    print('the end')\n", "--to-end")
     assert run.answer["steps"] == 5
     assert run.answer["end"]["reason"] == "end"
     assert "the end" in run.out
 
 
-def test_the_trace_is_kept_and_never_overwritten_unasked(record, tmp_path):
+def test_the_default_trace_is_kept_and_never_overwritten(record, tmp_path):
     first = record(STEPS)
     trace = tmp_path / "run.memfit"
     before = trace.read_bytes()
     assert "memfit explain run.memfit" in first.err
-    again = record(STEPS)
-    assert again.code == 2
-    assert "run.memfit already exists" in again.err
+    second = record(STEPS)
+    assert second.code == 2
+    assert "run.memfit already exists" in second.err
     assert trace.read_bytes() == before
 
 
@@ -81,7 +81,7 @@ def test_running_out_of_memory_is_recorded_where_it_happened(record):
 
 
 @pytest.mark.skipif(CARD_IS_HERE, reason="there is a GPU here")
-def test_without_a_gpu_it_says_what_to_do(memfit, tmp_path):
+def test_without_a_gpu_the_error_suggests_dry_run(memfit, tmp_path):
     (tmp_path / "script.py").write_text("")
     run = memfit("record", "script.py", card=None)
     assert run.code == 3

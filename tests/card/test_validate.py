@@ -1,4 +1,4 @@
-"""benchmarks/gpu/validate.py, rehearsed, and how it compares two traces."""
+"""benchmarks/gpu/validate.py in rehearsal, and how it compares two traces."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from memfit.records import (
 )
 from support.traces import Event, trace_of
 
-pytestmark = pytest.mark.xdist_group("validate")  # on one worker: they look at the same rehearsal
+pytestmark = pytest.mark.xdist_group("validate")  # on one worker: the tests share a rehearsal
 
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 JOBS = ("linear1024", "attention flash")
@@ -28,7 +28,7 @@ JOBS = ("linear1024", "attention flash")
 
 @pytest.fixture(scope="module")
 def compare():
-    """Return the module that compares; benchmarks are no package."""
+    """Return the compare module, loaded by path: benchmarks are not a package."""
     spec = importlib.util.spec_from_file_location("gpu_compare", GPU / "compare.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -59,7 +59,7 @@ def test_equal_traces_are_identical(compare):
     assert (found.first, found.only_card, found.only_ghost) == ("", (), ())
 
 
-def test_a_workspace_that_only_the_card_made_is_named_with_its_operation(compare):
+def test_a_workspace_only_on_the_card_is_named_with_its_operation(compare):
     found = compare.difference(trace(OUTPUT, *WORKSPACE, *WORKSPACE, GRADIENT), trace(OUTPUT, GRADIENT))
     assert not found.identical
     (only,) = found.only_card
@@ -72,7 +72,7 @@ def test_a_workspace_that_only_the_card_made_is_named_with_its_operation(compare
     )
 
 
-def test_one_run_that_ends_earlier_is_a_difference(compare):
+def test_a_run_that_ends_earlier_is_a_difference(compare):
     found = compare.difference(trace(OUTPUT), trace(OUTPUT, GRADIENT))
     assert not found.identical
     assert found.first.startswith("event 1: card has ended, ghost alloc 2,000 B")
@@ -85,14 +85,14 @@ def test_the_same_requests_in_another_order_are_not_identical(compare):
     assert (found.only_card, found.only_ghost) == ((), ())
 
 
-def test_what_moves_no_memory_is_not_compared(compare):
+def test_events_that_move_no_memory_are_not_compared(compare):
     one = trace(OUTPUT, (Action.SNAPSHOT, 5, 0), GRADIENT)
     assert compare.difference(one, trace(OUTPUT, GRADIENT)).identical
     unlabelled = replace(one.events, label=one.events.label * 0 - 1)
     assert compare.difference(replace(one, events=unlabelled), one).identical
 
 
-def test_a_rehearsal_of_two_jobs_shows_no_difference_and_says_what_it_is(tmp_path):
+def test_a_rehearsal_of_two_jobs_shows_no_difference_and_is_marked_as_one(tmp_path):
     done = subprocess.run(
         [sys.executable, GPU / "validate.py", "--rehearse", "A100-80GB", "--out", tmp_path, "--only", *JOBS],
         capture_output=True,
@@ -119,7 +119,7 @@ def test_a_rehearsal_of_two_jobs_shows_no_difference_and_says_what_it_is(tmp_pat
     assert "| linear1024 | 40.3 | 0 |" in table
 
 
-def test_every_job_is_a_script_that_is_there():
+def test_every_job_names_an_existing_script():
     import tomllib
 
     jobs = tomllib.loads((GPU / "jobs.toml").read_text())["job"]

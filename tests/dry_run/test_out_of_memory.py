@@ -139,7 +139,7 @@ def test_the_script_sees_the_devices_that_are_visible(dry_run):
     script = "import torch; print(torch.cuda.device_count()); torch.ones(1, device='cuda')"
     several = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})
     assert several.out.startswith("2\n")
-    assert any("these figures are the first one's" in note["text"] for note in several.answer["notes"])
+    assert any("these figures are for the first" in note["text"] for note in several.answer["notes"])
     assert dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"}).out.startswith("1\n")
     hidden = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert hidden.code == 2

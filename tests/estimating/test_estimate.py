@@ -160,7 +160,7 @@ def test_a_model_that_leaves_has_not_run_and_a_criterion_that_is_a_function_is_t
 
 @pytest.mark.parametrize("option", ["memory", "in_use"])
 def test_amounts_are_ints_in_bytes(option):
-    with pytest.raises(UsageError, match=f"{option} is an int, in bytes"):
+    with pytest.raises(UsageError, match=f"{option} must be an int, in bytes"):
         memfit.estimate(nn.Linear(3, 4), torch.ones(2, 3), **{option: "8GiB"})
 
 

@@ -9,12 +9,12 @@ from torch.nn.utils import parametrizations
 
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.backend_flags import flags, set_flags
-from memfit.estimating.serialise import job_of, pack, unpack
+from memfit.estimating.serialise import pack, training_step, unpack
 
 
 def sent(model, inputs=None, loss=None, optimizer=None):
     """Return a job after its journey, and the modules to move."""
-    return unpack(pack(job_of(model, inputs, loss, optimizer, 3)).data)
+    return unpack(pack(training_step(model, inputs, loss, optimizer, 3)).data)
 
 
 def memory(tensor):
@@ -46,7 +46,7 @@ def test_small_buffers_that_decide_sizes_keep_their_values():
 
 def test_a_large_copy_does_not_weigh_anything():
     model = nn.Linear(1 << 20, 1 << 10, device="meta")  # 4 GiB
-    packed = pack(job_of(model, None, None, None, 3))
+    packed = pack(training_step(model, None, None, None, 3))
     assert len(packed.data) < 10_000
 
 
@@ -209,30 +209,30 @@ def test_what_cannot_be_sent_is_named_with_its_place(make, path, kind, why):
 
 def test_arguments_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="not int"):
-        job_of(3, None, None, None, 3)
+        training_step(3, None, None, None, 3)
     with pytest.raises(UsageError, match="optimizer='adam'"):
-        job_of(nn.Linear(2, 2), None, None, "adam", 3)
+        training_step(nn.Linear(2, 2), None, None, "adam", 3)
     with pytest.raises(UsageError, match=r"loss=MSELoss\(\)"):
-        job_of(nn.Linear(2, 2), None, nn.MSELoss, None, 3)
+        training_step(nn.Linear(2, 2), None, nn.MSELoss, None, 3)
     with pytest.raises(UsageError, match="target"):
-        job_of(nn.Linear(2, 2), torch.ones(2), nn.MSELoss(), None, 3)
+        training_step(nn.Linear(2, 2), torch.ones(2), nn.MSELoss(), None, 3)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     model = nn.Linear(2, 2)
     for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS):
         with pytest.raises(UsageError, match="LBFGS steps with a closure"):
-            job_of(model, None, None, optimizer, 3)
+            training_step(model, None, None, optimizer, 3)
 
 
 def test_another_models_optimizer_is_refused_and_one_of_a_part_or_of_more_is_not():
     model, before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
     with pytest.raises(UsageError, match="Adam holds none of the parameters of this Sequential"):
-        job_of(model, None, None, torch.optim.Adam(before.parameters()), 3)
+        training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
     for parameters in (model[1].parameters(), [model[0].bias, before.weight]):
-        job_of(model, None, None, torch.optim.Adam(parameters), 3)
+        training_step(model, None, None, torch.optim.Adam(parameters), 3)
     model.requires_grad_(False)  # what is trained is elsewhere: a prompt in the loss
-    job_of(model, None, None, torch.optim.Adam(before.parameters()), 3)
+    training_step(model, None, None, torch.optim.Adam(before.parameters()), 3)
 
 
 def test_switches_are_set_as_they_stood():

@@ -1,4 +1,4 @@
-"""When a recording on a card looks at it."""
+"""When a recording on a card reads the card's usage."""
 
 import pytest
 import torch
@@ -6,44 +6,44 @@ import torch
 from memfit.run import backend
 
 
-class Counted:
-    """Stands for the reader of the card."""
+class CountingMeter:
+    """A stand-in for ``OutsideMeter`` that counts its readings."""
 
-    looks = 0
+    readings = 0
 
-    def look(self):
-        self.looks += 1
+    def read(self):
+        self.readings += 1
 
 
 @pytest.fixture
 def card(monkeypatch):
-    monkeypatch.setattr(backend, "Outside", Counted)
+    monkeypatch.setattr(backend, "OutsideMeter", CountingMeter)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return backend.OnCard()
+    return backend.CardBackend()
 
 
-def test_it_looks_at_the_end_of_a_step_and_not_again_at_once(card):
+def test_two_steps_in_quick_succession_are_read_once(card):
     card.stepped()
     card.stepped()
-    assert card._outside.looks == 1
+    assert card._outside.readings == 1
 
 
-def test_it_looks_again_after_a_while(card, monkeypatch):
-    monkeypatch.setattr(backend, "BETWEEN_LOOKS", 0.0)
+def test_steps_are_read_again_after_the_interval(card, monkeypatch):
+    monkeypatch.setattr(backend, "READING_INTERVAL", 0.0)
     card.stepped()
     card.stepped()
-    assert card._outside.looks == 2
+    assert card._outside.readings == 2
 
 
-def test_it_never_looks_while_a_graph_is_captured(card, monkeypatch):
-    # A call into the runtime that is not the capture's own may end the capture.
+def test_nothing_is_read_during_graph_capture(card, monkeypatch):
+    # A runtime call that the capture does not expect may end it.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     card.stepped()
-    assert card._outside.looks == 0
+    assert card._outside.readings == 0
 
 
-def test_it_does_not_initialise_cuda_for_a_script_that_trains_on_the_cpu(card, monkeypatch):
+def test_nothing_is_read_before_the_script_initialises_cuda(card, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     card.stepped()
-    assert card._outside.looks == 0
+    assert card._outside.readings == 0

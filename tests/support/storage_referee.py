@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from memfit.graph.fx import dataflow
+from memfit.graph.fx_dataflow import dataflow
 from memfit.packing.alias_sets import alias_sets
 
 

@@ -1,1 +1,1 @@
-"""This machine's GPU: which one it is, and what a process holds on it outside PyTorch's allocator."""
+"""This machine's GPU: its identity, and the memory that a process holds outside PyTorch's allocator."""

@@ -1,6 +1,6 @@
-"""A process that uses a card for the first time, little by little, and says after each step what it holds.
+"""A process that uses a card stage by stage, and reports after each stage the bytes it holds.
 
-``main()`` with the keyword arguments of ``stages`` as JSON on the command line; it prints ``Probed`` as JSON.
+``main()`` takes ``Settings`` as JSON on the command line and prints ``Probed`` as JSON.
 """
 
 import sys
@@ -9,24 +9,24 @@ from collections.abc import Iterator
 import msgspec
 
 from memfit.card.find import find_card
-from memfit.card.outside_allocator import Outside
+from memfit.card.outside_allocator import OutsideMeter
 from memfit.records import ContextStage
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """What one process saw."""
+    """What one process measured."""
 
     stages: tuple[ContextStage, ...]
     way: str
-    """How the process's bytes were found."""
+    """How the process's bytes were determined."""
     card: str
     driver: str
-    """Empty where NVML does not say."""
+    """Empty without NVML."""
     cuda: str
-    """The newest that the driver serves."""
+    """The newest version that the driver supports."""
     torch: str
     total: int
-    """Bytes, as cudaMemGetInfo reports them."""
+    """Bytes of the card, by cudaMemGetInfo."""
     rehearsal: bool
 
 
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def stages(cudnn: bool = True) -> Iterator[str]:
-    """Use the card: yield the name of each step once it has been made.
+    """Use the card, and yield the name of each stage when it is complete.
 
     Args:
         cudnn: let convolutions use cuDNN.
@@ -59,22 +59,22 @@ def stages(cudnn: bool = True) -> Iterator[str]:
 
 
 def main() -> None:
-    """Probe, and print what was seen."""
+    """Run the stages, and print the bytes held after each."""
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    outside = Outside()
+    meter = OutsideMeter()
     import torch
 
-    seen, way = [], ""
+    measured, way = [], ""
     for what in stages(settings.cudnn):
         torch.cuda.synchronize()
-        reading = outside.look()
-        seen.append(ContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process))
+        reading = meter.read()
+        measured.append(ContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process))
         way = reading.way
     card = find_card("measure the context")
     print(
         msgspec.json.encode(
             Probed(
-                stages=tuple(seen),
+                stages=tuple(measured),
                 way=way,
                 card=card.name,
                 driver=card.driver,

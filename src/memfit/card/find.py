@@ -1,6 +1,6 @@
-"""The GPU of this machine, asked through its driver: is there one, what is it, and is it real?
+"""Find this machine's GPU through its driver: whether there is one, which model, and whether it is real.
 
-No torch, and no context: looking costs the card nothing.
+Uses neither torch nor a CUDA context, so it takes no memory on the card.
 """
 
 import ctypes
@@ -22,18 +22,18 @@ class Card:
     name: str
     """As the driver names it: "NVIDIA H200"."""
     driver: str
-    """The driver's version ("580.95.05"); empty where NVML is not there to say it."""
+    """The driver's version ("580.95.05"); empty without NVML."""
     cuda: str
-    """The newest CUDA that the driver serves: "13.0"."""
+    """The newest CUDA version that the driver supports: "13.0"."""
     rehearsal: bool
-    """Whether memfit's ghost stands in its place: then nothing here is a measurement."""
+    """Whether memfit's ghost stands in for the card, so that nothing read from it is a measurement."""
 
 
 def find_card(purpose: str) -> Card:
     """Find the GPU that CUDA code of this process would use.
 
     Args:
-        purpose: what it is for, as the refusal begins: "record train.py".
+        purpose: completes "Cannot ..." in the error: "record train.py".
 
     Raises:
         UnsuitableEnvironmentError: there is no driver or no GPU, or CUDA_VISIBLE_DEVICES hides it.
@@ -46,11 +46,11 @@ def find_card(purpose: str) -> Card:
         raise _no_card(purpose, "there is no NVIDIA driver (libcuda.so.1)") from None
     if (status == _NO_DEVICE or not count.value) and "CUDA_VISIBLE_DEVICES" in os.environ:
         shown = os.environ["CUDA_VISIBLE_DEVICES"]
-        raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} shows none that is there")
+        raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} names no GPU of this machine")
     if status not in (_SUCCESS, _NO_DEVICE):
         raise _no_card(purpose, f"the NVIDIA driver does not start (CUDA error {status}; see nvidia-smi)")
     if not count.value:
-        raise _no_card(purpose, "the NVIDIA driver finds none")
+        raise _no_card(purpose, "the NVIDIA driver finds no GPU")
     cuda.cuDeviceGetName(name, _TEXT, 0)
     cuda.cuDriverGetVersion(ctypes.byref(version))
     nvml = Nvml.open()
@@ -63,9 +63,9 @@ def find_card(purpose: str) -> Card:
 
 
 def bus_id(device: int = 0) -> str:
-    """Return where a GPU is on the bus; an empty string if the driver does not say.
+    """Return a GPU's PCI bus id; an empty string if the driver does not report it.
 
-    Call it when CUDA is initialised already: a process that initialises it may not fork any more.
+    Call it only when CUDA is already initialised: a process that initialises CUDA can no longer fork.
     """
     text = ctypes.create_string_buffer(_TEXT)
     status = ctypes.CDLL("libcuda.so.1").cuDeviceGetPCIBusId(text, _TEXT, device)
@@ -73,12 +73,12 @@ def bus_id(device: int = 0) -> str:
 
 
 def is_rehearsal() -> bool:
-    """Whether the ghost is loaded in this process: its own functions are there for everyone to see."""
+    """Return whether the ghost is loaded in this process: it exports a function of its own."""
     return hasattr(ctypes.CDLL(None), "ghost_configure")
 
 
 def _no_card(purpose: str, why: str) -> UnsuitableEnvironmentError:
     return UnsuitableEnvironmentError(
         f"Cannot {purpose}: no GPU can be used here: {why}. "
-        "Run it on a machine with a GPU, or without one on the ghost: memfit dry-run."
+        "Run it on a machine with a GPU, or use memfit dry-run, which needs none."
     )

@@ -1,11 +1,11 @@
-"""What a process holds on a card outside PyTorch's allocator: the context, libraries, NCCL, extensions.
+"""Measure what a process holds on a card outside PyTorch's allocator: context, libraries, NCCL, extensions.
 
-    process, by NVML          ┐
-      or: the card's growth   ├─ less what PyTorch has reserved = outside
-      or: everybody's bytes   ┘
+    the process's bytes by NVML  ┐
+      or: the card's growth      ├─ less what PyTorch has reserved = outside
+      or: all bytes in use       ┘
 
-NVML's per-process figure is the surest, and not always to be had: in a container it names processes
-by the numbers of another one, on WSL it is silent. Each way names itself in the figure's source.
+NVML's per-process figure is the most reliable, but not always available: in a container NVML may use the
+process ids of another one, and on WSL it reports none. The figure's source names the way that was used.
 """
 
 import os
@@ -17,21 +17,21 @@ from memfit.records import Figure, Provenance
 
 BY_PROCESS = "NVML's figure for this process"
 BY_GROWTH = "NVML's figure for the card, less what it was before this process"
-BY_CARD = "cudaMemGetInfo's figure for the card, other processes included (NVML said nothing)"
+BY_CARD = "cudaMemGetInfo's figure for the card, other processes included (no figure from NVML)"
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the card. Bytes."""
+    """The memory in use on a card at one moment. Bytes."""
 
     process: int
-    """Held by this process, PyTorch's allocator and all else."""
+    """Held by this process, by PyTorch's allocator and outside it."""
     reserved: int
     """Of those, by PyTorch's allocator."""
     others: int
-    """Held by other processes; 0 where they cannot be told apart."""
+    """Held by other processes; 0 where they cannot be distinguished."""
     way: str
-    """How ``process`` was found."""
+    """How ``process`` was determined: ``BY_PROCESS``, ``BY_GROWTH`` or ``BY_CARD``."""
 
     @property
     def outside(self) -> int:
@@ -39,16 +39,16 @@ class Reading:
         return max(0, self.process - self.reserved)
 
 
-class Outside:
-    """Looks at the first card, now and again. Make it before CUDA is initialised."""
+class OutsideMeter:
+    """Reads the first card repeatedly and keeps the maximum. Create it before CUDA is initialised."""
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
         self._before = self._nvml.usage() if self._nvml else {}
         self._most: Reading | None = None
 
-    def look(self) -> Reading:
-        """Read what this process holds now; CUDA is initialised. What was most outside is remembered."""
+    def read(self) -> Reading:
+        """Read what this process holds now. CUDA must be initialised."""
         import torch
 
         free, total = torch.cuda.mem_get_info(0)
@@ -63,19 +63,19 @@ class Outside:
         return reading
 
     def driver(self) -> str:
-        """Return the driver's version, or an empty string where NVML is not there to say it."""
+        """Return the driver's version, or an empty string without NVML."""
         return self._nvml.driver_version() if self._nvml else ""
 
     def figure(self) -> Figure:
-        """Return the most that was ever seen outside; ``look`` was called at least once."""
-        most = self._most or self.look()
+        """Return the most bytes read outside the allocator."""
+        most = self._most or self.read()
         if is_rehearsal():
-            return Figure(most.outside, Provenance.ASSUMED, "rehearsal: what the ghost was told to hold")
+            return Figure(most.outside, Provenance.ASSUMED, "rehearsal: the ghost's configured context")
         return Figure(most.outside, Provenance.MEASURED, f"{most.way}, less PyTorch's reserved")
 
 
-def glance(device: int) -> Reading:
-    """Read what this process holds on a card, once: CUDA was initialised before anybody looked."""
+def read_once(device: int) -> Reading:
+    """Read once what this process holds on a card; for a process that had already initialised CUDA."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -90,19 +90,19 @@ def glance(device: int) -> Reading:
 
 
 def _reading(taken: int, reserved: int, *, before: Usage | None, now: Usage | None, pid: int) -> Reading:
-    """Tell this process's bytes from the others'.
+    """Separate this process's bytes from those of others.
 
     Args:
-        taken: total less free of the card, by cudaMemGetInfo.
+        taken: total less free bytes of the card, by cudaMemGetInfo.
         reserved: by PyTorch's allocator.
-        before: NVML's look before this process touched the card; None if NVML was silent.
-        now: its look now.
-        pid: of this process, in its own container.
+        before: NVML's figures before this process used the card; None without NVML.
+        now: its figures now.
+        pid: this process's id in its own container.
     """
     if before is None or now is None:
         return Reading(taken, reserved, 0, BY_CARD)
     appeared = {number: held for number, held in now.processes.items() if number not in before.processes}
-    # Seen from outside a container our number is another one; alone in having appeared, it is ours.
+    # Outside a container our process has another id. If only one process has appeared, it is ours.
     mine = appeared.get(pid, next(iter(appeared.values())) if len(appeared) == 1 else None)
     way = BY_PROCESS
     if mine is None:

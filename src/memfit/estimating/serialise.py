@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from memfit.errors import NotSentError, UsageError
 from memfit.estimating.backend_flags import flags
-from memfit.estimating.job import Job, OptimizerCopy
-from memfit.estimating.meta_storage import StorageCopy, describe, why_not
+from memfit.estimating.tensor_pickling import StorageCopy, describe, why_not_copyable
+from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
 
 _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OSError, ImportError)
@@ -35,7 +35,7 @@ _WITH_TARGET = 2
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class _Refused(pickle.PicklingError):
+class _NotCopyableError(pickle.PicklingError):
     """A thing that pickle would take, and that would not be the same on the other side."""
 
 
@@ -65,8 +65,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if refused := why_not(tensor):
-            raise _Refused(refused)
+        if refused := why_not_copyable(tensor):
+            raise _NotCopyableError(refused)
         self.detached |= not tensor.is_leaf
         return describe(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
 
@@ -77,7 +77,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._seen.add(id(part))
                 self._moved.update(map(id, (*part._parameters.values(), *part._buffers.values())))
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise _Refused("a module that was compiled in place; pass torch.compile(model) instead")
+            raise _NotCopyableError("a module that was compiled in place; pass torch.compile(model) instead")
         if parametrize.is_parametrized(module):
             (original,) = type(module).__bases__
             return _empty_object, (original,), vars(module), None, None, _set_parametrized
@@ -98,7 +98,7 @@ class PackedModel:
     """Whether the loss is a function of ``(model, inputs)``."""
 
 
-def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> Job:
+def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> TrainingStep:
     """Put together what ``estimate`` was given and how PyTorch's switches stand.
 
     Raises:
@@ -116,7 +116,7 @@ def job_of(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps
     _check_optimizer(model, optimizer)
     if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
         raise UsageError("A criterion needs a target: inputs=(what the model is called with, target).")
-    return Job(
+    return TrainingStep(
         model=model,
         inputs=inputs,
         loss=loss,
@@ -151,7 +151,7 @@ def _steps_alone(kind: type[Optimizer]) -> bool:
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack(job: Job) -> PackedModel:
+def pack(job: TrainingStep) -> PackedModel:
     """Pack a job.
 
     Raises:
@@ -175,12 +175,12 @@ def pack(job: Job) -> PackedModel:
     return PackedModel(file.getvalue(), f"memfit.estimate({type(job.model).__name__})", notes, calls_loss)
 
 
-def unpack(data: bytes) -> tuple[Job, list[torch.nn.Module]]:
+def unpack(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
     """Remake a job, and the modules in it that no other holds. Parameters and buffers are on the CPU."""
     file = io.BytesIO(data)
     sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one
     unpickler = pickle.Unpickler(file)  # noqa: S301
-    job: Job = unpickler.load()
+    job: TrainingStep = unpickler.load()
     roots: list[torch.nn.Module] = unpickler.load()
     return job, roots
 
@@ -199,7 +199,7 @@ def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
 # -- what could not be sent -----------------------------------------------------------------------
 
 
-def _culprit(job: Job) -> tuple[str, object, str]:
+def _culprit(job: TrainingStep) -> tuple[str, object, str]:
     """Find the innermost object that cannot be pickled: its path, itself, and why."""
     found: object = job
     path, why = "", _failure(job)
@@ -229,7 +229,7 @@ def _failure(part: object) -> str:
 def _parts(whole: object) -> Iterator[tuple[str, object]]:
     """Yield what an object holds, each with how Python would reach it from there."""
     match whole:
-        case Job():
+        case TrainingStep():
             yield from vars(whole).items()
         case torch.nn.Module():
             tables = (whole._modules, whole._parameters, whole._buffers)

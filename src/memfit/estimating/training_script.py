@@ -22,8 +22,8 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.estimating.backend_flags import set_flags
-from memfit.estimating.job import Job, OptimizerCopy
 from memfit.estimating.serialise import unpack
+from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.module_hooks import tensors_in
 
 _ARGS_AND_KWARGS = 2
@@ -46,7 +46,7 @@ def main() -> None:
         raise RuntimeError(f"it called sys.exit({stop.code!r})").with_traceback(stop.__traceback__) from stop
 
 
-def _infer(job: Job) -> None:
+def _infer(job: TrainingStep) -> None:
     with torch.no_grad():
         for _ in range(job.steps):
             inputs = on_gpu(job.inputs)
@@ -54,7 +54,7 @@ def _infer(job: Job) -> None:
                 output = call(job.model, inputs)  # noqa: F841 - alive until the next, as in the user's loop
 
 
-def _train(job: Job, optimizer: Optimizer | None) -> None:
+def _train(job: TrainingStep, optimizer: Optimizer | None) -> None:
     for _ in range(job.steps + 1):  # the recorder ends it after the steps asked for
         inputs = on_gpu(job.inputs)
         (optimizer or job.model).zero_grad()
@@ -70,7 +70,7 @@ def _train(job: Job, optimizer: Optimizer | None) -> None:
             optimizer.step()
 
 
-def _optimizer(job: Job) -> Optimizer | None:
+def _optimizer(job: TrainingStep) -> Optimizer | None:
     if isinstance(job.optimizer, OptimizerCopy):
         return job.optimizer.make()
     made: Optimizer | None = job.optimizer and job.optimizer(job.model.parameters())

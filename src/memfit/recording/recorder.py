@@ -43,7 +43,7 @@ from memfit.records import (
     ScriptEnd,
     Trace,
 )
-from memfit.trace.history import StackTable, columns, pools
+from memfit.trace.history_columns import StackTable, columns, pools
 from memfit.trace.snapshot import segments
 from memfit.user_frame import is_user_file
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.trace.history import is_passed_over, torch_folder
+from memfit.trace.history_columns import is_omitted_file, torch_folder
 
 _PASSES_ON = re.compile(
     r"utils/_contextlib\.py|_compile\.py|_ops\.py|_tensor\.py|storage\.py|_dynamo/.*|optim/optimizer\.py|distributed/tensor/.*"
@@ -83,7 +83,7 @@ def call_of(frames: Iterable[tuple[str, str]], root: str) -> Call:
     names: list[str] = []
     communicates = False
     for file, function in frames:
-        if is_passed_over(file):
+        if is_omitted_file(file):
             continue
         path = file.removeprefix(root)
         if path == file or path.startswith(_MODULES):

@@ -1,8 +1,8 @@
-"""What a script can be run on: the ghost, or this machine's own GPU. ``child.py`` asks for no more than this.
+"""What a script runs on: the ghost, or this machine's own GPU. ``child.py`` uses them through ``Backend``.
 
         begin        refusal        stepped       hint          device
-ghost   overrides    no kernels     drops values  gaps, values  as configured
-card    -            no history     looks at it   -             as measured
+ghost   patches      no kernels     drops values  gaps, values  as configured
+card    -            no history     reads usage   -             as measured
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import Outside
+from memfit.card.outside_allocator import OutsideMeter
 from memfit.devices import find_device, refusal
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
@@ -20,8 +20,8 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.records import DeviceUse, Figure, Machine, Provenance
+from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
-from memfit.run.settings import GhostSettings
 
 if TYPE_CHECKING:
     from memfit.ghost.host_memory.skip_random_fills import RandomFillSkipper
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
 
 _LOADER = "transformers.modeling_utils"
-BETWEEN_LOOKS = 0.5  # seconds between two looks at a card: NVML takes milliseconds
+READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
-class Ground(Protocol):
+class Backend(Protocol):
     """What a script runs on."""
 
     @property
     def ghost(self) -> Ghost | None:
-        """Return the ghost, where it is what the script runs on."""
+        """Return the ghost if the script runs on it."""
 
     def begin(self, recorder: "Recorder") -> None:
         """Prepare torch, which has just been imported."""
 
     def refusal(self) -> str:
-        """Say why the script cannot go on, now that it initialises CUDA; empty if it can."""
+        """Return why the script, now that it initialises CUDA, cannot continue; empty if it can."""
 
     def stepped(self) -> None:
-        """Take note that a training step has been completed."""
+        """Handle the end of a training step."""
 
     def hint(self) -> str:
-        """Say what of the ground may have made the script fail; empty if nothing."""
+        """Return what about the backend may have made the script fail; empty if nothing."""
 
     def device(self) -> DeviceUse:
-        """Say what the script ran on, and note what the reader must know. The script has ended."""
+        """Return what the script ran on, and record notes about it. Called after the script has ended."""
 
     def versions(self) -> dict[str, str]:
-        """Say what else figures may depend on, by name."""
+        """Return further versions that the figures may depend on, by name."""
 
 
-class OnGhost:
+class GhostBackend:
     """The ghost, loaded into this process.
 
     Raises:
@@ -80,11 +80,11 @@ class OnGhost:
             own=context,
             workspaces=WorkspaceSource(options.workspaces),
         )
-        # Now, not when torch has been imported: this may be what imports it.
-        after_import(_LOADER, self._watch_loading)
+        # Now, not when torch has been imported: the loader may be what imports torch.
+        after_import(_LOADER, self._patch_weight_loading)
 
     def begin(self, recorder: "Recorder") -> None:
-        """Answer what the script reads, keep compilers apart, spare the host's memory."""
+        """Patch GPU reads, the compilers and, if the options ask for it, the filling of CPU tensors."""
         from memfit.ghost.compile import torch_compile
         from memfit.ghost.values import gpu_reads
 
@@ -105,7 +105,7 @@ class OnGhost:
         if self._values is not None:
             follow_folding(self._values.known)
 
-    def _watch_loading(self) -> None:
+    def _patch_weight_loading(self) -> None:
         from memfit.ghost import pretrained_weights
 
         if self._recorder is not None:
@@ -116,8 +116,8 @@ class OnGhost:
     def refusal(self) -> str:
         """Refuse a device that torch has no kernels for.
 
-        Not before CUDA is initialised: asking torch what it was built for marks the process as one that
-        must not fork.
+        Must not be called before CUDA is initialised: querying the architectures torch was built for marks
+        the process as one that must not fork.
         """
         import torch
 
@@ -125,27 +125,27 @@ class OnGhost:
         return refusal(find_device(self._settings.device.name), built_for, torch.__version__) or ""
 
     def stepped(self) -> None:
-        """Let values know: what they remember of a step is of no use in the next."""
+        """Drop the values known in the step: they are of no use in the next."""
         if self._values is not None:
             self._values.stepped()
 
     def hint(self) -> str:
-        """Name a library that was turned away, a gap that was reached, or a value that was told."""
+        """Name a rejected library, a gap that the script reached, or a value that the ghost returned."""
         turned_away = self.ghost.extensions.turned_away
         if turned_away:
             return turned_away[-1]
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
-            return f"the ghost does not stand in for {named} (memfit doctor --gaps), and refused it."
+            return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."
         return self._values.hint() if self._values is not None else ""
 
     def device(self) -> DeviceUse:
-        """Return the device as configured; note the gaps that were reached."""
+        """Return the device as configured, and record a note for each gap that the run reached."""
         if self._recorder is None:
             return self._settings.device
         if self._settings.devices > 1:
             seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
-            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are the first one's.")
+            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.")
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         for reason in self.ghost.extensions.turned_away:
@@ -155,28 +155,28 @@ class OnGhost:
         return self._settings.device
 
     def versions(self) -> dict[str, str]:
-        """Return nothing: the ghost was built for the torch that is named."""
+        """Return nothing: the ghost was built for the torch that the trace names."""
         return {}
 
     def _reached(self) -> list[str]:
-        """Say in a sentence each what the run reached that the ghost refused, assumed, or does not have."""
+        """Return a sentence on each function that the ghost refused, answered by assumption, or lacks."""
         gaps = self._gaps_reached()
         others = [name for name in self.ghost.gaps_reached() if name not in gaps]
-        asked_for = [name for name in others if name.isidentifier() and re.match("cu[A-Z]", name)]
+        requested = [name for name in others if name.isidentifier() and re.match("cu[A-Z]", name)]
         notes = [
-            f"The run reached {self._named(name)}, a known gap: the ghost refused it; figures after that may "
-            f"be wrong."
+            f"The run called {self._named(name)}, a known gap: the ghost returned an error; later figures "
+            f"may be wrong."
             for name in gaps
         ]
         notes += [
-            f"The ghost assumed an answer that memory depends on: {name}."
+            f"The ghost assumed a value that memory depends on: {name}."
             for name in others
-            if name not in asked_for
+            if name not in requested
         ]
-        if asked_for:  # a CUDA runtime that a library brings along asks for all there are
+        if requested:  # a CUDA runtime bundled with a library requests every driver function
             notes.append(
-                f"The driver was asked for functions that the ghost does not have ({len(asked_for)}, the "
-                f"first {asked_for[0]}); who asked may have gone without them."
+                f"A library requested driver functions that the ghost does not have ({len(requested)}, the "
+                f"first {requested[0]}); it may have continued without them."
             )
         return notes
 
@@ -189,21 +189,21 @@ class OnGhost:
         return f"{gap} of {wanted_by}" if wanted_by else gap
 
 
-class OnCard:
-    """This machine's own GPU: the first that the script sees. Make it before CUDA is initialised."""
+class CardBackend:
+    """This machine's own GPU: the first that the script sees. Create it before CUDA is initialised."""
 
     def __init__(self) -> None:
         self.ghost = None
         self._recorder: Recorder | None = None
-        self._outside = Outside()
-        self._looked = 0.0
+        self._outside = OutsideMeter()
+        self._last_reading = 0.0
 
     def begin(self, recorder: "Recorder") -> None:
         """Change nothing."""
         self._recorder = recorder
 
     def refusal(self) -> str:
-        """Refuse allocators that keep no history: outside the ghost nothing else could tell."""
+        """Refuse allocators without a history: only the ghost can observe their allocations."""
         import torch
 
         backend = torch.cuda.get_allocator_backend()
@@ -212,34 +212,34 @@ class OnCard:
         if backend == "native":
             return ""
         return (
-            f"Cannot record with {backend}: PyTorch keeps no history of its allocations. Unset it to record; "
-            "memfit dry-run shows them on the ghost."
+            f"Cannot record with {backend}: PyTorch keeps no history of its allocations. Unset it to record, "
+            "or use memfit dry-run, which records them on the ghost."
         )
 
     def stepped(self) -> None:
-        """Look at the card, unless that was done just now, or would change what the script does."""
+        """Read the card's usage, unless it was read just now or reading it would change the run."""
         import torch
 
-        # To look at a card initialises CUDA, and in the capture of a CUDA graph it may end the capture.
-        may = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        # Reading the usage initialises CUDA, and may end the capture of a CUDA graph.
+        safe = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         now = time.monotonic()
-        if may and now - self._looked >= BETWEEN_LOOKS:
-            self._looked = now
-            self._outside.look()
+        if safe and now - self._last_reading >= READING_INTERVAL:
+            self._last_reading = now
+            self._outside.read()
 
     def hint(self) -> str:
         """Return nothing: on a card a script fails for its own reasons."""
         return ""
 
     def device(self) -> DeviceUse:
-        """Return the card by name, with what its driver and NVML say of it now."""
+        """Return the card by name, with the figures of its driver and NVML now."""
         import torch
 
-        last = self._outside.look()
+        last = self._outside.read()
         rehearsal = is_rehearsal()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
-                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are the first one's."
+                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are for the first."
             )
         return DeviceUse(
             name=torch.cuda.get_device_name(0),
@@ -254,7 +254,7 @@ class OnCard:
         )
 
     def versions(self) -> dict[str, str]:
-        """Return the driver's and cuDNN's, where they can be told."""
+        """Return the versions of the driver and cuDNN, where they are known."""
         import torch
 
         versions = {"driver": self._outside.driver(), "cudnn": str(torch.backends.cudnn.version() or "")}  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The process of the script: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
 
-It loads the ghost, unless the script is to be recorded on a real GPU, runs the user's script as
-``python SCRIPT.py`` would, and writes the trace. Until the script itself imports torch nothing here
-does, so that a script which sets environment variables first finds them honoured.
+It loads the ghost, unless the script is recorded on a real GPU, runs the user's script as
+``python SCRIPT.py`` would, and writes the trace. Nothing here imports torch before the script does, so that
+environment variables that the script sets before importing torch take effect.
 """
 
 import atexit
@@ -20,26 +20,26 @@ import msgspec
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.patching.after_import import after_import
 from memfit.records import ScriptEnd
-from memfit.run.backend import Ground, OnCard, OnGhost
+from memfit.run.backend import Backend, CardBackend, GhostBackend
+from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.script import end_of, print_as_python_does, run_as_main
-from memfit.run.settings import ChildSettings, read_settings
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
-PATIENCE = 5.0  # seconds for the threads of a script that was ended under them
+THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
 
 
-class Report:
-    """Lines of JSON to the parent, over a pipe: progress at most ten times a second, and the end."""
+class ParentPipe:
+    """Sends lines of JSON to the parent: progress, at most ten times a second, and the end."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._last = 0.0
 
     def progress(self, step: int) -> None:
-        """Tell how far the script is, unless that was done just now."""
+        """Report the script's progress, unless that was done just now."""
         now = time.monotonic()
         if now - self._last < PROGRESS_INTERVAL:
             return
@@ -56,7 +56,7 @@ class Report:
         )
 
     def end(self, end: ScriptEnd, *, traced: bool) -> None:
-        """Tell how the script ended, and whether there is a trace."""
+        """Report how the script ended, and whether a trace was written."""
         self._write({"end": end, "traced": traced})
 
     def _write(self, line: dict[str, object]) -> None:
@@ -68,79 +68,79 @@ class Report:
             self._descriptor = None  # the parent has gone
 
 
-class Run:
+class ScriptProcess:
     """One run of a script in this process."""
 
-    def __init__(self, command: tuple[str, ...], settings: ChildSettings, ground: Ground) -> None:
+    def __init__(self, command: tuple[str, ...], settings: ChildSettings, backend: Backend) -> None:
         self._command = command
         self._settings = settings
-        self._ground = ground
-        self._report = Report(settings.progress)
-        self._process = os.getpid()
+        self._backend = backend
+        self._parent = ParentPipe(settings.progress)
+        self._pid = os.getpid()
         self._recorder: Recorder | None = None
-        self._last: BaseException | None = None
-        self._steps_told = 0
+        self._last_error: BaseException | None = None
+        self._steps_reported = 0
 
     def begin(self) -> None:
-        """Start watching: torch has just been imported."""
+        """Start recording: torch has just been imported."""
         import torch
 
         from memfit.recording.recorder import Recorder
 
         options = self._settings.options
-        torch.cuda._lazy_call(self._check_ground)  # type: ignore[no-untyped-call]
+        torch.cuda._lazy_call(self._check_backend)  # type: ignore[no-untyped-call]
         recorder = Recorder(
-            self._ground.ghost,
+            self._backend.ghost,
             options.steps,
             labels=options.labels,
             on_change=self._changed,
             end_now=lambda: self.finish(ScriptEnd("steps", 0)),
         )
         recorder.install()
-        self._ground.begin(recorder)
+        self._backend.begin(recorder)
         self._recorder = recorder
 
-    def _check_ground(self) -> None:
-        """End the run if it cannot be measured on what it runs on."""
-        if refused := self._ground.refusal():
-            self._refuse(refused, TargetError.exit_code)
+    def _check_backend(self) -> None:
+        """End the run if it cannot be measured on this backend."""
+        if reason := self._backend.refusal():
+            self._refuse(reason, TargetError.exit_code)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
-        self._report.end(ScriptEnd("refused", exit_code, why), traced=False)
+        self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
         os._exit(exit_code)
 
     def script(self) -> ScriptEnd:
-        """Run the script, and say how it ended; its own traceback goes to standard error."""
+        """Run the script and return how it ended; its traceback goes to standard error."""
         threading.excepthook = _quiet_excepthook(threading.excepthook)
         try:
             run_as_main(self._command, module=self._settings.options.module)
-        except BaseException as error:  # noqa: BLE001 - whatever a script can raise is an end of it
-            self._last = error  # its frames keep the script's objects alive until they were asked
+        except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
+            self._last_error = error  # its frames keep the script's objects alive for the recorder
             end = end_of(error)
             if end.reason in ("end", "exception"):
                 print_as_python_does(error)
-            if end.reason == "exception" and (hint := self._ground.hint()):
+            if end.reason == "exception" and (hint := self._backend.hint()):
                 print(f"memfit: {hint}", file=sys.stderr)
             return end
-        _join_threads(None)  # Python would wait for them too; one of them may be the training
+        _join_threads(None)  # Python waits for them too; one of them may be the training
         return ScriptEnd("steps" if self._enough() else "end", 0)
 
     def finish(self, end: ScriptEnd) -> None:
-        """Write the trace, let the script's exit handlers run, and leave.
+        """Write the trace, let the script's exit handlers run, and exit.
 
         The interpreter is not finalised: autograd's device thread may still be dropping its last
         Python object, which aborts a process that finalises at that moment.
         """
-        if os.getpid() != self._process:
-            os._exit(end.exit_code)  # the script forked, and this is the fork's end
+        if os.getpid() != self._pid:
+            os._exit(end.exit_code)  # a fork of the script ends here
         _flush()
         try:
             traced = self._write_trace(end)
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
-        _join_threads(PATIENCE)
+        _join_threads(THREAD_TIMEOUT)
         atexit._run_exitfuncs()
-        self._report.end(end, traced=traced)
+        self._parent.end(end, traced=traced)
         _flush()
         os._exit(end.exit_code)
 
@@ -148,24 +148,24 @@ class Run:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
-        self._report.progress(completed)
-        if completed > self._steps_told:
-            self._steps_told = completed
-            self._ground.stepped()
+        self._parent.progress(completed)
+        if completed > self._steps_reported:
+            self._steps_reported = completed
+            self._backend.stepped()
 
     def _enough(self) -> bool:
         wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
     def _write_trace(self, end: ScriptEnd) -> bool:
-        import_done = sys.modules.get("torch")
-        if self._recorder is None or import_done is None or not import_done.cuda.is_initialized():
+        torch = sys.modules.get("torch")
+        if self._recorder is None or torch is None or not torch.cuda.is_initialized():
             return False
         from memfit.trace.trace_file import write_trace
         from memfit.versions import versions
 
-        told = versions() | self._ground.versions()
-        trace = self._recorder.finish(self._ground.device(), end, self._command, told)
+        all_versions = versions() | self._backend.versions()
+        trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
         write_trace(trace, Path(self._settings.output))
         return True
 
@@ -178,18 +178,18 @@ def main() -> None:
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
     try:
-        ground = OnCard() if settings.ghost is None else OnGhost(settings.ghost, settings.options)
+        backend = CardBackend() if settings.ghost is None else GhostBackend(settings.ghost, settings.options)
     except MemfitError as error:
-        Report(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
+        ParentPipe(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         os._exit(error.exit_code)
-    run = Run(tuple(command), settings, ground)
-    after_import("torch", run.begin)
-    run.finish(run.script())
+    process = ScriptProcess(tuple(command), settings, backend)
+    after_import("torch", process.begin)
+    process.finish(process.script())
 
 
-def _join_threads(patience: float | None) -> None:
-    """Wait for the threads that Python waits for, at most so many seconds in all."""
-    until = None if patience is None else time.monotonic() + patience
+def _join_threads(timeout: float | None) -> None:
+    """Wait for the threads that Python waits for, at most ``timeout`` seconds in total."""
+    until = None if timeout is None else time.monotonic() + timeout
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
@@ -211,4 +211,4 @@ def _flush() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # closed, or nobody reads it: Python itself ends silently then
+            continue  # closed, or without a reader: Python itself exits silently then

@@ -1,4 +1,4 @@
-"""The user's side of a run: start the process of the script, and read the trace it leaves.
+"""The parent process of a run: start the script's process, follow its progress, and read its trace.
 
 this process                       the script's process (child.py)
 ------------                       -------------------------------
@@ -25,30 +25,30 @@ from memfit.atomic_files import check_output
 from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ScriptEnd, Trace
+from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
 from memfit.run.options import RunOptions
-from memfit.run.settings import ChildSettings, GhostSettings, write_settings
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
-POLL = 0.1  # seconds between two looks at the process
+POLL_INTERVAL = 0.1  # seconds between two checks of the process
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the script is."""
+    """Progress of the script."""
 
     step: int = 0
     """Training steps completed."""
     allocated: int = 0
     """Bytes allocated now."""
     peak: int = 0
-    """Bytes allocated at most so far."""
+    """Most bytes allocated so far."""
     trying: str = ""
-    """What is tried in this run, if it is one of several."""
+    """Name of the change being tried, if the run is one of several."""
 
 
-class _Line(msgspec.Struct):
-    """One line from the child: progress, or the end."""
+class _ChildMessage(msgspec.Struct):
+    """One line from the child: its progress, or how the script ended."""
 
     step: int = 0
     allocated: int = 0
@@ -82,7 +82,7 @@ def run_script(
         path = output if output is not None else Path(folder) / "run.memfit"
         reader, writer = os.pipe()
         try:
-            with _interrupts_left_to_the_script():
+            with _script_handles_interrupts():
                 settings = ChildSettings(options, ghost, str(path.absolute()), writer)
                 _check_end(command[0], _talk(command, settings, reader, on_progress))
         finally:
@@ -116,7 +116,7 @@ def _check_script(path: Path) -> None:
         raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
 
 
-def _check_end(script: str, line: _Line) -> None:
+def _check_end(script: str, line: _ChildMessage) -> None:
     """Raise unless the script's process wrote a trace."""
     if line.end is None:
         raise AssertionError  # _talk raises in that case
@@ -133,7 +133,7 @@ def _talk(
     settings: ChildSettings,
     reader: int,
     on_progress: Callable[[Progress], None],
-) -> _Line:
+) -> _ChildMessage:
     text = write_settings(settings)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ def _talk(
         pass_fds=(settings.progress,),
     )
     os.close(settings.progress)
-    last = _Line()
+    last = _ChildMessage()
     try:
         for line in _lines(reader, process):
             last = line or last
@@ -160,16 +160,16 @@ def _talk(
     return last
 
 
-def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_Line | None]:
-    """Yield what the child says, and None when it has been silent for a moment, until it ends."""
-    decoder = msgspec.json.Decoder(_Line)
+def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
+    """Yield the child's messages, and None after each interval without one, until the child ends."""
+    decoder = msgspec.json.Decoder(_ChildMessage)
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
         while True:
-            # Not until end of file: processes that the script started may hold the pipe open.
+            # End of file is not enough: processes that the script started may hold the pipe open.
             alive = process.poll() is None
-            if not selector.select(POLL if alive else 0):
+            if not selector.select(POLL_INTERVAL if alive else 0):
                 if not alive:
                     return
                 yield None
@@ -183,10 +183,10 @@ def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_Line | No
 
 
 @contextmanager
-def _interrupts_left_to_the_script() -> Iterator[None]:
-    """Let Ctrl-C end the script, which shares the terminal, and not this process, which reports on it.
+def _script_handles_interrupts() -> Iterator[None]:
+    """Leave the first Ctrl-C to the script, which shares the terminal: this process reports on the run.
 
-    What would end this process alone (a scheduler's SIGTERM) ends the script with it.
+    A signal to this process alone (a scheduler's SIGTERM) ends the script as well.
     """
     presses = 0
 
@@ -202,7 +202,7 @@ def _interrupts_left_to_the_script() -> Iterator[None]:
     handlers = {signal.SIGINT: ignore_first, signal.SIGTERM: end, signal.SIGHUP: end}
     try:
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:  # not the main thread: signals are somebody else's business
+    except ValueError:  # not the main thread, where Python allows no signal handlers
         yield
         return
     try:
@@ -218,15 +218,15 @@ def _never_used(name: str, end: ScriptEnd) -> str:
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
-        f"{name} ran to its end and never used the GPU, so there is nothing to measure. "
-        "Does it run on the CPU by default, or train in processes of its own? Those are not measured yet."
+        f"{name} finished and never used the GPU, so there is nothing to measure. "
+        "Does it run on the CPU by default, or train in subprocesses? memfit does not measure those yet."
     )
 
 
 def _died(status: int, *, on_ghost: bool) -> str:
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-    gap = "; a crash inside a CUDA library call is a gap of the ghost: memfit doctor lists the known ones"
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    gap = "; a crash inside a CUDA library call is a gap in the ghost (known ones: memfit doctor --gaps)"
     return (
-        f"The script's process {how} without a result. If a Python traceback stands above, it names the "
-        f"line{gap if on_ghost else ''}."
+        f"The script's process {how} before it returned a result. If there is a Python traceback above, it "
+        f"names the line{gap if on_ghost else ''}."
     )

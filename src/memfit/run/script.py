@@ -1,4 +1,4 @@
-"""Running a script as the interpreter's own command line would, and reading how it ended."""
+"""Run a script as the interpreter's command line would, and classify how it ended."""
 
 import builtins
 import importlib.machinery
@@ -19,7 +19,7 @@ def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
 
     Args:
         command: the script's path (or the module's name) and its arguments.
-        module: what ``python -m`` does.
+        module: run a module as ``python -m`` does.
     """
     target = command[0]
     sys.argv[:] = command
@@ -30,7 +30,7 @@ def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
         runpy.run_path(target, run_name="__main__")  # puts the folder on the path itself
     else:
         _first_on_path(str(Path(target).resolve().parent))
-        _run_file(os.path.abspath(target))  # noqa: PTH100 - as Python does: links are not followed
+        _run_file(os.path.abspath(target))  # noqa: PTH100 - like Python, follows no links
 
 
 def _first_on_path(folder: str) -> None:
@@ -40,7 +40,7 @@ def _first_on_path(folder: str) -> None:
 
 def _run_file(target: str) -> None:
     with io.open_code(target) as file:
-        # PyTorch cannot name a file in its history whose name is not UTF-8.
+        # PyTorch's history cannot hold file names that are not UTF-8.
         code = compile(file.read(), target.encode(errors="backslashreplace").decode(), "exec")
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(
@@ -54,10 +54,10 @@ def _run_file(target: str) -> None:
 
 
 def end_of(error: BaseException) -> ScriptEnd:
-    """Say how a script ended that raised; what led to an exception counts, not what it was turned into.
+    """Return how a script that raised an exception ended, judged by the whole chain of exceptions.
 
-    A loop that answers the exception which ends it by ``sys.exit(1)`` was ended all the same, and one
-    that turns out of memory into another error ran out of memory.
+    A loop that catches the exception with which memfit ends it, and calls ``sys.exit(1)``, was still ended by
+    memfit; a script that reraises out of memory as another error still ran out of memory.
     """
     chain = _chain(error)
     if any(type(link).__name__ == "EnoughStepsReached" for link in chain):
@@ -74,7 +74,7 @@ def end_of(error: BaseException) -> ScriptEnd:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Tell PyTorch's out of memory; with caching off it raises CUDA's own error, in other words.
+    """Return whether PyTorch ran out of memory; without caching it raises CUDA's error in other words.
 
     Source: ``uncached_allocate`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
     """
@@ -84,7 +84,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def print_as_python_does(error: BaseException) -> None:
-    """Print what Python would print for a script that raised, beginning in the script itself."""
+    """Print what Python would print for a script that raised, with a traceback that begins in the script."""
     if isinstance(error, SystemExit):
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)

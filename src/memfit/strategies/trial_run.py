@@ -10,10 +10,10 @@ from msgspec import json
 from memfit.analysis.advice import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.records import ScriptEnd
-from memfit.run.ghost_settings import ghost_settings
+from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
 from memfit.run.parent import Progress, run_script
-from memfit.run.settings import GhostSettings
+from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.inject_plan import Intervention
 
 _UNATTENDED = "memfit.strategies.inject_plan"

@@ -15,7 +15,7 @@ MAX_OPERATIONS = 1 << 26
 """One operation makes at most one object; a snapshot of two million events needs fewer."""
 
 
-class RefusedError(ValueError):
+class NotPlainDataError(ValueError):
     """The pickle is damaged or is not plain data; the message goes on from ``it ...``."""
 
 
@@ -36,8 +36,8 @@ def loads(data: bytes) -> object:
     {'sizes': [1, 2.5, None]}
     """
     if not data.startswith(_PROTO):
-        raise RefusedError("is not a pickle of protocol 2 or later")
-    machine = _Machine(data)
+        raise NotPlainDataError("is not a pickle of protocol 2 or later")
+    machine = _Decoder(data)
     operations = _OPERATIONS
     code = -1
     try:
@@ -48,15 +48,15 @@ def loads(data: bytes) -> object:
                 return machine.stack.pop()
             operations[code](machine)
     except KeyError:
-        raise RefusedError(_refusal(machine, code)) from None
+        raise NotPlainDataError(_refusal(machine, code)) from None
     except (IndexError, struct.error):
-        raise RefusedError("is cut off or damaged") from None
+        raise NotPlainDataError("is cut off or damaged") from None
     except (UnicodeDecodeError, TypeError, AttributeError):
-        raise RefusedError(f"is damaged near byte {machine.position:,}") from None
-    raise RefusedError(f"takes more than {MAX_OPERATIONS:,} operations to decode")
+        raise NotPlainDataError(f"is damaged near byte {machine.position:,}") from None
+    raise NotPlainDataError(f"takes more than {MAX_OPERATIONS:,} operations to decode")
 
 
-class _Machine:
+class _Decoder:
     """The stack, the stacks set aside by marks, and the memo."""
 
     __slots__ = ("data", "memo", "outer", "position", "stack")
@@ -88,7 +88,7 @@ class _Machine:
         return above
 
 
-_Operation = Callable[[_Machine], None]
+_Operation = Callable[[_Decoder], None]
 _U8, _U16, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 _LONGEST_INTEGER = 9  # bytes: an unsigned 64-bit number and its sign
@@ -98,28 +98,28 @@ _PROTO, _STOP = b"\x80", ord(".")
 def _ignore(form: struct.Struct) -> _Operation:
     """Skip a number that says how the file is cut into pieces."""
 
-    def skip(machine: _Machine) -> None:
+    def skip(machine: _Decoder) -> None:
         machine.number(form)
 
     return skip
 
 
 def _push(make: Callable[[], object]) -> _Operation:
-    def push(machine: _Machine) -> None:
+    def push(machine: _Decoder) -> None:
         machine.stack.append(make())
 
     return push
 
 
 def _push_number(form: struct.Struct) -> _Operation:
-    def push(machine: _Machine) -> None:
+    def push(machine: _Decoder) -> None:
         machine.stack.append(machine.number(form))
 
     return push
 
 
 def _push_bytes(length: struct.Struct, decode: Callable[[bytes], object]) -> _Operation:
-    def push(machine: _Machine) -> None:
+    def push(machine: _Decoder) -> None:
         machine.stack.append(decode(machine.take(machine.number(length))))
 
     return push
@@ -136,7 +136,7 @@ def _integer(data: bytes) -> int:
 
 
 def _push_tuple(size: int) -> _Operation:
-    def push(machine: _Machine) -> None:
+    def push(machine: _Decoder) -> None:
         stack = machine.stack
         if len(stack) < size:
             raise IndexError
@@ -145,44 +145,44 @@ def _push_tuple(size: int) -> _Operation:
     return push
 
 
-def _tuple(machine: _Machine) -> None:
+def _tuple(machine: _Decoder) -> None:
     items = machine.pop_to_mark()
     machine.stack.append(tuple(items))
 
 
-def _mark(machine: _Machine) -> None:
+def _mark(machine: _Decoder) -> None:
     machine.outer.append(machine.stack)
     machine.stack = []
 
 
-def _append(machine: _Machine) -> None:
+def _append(machine: _Decoder) -> None:
     item = machine.stack.pop()
     _list(machine).append(item)
 
 
-def _appends(machine: _Machine) -> None:
+def _appends(machine: _Decoder) -> None:
     items = machine.pop_to_mark()
     _list(machine).extend(items)
 
 
-def _set_item(machine: _Machine) -> None:
+def _set_item(machine: _Decoder) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _dict_items(machine, [key], [value])
 
 
-def _set_items(machine: _Machine) -> None:
+def _set_items(machine: _Decoder) -> None:
     items = machine.pop_to_mark()
     _dict_items(machine, items[::2], items[1::2])
 
 
-def _list(machine: _Machine) -> list[Any]:
+def _list(machine: _Decoder) -> list[Any]:
     container = machine.stack[-1]
     if type(container) is not list:
         raise TypeError
     return container
 
 
-def _dict_items(machine: _Machine, keys: list[Any], values: list[Any]) -> None:
+def _dict_items(machine: _Decoder, keys: list[Any], values: list[Any]) -> None:
     container = machine.stack[-1]
     # Only keys that hash at once: a tuple nested a million deep would overflow the stack.
     if type(container) is not dict or len(keys) != len(values) or not {*map(type, keys)} <= {str, int}:
@@ -190,12 +190,12 @@ def _dict_items(machine: _Machine, keys: list[Any], values: list[Any]) -> None:
     container.update(zip(keys, values, strict=True))
 
 
-def _memoize(machine: _Machine) -> None:
+def _memoize(machine: _Decoder) -> None:
     machine.memo.append(machine.stack[-1])
 
 
 def _put(form: struct.Struct) -> _Operation:
-    def put(machine: _Machine) -> None:
+    def put(machine: _Decoder) -> None:
         # Pickle counts up. An index far beyond the last would make Python's own memo as large.
         if machine.number(form) != len(machine.memo):
             raise TypeError
@@ -207,7 +207,7 @@ def _put(form: struct.Struct) -> _Operation:
 def _get(form: struct.Struct) -> _Operation:
     unpack, size = form.unpack_from, form.size
 
-    def get(machine: _Machine) -> None:  # the most frequent of all: every word a snapshot repeats
+    def get(machine: _Decoder) -> None:  # the most frequent of all: every word a snapshot repeats
         (index,) = unpack(machine.data, machine.position)
         machine.position += size
         machine.stack.append(machine.memo[index])
@@ -260,7 +260,7 @@ _GLOBAL, _STACK_GLOBAL = ord("c"), 0x93
 _NAME = 200  # characters of a name worth showing
 
 
-def _refusal(machine: _Machine, code: int) -> str:
+def _refusal(machine: _Decoder, code: int) -> str:
     """Say what the pickle asked for."""
     if code == _GLOBAL:
         lines = machine.data[machine.position :][:_NAME].split(b"\n")[:2]

@@ -24,8 +24,8 @@ from memfit.records import (
     SnapshotBlock,
     Trace,
 )
-from memfit.trace.history import ACTIONS, columns, pool_id, pools, streams
-from memfit.trace.safe_pickle import RefusedError, loads
+from memfit.trace.history_columns import ACTIONS, columns, pool_id, pools, streams
+from memfit.trace.safe_pickle import NotPlainDataError, loads
 from memfit.units import MIB, format_bytes
 
 MAX_BYTES = 1 << 31
@@ -235,7 +235,7 @@ def _load(path: Path) -> Mapping[str, Any]:
         snapshot = loads(path.read_bytes())
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
-    except RefusedError as error:
+    except NotPlainDataError as error:
         raise FileFormatError(
             f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data; write one with "
             "torch.cuda.memory._dump_snapshot(file), and never load this file with pickle."

@@ -92,7 +92,7 @@ class _Header(_Signature, kw_only=True):
     tensors: tuple[TensorInfo, ...] = ()
 
 
-class _FaultError(Exception):
+class _TraceError(Exception):
     """The file is not a trace that can be trusted; the message goes on from ``Cannot read X: it ...``."""
 
 
@@ -157,7 +157,7 @@ def read_trace(path: Path) -> Trace:
             return _read(file)
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
-    except _FaultError as error:
+    except _TraceError as error:
         raise FileFormatError(f"Cannot read {path}: it {error}") from None
 
 
@@ -167,15 +167,15 @@ def _read(file: BinaryIO) -> Trace:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             if next(iter(members), None) != _HEADER:
-                raise _FaultError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
+                raise _TraceError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
             dtypes = _columns_of(header)
             if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
-                raise _FaultError("is damaged: its columns are not those of its header. Record it again.")
+                raise _TraceError("is damaged: its columns are not those of its header. Record it again.")
             sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
             for name, size in sizes.items():
                 if members[name].file_size != size:
-                    raise _FaultError(
+                    raise _TraceError(
                         f"is damaged: {name} has {members[name].file_size:,} bytes where "
                         f"{header.events:,} events make {size:,}. Record it again."
                     )
@@ -184,11 +184,11 @@ def _read(file: BinaryIO) -> Trace:
                 for name, dtype in dtypes.items()
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _FaultError(f"is damaged ({error}). Record it again.") from None
+        raise _TraceError(f"is damaged ({error}). Record it again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
     for fault in _faults(trace):
-        raise _FaultError(f"contradicts itself: {fault}. It was damaged or changed; record it again.")
+        raise _TraceError(f"contradicts itself: {fault}. It was damaged or changed; record it again.")
     return trace
 
 
@@ -211,28 +211,28 @@ def _check_directory(file: BinaryIO) -> None:
     file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
-        raise _FaultError("is not a memfit trace, or its end is missing. Traces come from memfit -o.")
+        raise _TraceError("is not a memfit trace, or its end is missing. Traces come from memfit -o.")
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
-        raise _FaultError("is a zip, but not a memfit trace.")
+        raise _TraceError("is a zip, but not a memfit trace.")
     most = 1 + len(_COLUMNS)
     if entries != entries_in_all or not most - len(_TABLES) <= entries <= most:
-        raise _FaultError(f"is a zip of {entries} members, but not a memfit trace.")
+        raise _TraceError(f"is a zip of {entries} members, but not a memfit trace.")
 
 
 def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> bytes:
     """Decompress a member. zipfile reads no further than the size it declares, and checks the CRC."""
     if member.file_size > limit:
-        raise _FaultError(f"declares {member.file_size:,} bytes of {member.filename}, more than a trace has.")
+        raise _TraceError(f"declares {member.file_size:,} bytes of {member.filename}, more than a trace has.")
     content = archive.read(member)
     if len(content) != member.file_size:
-        raise _FaultError(f"is cut off inside {member.filename}. Record it again.")
+        raise _TraceError(f"is cut off inside {member.filename}. Record it again.")
     return content
 
 
 def _bytes_of(column: str, events: int) -> int:
     if not 0 <= events <= MAX_EVENTS:
-        raise _FaultError(f"declares {events:,} events; a trace has at most {MAX_EVENTS:,}.")
+        raise _TraceError(f"declares {events:,} events; a trace has at most {MAX_EVENTS:,}.")
     return events * np.dtype(_COLUMNS[column]).itemsize
 
 
@@ -258,17 +258,17 @@ def _decode(content: bytes) -> _Header:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
-            raise _FaultError(f"is not a memfit trace but {signature.format[:80]!r}.")
+            raise _TraceError(f"is not a memfit trace but {signature.format[:80]!r}.")
         if signature.version > VERSION:
-            raise _FaultError(
+            raise _TraceError(
                 f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
                 "Upgrade memfit."
             )
         if signature.version < 1:
-            raise _FaultError(f"names a version that never was ({signature.version}).")
+            raise _TraceError(f"names a version that never was ({signature.version}).")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _FaultError(
+        raise _TraceError(
             f"has a header that is damaged or not a trace's ({error}). Record it again."
         ) from None
 

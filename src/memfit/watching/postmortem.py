@@ -22,7 +22,7 @@ from memfit.analysis.breakdown import breakdown_at
 from memfit.analysis.summary import summarize_attributed
 from memfit.atomic_files import write_bytes
 from memfit.card.find import is_rehearsal
-from memfit.card.outside_allocator import BY_CARD, glance
+from memfit.card.outside_allocator import BY_CARD, read_once
 from memfit.errors import UsageError
 from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
@@ -141,7 +141,7 @@ def _written(trace: Trace, folder: Path) -> Path:
 
 
 def _device(index: int) -> DeviceUse:
-    seen = glance(index)
+    seen = read_once(index)
     sure, way = Provenance.MEASURED, f"{seen.way}, less PyTorch's reserved"
     if is_rehearsal():
         sure, way = Provenance.ASSUMED, "rehearsal: the ghost's"

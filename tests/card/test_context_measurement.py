@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memfit import api
-from memfit.card.context import keep_context, kept_context
+from memfit.card.context_measurement import keep_context, kept_context
 from memfit.devices import find_device
 from memfit.ghost.build.torch_install import find_torch
 from memfit.records import ContextReport, ContextStage, Machine, Provenance
@@ -68,7 +68,7 @@ def test_a_kept_measurement_is_the_context_of_that_card_and_torch(report):
     assert kept_context(find_device("A100-80GB"), "2.0.0") is None
 
 
-def test_the_latest_measurement_counts(report):
+def test_the_latest_measurement_is_used(report):
     keep_context(report)
     later = replace(report, day="2026-03-04", driver="590.2", stages=report.stages[:1])
     keep_context(later)
@@ -78,14 +78,14 @@ def test_the_latest_measurement_counts(report):
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"card": 3}'])
-def test_what_is_no_measurement_is_passed_over(report, content):
+def test_a_damaged_measurement_file_is_ignored(report, content):
     kept = keep_context(report)
     assert kept is not None
     kept.write_text(content)
     assert kept_context(find_device("A100-80GB"), TORCH) is None
 
 
-def test_a_rehearsal_that_got_among_the_kept_is_passed_over(report):
+def test_a_rehearsal_among_the_kept_files_is_ignored(report):
     kept = keep_context(report)
     assert kept is not None
     kept.write_text(kept.read_text().replace('"card",', '"rehearsal",'))
@@ -93,7 +93,7 @@ def test_a_rehearsal_that_got_among_the_kept_is_passed_over(report):
     assert kept_context(find_device("A100-80GB"), TORCH) is None
 
 
-def test_a_dry_run_uses_it(report, tmp_path, monkeypatch):
+def test_a_dry_run_uses_the_kept_context(report, tmp_path, monkeypatch):
     keep_context(report)
     script = tmp_path / "script.py"
     script.write_text("import torch; x = torch.empty(1, device='cuda')")

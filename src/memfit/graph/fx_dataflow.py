@@ -49,8 +49,8 @@ def dataflow(module: object) -> Dataflow:
         )
     mode = FakeTensorMode(allow_fallback_kernels=False)
     mode.cache_enabled = False  # what its cache gives is made from metadata, without the operator
-    with mode, _AsKernels(), torch.no_grad():  # type: ignore[no-untyped-call]
-        watch = _Watch(module)
+    with mode, _KernelAliasing(), torch.no_grad():  # type: ignore[no-untyped-call]
+        watch = _StorageInterpreter(module)
         inputs = (node.meta.get("val", _UNKNOWN) for node in module.graph.nodes if node.op == "placeholder")
         watch.run(*inputs, enable_io_processing=False)
     return watch.dataflow()
@@ -72,7 +72,7 @@ _COPIES_THE_STORAGE = {
 }
 
 
-class _AsKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KernelAliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does as the kernels do where the fake operators do otherwise, of all that PyTorch's own database tries.
 
     Source: Loss.cpp, Dropout.cpp and TensorShape.cpp (``clone_preserve_strides``) in aten/src/ATen/native
@@ -96,7 +96,7 @@ class _AsKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Seen(NamedTuple):
+class _NodeOutput(NamedTuple):
     """A tensor that a node gave."""
 
     name: str
@@ -105,7 +105,7 @@ class _Seen(NamedTuple):
     device: str
 
 
-class _Watch(fx.Interpreter):
+class _StorageInterpreter(fx.Interpreter):
     """Runs a graph, and looks at the storages of what each node gives."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -115,7 +115,7 @@ class _Watch(fx.Interpreter):
         self._stand_ins: dict[StorageWeakRef, torch.Tensor] = {}
         self._given: set[StorageWeakRef] = set()
         self._sizes: dict[StorageWeakRef, int] = {}
-        self._seen: list[_Seen] = []
+        self._seen: list[_NodeOutput] = []
         self._latest: dict[StorageWeakRef, int] = {}
         self._shared: list[tuple[int, int]] = []
 
@@ -213,7 +213,7 @@ class _Watch(fx.Interpreter):
             if storage in self._latest:
                 self._shared.append((self._latest[storage], len(self._seen)))
             self._latest[storage] = len(self._seen)
-            self._seen.append(_Seen(name, node, storage, str(tensor.device)))
+            self._seen.append(_NodeOutput(name, node, storage, str(tensor.device)))
 
     def _refused(self, why: str) -> TargetError:
         what = getattr(self._node.target, "__name__", self._node.target)

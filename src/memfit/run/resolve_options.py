@@ -1,9 +1,9 @@
-"""From the options of a dry run to the settings of its ghost."""
+"""Resolve the options of a dry run: look up the device and its context, check, and build the ghost."""
 
 import itertools
 import os
 
-from memfit.card.context import kept_context
+from memfit.card.context_measurement import kept_context
 from memfit.devices import Device, find_device
 from memfit.errors import UsageError
 from memfit.ghost.build.runtime_library import build
@@ -12,8 +12,8 @@ from memfit.ghost.device import GhostDevice
 from memfit.ghost.values.value_options import ValueOptions
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
+from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
-from memfit.run.settings import GhostSettings
 
 
 def ghost_settings(options: RunOptions) -> GhostSettings:
@@ -27,7 +27,9 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
     _check_bytes(memory=memory, in_use=in_use)
     ValueOptions.parse(options.values)
     if options.workspaces not in tuple(WorkspaceSource):
-        raise UsageError(f"workspaces must be {', '.join(WorkspaceSource)}, not {options.workspaces!r}.")
+        raise UsageError(
+            f"workspaces must be one of {', '.join(WorkspaceSource)}, not {options.workspaces!r}."
+        )
     device = find_device(options.gpu)
     total = Figure(memory, Provenance.EXACT, "--memory") if memory is not None else _total(device)
     context = kept_context(device, find_torch().version) or Figure(
@@ -35,8 +37,8 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
     )
     if context.bytes + in_use >= total.bytes:
         raise UsageError(
-            f"Nothing is left to measure in: {total.bytes} bytes of memory, of which the CUDA context takes "
-            f"{context.bytes} and others {in_use}."
+            f"No memory is left for the script: of {total.bytes} bytes, the CUDA context takes "
+            f"{context.bytes} and other processes hold {in_use}."
         )
     devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return GhostSettings(
@@ -50,19 +52,22 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
 def _check_bytes(**amounts: int | None) -> None:
     for name, amount in amounts.items():
         if amount is not None and type(amount) is not int:
-            raise UsageError(f"{name} is an int, in bytes (8 GiB is 8 * 2**30), not {amount!r}.")
+            raise UsageError(f"{name} must be an int, in bytes (8 GiB is 8 * 2**30), not {amount!r}.")
 
 
 def _total(device: Device) -> Figure:
-    sure = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
-    return Figure(device.total_bytes, sure, device.sources["total_bytes"])
+    provenance = Provenance.ASSUMED if "total_bytes" in device.approximate else Provenance.EXACT
+    return Figure(device.total_bytes, provenance, device.sources["total_bytes"])
 
 
 def _visible_devices(variable: str | None) -> int:
     """Return how many devices the script will see, as the CUDA runtime reads ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        UsageError: none, which leaves nothing to measure.
+        UsageError: the script would see no device.
+
+    >>> _visible_devices("0, 2,-1,3"), _visible_devices(None)
+    (2, 1)
     """
     if variable is None:
         return 1

@@ -43,7 +43,7 @@ class OptimizerCopy:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingStep:
     """One training step in pieces, and everything around it that decides memory."""
 
     model: torch.nn.Module

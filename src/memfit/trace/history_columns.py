@@ -34,7 +34,7 @@ _NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen
 _MEMFIT = str(Path(__file__).parents[1]) + "/"
 
 
-def is_passed_over(file: str) -> bool:
+def is_omitted_file(file: str) -> bool:
     """Say whether a frame's file is memfit's own, or no Python: whoever called it is meant."""
     return file.startswith(_MEMFIT) or _NOT_PYTHON.fullmatch(file) is not None
 
@@ -92,7 +92,7 @@ class StackTable:
 
     def _kept(self, file: str) -> bool:
         ours = file.startswith(self._torch) or _PACKAGE_OF_OURS.search(file)
-        return not ours and not is_passed_over(file) and not GENERATED.fullmatch(file)
+        return not ours and not is_omitted_file(file) and not GENERATED.fullmatch(file)
 
 
 def columns(

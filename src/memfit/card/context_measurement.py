@@ -1,8 +1,8 @@
-"""What a process holds on this machine's GPU outside PyTorch's allocator, measured and kept.
+"""Measure what a process holds on this machine's GPU outside PyTorch's allocator, and keep the result.
 
-probe.py in a fresh process ──> stages, as an ordinary script comes to hold them
-  and again with each change ─> what lowers it, tried and not just told
-                             └> <cache>/contexts/CARD-DRIVER-TORCH.json ──> later dry runs of that card
+context_probe.py in a fresh process ─> bytes after each stage of an ordinary script
+  and once more with each change ────> which changes lower them, tried on this machine
+                                    └> <cache>/contexts/CARD-DRIVER-TORCH.json ─> later dry runs of that card
 """
 
 import os
@@ -25,13 +25,13 @@ from memfit.native_build import cache_folder
 from memfit.python_command import python_code
 from memfit.records import ContextReport, ContextTrial, Figure, Machine, Provenance
 
-_LONGEST = 180  # seconds for one process; the first on a machine may compile kernels
+_TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """Something that changes what is held, and why."""
+class _ContextChange:
+    """A setting that changes the bytes held, and why."""
 
     what: str
     why: str
@@ -40,36 +40,36 @@ class _Change:
 
 
 CHANGES = (
-    _Change(
+    _ContextChange(
         "CUDA_MODULE_LOADING=EAGER",
         "loads every kernel at once; PyTorch sets LAZY unless the environment says otherwise",
         {"CUDA_MODULE_LOADING": "EAGER"},
     ),
-    _Change(
+    _ContextChange(
         "torch.backends.cudnn.enabled = False",
         "a library that is never called is never loaded",
         {},
         cudnn=False,
     ),
-    _Change(
+    _ContextChange(
         "CUBLAS_WORKSPACE_CONFIG=:0:0",
-        "cuBLAS keeps no workspace; it lies inside PyTorch's allocator, and some products get slower",
+        "cuBLAS keeps no workspace; it is allocated by PyTorch, and some matrix products get slower",
         {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
     ),
 )
 
 
 def measure_context() -> ContextReport:
-    """Measure it on this machine's first GPU, in a fresh process for each change. Takes half a minute.
+    """Measure the context of this machine's first GPU, in a fresh process for each change: half a minute.
 
     Raises:
         UnsuitableEnvironmentError: there is no GPU.
-        TargetError: PyTorch cannot use it; its last lines say why.
+        TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
     find_card("measure the context")
     plain = _probe({}, Settings())
     if isinstance(plain, str):
-        raise TargetError(f"Cannot measure the context: PyTorch could not use the GPU. It said:\n{plain}")
+        raise TargetError(f"Cannot measure the context: PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
         probed = _probe(change.environment, Settings(change.cudnn))
@@ -90,7 +90,7 @@ def measure_context() -> ContextReport:
 
 
 def keep_context(report: ContextReport) -> Path | None:
-    """Keep a measurement for later dry runs; None for a rehearsal, which measured nothing.
+    """Keep a measurement for later dry runs and return its path; None for a rehearsal, not kept.
 
     Raises:
         UsageError: the cache folder cannot be written.
@@ -106,17 +106,17 @@ def keep_context(report: ContextReport) -> Path | None:
 
 
 def kept_context(device: Device, torch_version: str) -> Figure | None:
-    """Return the context of a device as it was measured with this torch; None if it was not.
+    """Return the context measured for a device with this torch; None without such a measurement.
 
     Args:
-        device: whole cards only; a slice of one holds less.
+        device: a whole card. A measurement of the card never applies to a slice of it.
         torch_version: as ``torch.__version__``.
     """
     reports = [report for path in sorted(_folder().glob("*.json")) if (report := _read(path))]
-    of_it = [report for report in reports if report.torch == torch_version and _is(report.card, device)]
-    if not of_it:
+    matching = [report for report in reports if report.torch == torch_version and _is(report.card, device)]
+    if not matching:
         return None
-    latest = max(of_it, key=lambda report: report.day)
+    latest = max(matching, key=lambda report: report.day)
     source = (
         f"memfit doctor --context, {latest.day}, {latest.card}, driver {latest.driver or 'unknown'}, "
         f"torch {latest.torch}: after the {latest.stages[-1].what}"
@@ -136,7 +136,7 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> ContextReport | None:
-    """Read a kept measurement; what is not one, or measured nothing, is passed over."""
+    """Read a kept measurement; None if the file is not one, or is a rehearsal's."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=ContextReport)
     except (OSError, msgspec.DecodeError):
@@ -145,7 +145,7 @@ def _read(path: Path) -> ContextReport | None:
 
 
 def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
-    """Run one fresh process; return what it saw, or the last lines of its error."""
+    """Run the probe in a fresh process; return its measurement, or the last lines of its error."""
     try:
         done = subprocess.run(
             [
@@ -157,11 +157,11 @@ def _probe(environment: Mapping[str, str], settings: Settings) -> Probed | str:
             capture_output=True,
             text=True,
             check=False,
-            timeout=_LONGEST,
+            timeout=_TIMEOUT,
             env={**os.environ, **environment},
         )
     except subprocess.TimeoutExpired:
-        return f"nothing for {_LONGEST} s"
+        return f"no answer within {_TIMEOUT} s"
     if done.returncode != 0:
         return "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probed)

@@ -41,7 +41,7 @@ class StorageCopy:
         return _make_storage, (size, self._on_gpu, kept)
 
 
-def why_not(tensor: torch.Tensor) -> str:
+def why_not_copyable(tensor: torch.Tensor) -> str:
     """Say why a tensor cannot be described, or nothing if it can."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "a lazy module has no shapes yet; call the model once"
@@ -59,7 +59,7 @@ def describe(tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bo
     """Return how a tensor is made again without its contents.
 
     Args:
-        tensor: one that ``why_not`` has nothing against.
+        tensor: one that ``why_not_copyable`` has nothing against.
         copies: the storages described so far, by identity; added to.
         on_gpu: whether the copy is on the ghost from the start.
     """

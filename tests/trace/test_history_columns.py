@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from memfit.records import Action, Frame
-from memfit.trace import history
-from memfit.trace.history import DEPTH, StackTable, columns, pools, streams
+from memfit.trace import history_columns
+from memfit.trace.history_columns import DEPTH, StackTable, columns, pools, streams
 
 
 def event(action="alloc", **more):
@@ -113,7 +113,7 @@ def test_whose_file_it_is_is_asked_once():
     assert asked == ["train.py", "/usr/lib/python3.11/runpy.py"]
 
 
-MEMFIT = Path(history.__file__).parents[1]
+MEMFIT = Path(history_columns.__file__).parents[1]
 LEFT_OUT = [
     "/opt/lib/python3.12/site-packages/torch/nn/modules/module.py",
     "/usr/lib/python3/dist-packages/torch/_tensor.py",
@@ -144,7 +144,7 @@ def test_frames_that_are_kept(file):
 
 def test_the_imported_torch_is_left_out_wherever_it_is(monkeypatch):
     torch = type("Module", (), {"__file__": "/src/pytorch/torch/__init__.py"})
-    monkeypatch.setitem(history.sys.modules, "torch", torch)
+    monkeypatch.setitem(history_columns.sys.modules, "torch", torch)
     _, _, frames = read(event(frames=[frame("/src/pytorch/torch/nn/x.py"), frame("/src/pytorch/train.py")]))
     assert [kept.file for kept in frames] == ["/src/pytorch/train.py"]
 

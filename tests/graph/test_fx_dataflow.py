@@ -14,10 +14,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F  # noqa: N812
 
 import memfit
-import memfit.graph.fx
+import memfit.graph.fx_dataflow
 import memfit.packing.alias_sets
 from memfit.errors import TargetError, UsageError
-from memfit.graph.fx import dataflow
+from memfit.graph.fx_dataflow import dataflow
 from memfit.packing.alias_sets import alias_sets
 from support import captured_graphs, storage_referee
 
@@ -284,7 +284,7 @@ def test_a_graph_for_a_gpu_needs_none():
 
 def test_inputs_that_lie_in_one_memory_are_given_once():
     module, _ = program([], tied=True)
-    assert memfit.graph.fx.dataflow(module).shared == ((0, 2),)
+    assert memfit.graph.fx_dataflow.dataflow(module).shared == ((0, 2),)
     assert sum(found.size for found in alias_sets(dataflow(module))) == 2 * 96
 
 
@@ -413,6 +413,6 @@ def test_what_is_printed():
         assert text in str(found)
 
 
-@pytest.mark.parametrize("module", [memfit.graph.fx, memfit.packing.alias_sets])
+@pytest.mark.parametrize("module", [memfit.graph.fx_dataflow, memfit.packing.alias_sets])
 def test_examples_are_right(module):
     assert doctest.testmod(module).failed == 0
