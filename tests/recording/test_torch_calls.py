@@ -5,7 +5,7 @@ import pytest
 from memfit.recording.resolve import with_op
 from memfit.recording.torch_calls import Call, call_of, calls
 from memfit.records import Label, Phase
-from memfit.trace.history_columns import torch_folder
+from memfit.trace.stack_table import torch_folder
 
 T = "/site/torch/"
 

@@ -1,4 +1,4 @@
-"""PyTorch's history as columns: what each column holds, which frames are kept, and what is refused."""
+"""PyTorch's history as columns: the values of each column, which frames are kept, and what is refused."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from memfit.records import Action, Frame
-from memfit.trace import history_columns
-from memfit.trace.history_columns import DEPTH, StackTable, columns, pools, streams
+from memfit.trace import stack_table
+from memfit.trace.history_columns import columns, pools, streams
+from memfit.trace.stack_table import DEPTH, StackTable
 
 
 def event(action="alloc", **more):
@@ -32,7 +33,7 @@ def test_every_action_has_its_number():
     assert found.category.tolist() == [0] * len(actions)
 
 
-def test_an_oom_has_the_free_bytes_for_an_address():
+def test_an_oom_has_the_free_bytes_as_its_address():
     failed = event("oom", device_free=12345)
     del failed["addr"]
     found, _, _ = read(failed)
@@ -41,7 +42,7 @@ def test_an_oom_has_the_free_bytes_for_an_address():
 
 def test_columns_have_the_types_of_the_record():
     found, _, _ = read(event(pool_id=(0, 0)))
-    assert found.tensor is None  # objects tell, and no history
+    assert found.tensor is None  # the history does not know tensors
     assert {name: getattr(found, name).dtype for name in found.__dataclass_fields__ if name != "tensor"} == {
         "action": np.uint8,
         "address": np.uint64,
@@ -55,20 +56,20 @@ def test_columns_have_the_types_of_the_record():
     }
 
 
-def test_an_early_pytorch_writes_fewer_keys():
+def test_the_history_of_an_early_pytorch_is_read():
     found, stacks, frames = read({"action": "alloc", "addr": 1, "size": 2, "stream": 0})
     assert (found.time[0], found.label[0], found.stack[0]) == (0, -1, -1)
     assert stacks == frames == ()
     assert found.pool is None
 
 
-def test_pools_are_numbered_as_they_come_and_the_default_one_is_0():
+def test_pools_are_numbered_by_appearance_after_the_default_pool():
     history = [event(pool_id=pool) for pool in ((0, 3), (0, 0), (1, 0), (0, 3))]
     assert read(*history)[0].pool.tolist() == [1, 0, 2, 1]
     assert pools(history, [{"segment_pool_id": (2, 0)}]) == ((0, 0), (0, 3), (1, 0), (2, 0))
 
 
-def test_labels_are_asked_for_once():
+def test_each_label_is_looked_up_once():
     asked = []
 
     def label_of(metadata):
@@ -80,13 +81,13 @@ def test_labels_are_asked_for_once():
     assert asked == ["4", ""]
 
 
-def test_the_default_stream_is_0_whoever_comes_first():
+def test_the_default_stream_is_0_wherever_it_appears():
     found, _, _ = read(event(stream=900), event(stream=0), event(stream=800), event(stream=900))
     assert found.stream.tolist() == [1, 0, 2, 1]
     assert streams([]) == {0: 0}
 
 
-def test_stacks_are_kept_once_innermost_first():
+def test_equal_stacks_are_stored_once_innermost_frame_first():
     inner, outer = frame("model.py", 3, "forward"), frame("train.py", 9, "main")
     shared = [inner, outer]
     found, stacks, frames = read(
@@ -100,7 +101,7 @@ def test_stacks_are_kept_once_innermost_first():
     assert frames == (Frame("model.py", 3, "forward", user=True), Frame("train.py", 9, "main", user=True))
 
 
-def test_whose_file_it_is_is_asked_once():
+def test_each_file_is_classified_once():
     asked = []
 
     def is_user_file(file):
@@ -113,7 +114,7 @@ def test_whose_file_it_is_is_asked_once():
     assert asked == ["train.py", "/usr/lib/python3.11/runpy.py"]
 
 
-MEMFIT = Path(history_columns.__file__).parents[1]
+MEMFIT = Path(stack_table.__file__).parents[1]
 LEFT_OUT = [
     "/opt/lib/python3.12/site-packages/torch/nn/modules/module.py",
     "/usr/lib/python3/dist-packages/torch/_tensor.py",
@@ -129,7 +130,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize("file", LEFT_OUT)
-def test_frames_that_are_left_out(file):
+def test_frames_of_libraries_and_native_code_are_left_out(file):
     found, stacks, frames = read(event(frames=[frame(file)]))
     assert (found.stack[0], stacks, frames) == (-1, (), ())
 
@@ -137,14 +138,14 @@ def test_frames_that_are_left_out(file):
 @pytest.mark.parametrize(
     "file", ["/home/me/torch/train.py", "<stdin>", "/home/me/train", "torch/x.py", "a.cpp.py"]
 )
-def test_frames_that_are_kept(file):
+def test_frames_of_user_files_are_kept(file):
     _, _, frames = read(event(frames=[frame(file)]))
     assert [kept.file for kept in frames] == [file]
 
 
-def test_the_imported_torch_is_left_out_wherever_it_is(monkeypatch):
+def test_the_imported_torch_is_left_out_wherever_it_is_installed(monkeypatch):
     torch = type("Module", (), {"__file__": "/src/pytorch/torch/__init__.py"})
-    monkeypatch.setitem(history_columns.sys.modules, "torch", torch)
+    monkeypatch.setitem(stack_table.sys.modules, "torch", torch)
     _, _, frames = read(event(frames=[frame("/src/pytorch/torch/nn/x.py"), frame("/src/pytorch/train.py")]))
     assert [kept.file for kept in frames] == ["/src/pytorch/train.py"]
 
@@ -154,7 +155,7 @@ def test_the_innermost_frames_are_kept():
     assert [frames[index].line for index in stacks[0]] == list(range(DEPTH))
 
 
-def test_a_table_that_holds_stacks_already():
+def test_columns_extend_a_given_table_of_stacks():
     table = StackTable(lambda _file: True)
     assert table.intern([("train.py", 1, "main"), ("/x/site-packages/torch/a.py", 2, "g")]) == 0
     assert table.intern([("/x/site-packages/torch/a.py", 2, "g")]) == -1
@@ -169,7 +170,7 @@ def test_a_table_that_holds_stacks_already():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         {"action": "dance"},
         {"size": "100"},
@@ -189,6 +190,6 @@ def test_a_table_that_holds_stacks_already():
         {"frames": [{"filename": "f", "line": 1, "name": []}]},
     ],
 )
-def test_events_that_pytorch_never_writes(wrong):
+def test_events_that_pytorch_never_writes_are_refused(invalid):
     with pytest.raises((KeyError, TypeError, ValueError, OverflowError)):
-        read(event(**wrong))
+        read(event(**invalid))

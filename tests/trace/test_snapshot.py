@@ -44,7 +44,7 @@ def saved(folder, snapshot):
 
 
 def small(**changes):
-    """Return the least that is a snapshot."""
+    """Return a minimal snapshot."""
     event = {"action": "alloc", "addr": BASE, "size": 100, "stream": 0, "time_us": 1, "frames": []}
     segment = {"action": "segment_alloc", "addr": BASE, "size": 2 * MIB, "stream": 0}
     blocks = [{"size": 512, "state": "active_allocated"}, {"size": 2 * MIB - 512, "state": "inactive"}]
@@ -66,7 +66,7 @@ def assert_equal(one, other):
             assert getattr(one, field.name) == getattr(other, field.name)
 
 
-# -- real ones -------------------------------------------------------------------------------------
+# -- of PyTorch -------------------------------------------------------------------------------------
 
 
 def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
@@ -82,7 +82,7 @@ def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     assert trace.events.stream.max() == 1
 
 
-def test_a_real_snapshot_goes_round(tmp_path, real):
+def test_a_real_snapshot_round_trips(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     again = tmp_path / "again.pickle"
     write_snapshot(trace, again)
@@ -93,8 +93,8 @@ def test_a_real_snapshot_goes_round(tmp_path, real):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 600])
-def test_what_is_older_than_the_history_and_outlives_it_is_told_first(real, kept):
-    """Told with it, a history that was cut counts the bytes of the whole, and ends with its blocks."""
+def test_blocks_older_than_the_history_are_prepended_to_it(real, kept):
+    """With them, a truncated history has the bytes of the whole one, and ends with its blocks."""
     snapshot = real["snapshot"]
     events = snapshot["device_traces"][0]
     cut = snapshot | {"device_traces": [events[len(events) - kept :]]}
@@ -118,7 +118,7 @@ def test_what_is_older_than_the_history_and_outlives_it_is_told_first(real, kept
     assert left(told, line) == left(whole, expected)
 
 
-def test_pytorchs_own_tools_say_the_same_of_ours(tmp_path, real):
+def test_pytorchs_own_tools_read_our_snapshot_like_the_original(tmp_path, real):
     memory_viz = pytest.importorskip("torch.cuda._memory_viz")
     theirs, ours = real["snapshot"], tmp_path / "ours.pickle"
     write_snapshot(read_snapshot(saved(tmp_path, theirs)), ours)
@@ -132,7 +132,7 @@ def test_pytorchs_own_tools_say_the_same_of_ours(tmp_path, real):
     assert "add_local_files" in memory_viz.trace_plot(ours)
 
 
-def test_a_real_snapshot_without_what_early_versions_lacked(tmp_path, real):
+def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, real):
     early = pickle.loads(pickle.dumps(real["snapshot"]))  # noqa: S301  a deep copy
     for event in early["device_traces"][0]:
         for key in ("compile_context", "user_metadata", "pool_id", "time_us"):
@@ -153,24 +153,24 @@ def test_a_real_snapshot_without_what_early_versions_lacked(tmp_path, real):
     assert trace.events.pool is None
 
 
-# -- by hand ---------------------------------------------------------------------------------------
+# -- handmade ---------------------------------------------------------------------------------------
 
 
-def test_the_least_snapshot(tmp_path):
+def test_a_minimal_snapshot_is_read(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
     assert timeline(trace).allocated.tolist() == [0, 512]
     assert trace.settings == {"conf": ""}
     assert trace.segments[0].blocks[1].address == BASE + 512
 
 
-def test_every_protocol_that_plain_data_has(tmp_path):
+def test_every_pickle_protocol_of_plain_data_is_read(tmp_path):
     path = tmp_path / "snapshot.pickle"
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         path.write_bytes(pickle.dumps(small(), protocol))
         assert len(read_snapshot(path).events) == 2
 
 
-def test_the_device_asked_for(tmp_path):
+def test_the_requested_device_is_read(tmp_path):
     snapshot = small()
     other = {**snapshot["segments"][0], "device": 1, "address": 2 * BASE}
     history = [{**event, "addr": 2 * BASE} for event in snapshot["device_traces"][0][:1]]
@@ -194,7 +194,7 @@ def test_the_device_asked_for(tmp_path):
         ("inactive", "inactive"),
     ],
 )
-def test_states_of_blocks(tmp_path, written, read):
+def test_both_spellings_of_a_blocks_state_are_read(tmp_path, written, read):
     snapshot = small()
     snapshot["segments"][0]["blocks"] = [{"size": 2 * MIB, "state": written}]
     trace = read_snapshot(saved(tmp_path, snapshot))
@@ -203,7 +203,7 @@ def test_states_of_blocks(tmp_path, written, read):
     assert states == ["active_pending_free" if read == "active_awaiting_free" else read]
 
 
-def test_labels_are_written_for_people(tmp_path):
+def test_labels_are_written_as_readable_metadata(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
     events = replace(trace.events, label=np.array([-1, 0], np.int32))
     labelled = replace(trace, events=events, labels=(Label(Phase.BACKWARD, "layers.0", "MmBackward0", -1),))
@@ -211,7 +211,7 @@ def test_labels_are_written_for_people(tmp_path):
     assert [event["user_metadata"] for event in history] == ["", "backward layers.0 MmBackward0"]
 
 
-def test_an_oom_goes_round(tmp_path):
+def test_an_oom_round_trips(tmp_path):
     snapshot = small()
     failed = {"action": "oom", "device_free": 77, "size": 1 << 40, "stream": 0, "time_us": 3}
     snapshot["device_traces"][0].append(failed)
@@ -240,19 +240,19 @@ def test_an_oom_goes_round(tmp_path):
         ({"roundup_power2_divisions": {"1": 0, "2": 0}}, {"conf": ""}),
     ],
 )
-def test_settings(tmp_path, in_force, found):
+def test_settings_round_trip(tmp_path, in_force, found):
     snapshot = small(allocator_settings=in_force)
     assert settings(snapshot) == found
     trace = read_snapshot(saved(tmp_path, snapshot))
     assert settings(snapshot_of(trace)) == found
 
 
-def test_settings_that_pytorch_has_no_key_for_stand_in_the_string(tmp_path):
+def test_settings_without_a_key_in_pytorch_go_into_the_string(tmp_path):
     trace = replace(read_snapshot(saved(tmp_path, small())), settings={"conf": "a:1", "backend": "native"})
     assert settings(snapshot_of(trace)) == {"conf": "a:1,backend:native"}
 
 
-# -- files that are no snapshots -------------------------------------------------------------------
+# -- files that are not snapshots -------------------------------------------------------------------
 
 
 def refused(path):
@@ -262,28 +262,28 @@ def refused(path):
     return str(caught.value)
 
 
-def test_no_file_and_a_folder(tmp_path):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     assert "No such file or directory" in refused(tmp_path / "nowhere")
     assert "Is a directory" in refused(tmp_path)
 
 
-def test_a_file_too_large(tmp_path, monkeypatch):
+def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "MAX_BYTES", 10)
-    assert "up to 10 B are read" in refused(saved(tmp_path, small()))
+    assert "reads snapshots of up to 10 B" in refused(saved(tmp_path, small()))
 
 
-def test_what_is_not_plain_data(tmp_path):
+def test_a_pickle_with_code_is_refused(tmp_path):
     message = refused(saved(tmp_path, OrderedDict(small())))
-    assert "it asks for 'collections.OrderedDict', which is code" in message
+    assert "it refers to 'collections.OrderedDict', which is code" in message
     assert "never load this file with pickle" in message
 
 
 @pytest.mark.parametrize(("data", "kind"), [([], "list"), (3, "int"), ("text", "str"), (None, "NoneType")])
-def test_other_plain_data(tmp_path, data, kind):
-    assert f"it holds a {kind}, and a memory snapshot is a dict" in refused(saved(tmp_path, data))
+def test_plain_data_other_than_a_dict_is_refused(tmp_path, data, kind):
+    assert f"it holds a {kind}, but a memory snapshot is a dict" in refused(saved(tmp_path, data))
 
 
-def test_a_snapshot_without_a_history(tmp_path):
+def test_a_snapshot_without_a_history_is_refused(tmp_path):
     assert "devices with one: none). Call torch.cuda.memory._record" in refused(
         saved(tmp_path, small(device_traces=[[]]))
     )
@@ -323,15 +323,15 @@ EVENT = small()["device_traces"][0][0]
         {"allocator_settings": {"roundup_power2_divisions": [1]}},
     ],
 )
-def test_snapshots_that_pytorch_never_writes(tmp_path, changes):
+def test_snapshots_that_pytorch_never_writes_are_refused(tmp_path, changes):
     message = refused(saved(tmp_path, small(**changes)))
-    assert "not a memory snapshot as PyTorch writes it" in message or "no history" in message
+    assert "not a memory snapshot written by PyTorch" in message or "no history" in message
 
 
 def test_a_missing_key_is_named(tmp_path):
     snapshot = small()
     del snapshot["segments"]
-    assert "no 'segments' where one belongs" in refused(saved(tmp_path, snapshot))
+    assert "it lacks 'segments'" in refused(saved(tmp_path, snapshot))
 
 
 def test_a_snapshot_cannot_be_written_where_there_is_no_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""Trace files: exact round trips, and writing whole or not at all."""
+"""Trace files: exact round trips, and complete writes or none."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def assert_equal(one, other):
 
 @settings(deadline=None)  # a file is written to the disk each time
 @given(traces())
-def test_a_trace_comes_back_exactly(tmp_path_factory, trace):
+def test_a_trace_round_trips_exactly(tmp_path_factory, trace):
     path = tmp_path_factory.getbasetemp() / "round.memfit"
     write_trace(trace, path)
     assert_equal(read_trace(path), trace)
@@ -163,7 +163,7 @@ def test_a_name_that_is_not_utf8_gets_a_question_mark(tmp_path, trace):
     assert found.labels == trace.labels
 
 
-def test_a_trace_is_told_from_a_pickle(tmp_path, file):
+def test_a_trace_is_distinguished_from_a_pickle(tmp_path, file):
     other = tmp_path / "other"
     other.write_bytes(b"\x80\x04}.")
     assert is_trace(file)
@@ -175,8 +175,8 @@ def test_a_trace_is_told_from_a_pickle(tmp_path, file):
 @pytest.mark.parametrize(
     ("version", "missing"), [(1, {"pool": "pools", "tensor": "tensors"}), (2, {"tensor": "tensors"})]
 )
-def test_a_file_of_an_earlier_version_lacks_columns(file, trace, version, missing):
-    """It had neither the columns nor their tables."""
+def test_a_file_of_an_earlier_version_is_read(file, trace, version, missing):
+    """It has neither the later columns nor their tables."""
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     header = json.loads(members["header.json"]) | {"version": version}
@@ -193,7 +193,7 @@ def test_a_file_of_an_earlier_version_lacks_columns(file, trace, version, missin
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def test_the_umask_decides_the_mode(tmp_path, trace):
+def test_the_file_mode_follows_the_umask(tmp_path, trace):
     before = os.umask(0o027)
     try:
         write_trace(trace, tmp_path / "run.memfit")
@@ -215,7 +215,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, trace, file, monke
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_interrupt_leaves_nothing_either(tmp_path, trace, monkeypatch):
+def test_an_interrupted_write_leaves_no_file(tmp_path, trace, monkeypatch):
     def interrupt(_descriptor):
         raise KeyboardInterrupt
 
@@ -225,7 +225,7 @@ def test_an_interrupt_leaves_nothing_either(tmp_path, trace, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_to(tmp_path, trace):
+def test_paths_that_cannot_be_written_are_refused(tmp_path, trace):
     for path, words in [
         (tmp_path / "none" / "run.memfit", "No such file or directory"),
         (tmp_path, "not an ordinary file"),
@@ -235,7 +235,7 @@ def test_what_cannot_be_written_to(tmp_path, trace):
             write_trace(trace, path)
 
 
-def test_a_trace_too_long_is_not_written(tmp_path, trace, monkeypatch):
+def test_a_trace_that_is_too_long_is_not_written(tmp_path, trace, monkeypatch):
     monkeypatch.setattr(trace_file, "MAX_EVENTS", 1)
-    with pytest.raises(UsageError, match="at most 1 events, this one has 2"):
+    with pytest.raises(UsageError, match="at most 1 events, and this one has 2"):
         write_trace(trace, tmp_path / "run.memfit")

@@ -1,4 +1,4 @@
-"""Files that are not whole and consistent traces: each gets one clear refusal."""
+"""Files that are not complete, consistent traces: each is refused with a message of its own."""
 
 import io
 import struct
@@ -46,7 +46,7 @@ def with_header(path, **changes):
     return rewritten(path, change)
 
 
-def test_no_file_a_folder_and_no_permission(tmp_path, file, monkeypatch):
+def test_a_missing_file_a_folder_and_an_unreadable_file_are_refused(tmp_path, file, monkeypatch):
     assert "No such file or directory" in refused(tmp_path / "nowhere.memfit")
     assert "Is a directory" in refused(tmp_path)
 
@@ -58,21 +58,21 @@ def test_no_file_a_folder_and_no_permission(tmp_path, file, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06", b"some text\n" * 100, b"\x80\x04}."])
-def test_foreign_files(tmp_path, content):
+def test_files_of_other_formats_are_refused(tmp_path, content):
     path = tmp_path / "foreign"
     path.write_bytes(content)
     assert "not a memfit trace" in refused(path)
 
 
-def test_a_trace_cut_off_anywhere(file):
+def test_a_trace_truncated_anywhere_is_refused(file):
     whole = file.read_bytes()
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
         refused(file)
 
 
-def test_a_trace_with_any_byte_changed(file, trace):
-    """No change passes for another trace: it is refused, or it lies where the zip says nothing."""
+def test_changing_any_byte_never_yields_another_trace(file, trace):
+    """A change is refused, or it is in a byte that the zip does not use."""
     whole = file.read_bytes()
     for position in range(len(whole)):
         file.write_bytes(whole[:position] + bytes((whole[position] ^ 0x55,)) + whole[position + 1 :])
@@ -84,7 +84,7 @@ def test_a_trace_with_any_byte_changed(file, trace):
         assert replace(found, events=trace.events) == trace
 
 
-def test_another_zip(file):
+def test_other_zips_are_refused(file):
     with zipfile.ZipFile(file, "w") as archive:
         for number in range(9):
             archive.writestr(f"{number}.txt", "x")
@@ -94,36 +94,36 @@ def test_another_zip(file):
     assert "zip of 1 members" in refused(file)
 
 
-def test_a_member_more_or_less(file, trace):
+def test_a_missing_or_an_extra_member_is_refused(file, trace):
     assert "12 members" in refused(rewritten(file, lambda members: members | {"extra": b""}))
     write_trace(trace, file)
     members = {"columns/actiom": b""}
     renamed = rewritten(
         file, lambda found: {name: found[name] for name in found if name != "columns/action"} | members
     )
-    assert "not those of its header" in refused(renamed)
+    assert "do not match its header" in refused(renamed)
 
 
-def test_another_version(file, trace):
+def test_unknown_formats_and_versions_are_refused(file, trace):
     assert "newer memfit (version 5; this one reads 4). Upgrade" in refused(with_header(file, version=5))
     write_trace(trace, file)
-    assert "never was (0)" in refused(with_header(file, version=0))
+    assert "does not exist (0)" in refused(with_header(file, version=0))
     write_trace(trace, file)
-    assert "not a memfit trace but 'other'" in refused(with_header(file, format="other"))
+    assert "not a memfit trace: its format is 'other'" in refused(with_header(file, format="other"))
 
 
 @pytest.mark.parametrize(
     "header",
     [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":' + b"[" * 100_000, b'{"version": 1e400}'],
 )
-def test_headers_that_are_none(file, header):
+def test_damaged_headers_are_refused(file, header):
     assert "header" in refused(rewritten(file, lambda members: members | {"header.json": header}))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"events": 3}, "columns/action has 2 bytes where 3 events make 3"),
+        ({"events": 3}, "columns/action has 2 bytes, but 3 events take 3"),
         ({"events": -1}, "declares -1 events"),
         ({"events": 1 << 40}, "declares 1,099,511,627,776 events"),
         ({"labels": []}, "event 0 of 2 has label 0,"),
@@ -131,8 +131,8 @@ def test_headers_that_are_none(file, header):
         ({"frames": []}, "a stack's frame"),
         ({"pools": [[0, 0]]}, "has pool "),
         ({"tensors": [{"module": "", "name": "", "dtype": "", "shape": [-1]}]}, "a tensor's dimension"),
-        ({"tensors": []}, "its columns are not those of its header"),
-        ({"pools": [[1, 0], [0, 0]]}, "its first pool is not the default one"),
+        ({"tensors": []}, "its columns do not match its header"),
+        ({"pools": [[1, 0], [0, 0]]}, "its first pool is not the default pool"),
         ({"pools": [[0, 0], [1, -1]]}, "a pool's number"),
         ({"pools": [[0, 0], [1, 2, 3]]}, "header"),
         ({"stacks": [[-1]]}, "a stack's frame"),
@@ -146,21 +146,21 @@ def test_headers_that_are_none(file, header):
         ({"stacks": {"a": 1}}, "header"),
     ],
 )
-def test_headers_that_contradict(file, change, words):
+def test_inconsistent_headers_are_refused(file, change, words):
     assert words in refused(with_header(file, **change))
 
 
-def test_segments_out_of_range(file, trace):
+def test_segments_out_of_range_are_refused(file, trace):
     block = SnapshotBlock(0, -1, 0, "inactive")
     segment = Segment(0, 1, 0, "large", (0, 0), expandable=False, blocks=(block,))
     write_trace(replace(trace, segments=(segment,)), file)
     assert "a segment's number" in refused(file)
     strange = replace(segment, blocks=(replace(block, size=1, state="gone"),))
     write_trace(replace(trace, segments=(strange,)), file)
-    assert "a block's state is none of inactive" in refused(file)
+    assert "a block's state is not one of inactive" in refused(file)
     elsewhere = replace(segment, pool=(7, 0), blocks=())
     write_trace(replace(trace, segments=(elsewhere,)), file)
-    assert "a segment's pool is none of its pools" in refused(file)
+    assert "a segment's pool is not among its pools" in refused(file)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,15 @@ def test_segments_out_of_range(file, trace):
         ("tensor", 1, "event 1 of 2 has tensor 1,"),
     ],
 )
-def test_columns_out_of_range(file, trace, column, value, words):
+def test_columns_out_of_range_are_refused(file, trace, column, value, words):
     values = getattr(trace.events, column).copy()
     values[1] = value
     write_trace(replace(trace, events=replace(trace.events, **{column: values})), file)
     assert words in refused(file)
 
 
-def test_a_bomb_is_not_opened(file, monkeypatch):
-    """What is declared is checked first: reading a member of the wrong size would fail this test."""
+def test_a_zip_bomb_is_not_decompressed(file, monkeypatch):
+    """Declared sizes are checked first: this test fails if a member of the wrong size is read."""
 
     def bomb(members):
         return members | {"columns/size": b"\0" * (1 << 28)}
@@ -199,14 +199,14 @@ def test_a_bomb_is_not_opened(file, monkeypatch):
         return read(self, member)
 
     monkeypatch.setattr(zipfile.ZipFile, "read", only_the_header)
-    assert "columns/size has 268,435,456 bytes where 2 events make 16" in refused(file)
+    assert "columns/size has 268,435,456 bytes, but 2 events take 16" in refused(file)
     monkeypatch.setattr(trace_file, "MAX_HEADER_BYTES", 10)
     monkeypatch.setattr(zipfile.ZipFile, "read", None)
     assert "declares" in refused(file)
 
 
-def test_a_size_that_lies(file):
-    """A member that declares fewer bytes than it holds fails its checksum."""
+def test_a_wrong_declared_size_fails_the_checksum(file):
+    """A member that declares fewer bytes than it holds is refused."""
     rewritten(file, lambda members: members | {"columns/size": b"\1" * 1000})
     content = file.read_bytes()
     assert content.count(struct.pack("<I", 1000)) >= 1
@@ -222,7 +222,7 @@ def test_a_directory_as_large_as_the_file_is_not_read(file, monkeypatch):
     file.write_bytes(buffer.getvalue())
     monkeypatch.setattr(zipfile, "ZipFile", None)
     assert "not a memfit trace" in refused(file)
-    # A forged number of entries does not help, nor does the end that zips beyond 4 GiB have.
+    # Neither a forged number of entries nor a zip64 end record gets past the check.
     content = bytearray(buffer.getvalue())
     content[-14:-10] = struct.pack("<HH", 9, 9)
     file.write_bytes(content)
@@ -232,7 +232,7 @@ def test_a_directory_as_large_as_the_file_is_not_read(file, monkeypatch):
     assert "not a memfit trace" in refused(file)
 
 
-def test_encrypted_and_strangely_compressed_members(file):
+def test_encrypted_and_unusually_compressed_members_are_refused(file):
     content = bytearray(file.read_bytes())
     directory = content.index(b"PK\x01\x02")
     content[directory + 8] |= 1

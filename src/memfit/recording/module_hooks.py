@@ -29,7 +29,7 @@ from memfit.recording.hooks import LiftedHooks
 from memfit.recording.labels import LabelBook
 from memfit.recording.module_names import ModuleNames
 from memfit.records import Phase
-from memfit.trace.history_columns import StackTable
+from memfit.trace.stack_table import StackTable
 
 CLAIMED = "memfit"
 """In a node's metadata: whether autocast was on when it was claimed."""

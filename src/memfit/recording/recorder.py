@@ -43,8 +43,9 @@ from memfit.records import (
     ScriptEnd,
     Trace,
 )
-from memfit.trace.history_columns import StackTable, columns, pools
+from memfit.trace.history_columns import columns, pools
 from memfit.trace.snapshot import segments
+from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file
 
 _MOST = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memfit.trace.history_columns import is_omitted_file, torch_folder
+from memfit.trace.stack_table import is_omitted_file, torch_folder
 
 _PASSES_ON = re.compile(
     r"utils/_contextlib\.py|_compile\.py|_ops\.py|_tensor\.py|storage\.py|_dynamo/.*|optim/optimizer\.py|distributed/tensor/.*"

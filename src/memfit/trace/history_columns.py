@@ -1,98 +1,27 @@
-"""PyTorch's history of its allocator, a list of dicts, as columns and tables.
+"""Convert PyTorch's allocator history, a list of dicts, to columns and tables.
 
-PyTorch shares the list of frames between the events of one stack, and the frames between lists, so both
-are recognised by identity first: a history of 100,000 events 40 frames deep takes well under a second.
+PyTorch shares the list of frames between the events of one stack, and the frames between lists, so both are
+looked up by identity first: a history of 100,000 events 40 frames deep takes well under a second.
 """
 
-import re
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.records import DEFAULT_POOL, Action, Events, Frame
-from memfit.user_frame import GENERATED
-
-DEPTH = 40
-"""Frames kept of a stack, from the innermost outwards."""
+from memfit.trace.stack_table import StackTable
 
 ACTIONS = {action.name.lower(): action for action in Action}
-# "user_defined" stood where "annotate" stands now; neither moves memory.
+# "user_defined" is the former name of "annotate"; neither moves memory.
 _ACTION_VALUES = {name: int(action) for name, action in ACTIONS.items()} | {
     "user_defined": int(Action.ANNOTATE)
 }
 _OOM = "oom"
 _MAX_LINE = (1 << 31) - 1
 _MAX_NUMBER = (1 << 63) - 1
-
-_PACKAGE_OF_OURS = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:torch|memfit)[/\\]")
-_NOT_PYTHON = re.compile(r"\?\?|<string>|.*\.(?:c|cc|cpp|cu|cuh|h|hpp|S)|<frozen .*|", re.DOTALL)
-_MEMFIT = str(Path(__file__).parents[1]) + "/"
-
-
-def is_omitted_file(file: str) -> bool:
-    """Say whether a frame's file is memfit's own, or no Python: whoever called it is meant."""
-    return file.startswith(_MEMFIT) or _NOT_PYTHON.fullmatch(file) is not None
-
-
-class StackTable:
-    """Stacks and frames, each kept once.
-
-    Args:
-        is_user_file: whether a source file is the user's own; asked once per file.
-
-    >>> table = StackTable(lambda file: True)
-    >>> table.intern([("train.py", 12, "main")]), table.intern([("train.py", 12, "main")])
-    (0, 0)
-    """
-
-    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
-        self._is_user_file = is_user_file
-        self._files: dict[str, bool | None] = {}  # file -> whether it is the user's; None: not kept
-        self._frames: dict[Frame, int] = {}
-        self._stacks: dict[tuple[int, ...], int] = {}
-        self._torch = torch_folder()
-
-    @property
-    def frames(self) -> tuple[Frame, ...]:
-        """Every frame, by index."""
-        return tuple(self._frames)
-
-    @property
-    def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """Every stack, by index: frames, innermost first."""
-        return tuple(self._stacks)
-
-    def intern(self, lines: Iterable[tuple[str, int, str]]) -> int:
-        """Return the index of a stack, or -1 if nothing of it is kept.
-
-        Args:
-            lines: ``(file, line, function)``, innermost first. PyTorch's own frames, memfit's, those
-                that torch.compile generated and those that are not Python are left out.
-        """
-        return self.intern_frames([self.frame(*line) for line in lines])
-
-    def intern_frames(self, frames: Iterable[int]) -> int:
-        """Return the index of a stack made of ``frame`` results; those of -1 are left out."""
-        stack = tuple([frame for frame in frames if frame >= 0][:DEPTH])
-        return self._stacks.setdefault(stack, len(self._stacks)) if stack else -1
-
-    def frame(self, file: str, line: int, function: str) -> int:
-        """Return the index of a frame, or -1 if it is PyTorch's, memfit's, generated or not Python."""
-        if file not in self._files:
-            self._files[file] = self._is_user_file(file) if self._kept(file) else None
-        user = self._files[file]
-        if user is None:
-            return -1
-        return self._frames.setdefault(Frame(file, line, function, user), len(self._frames))
-
-    def _kept(self, file: str) -> bool:
-        ours = file.startswith(self._torch) or _PACKAGE_OF_OURS.search(file)
-        return not ours and not is_omitted_file(file) and not GENERATED.fullmatch(file)
 
 
 def columns(
@@ -102,20 +31,20 @@ def columns(
     is_user_file: Callable[[str], bool],
     table: StackTable | None = None,
 ) -> tuple[Events, tuple[tuple[int, ...], ...], tuple[Frame, ...]]:
-    """Turn one device's history into columns; ``pools`` tells what the numbers of pools stand for.
+    """Convert one device's history to columns; ``pools`` returns the pool ids behind the pool numbers.
 
     Args:
         history: ``torch.cuda.memory._snapshot()["device_traces"][device]``, ``n`` events of any PyTorch
             from 2.0 on; keys that a version lacks count as empty.
-        label_of: the label's index for an event's ``user_metadata`` string; asked once per string.
+        label_of: the label's index for an event's ``user_metadata`` string; called once per string.
         is_user_file: whether a source file is the user's own.
-        table: where stacks are kept; give the one that already holds the labels' stacks.
+        table: where stacks are stored; pass the one that already holds the labels' stacks.
 
     Returns:
         Events of length ``n``, categories all 0, and the stacks and frames they refer to.
 
     Raises:
-        KeyError, TypeError, ValueError, OverflowError: an event is not what PyTorch writes.
+        KeyError, TypeError, ValueError, OverflowError: PyTorch does not write such an event.
 
     Source: ``TraceEntry`` in torch/cuda/memory.py, PyTorch 2.14.1; ``pool_id`` is in it from 2.12 on.
     """
@@ -138,7 +67,7 @@ def columns(
 
 
 def streams(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Number the streams of a history: the default stream (handle 0) is 0, the others count from 1 up.
+    """Number the streams of a history: the default stream (handle 0) is 0, others follow as they appear.
 
     >>> streams([{"stream": 9000}, {"stream": 0}, {"stream": 8000}])
     {0: 0, 9000: 1, 8000: 2}
@@ -149,14 +78,14 @@ def streams(history: Iterable[Mapping[str, Any]]) -> dict[int, int]:
 def pools(
     history: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """Number the pools of a history: the default one is the first, the others follow as they come.
+    """List the pools of a history: the default pool first, others in order of appearance.
 
     Args:
         history: events.
-        segments: those at the end; some may be older than all events.
+        segments: those at the end; some may be older than every event.
 
     Returns:
-        Nothing if an event does not tell its pool.
+        Nothing if an event has no pool.
 
     >>> pools([{"pool_id": (0, 7)}, {"pool_id": (0, 0)}], [{"segment_pool_id": (3, 0)}])
     ((0, 0), (0, 7), (3, 0))
@@ -176,19 +105,19 @@ def _pool_column(history: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int32] 
 
 
 def pool_id(value: Any) -> tuple[int, int]:
-    """Return what PyTorch wrote as a pool's number, checked.
+    """Return a pool id as PyTorch wrote it, checked.
 
     Raises:
-        TypeError, ValueError: it is not two numbers.
+        TypeError, ValueError: it is not a pair of non-negative integers.
     """
     first, second = value
     if not all(isinstance(part, int) and 0 <= part <= _MAX_NUMBER for part in (first, second)):
-        raise TypeError(f"{str(value)[:40]!r} is no pool")
+        raise TypeError(f"{str(value)[:40]!r} is not a pool id")
     return first, second
 
 
 class _Memo(dict[str, int]):
-    """A function's results, each asked for once."""
+    """The results of a function, each computed once."""
 
     def __init__(self, function: Callable[[str], int]) -> None:
         super().__init__()
@@ -200,12 +129,12 @@ class _Memo(dict[str, int]):
 
 
 def _address(event: Mapping[str, Any]) -> Any:
-    # Where an allocation failed there is no address; PyTorch tells what the device had free.
+    # A failed allocation has no address; PyTorch reports the device's free bytes instead.
     return event["device_free"] if event["action"] == _OOM else event["addr"]
 
 
 def _stack_column(history: Sequence[Mapping[str, Any]], table: StackTable) -> list[int]:
-    """Return each event's stack. Identities are safe as keys: the history keeps its objects alive."""
+    """Return each event's stack index. Identities are safe keys: the history keeps its objects alive."""
     by_list: dict[int, int] = {}
     by_frame: dict[int, int] = {}
     column = []
@@ -223,14 +152,7 @@ def _stack_column(history: Sequence[Mapping[str, Any]], table: StackTable) -> li
 
 def _line(frame: Mapping[str, Any]) -> tuple[str, int, str]:
     file, line, function = frame["filename"], frame["line"], frame["name"]
-    whole = isinstance(file, str) and isinstance(line, int) and isinstance(function, str)
-    if not whole or abs(line) > _MAX_LINE:
-        raise TypeError("a frame has no file, line and function")
+    complete = isinstance(file, str) and isinstance(line, int) and isinstance(function, str)
+    if not complete or abs(line) > _MAX_LINE:
+        raise TypeError("a frame lacks its file, line or function")
     return file, line, function
-
-
-def torch_folder() -> str:
-    """Return the folder of the imported torch, which need not be an installed package."""
-    torch = sys.modules.get("torch")
-    # A path that no file has stands for a torch that is not here.
-    return str(Path(str(torch.__file__)).parent) + "/" if torch is not None else "\0"

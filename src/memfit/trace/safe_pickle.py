@@ -1,8 +1,8 @@
-"""Read a pickle of plain data, and nothing else.
+"""Read a pickle of plain data without executing anything.
 
-A pickle is a program for a small stack machine, and Python's own one can be made to call any function.
-This one knows only how to build dicts, lists, tuples, strings, bytes, numbers, True, False and None:
-nothing here could reach a class or a function.
+A pickle is a program for a small stack machine, and Python's own unpickler can be made to call any function.
+This one only builds dicts, lists, tuples, strings, bytes, numbers, True, False and None: nothing here can
+reach a class or a function.
 
 Source: the opcodes are those of the standard library's ``pickletools``, protocols 2 to 5.
 """
@@ -16,20 +16,20 @@ MAX_OPERATIONS = 1 << 26
 
 
 class NotPlainDataError(ValueError):
-    """The pickle is damaged or is not plain data; the message goes on from ``it ...``."""
+    """The pickle is damaged or is not plain data; the message completes ``it ...``."""
 
 
 def loads(data: bytes) -> object:
     """Decode a pickle.
 
     Args:
-        data: the whole pickle, protocol 2 to 5; what follows its end is ignored, as pickle does.
+        data: the whole pickle, protocol 2 to 5; bytes after its end are ignored, as pickle does.
 
     Returns:
-        Plain data. What the pickle shares is shared in the result.
+        Plain data. Objects that the pickle shares are shared in the result.
 
     Raises:
-        RefusedError: it asks for a class or a function, is cut off, is not a pickle, or is too large.
+        NotPlainDataError: it refers to a class or a function, is truncated, is not a pickle, or is too large.
 
     >>> import pickle
     >>> loads(pickle.dumps({"sizes": [1, 2.5, None]}))
@@ -37,22 +37,22 @@ def loads(data: bytes) -> object:
     """
     if not data.startswith(_PROTO):
         raise NotPlainDataError("is not a pickle of protocol 2 or later")
-    machine = _Decoder(data)
+    decoder = _Decoder(data)
     operations = _OPERATIONS
     code = -1
     try:
         for _ in range(MAX_OPERATIONS):
-            code = data[machine.position]
-            machine.position += 1
+            code = data[decoder.position]
+            decoder.position += 1
             if code == _STOP:
-                return machine.stack.pop()
-            operations[code](machine)
+                return decoder.stack.pop()
+            operations[code](decoder)
     except KeyError:
-        raise NotPlainDataError(_refusal(machine, code)) from None
+        raise NotPlainDataError(_refusal(decoder, code)) from None
     except (IndexError, struct.error):
-        raise NotPlainDataError("is cut off or damaged") from None
+        raise NotPlainDataError("is truncated or damaged") from None
     except (UnicodeDecodeError, TypeError, AttributeError):
-        raise NotPlainDataError(f"is damaged near byte {machine.position:,}") from None
+        raise NotPlainDataError(f"is damaged near byte {decoder.position:,}") from None
     raise NotPlainDataError(f"takes more than {MAX_OPERATIONS:,} operations to decode")
 
 
@@ -96,31 +96,31 @@ _PROTO, _STOP = b"\x80", ord(".")
 
 
 def _ignore(form: struct.Struct) -> _Operation:
-    """Skip a number that says how the file is cut into pieces."""
+    """Skip a number that only frames the file."""
 
-    def skip(machine: _Decoder) -> None:
-        machine.number(form)
+    def skip(decoder: _Decoder) -> None:
+        decoder.number(form)
 
     return skip
 
 
 def _push(make: Callable[[], object]) -> _Operation:
-    def push(machine: _Decoder) -> None:
-        machine.stack.append(make())
+    def push(decoder: _Decoder) -> None:
+        decoder.stack.append(make())
 
     return push
 
 
 def _push_number(form: struct.Struct) -> _Operation:
-    def push(machine: _Decoder) -> None:
-        machine.stack.append(machine.number(form))
+    def push(decoder: _Decoder) -> None:
+        decoder.stack.append(decoder.number(form))
 
     return push
 
 
 def _push_bytes(length: struct.Struct, decode: Callable[[bytes], object]) -> _Operation:
-    def push(machine: _Decoder) -> None:
-        machine.stack.append(decode(machine.take(machine.number(length))))
+    def push(decoder: _Decoder) -> None:
+        decoder.stack.append(decode(decoder.take(decoder.number(length))))
 
     return push
 
@@ -136,8 +136,8 @@ def _integer(data: bytes) -> int:
 
 
 def _push_tuple(size: int) -> _Operation:
-    def push(machine: _Decoder) -> None:
-        stack = machine.stack
+    def push(decoder: _Decoder) -> None:
+        stack = decoder.stack
         if len(stack) < size:
             raise IndexError
         stack[-size:] = [tuple(stack[-size:])]
@@ -145,61 +145,61 @@ def _push_tuple(size: int) -> _Operation:
     return push
 
 
-def _tuple(machine: _Decoder) -> None:
-    items = machine.pop_to_mark()
-    machine.stack.append(tuple(items))
+def _tuple(decoder: _Decoder) -> None:
+    items = decoder.pop_to_mark()
+    decoder.stack.append(tuple(items))
 
 
-def _mark(machine: _Decoder) -> None:
-    machine.outer.append(machine.stack)
-    machine.stack = []
+def _mark(decoder: _Decoder) -> None:
+    decoder.outer.append(decoder.stack)
+    decoder.stack = []
 
 
-def _append(machine: _Decoder) -> None:
-    item = machine.stack.pop()
-    _list(machine).append(item)
+def _append(decoder: _Decoder) -> None:
+    item = decoder.stack.pop()
+    _list(decoder).append(item)
 
 
-def _appends(machine: _Decoder) -> None:
-    items = machine.pop_to_mark()
-    _list(machine).extend(items)
+def _appends(decoder: _Decoder) -> None:
+    items = decoder.pop_to_mark()
+    _list(decoder).extend(items)
 
 
-def _set_item(machine: _Decoder) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _dict_items(machine, [key], [value])
+def _set_item(decoder: _Decoder) -> None:
+    value, key = decoder.stack.pop(), decoder.stack.pop()
+    _dict_items(decoder, [key], [value])
 
 
-def _set_items(machine: _Decoder) -> None:
-    items = machine.pop_to_mark()
-    _dict_items(machine, items[::2], items[1::2])
+def _set_items(decoder: _Decoder) -> None:
+    items = decoder.pop_to_mark()
+    _dict_items(decoder, items[::2], items[1::2])
 
 
-def _list(machine: _Decoder) -> list[Any]:
-    container = machine.stack[-1]
+def _list(decoder: _Decoder) -> list[Any]:
+    container = decoder.stack[-1]
     if type(container) is not list:
         raise TypeError
     return container
 
 
-def _dict_items(machine: _Decoder, keys: list[Any], values: list[Any]) -> None:
-    container = machine.stack[-1]
-    # Only keys that hash at once: a tuple nested a million deep would overflow the stack.
+def _dict_items(decoder: _Decoder, keys: list[Any], values: list[Any]) -> None:
+    container = decoder.stack[-1]
+    # Only keys with a flat hash: hashing a tuple nested a million deep would overflow the stack.
     if type(container) is not dict or len(keys) != len(values) or not {*map(type, keys)} <= {str, int}:
         raise TypeError
     container.update(zip(keys, values, strict=True))
 
 
-def _memoize(machine: _Decoder) -> None:
-    machine.memo.append(machine.stack[-1])
+def _memoize(decoder: _Decoder) -> None:
+    decoder.memo.append(decoder.stack[-1])
 
 
 def _put(form: struct.Struct) -> _Operation:
-    def put(machine: _Decoder) -> None:
-        # Pickle counts up. An index far beyond the last would make Python's own memo as large.
-        if machine.number(form) != len(machine.memo):
+    def put(decoder: _Decoder) -> None:
+        # Pickle counts up. Python's own memo would grow as large as any index in the file.
+        if decoder.number(form) != len(decoder.memo):
             raise TypeError
-        _memoize(machine)
+        _memoize(decoder)
 
     return put
 
@@ -207,10 +207,10 @@ def _put(form: struct.Struct) -> _Operation:
 def _get(form: struct.Struct) -> _Operation:
     unpack, size = form.unpack_from, form.size
 
-    def get(machine: _Decoder) -> None:  # the most frequent of all: every word a snapshot repeats
-        (index,) = unpack(machine.data, machine.position)
-        machine.position += size
-        machine.stack.append(machine.memo[index])
+    def get(decoder: _Decoder) -> None:  # the most frequent operation: every string that a snapshot repeats
+        (index,) = unpack(decoder.data, decoder.position)
+        decoder.position += size
+        decoder.stack.append(decoder.memo[index])
 
     return get
 
@@ -257,18 +257,18 @@ _CALLS = {
     ord("Q"): "BINPERSID", 0x81: "NEWOBJ", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x92: "NEWOBJ_EX",
 }  # fmt: skip
 _GLOBAL, _STACK_GLOBAL = ord("c"), 0x93
-_NAME = 200  # characters of a name worth showing
+_NAME = 200  # most characters shown of a name
 
 
-def _refusal(machine: _Decoder, code: int) -> str:
-    """Say what the pickle asked for."""
+def _refusal(decoder: _Decoder, code: int) -> str:
+    """Return why the opcode is refused."""
     if code == _GLOBAL:
-        lines = machine.data[machine.position :][:_NAME].split(b"\n")[:2]
+        lines = decoder.data[decoder.position :][:_NAME].split(b"\n")[:2]
         names = [line.decode("utf-8", "replace") for line in lines]
     elif code == _STACK_GLOBAL:
-        names = [name for name in machine.stack[-2:] if isinstance(name, str)]
+        names = [name for name in decoder.stack[-2:] if isinstance(name, str)]
     elif code in _CALLS:
-        return f"asks for an object to be made ({_CALLS[code]})"
+        return f"constructs an object ({_CALLS[code]}), which runs code"
     else:
         return f"has the opcode {bytes((code,))!r}, which plain data does not need"
-    return f"asks for {'.'.join(names)[:_NAME]!r}, which is code"
+    return f"refers to {'.'.join(names)[:_NAME]!r}, which is code"

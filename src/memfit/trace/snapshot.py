@@ -1,7 +1,7 @@
-"""PyTorch's memory snapshots, the pickles of ``torch.cuda.memory._dump_snapshot``, read and written.
+"""Read and write PyTorch's memory snapshots, the pickles of ``torch.cuda.memory._dump_snapshot``.
 
 Source of the format: ``_snapshot`` in torch/cuda/memory.py, PyTorch 2.14.1. Earlier versions lack some
-keys and later ones may add some; neither matters here.
+keys and later ones may add some; both are read.
 """
 
 import pickle
@@ -36,13 +36,13 @@ _INACTIVE, _ALLOCATED, _AWAITING_FREE = "inactive", "active_allocated", "active_
 # PyTorch documents the third as active_awaiting_free and writes active_pending_free.
 _AS_WRITTEN = {_INACTIVE: _INACTIVE, _ALLOCATED: _ALLOCATED, _AWAITING_FREE: "active_pending_free"}
 _AS_READ = {written: state for state, written in _AS_WRITTEN.items()} | {_AWAITING_FREE: _AWAITING_FREE}
-_UNKNOWN = Figure(0, Provenance.ASSUMED, "a memory snapshot does not tell")
+_UNKNOWN = Figure(0, Provenance.ASSUMED, "unknown: not in a memory snapshot")
 
 
 def read_snapshot(path: Path, device: int = 0) -> Trace:
-    """Read one device's history out of a memory snapshot.
+    """Read one device's history from a memory snapshot.
 
-    Nothing in the file is executed: an unpickler of memfit's own admits plain data only.
+    Nothing in the file is executed: memfit's own unpickler reads plain data only.
 
     Args:
         path: a file that ``torch.cuda.memory._dump_snapshot`` wrote.
@@ -52,7 +52,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
         A trace without labels, marks or categories; its ``statistics`` are the bytes in its segments.
 
     Raises:
-        FileFormatError: there is no such file, it is not plain data, or holds no history of that device.
+        FileFormatError: there is no such file, it is not plain data, or it has no history of that device.
     """
     snapshot = _load(path)
     try:
@@ -60,28 +60,28 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
     except FileFormatError as error:
         raise FileFormatError(f"Cannot read {path}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        detail = f"no {error} where one belongs" if isinstance(error, KeyError) else str(error)
+        detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise FileFormatError(
-            f"Cannot read {path}: it is not a memory snapshot as PyTorch writes it ({detail})."
+            f"Cannot read {path}: it is not a memory snapshot written by PyTorch ({detail})."
         ) from None
 
 
 def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
-    """Turn a memory snapshot into a trace.
+    """Convert a memory snapshot to a trace.
 
     Args:
         snapshot: what ``torch.cuda.memory._snapshot()`` returns.
         device: index of the device.
 
     Raises:
-        FileFormatError: it holds no history of that device; the message names those it has.
-        KeyError, TypeError, ValueError, OverflowError, AttributeError: it is no snapshot.
+        FileFormatError: it has no history of that device; the message names the devices that have one.
+        KeyError, TypeError, ValueError, OverflowError, AttributeError: it is not a snapshot.
     """
     histories = snapshot["device_traces"]
     with_history = [index for index, history in enumerate(histories) if history]
     if device not in with_history:
         raise FileFormatError(
-            f"it holds no history of device {device} (devices with one: "
+            f"it has no history of device {device} (devices with one: "
             f"{', '.join(map(str, with_history)) or 'none'}). Call torch.cuda.memory."
             "_record_memory_history() before the code of interest, and _dump_snapshot(file) after it."
         )
@@ -111,17 +111,16 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
 
 
 def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, Any]:
-    """Return a snapshot whose history begins with the allocations that are older than it, and still there.
+    """Return a snapshot whose history begins with the blocks allocated before it and still in use at its end.
 
-    PyTorch keeps the line of each block that is in use, however long ago it was allocated, if that was
-    recorded.
+    PyTorch keeps the stack of each block in use, however old, if its allocation was recorded.
 
     Args:
         snapshot: what ``torch.cuda.memory._snapshot()`` returns.
         device: index of the device.
     """
     history = snapshot["device_traces"][device]
-    told = {event["addr"] for event in history if event["action"] == "alloc"}
+    allocated = {event["addr"] for event in history if event["action"] == "alloc"}
     begins = history[0].get("time_us", 0) if history else 0
     earlier = [
         {
@@ -135,7 +134,7 @@ def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, A
         }
         for segment in _of_device(snapshot, device)
         for address, block in _addressed(segment)
-        if block["state"] == _ALLOCATED and address not in told
+        if block["state"] == _ALLOCATED and address not in allocated
     ]
     histories = list(snapshot["device_traces"])
     histories[device] = [*earlier, *history]
@@ -143,13 +142,13 @@ def with_earlier(snapshot: Mapping[str, Any], device: int = 0) -> Mapping[str, A
 
 
 def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
-    """Return the allocator's settings in force, in the names of ``PYTORCH_ALLOC_CONF``.
+    """Return the allocator's settings in force, by their names in ``PYTORCH_ALLOC_CONF``.
 
     Args:
         snapshot: what ``torch.cuda.memory._snapshot()`` returns.
 
     Returns:
-        The string PyTorch was given, under ``conf``, and the settings that decide sizes.
+        The string that PyTorch was given, as ``conf``, and the settings that decide sizes.
 
     >>> settings({"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": 128 << 20}})
     {'conf': '', 'max_split_size_mb': '128'}
@@ -170,14 +169,14 @@ def settings(snapshot: Mapping[str, Any]) -> dict[str, str]:
 
 
 def segments(snapshot: Mapping[str, Any], device: int = 0) -> tuple[Segment, ...]:
-    """Return the segments of one device, as they were when the snapshot was taken.
+    """Return the segments of one device at the time of the snapshot.
 
     Args:
         snapshot: what ``torch.cuda.memory._snapshot()`` returns.
         device: index of the device.
 
     Returns:
-        In the order of their addresses; streams are numbered as ``columns`` numbers them.
+        In order of address; streams have the numbers that ``columns`` gives them.
     """
     stream_of = streams(snapshot["device_traces"][device])
     return tuple(
@@ -200,22 +199,24 @@ def write_snapshot(trace: Trace, path: Path) -> None:
     Labels become ``user_metadata``: the phase, the module and the operator of each event.
 
     Raises:
-        UsageError: the file cannot be written there.
+        UsageError: the file cannot be written.
     """
     snapshot = snapshot_of(trace)
     write_atomically(path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))
 
 
 def snapshot_of(trace: Trace) -> dict[str, Any]:
-    """Turn a trace into a memory snapshot: the inverse of ``trace_of``, as far as a snapshot holds it."""
+    """Convert a trace to a memory snapshot: the inverse of ``trace_of``, for what a snapshot can hold."""
     frames = [{"name": f.function, "filename": f.file, "line": f.line} for f in trace.frames]
     # One list per stack, shared by its events as PyTorch shares it: pickle writes it once.
     stacks = [[frames[index] for index in stack] for stack in trace.stacks]
     stacks.append([])  # for -1
     events = _history(trace, stacks)
-    made = ("alloc", Action.EARLIER.name.lower())
-    allocated_at = {event["addr"]: event["frames"] for event in events if event["action"] in made}
-    history = [event for event in events if event["action"] != made[1]]
+    earlier = Action.EARLIER.name.lower()
+    allocated_at = {
+        event["addr"]: event["frames"] for event in events if event["action"] in ("alloc", earlier)
+    }
+    history = [event for event in events if event["action"] != earlier]
     return {
         "segments": [_segment_dict(segment, allocated_at) for segment in trace.segments],
         "device_traces": [history],
@@ -229,8 +230,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise FileFormatError(
-                f"Cannot read {path}: it has {format_bytes(size)}, and memory snapshots of up to "
-                f"{format_bytes(MAX_BYTES)} are read. Record fewer events (max_entries)."
+                f"Cannot read {path}: it has {format_bytes(size)}, and memfit reads snapshots of up to "
+                f"{format_bytes(MAX_BYTES)}. Record fewer events (max_entries)."
             )
         snapshot = loads(path.read_bytes())
     except OSError as error:
@@ -242,14 +243,14 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from None
     if not isinstance(snapshot, dict):
         raise FileFormatError(
-            f"Cannot read {path}: it holds a {type(snapshot).__name__}, and a memory snapshot is a dict. "
+            f"Cannot read {path}: it holds a {type(snapshot).__name__}, but a memory snapshot is a dict. "
             "Write one with torch.cuda.memory._dump_snapshot(file)."
         )
     return snapshot
 
 
 def _looks_like_user_file(file: str) -> bool:
-    """Whether a file of some machine is neither an installed package nor the standard library."""
+    """Return whether a file, of any machine, is neither in an installed package nor the standard library."""
     return not re.search(r"[/\\](?:site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|^<frozen ", file)
 
 
@@ -267,7 +268,7 @@ def _blocks(segment: Mapping[str, Any]) -> tuple[SnapshotBlock, ...]:
 
 def _addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield the blocks of a segment, each with its address."""
-    # Early versions give a block no address of its own: blocks follow each other.
+    # Early versions write no address for a block: blocks are contiguous.
     address = _number(segment["address"])
     for block in segment["blocks"]:
         yield address, block
@@ -347,7 +348,7 @@ def _segment_dict(segment: Segment, allocated_at: Mapping[int, list[dict[str, An
 
 
 def _allocator_settings(in_force: Mapping[str, str]) -> dict[str, Any]:
-    """Turn settings into PyTorch's own record of them, which ``settings`` reads back."""
+    """Convert settings to PyTorch's own record of them, which ``settings`` reads back."""
     left = dict(in_force)
     conf = left.pop("conf", "")
     left.pop("environment", None)
@@ -363,6 +364,6 @@ def _allocator_settings(in_force: Mapping[str, str]) -> dict[str, Any]:
         result["roundup_power2_divisions"] = {
             start: int(count) for start, _, count in (entry.partition(":") for entry in entries)
         }
-    # What PyTorch has no key for stands in the string.
+    # Settings for which PyTorch has no key go into the string.
     rest = [f"{name}:{value}" for name, value in left.items()]
     return {"PYTORCH_CUDA_ALLOC_CONF": ",".join(filter(None, [conf, *rest])), **result}

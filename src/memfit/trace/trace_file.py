@@ -1,15 +1,15 @@
 """Trace files (``.memfit``): a zip of one JSON header and one raw column per member.
 
     header.json          format, version, and everything of a Trace that is not a column
-    columns/action       n x u1     |  EARLIER is among them from version 4 on
+    columns/action       n x u1     |  may contain EARLIER from version 4 on
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
     ...                             |
-    columns/pool         n x i4     |  only where the header names pools; version 1 has none
-    columns/tensor       n x i4     |  only where the header names tensors; versions 1 and 2 have none
+    columns/pool         n x i4     |  only if the header has pools; from version 2 on
+    columns/tensor       n x i4     |  only if the header has tensors; from version 3 on
 
-A trace file may come from anywhere. It is data only, and everything is checked: sizes before anything
-is decompressed, every index before anything looks up by it.
+A trace file may come from an untrusted source. It is data only, and everything is checked: sizes before
+decompression, every index before it is used.
 """
 
 import io
@@ -52,28 +52,28 @@ _COLUMNS = {
     "time": "<i8", "label": "<i4", "stack": "<i4", "category": "<u1", "pool": "<i4", "tensor": "<i4",
 }  # fmt: skip
 _TABLES = {"pool": "pools", "tensor": "tensors"}
-"""Columns that are there where the header has the table that they refer to."""
+"""Columns that exist only if the header has the table that they index."""
 _HEADER = "header.json"
 _LEVEL = 3  # of deflate; its default, 6, takes three to four times as long
 _MAX_INTEGER = (1 << 63) - 1
 BLOCK_STATES = ("inactive", "active_allocated", "active_awaiting_free")
 
 _ZIP_START = b"PK\x03\x04"
-# The end of a zip: signature, disks, entries (twice), bytes of the directory, its place, comment length.
+# The end of a zip: signature, disks, entries (twice), bytes of the directory, its offset, comment length.
 _ZIP_END = struct.Struct("<4s4xHHI4xH")
 _ZIP64_LOCATOR, _ZIP64_LOCATOR_SIZE = b"PK\x06\x07", 20
 _MAX_DIRECTORY_BYTES = 1 << 12
 
 
 class _Signature(msgspec.Struct):
-    """What the header of every version begins with."""
+    """The fields that begin the header of every version."""
 
     format: str
     version: int
 
 
 class _Header(_Signature, kw_only=True):
-    """The header of every version: the fields of ``Trace``, and how many events there are."""
+    """The header of every version: the fields of ``Trace``, and the number of events."""
 
     events: int
     labels: tuple[Label, ...]
@@ -93,11 +93,11 @@ class _Header(_Signature, kw_only=True):
 
 
 class _TraceError(Exception):
-    """The file is not a trace that can be trusted; the message goes on from ``Cannot read X: it ...``."""
+    """The file is not a valid trace; the message completes ``Cannot read X: it ...``."""
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file looks like a trace rather than a pickle: it begins as a zip does.
+    """Return whether a file looks like a trace rather than a pickle: it begins like a zip.
 
     Raises:
         FileFormatError: there is no such file, or it cannot be opened.
@@ -110,18 +110,18 @@ def is_trace(path: Path) -> bool:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a trace; whoever reads ``path`` sees the old file or the whole new one.
+    """Write a trace; a reader of ``path`` sees the old file or the complete new one.
 
     Args:
         trace: at most ``MAX_EVENTS`` events.
-        path: where the file goes, by custom ``*.memfit``.
+        path: the file, by convention ``*.memfit``.
 
     Raises:
-        UsageError: the file cannot be written there, or the trace is too long to be read again.
+        UsageError: the file cannot be written, or the trace is too long to be read back.
     """
     if len(trace.events) > MAX_EVENTS:
         raise UsageError(
-            f"Cannot write {path}: a trace holds at most {MAX_EVENTS:,} events, this one has "
+            f"Cannot write {path}: a trace holds at most {MAX_EVENTS:,} events, and this one has "
             f"{len(trace.events):,}. Run fewer steps."
         )
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
@@ -133,7 +133,7 @@ def write_trace(trace: Trace, path: Path) -> None:
     def write(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
             for name, content in members.items():
-                # A fixed date: equal traces make equal files.
+                # A fixed date, so that equal traces make equal files.
                 archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, _LEVEL)
 
     write_atomically(path, write)
@@ -149,7 +149,7 @@ def read_trace(path: Path) -> Trace:
         The trace; its columns are read-only.
 
     Raises:
-        FileFormatError: there is no such file, or it is not a whole and consistent trace of a version
+        FileFormatError: there is no such file, or it is not a complete and consistent trace of a version
             that this memfit reads.
     """
     try:
@@ -167,17 +167,17 @@ def _read(file: BinaryIO) -> Trace:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             if next(iter(members), None) != _HEADER:
-                raise _TraceError(f"is a zip, but not a memfit trace: it holds {_some(members)}.")
+                raise _TraceError(f"is a zip, but not a memfit trace: it holds {_first_names(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
             dtypes = _columns_of(header)
             if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
-                raise _TraceError("is damaged: its columns are not those of its header. Record it again.")
+                raise _TraceError("is damaged: its columns do not match its header. Record it again.")
             sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
             for name, size in sizes.items():
                 if members[name].file_size != size:
                     raise _TraceError(
-                        f"is damaged: {name} has {members[name].file_size:,} bytes where "
-                        f"{header.events:,} events make {size:,}. Record it again."
+                        f"is damaged: {name} has {members[name].file_size:,} bytes, but "
+                        f"{header.events:,} events take {size:,}. Record it again."
                     )
             columns = {
                 name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
@@ -188,12 +188,12 @@ def _read(file: BinaryIO) -> Trace:
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
     for fault in _faults(trace):
-        raise _TraceError(f"contradicts itself: {fault}. It was damaged or changed; record it again.")
+        raise _TraceError(f"contradicts itself: {fault}. It is damaged or was edited; record it again.")
     return trace
 
 
 def _columns_of(tables: Trace | _Header) -> dict[str, str]:
-    """Return the columns that there are beside these tables, and their types."""
+    """Return the columns that a trace with these tables has, and their types."""
     return {
         name: dtype
         for name, dtype in _COLUMNS.items()
@@ -206,27 +206,27 @@ def _rest_of_trace() -> list[str]:
 
 
 def _check_directory(file: BinaryIO) -> None:
-    """Look at the end of the zip, so that zipfile never reads a directory as large as the file."""
+    """Check the end of the zip first, so that zipfile never reads a directory as large as the file."""
     end = file.seek(0, io.SEEK_END)
     file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
-        raise _TraceError("is not a memfit trace, or its end is missing. Traces come from memfit -o.")
+        raise _TraceError("is not a memfit trace, or it is truncated. memfit dry-run -o writes traces.")
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _TraceError("is a zip, but not a memfit trace.")
-    most = 1 + len(_COLUMNS)
-    if entries != entries_in_all or not most - len(_TABLES) <= entries <= most:
+    limit = 1 + len(_COLUMNS)
+    if entries != entries_in_all or not limit - len(_TABLES) <= entries <= limit:
         raise _TraceError(f"is a zip of {entries} members, but not a memfit trace.")
 
 
 def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> bytes:
-    """Decompress a member. zipfile reads no further than the size it declares, and checks the CRC."""
+    """Decompress a member. zipfile reads at most the size that it declares, and checks the CRC."""
     if member.file_size > limit:
         raise _TraceError(f"declares {member.file_size:,} bytes of {member.filename}, more than a trace has.")
     content = archive.read(member)
     if len(content) != member.file_size:
-        raise _TraceError(f"is cut off inside {member.filename}. Record it again.")
+        raise _TraceError(f"is truncated inside {member.filename}. Record it again.")
     return content
 
 
@@ -240,7 +240,7 @@ def _encode(header: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(header)
     except UnicodeEncodeError:
-        # A file name that is not UTF-8, as Python keeps it: no JSON can hold it, so it gets a "?".
+        # A file name that is not UTF-8, as Python represents it: JSON cannot hold it, so it gets a "?".
         return msgspec.json.encode(_encodable(msgspec.to_builtins(header)))
 
 
@@ -258,27 +258,27 @@ def _decode(content: bytes) -> _Header:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
-            raise _TraceError(f"is not a memfit trace but {signature.format[:80]!r}.")
+            raise _TraceError(f"is not a memfit trace: its format is {signature.format[:80]!r}.")
         if signature.version > VERSION:
             raise _TraceError(
                 f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
                 "Upgrade memfit."
             )
         if signature.version < 1:
-            raise _TraceError(f"names a version that never was ({signature.version}).")
+            raise _TraceError(f"names a version that does not exist ({signature.version}).")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _TraceError(
-            f"has a header that is damaged or not a trace's ({error}). Record it again."
+            f"has a header that is damaged or not that of a trace ({error}). Record it again."
         ) from None
 
 
-def _some(members: dict[str, zipfile.ZipInfo]) -> str:
+def _first_names(members: dict[str, zipfile.ZipInfo]) -> str:
     return ", ".join(repr(name[:40]) for name in list(members)[:4]) or "nothing"
 
 
 def _faults(trace: Trace) -> Iterator[str]:
-    """Name what is out of range; each range is that of the table or type the number refers to."""
+    """Yield what is out of range; each range is that of the table or type that the number refers to."""
     events, labels, stacks, frames = trace.events, len(trace.labels), len(trace.stacks), len(trace.frames)
     columns: dict[str, tuple[int, int]] = {
         "action": (0, max(Action)),
@@ -319,11 +319,11 @@ def _faults(trace: Trace) -> Iterator[str]:
         if column.size and not (low <= column.min() and column.max() <= high):
             yield f"{what} is outside {low} to {high}"
     if trace.pools and trace.pools[0] != DEFAULT_POOL:
-        yield "its first pool is not the default one"
+        yield "its first pool is not the default pool"
     if trace.pools and not {segment.pool for segment in trace.segments} <= set(trace.pools):
-        yield "a segment's pool is none of its pools"
+        yield "a segment's pool is not among its pools"
     if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
-        yield f"a block's state is none of {', '.join(BLOCK_STATES)}"
+        yield f"a block's state is not one of {', '.join(BLOCK_STATES)}"
 
 
 def _integers(segment: Segment) -> Iterator[int]:
