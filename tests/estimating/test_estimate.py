@@ -1,4 +1,4 @@
-"""memfit.estimate: the same bytes as a script, and nothing of the user's touched."""
+"""memfit.estimate: the bytes of the equivalent script, without changing the user's objects."""
 
 import subprocess
 import sys
@@ -92,7 +92,7 @@ def test_peaks_equal_those_of_the_script_to_the_byte(setup, forward, optimizer, 
     assert run.terms == expected.terms
 
 
-def test_nothing_of_the_users_is_touched_and_the_answer_adds_up():
+def test_the_users_objects_are_unchanged_and_the_breakdown_adds_up():
     model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(), nn.BatchNorm1d(1024)).train()
     model[1].eval()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -130,7 +130,7 @@ def test_nothing_of_the_users_is_touched_and_the_answer_adds_up():
     assert "No loss was given" in str(answer)
 
 
-def test_where_it_does_not_fit_what_it_needs_in_all_is_told_and_another_gpu_can_be_asked():
+def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(16)))
     answer = memfit.estimate(model, torch.ones(8, 16384), gpu="RTX-3060")
     assert answer.run.verdict == "out of memory"
@@ -142,18 +142,18 @@ def test_where_it_does_not_fit_what_it_needs_in_all_is_told_and_another_gpu_can_
     assert f"In all it needs {answer.total.bytes / 2**30:,.2f} GiB" in str(answer)
 
 
-def test_a_model_that_fails_is_named_with_its_line(tmp_path):
+def test_a_failing_model_is_reported_with_its_error(tmp_path):
     with pytest.raises(TargetError, match=r"model failed on the ghost.*RuntimeError: mat1 and mat2"):
         memfit.estimate(nn.Linear(3, 4), torch.ones(2, 5))
 
 
-def test_a_model_that_leaves_has_not_run_and_a_criterion_that_is_a_function_is_told_its_call():
-    class Leaver(nn.Linear):
+def test_a_model_that_exits_has_failed_and_a_loss_function_error_shows_its_signature():
+    class Exiting(nn.Linear):
         def forward(self, *_):
             sys.exit(3)
 
     with pytest.raises(TargetError, match=r"test_estimate\.py:\d+\): RuntimeError: it called sys\.exit\(3\)"):
-        memfit.estimate(Leaver(3, 4), torch.ones(2, 3))
+        memfit.estimate(Exiting(3, 4), torch.ones(2, 3))
     with pytest.raises(TargetError, match=r"failed on the ghost.* called as loss\(model, inputs\)"):
         memfit.estimate(nn.Linear(3, 4), (torch.ones(2, 3), torch.ones(2, 4)), loss=nn.functional.mse_loss)
 
@@ -190,13 +190,13 @@ def loss(model, x):
 
 torch.backends.cudnn.benchmark = True
 torch.set_autocast_dtype("cuda", torch.bfloat16)
-torch.set_autocast_enabled("cuda", True)  # torch.autocast("cuda") refuses to where there is no GPU
+torch.set_autocast_enabled("cuda", True)  # torch.autocast("cuda") does nothing without a GPU
 answer = memfit.estimate(Block(), torch.ones(4, WIDTH), loss=loss, optimizer=torch.optim.SGD)
 print(answer.run.peak_place.phase, answer.breakdown["parameters"].bytes, answer.run.steps)
 """
 
 
-def test_an_interactive_sessions_classes_and_switches_travel(tmp_path):
+def test_classes_and_switches_of_an_interactive_session_are_sent(tmp_path):
     done = subprocess.run(
         [sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, check=False, cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""Batches for models without data: each is accepted by the model it was made for."""
+"""Synthetic batches: each is accepted by the model it was made for."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def several_labels(kind):
         ("ViTForImageClassification", VIT, {}, {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
     ],
 )
-def test_a_transformers_model_returns_a_loss_for_it(kind, config, sizes, shapes):
+def test_a_transformers_model_computes_a_loss_from_its_batch(kind, config, sizes, shapes):
     model = getattr(transformers, kind)(config)
     before = torch.get_rng_state()
     batch = memfit.synthetic_batch(model, 2, **sizes)
@@ -67,54 +67,58 @@ def test_a_bare_model_gets_no_labels():
     assert set(batch) == {"input_ids", "attention_mask"}
 
 
-def test_image_classifiers_in_plain_pytorch():
+def test_an_image_classifier_gets_images_and_every_class():
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 8), nn.Linear(8, 5)
     ).bfloat16()
     images, labels = memfit.synthetic_batch(model, 64, image=(8, 10))
     assert (images.shape, images.dtype) == ((64, 1, 8, 10), torch.bfloat16)
-    assert set(labels.tolist()) == set(range(5))  # every class, and no other
+    assert set(labels.tolist()) == set(range(5))  # every class, and only those
     assert torch.equal(memfit.synthetic_batch(model, 64, image=(8, 10), labels=False), images)
 
 
 @pytest.mark.parametrize(
     ("make", "sizes", "message"),
     [
-        (lambda: transformers.GPT2LMHeadModel(GPT2), {}, "GPT2LMHeadModel reads text: give length="),
+        (lambda: transformers.GPT2LMHeadModel(GPT2), {}, "GPT2LMHeadModel is a text model: pass length="),
         (lambda: transformers.BertForPreTraining(BERT), {"length": 8}, "labels, next_sentence_label"),
         (lambda: transformers.BertForMultipleChoice(BERT), {"length": 8}, "BertForMultipleChoice"),
         (lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(3, 3)), {}, "image="),
-        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3)), {"image": (8, 8)}, "last layer is no"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3)),
+            {"image": (8, 8)},
+            "last layer is not a Linear",
+        ),
         (lambda: Detector(nn.Conv2d(3, 3, 3), nn.Linear(3, 3)), {"image": (8, 8)}, "images, targets"),
         (lambda: transformers.ViTForMaskedImageModeling(VIT), {}, "it takes no labels"),
         (lambda: several_labels(transformers.BertForSequenceClassification), {"length": 8}, "labels"),
         (lambda: transformers.GPT2LMHeadModel(GPT2), {"length": 17}, "wpe has 16"),
         (lambda: transformers.RobertaModel(ROBERTA), {"length": 17}, "position_embeddings has 16"),
-        (lambda: nn.Linear(3, 3), {"length": 0}, "length is a whole number"),
-        (lambda: 3, {}, "not for a int"),
+        (lambda: nn.Linear(3, 3), {"length": 0}, "length must be an integer"),
+        (lambda: 3, {}, "not int"),
         (lambda: nn.Linear(3, 3), {"image": (8, 8)}, "no Conv2d"),
     ],
 )
-def test_what_is_not_known_is_named(make, sizes, message):
+def test_unknown_inputs_and_missing_sizes_are_named(make, sizes, message):
     with pytest.raises(UsageError, match=message):
         memfit.synthetic_batch(make(), 2, **sizes)
 
 
 @pytest.mark.parametrize("size", [0, 2.5])
-def test_a_batch_has_samples(size):
-    with pytest.raises(UsageError, match="at least one"):
+def test_the_batch_size_must_be_a_positive_integer(size):
+    with pytest.raises(UsageError, match="at least 1"):
         memfit.synthetic_batch(nn.Linear(3, 3), size)
 
 
-def test_a_compiled_models_batch_is_that_of_the_model():
+def test_a_compiled_model_gets_the_batch_of_the_original():
     model = transformers.GPT2LMHeadModel(GPT2)
     batch = memfit.synthetic_batch(model, 2, length=8)
     compiled = memfit.synthetic_batch(torch.compile(model, backend="eager"), 2, length=8)
     assert batch.keys() == compiled.keys() == {"input_ids", "attention_mask", "labels"}
 
 
-def test_every_position_may_be_used():
+def test_the_longest_allowed_sequence_uses_every_position():
     roberta = transformers.RobertaModel(ROBERTA)
     assert roberta(**memfit.synthetic_batch(roberta, 2, length=16)).last_hidden_state.shape[1] == 16
-    with pytest.raises(RuntimeError, match="out of bounds"):  # as memfit says it would
+    with pytest.raises(RuntimeError, match="out of bounds"):  # one token more fails in PyTorch
         roberta(torch.full((2, 17), 5))

@@ -1,1 +1,1 @@
-"""A live model and one training step, serialised and run on the ghost."""
+"""Serialise a live model with its training step, and run it on the ghost."""

@@ -1,4 +1,4 @@
-"""PyTorch's global switches that decide which kernels run, and so what memory they take."""
+"""PyTorch's global switches that select kernels, and so affect memory."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,16 +26,16 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 }
-"""How each is read, and how it is set."""
+"""Name -> functions that read and set the switch."""
 
 
 def flags() -> dict[str, Any]:
-    """Return how the switches of this process stand."""
+    """Return the values of the switches in this process."""
     return {name: read() for name, (read, _) in _SWITCHES.items()}
 
 
 def set_flags(values: Mapping[str, Any]) -> None:
-    """Set switches to what ``flags`` returned elsewhere; those that already stand so are left alone."""
+    """Set the switches to values that ``flags`` returned in another process; equal ones are left alone."""
     for name, value in values.items():
         read, write = _SWITCHES[name]
         if read() != value:

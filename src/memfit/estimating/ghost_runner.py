@@ -1,4 +1,4 @@
-"""Run a packed model on the ghost, and turn what its script raised into an answer about the model."""
+"""Run a serialised model on the ghost, and report a failure of its script as one of the model."""
 
 import tempfile
 from collections.abc import Callable

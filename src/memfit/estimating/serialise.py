@@ -1,7 +1,8 @@
-"""Pack a live model for the ghost's process: everything but the contents of its tensors.
+"""Serialise a live model for the ghost's process: everything but the contents of its tensors.
 
 The user's objects are read, never changed. Classes and functions that the other process cannot import
-(of a notebook, of the script itself) travel as code: cloudpickle. What cannot travel is named.
+(from a notebook, or from the script itself) are sent as code by cloudpickle. An object that cannot be sent is
+named in the error.
 """
 
 import importlib
@@ -26,34 +27,36 @@ from memfit.estimating.training_step import OptimizerCopy, TrainingStep
 from memfit.recording.owners import parameters_of
 
 _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OSError, ImportError)
-"""What objects raise that do not want to be pickled."""
+"""Exceptions of objects that cannot be pickled."""
 
 
-_NO_LOSS = "No loss was given: the one in the model's output stands for it, or the sum of what it returns."
-_DETACHED = "A tensor that the model keeps from an earlier computation was copied without that computation."
+_NO_LOSS = "No loss was given: the loss in the model's output is used, or else the sum of its outputs."
+_DETACHED = "A tensor that the model keeps from an earlier computation was copied without its graph."
 _WITH_TARGET = 2
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _NotCopyableError(pickle.PicklingError):
-    """A thing that pickle would take, and that would not be the same on the other side."""
+    """An object that pickle accepts but would recreate differently."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles tensors without their contents, and finds every module on the way."""
+    """Pickles tensors without their contents, and collects every module it meets."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.roots: list[torch.nn.Module] = []
-        """Modules that no other module holds, the model first."""
+        """Modules that no other module contains, the model first."""
         self.detached = False
-        """Whether a tensor lost the computation it came from."""
+        """Whether a tensor was copied without its autograd graph."""
         self._seen: set[int] = set()
-        self._moved: set[int] = set()  # parameters and buffers: on the CPU until their module is moved
+        self._moved: set[int] = (
+            set()
+        )  # parameters and buffers: created on the CPU, then moved with their module
         self._copies: dict[int, StorageCopy] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Say how an object is made again, where memfit knows better than the object itself."""
+        """Return how to recreate an object that pickle alone would not recreate correctly."""
         if isinstance(obj, torch.Tensor):
             return self._tensor(obj)
         if isinstance(obj, torch.nn.Module):
@@ -61,12 +64,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, Optimizer):
             return OptimizerCopy.make, (OptimizerCopy.of(obj),)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            return importlib.import_module, (obj.__name__,)  # torch.backends.cudnn, what is loaded lazily
+            return importlib.import_module, (obj.__name__,)  # torch.backends.cudnn and lazily loaded modules
         return super().reducer_override(obj)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if refused := why_not_copyable(tensor):
-            raise _NotCopyableError(refused)
+        if reason := why_not_copyable(tensor):
+            raise _NotCopyableError(reason)
         self.detached |= not tensor.is_leaf
         return describe(tensor, self._copies, on_gpu=tensor.is_cuda and id(tensor) not in self._moved)
 
@@ -77,7 +80,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._seen.add(id(part))
                 self._moved.update(map(id, (*part._parameters.values(), *part._buffers.values())))
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise _NotCopyableError("a module that was compiled in place; pass torch.compile(model) instead")
+            raise _NotCopyableError("the module was compiled in place; pass torch.compile(model) instead")
         if parametrize.is_parametrized(module):
             (original,) = type(module).__bases__
             return _empty_object, (original,), vars(module), None, None, _set_parametrized
@@ -91,31 +94,31 @@ class PackedModel:
     data: bytes
     """What ``unpack`` reads."""
     name: str
-    """What the estimate is of, as its summary names it."""
+    """Name of the estimate in its summary."""
     notes: tuple[str, ...]
-    """What was assumed."""
+    """Assumptions made, each a sentence for the summary."""
     calls_loss: bool
     """Whether the loss is a function of ``(model, inputs)``."""
 
 
 def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any, steps: int) -> TrainingStep:
-    """Put together what ``estimate`` was given and how PyTorch's switches stand.
+    """Combine the arguments of ``estimate`` with the values of PyTorch's switches.
 
     Raises:
-        UsageError: an argument is not what it should be.
+        UsageError: an argument is invalid.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"estimate takes a torch.nn.Module, not {type(model).__name__}.")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not (value is None or callable(value) or isinstance(value, Optimizer)):
             raise UsageError(
-                f"{name}={value!r} cannot be called. See help(memfit.estimate) for what it may be."
+                f"{name}={value!r} is not callable. See help(memfit.estimate) for what it may be."
             )
     if isinstance(loss, type):
-        raise UsageError(f"loss={loss.__name__} is a class. Make a criterion of it: loss={loss.__name__}().")
+        raise UsageError(f"loss={loss.__name__} is a class. Pass an instance: loss={loss.__name__}().")
     _check_optimizer(model, optimizer)
     if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
-        raise UsageError("A criterion needs a target: inputs=(what the model is called with, target).")
+        raise UsageError("A criterion needs a target: inputs=(inputs of the model, target).")
     return TrainingStep(
         model=model,
         inputs=inputs,
@@ -128,61 +131,61 @@ def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer that the loop of ``estimated.py`` could not step, or that is another model's."""
+    """Refuse an optimizer that ``training_script.py`` cannot step, or that belongs to another model."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(kind, Optimizer) and not _steps_alone(kind):
+    if issubclass(kind, Optimizer) and not _steps_without_closure(kind):
         raise UsageError(
-            f"{kind.__name__} steps with a closure that runs the forward and the backward again, which "
-            "estimate does not give it. Measure the script itself: memfit dry-run train.py."
+            f"{kind.__name__} steps with a closure that repeats forward and backward, which estimate does "
+            "not provide. Measure the script itself: memfit dry-run train.py."
         )
     if not isinstance(optimizer, Optimizer):
         return
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
-            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made "
-            "for another model, or for this one before it was made again. Make it from model.parameters()."
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made for "
+            "another model, or before this one was recreated. Create it from model.parameters()."
         )
 
 
-def _steps_alone(kind: type[Optimizer]) -> bool:
-    """Say whether ``step()`` of an optimizer can be called with nothing; LBFGS wants a closure."""
+def _steps_without_closure(kind: type[Optimizer]) -> bool:
+    """Return whether an optimizer's ``step()`` needs no argument; that of LBFGS needs a closure."""
     _, *takes = inspect.signature(kind.step).parameters.values()
     return all(each.default is not each.empty or each.kind in _ANY_NUMBER for each in takes)
 
 
-def pack(job: TrainingStep) -> PackedModel:
-    """Pack a job.
+def pack(step: TrainingStep) -> PackedModel:
+    """Serialise a training step.
 
     Raises:
-        NotSentError: something cannot be sent; names where it hangs, its type, and why.
+        NotSentError: an object cannot be sent; the message names its path, its type, and the reason.
     """
     file = io.BytesIO()
-    pickle.dump(sys.path, file)  # first: what follows is imported along it
+    pickle.dump(sys.path, file)  # first: the rest is imported along it
     pickler = Pickler(file)
     try:
-        pickler.dump(job)
+        pickler.dump(step)
         pickler.dump(pickler.roots)
     except (*_FAILURES, RecursionError):
-        where, culprit, why = _culprit(job)
+        where, culprit, why = _culprit(step)
         raise NotSentError(
             f"Cannot send {where} to the ghost's process, a {_type_name(culprit)}: {why}. "
-            "Take it off the model for the estimate, or measure the script itself: memfit dry-run train.py."
+            "Remove it from the model, or measure the script itself: memfit dry-run train.py."
         ) from None
-    assumed = {_NO_LOSS: job.loss is None and job.optimizer is not None, _DETACHED: pickler.detached}
+    assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)
-    calls_loss = job.loss is not None and not isinstance(job.loss, torch.nn.Module)
-    return PackedModel(file.getvalue(), f"memfit.estimate({type(job.model).__name__})", notes, calls_loss)
+    calls_loss = step.loss is not None and not isinstance(step.loss, torch.nn.Module)
+    return PackedModel(file.getvalue(), f"memfit.estimate({type(step.model).__name__})", notes, calls_loss)
 
 
 def unpack(data: bytes) -> tuple[TrainingStep, list[torch.nn.Module]]:
-    """Remake a job, and the modules in it that no other holds. Parameters and buffers are on the CPU."""
+    """Recreate a training step, and the modules that no other contains. Their tensors are on the CPU."""
     file = io.BytesIO(data)
     sys.path[:] = pickle.load(file)  # noqa: S301 - written by the process that started this one
     unpickler = pickle.Unpickler(file)  # noqa: S301
-    job: TrainingStep = unpickler.load()
+    step: TrainingStep = unpickler.load()
     roots: list[torch.nn.Module] = unpickler.load()
-    return job, roots
+    return step, roots
 
 
 def _empty_object(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -196,14 +199,14 @@ def _set_parametrized(module: torch.nn.Module, state: dict[str, Any]) -> None:
         parametrize._inject_property(module, name)
 
 
-# -- what could not be sent -----------------------------------------------------------------------
+# -- objects that cannot be sent -----------------------------------------------------------------------
 
 
-def _culprit(job: TrainingStep) -> tuple[str, object, str]:
-    """Find the innermost object that cannot be pickled: its path, itself, and why."""
-    found: object = job
-    path, why = "", _failure(job)
-    seen = {id(job)}
+def _culprit(step: TrainingStep) -> tuple[str, object, str]:
+    """Find the innermost object that cannot be pickled; return its path, the object, and the reason."""
+    found: object = step
+    path, why = "", _failure(step)
+    seen = {id(step)}
     while True:
         for name, part in _parts(found):
             if id(part) in seen:
@@ -227,16 +230,16 @@ def _failure(part: object) -> str:
 
 
 def _parts(whole: object) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, each with how Python would reach it from there."""
+    """Yield the parts of an object, each with the Python expression that reaches it from there."""
     match whole:
         case TrainingStep():
             yield from vars(whole).items()
         case torch.nn.Module():
             tables = (whole._modules, whole._parameters, whole._buffers)
             yield from ((f".{name}", part) for table in tables for name, part in table.items())
-            # The last is not part of what nn.Module pickles.
-            done = {"_modules", "_parameters", "_buffers", "_compiled_call_impl"}
-            yield from ((f".{name}", value) for name, value in vars(whole).items() if name not in done)
+            # nn.Module does not pickle the last of these.
+            skipped = {"_modules", "_parameters", "_buffers", "_compiled_call_impl"}
+            yield from ((f".{name}", value) for name, value in vars(whole).items() if name not in skipped)
         case dict():
             yield from ((f"[{key!r}]", value) for key, value in whole.items())
         case list() | tuple():

@@ -1,9 +1,9 @@
-"""A batch that a model accepts, where there is no data: right in names, shapes, types and ranges, no more.
+"""Make a batch that a model accepts, for use without data: valid names, shapes, dtypes and value ranges.
 
-What a model wants is read off the model: transformers models say it in their class, their configuration and
-the signature of their ``forward``. Any other is taken for an image classifier if its ``forward`` wants one
-thing and no target, it convolves, and its last layer is linear; the first and the last layer tell the rest.
-What is neither is refused by name: a guess at what a model is fed would be a guess at its memory.
+The batch follows from the model. A transformers model declares its inputs by its class, its configuration and
+the signature of its ``forward``. Any other model counts as an image classifier if its ``forward`` takes one
+argument and no target, it has a Conv2d, and its last layer is a Linear; its first and last layers give the
+channels and classes. Every other model is refused: guessing its inputs would be guessing its memory.
 """
 
 import inspect
@@ -25,7 +25,7 @@ _EACH_TOKEN = (
 )
 _EACH_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _SPAN = "ForQuestionAnswering"
-_YOURSELF = "Make a batch yourself, of any values: memfit.estimate looks at shapes and types."
+_YOURSELF = "Make a batch yourself, of any values: memfit.estimate uses shapes and dtypes only."
 _TARGETS = {"labels", "next_sentence_label", "start_positions", "end_positions"}
 _CLASSES = (None, "single_label_classification")
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -40,25 +40,26 @@ def synthetic_batch(
     image: tuple[int, int] | None = None,
     labels: bool = True,
 ) -> Any:
-    """Make a batch of random tokens or images that a model can be trained on, on the CPU.
+    """Make a batch of random tokens or images, on the CPU, that a model can be trained on.
 
-    Memory depends on its sizes, and those are yours to say: a real batch is padded to its longest sample, so
-    give the longest there is. Nothing of it is padding (``attention_mask`` is all ones).
+    Memory depends on the sizes, which the caller chooses: a real batch is padded to its longest sample, so
+    pass the longest length in the data. The batch has no padding (``attention_mask`` is all ones).
 
     Args:
-        model: one of transformers that reads text or sees images, or an image classifier in plain PyTorch.
-        batch_size: samples.
-        length: tokens of a sample, for models that read text; of the labels, too.
-        image: height and width in pixels, for models that see; by default what a configuration says.
-        labels: what the loss is computed from, too; a bare transformers model (``BertModel``) has none.
+        model: a transformers model for text or images, or an image classifier in plain PyTorch.
+        batch_size: number of samples.
+        length: tokens per sample, and per sequence of labels, for text models.
+        image: height and width in pixels, for image models; by default the configuration's ``image_size``.
+        labels: include the labels for the loss; a bare transformers model (``BertModel``) has none.
 
     Returns:
         For a transformers model, a dict of its keyword arguments; for others ``(images, labels)``, or the
-        images alone. The same each time; PyTorch's random generator is left as it is.
+        images alone. Equal at each call; PyTorch's random generator is not used.
 
     Raises:
-        UsageError: a size is missing, no size or more than the model has positions for, or the model wants
-            what is not known here (boxes, masks, several labels a sample, numbers to predict); it is named.
+        UsageError: a size is missing, is not a positive integer or exceeds the model's positions; or the
+            model needs an input that memfit cannot make (boxes, masks, several labels per sample, regression
+            targets), which the message names.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
     >>> images, labels = synthetic_batch(net, 4, image=(32, 48))
@@ -66,11 +67,11 @@ def synthetic_batch(
     (torch.Size([4, 3, 32, 48]), torch.float32, torch.Size([4]), True)
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"A batch is made for a torch.nn.Module, not for a {type(model).__name__}.")
+        raise UsageError(f"synthetic_batch takes a torch.nn.Module, not {type(model).__name__}.")
     for name, size in (("batch_size", batch_size), ("length", length)):
         if size is not None and (type(size) is not int or size < 1):
-            raise UsageError(f"{name} is a whole number, at least one, not {size!r}.")
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose forward takes anything
+            raise UsageError(f"{name} must be an integer of at least 1, not {size!r}.")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose forward takes any arguments
     make = _Maker(model, batch_size, length, image)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         return make.keywords(labels=labels)
@@ -80,7 +81,7 @@ def synthetic_batch(
 
 
 class _Maker:
-    """Makes the tensors of one batch, with a random generator of its own."""
+    """Makes the tensors of one batch, with its own random generator."""
 
     def __init__(
         self, model: Any, batch_size: int, length: int | None, image: tuple[int, int] | None
@@ -104,7 +105,9 @@ class _Maker:
         elif main == "pixel_values" and main in takes and channels:
             batch = {"pixel_values": self.images(channels)}
         else:
-            raise UsageError(f"What {self._name} is fed ({', '.join(takes)}) is not known here. {_YOURSELF}")
+            raise UsageError(
+                f"memfit cannot make the inputs of {self._name} ({', '.join(takes)}). {_YOURSELF}"
+            )
         return batch | (self._targets(takes.keys() & _TARGETS) if labels else {})
 
     def images(self, channels: int) -> torch.Tensor:
@@ -112,7 +115,7 @@ class _Maker:
         size = self._image or getattr(getattr(self._model, "config", None), "image_size", None)
         if size is None:
             raise UsageError(
-                f"{self._name} does not say how large its images are: give image=(height, width)."
+                f"{self._name} does not define the size of its images: pass image=(height, width)."
             )
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
@@ -125,11 +128,11 @@ class _Maker:
 
     def _tokens(self, count: int) -> torch.Tensor:
         if self._length is None:
-            raise UsageError(f"{self._name} reads text: give length=, the tokens of its longest sample.")
+            raise UsageError(f"{self._name} is a text model: pass length=, the tokens of its longest sample.")
         for name, positions in _positions(self._model):
             if self._length > positions:
                 raise UsageError(
-                    f"{self._name} has no positions for length={self._length}: {name} has {positions}."
+                    f"length={self._length} exceeds the positions of {self._name}: {name} has {positions}."
                 )
         return torch.randint(count, (self._batch_size, self._length), generator=self._generator)
 
@@ -146,8 +149,8 @@ class _Maker:
             return {name: self.classes(self._length) for name in ("start_positions", "end_positions")}
         targets = ", ".join(sorted(wanted)) or "it takes no labels"
         raise UsageError(
-            f"What {self._name} is to learn ({targets}) is not known here. "
-            "Make that yourself, and give labels=False here."
+            f"memfit cannot make the labels of {self._name} ({targets}). "
+            "Make them yourself, and pass labels=False here."
         )
 
 
@@ -155,30 +158,30 @@ def _classifier(model: nn.Module) -> tuple[int, int]:
     """Return the channels of an image classifier's images, and its number of classes.
 
     Raises:
-        UsageError: the model is none.
+        UsageError: the model is not an image classifier.
     """
     takes = inspect.signature(model.forward).parameters
     needed = [name for name, each in takes.items() if each.default is each.empty]
     layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
     first = next((layer for layer in layers if isinstance(layer, nn.Conv2d)), None)
     if len(needed) != 1 or any(name.startswith(("target", "label")) for name in takes):
-        why = f"its forward takes {', '.join(takes)}, not images alone"
+        why = f"its forward takes {', '.join(takes)}, not only images"
     elif first is None:
         why = "it has no Conv2d"
     elif not isinstance(layers[-1], nn.Linear):
-        why = "its last layer is no Linear"
+        why = "its last layer is not a Linear"
     else:
         return first.in_channels, layers[-1].out_features
     raise UsageError(
-        f"What {type(model).__name__} is fed is not known here: it is no image classifier, as {why}. "
+        f"memfit cannot make the inputs of {type(model).__name__}: it is not an image classifier, as {why}. "
         f"{_YOURSELF}"
     )
 
 
 def _positions(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the tables of learnt positions in a model, and how many tokens each serves.
+    """Yield the embeddings of learned positions in a model, and the number of tokens each supports.
 
-    Some begin later than at zero: after the index of padding, or at an ``offset``.
+    Some start above zero: after the padding index, or at an ``offset``.
 
     Source: ``create_position_ids_from_input_ids`` in ``models/roberta/modeling_roberta.py`` and
     ``BartLearnedPositionalEmbedding`` in ``models/bart/modeling_bart.py``, transformers 5.23.

@@ -1,11 +1,11 @@
-"""Tensors without their contents: how they are described in one process, and remade in another.
+"""Pickle tensors without their contents: describe them in one process, recreate them in another.
 
     parameter ──┐                                      ┌── parameter, untouched zeros
     its view  ──┼─> describe ─> StorageCopy (bytes) ─> ┼── view of the same memory
     tied one  ──┘   shape, dtype, strides, offset      └── the same object
 
-What is small keeps its values: counters, masks and tables decide control flow and sizes. What is large is
-zeros, which cost no memory until something writes to them.
+Small storages keep their values: counters, masks and tables decide control flow and sizes. Large ones become
+zeros, which take no memory until something writes to them.
 """
 
 import ctypes
@@ -16,22 +16,22 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 SMALL = 4096
-"""Bytes up to which the memory behind a tensor keeps its values."""
+"""Largest storage, in bytes, that keeps its values."""
 
 Rebuild = tuple[Callable[..., torch.Tensor], tuple[Any, ...], Any, None, None, Callable[..., None]]
-"""What pickle wants of an object: a function, its arguments, a state, and what sets the state."""
+"""The result of ``__reduce__``: a function, its arguments, a state, and the function that sets the state."""
 
 
 class StorageCopy:
-    """Memory that tensors share; pickled once however many do.
+    """A storage that tensors may share; pickled once however many do.
 
     Args:
         storage: the original.
-        on_gpu: whether the copy is on the ghost from the start, or moved there by its module.
+        on_gpu: create the copy on the ghost; otherwise its module is moved there later.
     """
 
     def __init__(self, storage: torch.UntypedStorage, *, on_gpu: bool) -> None:
-        self._storage = storage  # kept, so that its identity stays its own
+        self._storage = storage  # keeps the storage alive, so that its address is not reused
         self._on_gpu = on_gpu
 
     def __reduce__(self) -> tuple[Callable[..., torch.UntypedStorage], tuple[int, bool, bytes | None]]:
@@ -42,26 +42,26 @@ class StorageCopy:
 
 
 def why_not_copyable(tensor: torch.Tensor) -> str:
-    """Say why a tensor cannot be described, or nothing if it can."""
+    """Return why a tensor cannot be copied; empty if it can."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "a lazy module has no shapes yet; call the model once"
+        return "a lazy module has no shapes before its first forward; call the model once"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return "sparse, nested and quantized tensors are not copied"
+        return "sparse, nested and quantized tensors are not supported"
     if tensor.is_conj() or tensor.is_neg():
-        return "a view that negates or conjugates is not copied"
+        return "conjugate and negative views are not supported"
     dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if dispatches and not hasattr(tensor, "__tensor_flatten__"):
-        return "a tensor subclass that does not say what it is made of (__tensor_flatten__)"
+        return "a tensor subclass without __tensor_flatten__, which names the tensors it consists of"
     return ""
 
 
 def describe(tensor: torch.Tensor, copies: dict[int, StorageCopy], *, on_gpu: bool) -> Rebuild:
-    """Return how a tensor is made again without its contents.
+    """Return how pickle recreates a tensor without its contents.
 
     Args:
-        tensor: one that ``why_not_copyable`` has nothing against.
-        copies: the storages described so far, by identity; added to.
-        on_gpu: whether the copy is on the ghost from the start.
+        tensor: one for which ``why_not_copyable`` returns nothing.
+        copies: the storages described so far, by address; extended here.
+        on_gpu: create the copy on the ghost.
     """
     state = {"attributes": dict(vars(tensor)), "hooks": _hooks(tensor)}
     needs_grad = tensor.requires_grad and tensor.is_leaf
@@ -87,7 +87,7 @@ def _contents(storage: torch.UntypedStorage) -> bytes:
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """Return the hooks on a leaf's gradient, and those after it has been accumulated."""
+    """Return the hooks on a leaf's gradient, and those that run after it is accumulated."""
     if not tensor.is_leaf:
         return [], []
     on_gradient: Mapping[int, Any] = tensor._backward_hooks or {}
@@ -95,7 +95,7 @@ def _hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
     return list(on_gradient.values()), list(accumulated.values())
 
 
-# -- in the process that receives them ------------------------------------------------------------
+# -- in the receiving process ------------------------------------------------------------
 
 
 def _make_storage(size: int, on_gpu: bool, contents: bytes | None) -> torch.UntypedStorage:
@@ -104,7 +104,7 @@ def _make_storage(size: int, on_gpu: bool, contents: bytes | None) -> torch.Unty
         memory = torch.empty(size, dtype=torch.uint8, device=device).zero_()
     else:
         memory = torch.frombuffer(bytearray(contents), dtype=torch.uint8) if contents else torch.empty(0)
-        memory = memory.clone().to(device)  # cloned: memory of PyTorch's own
+        memory = memory.clone().to(device)  # cloned into memory that PyTorch owns
     return memory.untyped_storage()
 
 

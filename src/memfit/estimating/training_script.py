@@ -1,4 +1,4 @@
-"""The script that ``memfit.estimate`` runs on the ghost: ``python -m memfit.estimating.training_script JOB``.
+"""The script of ``memfit.estimate`` on the ghost: ``python -m memfit.estimating.training_script FILE``.
 
 It is a training loop as PyTorch's tutorials write it, with a new batch on the GPU each step:
 
@@ -30,55 +30,55 @@ _ARGS_AND_KWARGS = 2
 
 
 def main() -> None:
-    """Run the job in the file that the command line names."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # so that whatever fails from here on leaves a trace
-    job, roots = unpack(Path(sys.argv[1]).read_bytes())
-    set_flags(job.flags)
+    """Run the training step in the file that the command line names."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # so that any failure from here on leaves a trace
+    step, roots = unpack(Path(sys.argv[1]).read_bytes())
+    set_flags(step.flags)
     for module in roots:
         module.to("cuda")
     try:
-        optimizer = _optimizer(job)
-        if optimizer is None and job.loss is None:
-            _infer(job)
+        optimizer = _optimizer(step)
+        if optimizer is None and step.loss is None:
+            _infer(step)
         else:
-            _train(job, optimizer)
-    except SystemExit as stop:  # a script may end so; what is called in this loop has failed
+            _train(step, optimizer)
+    except SystemExit as stop:  # a script may exit; a model, loss or optimizer that does has failed
         raise RuntimeError(f"it called sys.exit({stop.code!r})").with_traceback(stop.__traceback__) from stop
 
 
-def _infer(job: TrainingStep) -> None:
+def _infer(step: TrainingStep) -> None:
     with torch.no_grad():
-        for _ in range(job.steps):
-            inputs = on_gpu(job.inputs)
-            with torch.autocast("cuda", enabled=job.autocast):
-                output = call(job.model, inputs)  # noqa: F841 - alive until the next, as in the user's loop
+        for _ in range(step.steps):
+            inputs = on_gpu(step.inputs)
+            with torch.autocast("cuda", enabled=step.autocast):
+                output = call(step.model, inputs)  # noqa: F841 - alive until the next, as in the user's loop
 
 
-def _train(job: TrainingStep, optimizer: Optimizer | None) -> None:
-    for _ in range(job.steps + 1):  # the recorder ends it after the steps asked for
-        inputs = on_gpu(job.inputs)
-        (optimizer or job.model).zero_grad()
-        with torch.autocast("cuda", enabled=job.autocast):
-            if job.loss is not None and not isinstance(job.loss, torch.nn.Module):
-                loss = job.loss(job.model, inputs)
+def _train(step: TrainingStep, optimizer: Optimizer | None) -> None:
+    for _ in range(step.steps + 1):  # the recorder ends the loop after the requested steps
+        inputs = on_gpu(step.inputs)
+        (optimizer or step.model).zero_grad()
+        with torch.autocast("cuda", enabled=step.autocast):
+            if step.loss is not None and not isinstance(step.loss, torch.nn.Module):
+                loss = step.loss(step.model, inputs)
             else:
-                # The output is alive through the backward, as in the user's loop.
-                output = call(job.model, inputs if job.loss is None else inputs[0])
-                loss = loss_in(output) if job.loss is None else job.loss(output, inputs[1])
+                # The output stays alive during the backward, as in the user's loop.
+                output = call(step.model, inputs if step.loss is None else inputs[0])
+                loss = loss_in(output) if step.loss is None else step.loss(output, inputs[1])
         loss.backward()
         if optimizer is not None:
             optimizer.step()
 
 
-def _optimizer(job: TrainingStep) -> Optimizer | None:
-    if isinstance(job.optimizer, OptimizerCopy):
-        return job.optimizer.make()
-    made: Optimizer | None = job.optimizer and job.optimizer(job.model.parameters())
-    return made
+def _optimizer(step: TrainingStep) -> Optimizer | None:
+    if isinstance(step.optimizer, OptimizerCopy):
+        return step.optimizer.make()
+    created: Optimizer | None = step.optimizer and step.optimizer(step.model.parameters())
+    return created
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call a model as ``estimate`` says: a tuple is its arguments, a mapping its keyword arguments."""
+    """Call a model with inputs of ``estimate``: a tuple of arguments, a mapping of keywords, or both."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if not isinstance(inputs, tuple):
@@ -89,7 +89,7 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """Return the loss that an output carries (``.loss``, a dict of losses), or else the sum of its elements.
+    """Return an output's ``.loss``, or else the sum of its tensors with a gradient (a dict of losses).
 
     Raises:
         ValueError: nothing in the output has a gradient.
@@ -99,7 +99,7 @@ def loss_in(output: Any) -> torch.Tensor:
         return own
     found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not found:
-        raise ValueError("nothing that the model returned has a gradient: give estimate(..., loss=...)")
+        raise ValueError("no tensor that the model returned has a gradient: pass estimate(..., loss=...)")
     return functools.reduce(operator.add, (tensor.sum() if tensor.dim() else tensor for tensor in found))
 
 

@@ -1,4 +1,4 @@
-"""What is estimated: the pieces of one training step, as they travel to the ghost's process."""
+"""The parts of a training step to estimate, as sent to the ghost's process."""
 
 import inspect
 from dataclasses import dataclass
@@ -10,32 +10,32 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class OptimizerCopy:
-    """An optimizer as it was made: its class, what its class was given, and the parameters by group.
+    """An optimizer without its state: its class, the settings passed to the class, and its parameter groups.
 
-    Its state is not among it: a copy begins as a new optimizer does.
+    A copy starts like a new optimizer.
     """
 
     kind: type[Optimizer]
     defaults: dict[str, Any]
     groups: list[dict[str, Any]]
     others: dict[str, Any]
-    """Attributes that its class has beyond those of every optimizer."""
+    """Attributes that its class adds to those of every optimizer."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "OptimizerCopy":
-        """Describe a live optimizer; nothing of it is changed."""
-        every = vars(Optimizer([torch.nn.Parameter(torch.empty(0))], {}))
-        # A learning rate scheduler hangs a ``step`` of its own on the object.
-        others = {key: value for key, value in vars(optimizer).items() if key not in {*every, "step"}}
+        """Describe a live optimizer without changing it."""
+        common = vars(Optimizer([torch.nn.Parameter(torch.empty(0))], {}))
+        # A learning rate scheduler sets a ``step`` of its own on the object.
+        others = {key: value for key, value in vars(optimizer).items() if key not in {*common, "step"}}
         return cls(type(optimizer), optimizer.defaults, optimizer.param_groups, others)
 
     def make(self) -> Optimizer:
-        """Make the optimizer anew, on the parameters where they are now."""
+        """Recreate the optimizer on the parameters at their present location."""
         takes = inspect.signature(self.kind).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-        if anything or self.defaults.keys() <= takes.keys():
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        if takes_any or self.defaults.keys() <= takes.keys():
             made = self.kind(self.groups, **self.defaults)
-        else:  # its defaults are not what its class takes: as unpickling would, with no state
+        else:  # its defaults are not arguments of its class: recreate it as unpickling does, without state
             made = self.kind.__new__(self.kind)
             Optimizer.__init__(made, self.groups, self.defaults)
         made.__dict__.update(self.others)
@@ -44,7 +44,7 @@ class OptimizerCopy:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One training step in pieces, and everything around it that decides memory."""
+    """The parts of one training step, and the settings around it that affect memory."""
 
     model: torch.nn.Module
     inputs: Any
