@@ -1,4 +1,4 @@
-"""Graphs of a model, as PyTorch captures them, each with inputs to run it on, to try alias sets on."""
+"""Graphs of a model as PyTorch captures them, each with inputs to run it on, for tests of alias sets."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Captured(NamedTuple):
-    """A graph and what it may be run on."""
+    """A graph, and inputs to run it on."""
 
     kind: str
     module: fx.GraphModule
@@ -19,12 +19,12 @@ class Captured(NamedTuple):
 
 
 def traced(function: Callable[..., Any], *inputs: Any) -> Captured:
-    """Trace a function as it is: views are views, and what works in place does."""
+    """Trace a function unchanged: views stay views, and in-place operations stay in place."""
     return Captured("traced", make_fx(function)(*inputs), tree_leaves(inputs))
 
 
 def training(model: nn.Module, loss: Callable[[Any], torch.Tensor], *inputs: torch.Tensor) -> Captured:
-    """Trace forward and backward as one."""
+    """Trace forward and backward as one graph."""
     forward = _as_function(model)
 
     def step(parameters: Any, buffers: Any, *inputs: torch.Tensor) -> Any:
@@ -35,7 +35,7 @@ def training(model: nn.Module, loss: Callable[[Any], torch.Tensor], *inputs: tor
 
 
 def exported(model: nn.Module, *inputs: torch.Tensor) -> Captured:
-    """Export the forward, for inference, with operators as they are below autograd."""
+    """Export the forward for inference, with the operators below autograd."""
     with torch.no_grad():
         program = torch.export.export(model.eval(), inputs).run_decompositions({})
     state = [program.state_dict.get(name, program.constants.get(name)) for name in _targets(program)]
@@ -45,7 +45,7 @@ def exported(model: nn.Module, *inputs: torch.Tensor) -> Captured:
 def compiled(
     model: nn.Module, loss: Callable[[Any], torch.Tensor], *inputs: torch.Tensor
 ) -> Iterator[Captured]:
-    """Have AOTAutograd hand over what a compiler gets: forward and backward, nothing in them in place."""
+    """Capture the forward and backward that AOTAutograd passes to a compiler, without in-place operations."""
     found = []
 
     def keep(kind: str) -> Callable[..., Any]:
@@ -67,14 +67,14 @@ def compiled(
 def every_kind(
     model: nn.Module, loss: Callable[[Any], torch.Tensor], *inputs: torch.Tensor
 ) -> Iterator[Captured]:
-    """Capture all of them, one after the other."""
+    """Capture the model in every way, one after the other."""
     yield training(model.train(), loss, *inputs)
     yield from compiled(model, loss, *inputs)
     yield exported(model, *inputs)
 
 
 class GPT2(nn.Module):
-    """That of transformers, from tokens to logits."""
+    """GPT-2 of transformers, from tokens to logits."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -98,6 +98,6 @@ def _as_function(model: nn.Module) -> Callable[..., Any]:
 
 
 def _targets(program: torch.export.ExportedProgram) -> list[str]:
-    """Return the names of the parameters, buffers and constants that a program is given before its inputs."""
+    """Return the names of the parameters, buffers and constants that a program takes before its inputs."""
     specs = program.graph_signature.input_specs
     return [spec.target for spec in specs if spec.target is not None]

@@ -143,8 +143,8 @@ def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
-            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made for "
-            "another model, or before this one was recreated. Create it from model.parameters()."
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made "
+            "for another model, or before this one was recreated. Make it from model.parameters()."
         )
 
 

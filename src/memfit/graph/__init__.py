@@ -1,1 +1,1 @@
-"""Captured graphs: which values a graph makes and uses, and which share memory."""
+"""Captured graphs: the values that a graph makes and uses, and which of them share memory."""

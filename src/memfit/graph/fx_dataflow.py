@@ -1,13 +1,13 @@
-"""What a ``torch.fx`` graph makes and uses: its operations, run on tensors without values.
+"""Dataflow of a ``torch.fx`` graph: the values it makes and uses, found by running it on fake tensors.
 
-Which values lie in one storage is not read from the operators' schemas: those say nothing of
-``_unsafe_view``, of ``reshape`` and ``contiguous`` only what may be, and of a list nothing of its elements.
-PyTorch's fake tensors do what the operator itself does, views included, and their storages are asked. Nor
-are the fake tensors asked that tracing left in the graph (``meta["val"]``): after
-``make_fx(tracing_mode="real")`` each has a storage of its own.
+Values that share a storage are identified from the storages of PyTorch's fake tensors, which behave like the
+operators themselves, views included. Operator schemas would not do: they declare nothing for ``_unsafe_view``
+and for the elements of a list, and only a possible alias for ``reshape`` and ``contiguous``. Nor would the
+fake tensors that tracing leaves in the graph (``meta["val"]``): after ``make_fx(tracing_mode="real")`` each
+has a storage of its own.
 
 Source: ``FakeTensorMode`` in torch/_subclasses/fake_tensor.py; ``extract_val`` in torch/fx/experimental/
-proxy_tensor.py, which says of itself that it does not track storages (PyTorch 2.14.1).
+proxy_tensor.py, which documents that it does not track storages (PyTorch 2.14.1).
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ from memfit.records import Dataflow, GraphValue
 
 
 def dataflow(module: object) -> Dataflow:
-    """Return what a graph makes and uses. Nothing is computed, and the graph is not touched.
+    """Return the values of a graph, with bytes and lifetimes. The graph is neither computed nor changed.
 
     Args:
-        module: a ``torch.fx.GraphModule`` whose inputs' sizes are known: of ``torch.export``, of
-            ``make_fx``, or what AOTAutograd hands to a compiler.
+        module: a ``torch.fx.GraphModule`` with known input sizes: from ``torch.export``, from ``make_fx``, or
+            as AOTAutograd passes it to a compiler.
 
     Raises:
-        UsageError: it is no such graph.
+        UsageError: it is not such a graph.
         TargetError: an operation cannot be followed; the message names it.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,17 +43,17 @@ def dataflow(module: object) -> Dataflow:
     """
     if not isinstance(module, fx.GraphModule):
         raise UsageError(
-            f"Cannot pack a {type(module).__name__}: memfit.pack takes a trace, the path of one, or a "
-            "torch.fx.GraphModule. Of an exported program that is its .graph_module; of a function "
-            "make_fx(function)(*inputs)."
+            f"Cannot pack a value of type {type(module).__name__}: memfit.pack takes a trace, its path "
+            "or a torch.fx.GraphModule. Pass the .graph_module of an exported program, or "
+            "make_fx(function)(*inputs) for a function."
         )
     mode = FakeTensorMode(allow_fallback_kernels=False)
-    mode.cache_enabled = False  # what its cache gives is made from metadata, without the operator
+    mode.cache_enabled = False  # the cache makes results from metadata, without running the operator
     with mode, _KernelAliasing(), torch.no_grad():  # type: ignore[no-untyped-call]
-        watch = _StorageInterpreter(module)
+        interpreter = _StorageInterpreter(module)
         inputs = (node.meta.get("val", _UNKNOWN) for node in module.graph.nodes if node.op == "placeholder")
-        watch.run(*inputs, enable_io_processing=False)
-    return watch.dataflow()
+        interpreter.run(*inputs, enable_io_processing=False)
+    return interpreter.dataflow()
 
 
 _UNKNOWN = object()
@@ -73,22 +73,22 @@ _COPIES_THE_STORAGE = {
 
 
 class _KernelAliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does as the kernels do where the fake operators do otherwise, of all that PyTorch's own database tries.
+    """Corrects fake operators whose storages differ from those of the kernels.
 
     Source: Loss.cpp, Dropout.cpp and TensorShape.cpp (``clone_preserve_strides``) in aten/src/ATen/native
-    (PyTorch 2.14.1); seen on the CPU, and with the CUDA build on the ghost. ``benchmarks/aliases.py
-    --operators`` finds what differs.
+    (PyTorch 2.14.1); observed on the CPU, and with the CUDA build on the ghost. ``benchmarks/aliases.py
+    --operators`` finds the differences among all operators of PyTorch's own database (OpInfo).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
-        arguments = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (
+        arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
             kwargs or {}
         )
         if func in _REDUCED_IN_PLACE and arguments.get("reduction", 1):
-            # The mean is written to where the losses of all elements were, which it keeps.
+            # The mean is written into the storage of the losses of all elements, and keeps it.
             return func(**arguments | {"reduction": 0}).resize_(())
-        if func in _COPIES_THE_STORAGE:  # with the gaps in it; so does this one, and its fake, too
+        if func in _COPIES_THE_STORAGE:  # gaps included; so does as_strided_scatter, its fake too
             whole = arguments["self"]
             return _aten.as_strided_scatter(whole, whole, whole.shape, whole.stride(), whole.storage_offset())
         if func is _aten.native_dropout.default and not (arguments["train"] and arguments["p"]):
@@ -97,7 +97,7 @@ class _KernelAliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NodeOutput(NamedTuple):
-    """A tensor that a node gave."""
+    """A tensor that a node returned."""
 
     name: str
     node: fx.Node
@@ -106,35 +106,37 @@ class _NodeOutput(NamedTuple):
 
 
 class _StorageInterpreter(fx.Interpreter):
-    """Runs a graph, and looks at the storages of what each node gives."""
+    """Runs a graph, and records the storage of each tensor that a node returns."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # errors come out as they are raised
+        self.extra_traceback = False  # raise errors unchanged
         self._node: fx.Node = next(iter(module.graph.nodes))
         self._stand_ins: dict[StorageWeakRef, torch.Tensor] = {}
-        self._given: set[StorageWeakRef] = set()
+        self._input_storages: set[StorageWeakRef] = set()
         self._sizes: dict[StorageWeakRef, int] = {}
-        self._seen: list[_NodeOutput] = []
-        self._latest: dict[StorageWeakRef, int] = {}
+        self._outputs: list[_NodeOutput] = []
+        self._latest_in_storage: dict[StorageWeakRef, int] = {}
         self._shared: list[tuple[int, int]] = []
 
     def dataflow(self) -> Dataflow:
-        """Return what was seen."""
+        """Return the recorded dataflow."""
         position = {node: number for number, node in enumerate(self.graph.nodes)}
         values = []
-        for name, node, storage, device in self._seen:
+        for name, node, storage, device in self._outputs:
             end = max((position[user] for user in node.users), default=position[node]) + 1
             size = self._sizes[storage]
-            values.append(GraphValue(name, position[node], end, size, device, storage in self._given))
+            values.append(
+                GraphValue(name, position[node], end, size, device, storage in self._input_storages)
+            )
         return Dataflow(tuple(values), tuple(self._shared))
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and see what it gives and what became of what it used."""
+        """Run a node, record its results, and check that its inputs kept their storages."""
         self._node = n
         if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
             raise self._refused(
-                "is a graph within the graph, whose memory is not seen. Trace what it does as well: "
+                "is a subgraph, whose memory memfit cannot follow. Inline it: "
                 "make_fx(graph_module)(*inputs), or exported.run_decompositions({}).graph_module."
             )
         before = [
@@ -149,16 +151,16 @@ class _StorageInterpreter(fx.Interpreter):
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._refused(
-                f"cannot be run without values ({why}). Leave out of the graph what needs them; an operator "
-                "of your own needs torch.library.register_fake."
+                f"cannot be run without values ({why}). Remove it from the graph; a custom operator needs "
+                "torch.library.register_fake."
             ) from error
         for used, storage, tensor in before:
             if _storage(tensor) != storage:
                 raise self._refused(
-                    f"gives {used.name} another memory. Write it as an operation whose result is new."
+                    f"moves {used.name} to another storage. Use an operation that returns a new tensor."
                 )
         if n.op != "output":
-            self._see(n, result)
+            self._record(n, result)
         return result
 
     def placeholder(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -166,7 +168,7 @@ class _StorageInterpreter(fx.Interpreter):
         value = super().placeholder(target, args, dict(kwargs))
         if value is _UNKNOWN:
             raise self._refused(
-                "has no size (no meta['val']). Trace with torch.export or make_fx, or tell the sizes: "
+                "has no size (no meta['val']). Trace with torch.export or make_fx, or set the sizes with "
                 "torch.fx.passes.fake_tensor_prop.FakeTensorProp(graph_module).propagate(*inputs)."
             )
         return tree_map(self._stand_in, value)
@@ -176,7 +178,7 @@ class _StorageInterpreter(fx.Interpreter):
         return tree_map(self._stand_in, super().get_attr(target, args, dict(kwargs)))
 
     def _stand_in(self, value: Any) -> Any:
-        """Return a tensor without values that lies in its storage as this one does; the same of all in it."""
+        """Return a tensor without values at the same place in a stand-in storage, one for each storage."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise self._refused(f"is {value}: sizes must be numbers. Trace without dynamic shapes.")
         if not isinstance(value, torch.Tensor):
@@ -189,7 +191,7 @@ class _StorageInterpreter(fx.Interpreter):
         if storage not in self._stand_ins:
             self._stand_ins[storage] = torch.empty(size, dtype=torch.uint8, device=value.device)
         whole = self._stand_ins[storage]
-        self._given.add(_storage(whole))
+        self._input_storages.add(_storage(whole))
         found = torch.empty(0, dtype=value.dtype, device=value.device)
         found.set_(whole.untyped_storage(), offset, shape, strides)
         found = found.conj() if value.is_conj() else found
@@ -198,22 +200,22 @@ class _StorageInterpreter(fx.Interpreter):
     def _check_layout(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             kind = tensor.layout if tensor.layout is not torch.strided else type(tensor).__name__
-            raise self._refused(f"is {kind}, and does not lie in one storage. Trace what is strided.")
+            raise self._refused(f"is {kind}, which is not in one storage. Use strided tensors.")
 
-    def _see(self, node: fx.Node, result: Any) -> None:
+    def _record(self, node: fx.Node, result: Any) -> None:
         for tensor in _tensors(result):
             self._check_layout(tensor)
-        used = [self.env[one] for one in node.all_input_nodes]  # it may have been resized
+        used = [self.env[argument] for argument in node.all_input_nodes]  # they may have been resized
         for tensor in _tensors((result, used)):
             size = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
             self._sizes[_storage(tensor)] = max(self._sizes.get(_storage(tensor), 0), size)
-        for place, tensor in enumerate(_tensors(result)):
-            name = node.name if tensor is result else f"{node.name}[{place}]"
+        for index, tensor in enumerate(_tensors(result)):
+            name = node.name if tensor is result else f"{node.name}[{index}]"
             storage = _storage(tensor)
-            if storage in self._latest:
-                self._shared.append((self._latest[storage], len(self._seen)))
-            self._latest[storage] = len(self._seen)
-            self._seen.append(_NodeOutput(name, node, storage, str(tensor.device)))
+            if storage in self._latest_in_storage:
+                self._shared.append((self._latest_in_storage[storage], len(self._outputs)))
+            self._latest_in_storage[storage] = len(self._outputs)
+            self._outputs.append(_NodeOutput(name, node, storage, str(tensor.device)))
 
     def _refused(self, why: str) -> TargetError:
         what = getattr(self._node.target, "__name__", self._node.target)
@@ -226,12 +228,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what a storage is known by, for good: its address is not used again while this is held."""
+    """Return the identity of a storage; its address is not reused while the result is held."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _line(node: fx.Node) -> str:
-    """Say where in the user's code a node comes from, if the trace knows."""
+    """Return the user's line behind a node; empty if the trace has none."""
     files = [
         line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")
     ]
