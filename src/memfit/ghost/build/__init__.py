@@ -1,0 +1,1 @@
+"""Compiles the ghost runtime for the installed PyTorch, once."""
