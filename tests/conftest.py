@@ -1,4 +1,4 @@
-"""What several tests need: a dry run of a few lines of script, and its answer."""
+"""Shared fixtures: a dry run of a short script, and its result."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 @dataclass(frozen=True)
 class DryRunOutput:
-    """What one `memfit dry-run` did."""
+    """Result of one `memfit dry-run`."""
 
     code: int
     out: str

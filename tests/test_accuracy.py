@@ -1,6 +1,6 @@
-"""Golden figures of real cards that whole training jobs must meet: the fast rows of benchmarks/accuracy.
+"""Published figures of real cards that whole training jobs must meet: the fast rows of benchmarks/accuracy.
 
-The figures, where they come from and how far off a row may be stand in benchmarks/accuracy/rows.toml;
+The figures, their sources and the allowed deviations are in benchmarks/accuracy/rows.toml;
 `python benchmarks/accuracy.py` runs all of them.
 """
 
@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def load():
-    """Import benchmarks/accuracy.py, which is a script and in no package."""
+    """Import benchmarks/accuracy.py, a script outside any package."""
     spec = importlib.util.spec_from_file_location("accuracy", BENCHMARKS / "accuracy.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,14 +30,14 @@ def runs():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.set in "DE"], ids=lambda row: row.what)
-def test_the_figure_is_what_a_real_card_showed(row, runs):
-    extra = row.then  # the run that is like the author's; the other is the benchmark's to show
+def test_the_figure_equals_that_of_a_real_card(row, runs):
+    extra = row.then  # the run that matches the author's; the benchmark shows the other
     result = accuracy.Result(row, row.ours(runs, then=bool(extra)), None)
     assert result.met, f"{result.today:.3f} {row.unit}, published {row.theirs:.3f}: {result.percent:+.2f} %"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.set} {row.what}")
-def test_every_row_is_whole(row):
+def test_every_row_is_complete(row):
     assert (BENCHMARKS / "accuracy" / row.run[0]).is_file()
     assert row.source in SOURCES
     assert row.unit == "of base" if row.over else row.unit in accuracy.BYTES
@@ -85,7 +85,7 @@ def test_a_ratio_is_one_run_over_another():
     assert round(row.theirs, 3) == 0.773  # of the published base
 
 
-def test_a_run_that_fails_is_no_figure():
+def test_a_run_that_fails_has_no_figure():
     row = ROWS[0]
     with pytest.raises(SystemExit, match="did not run to its end"):
         accuracy.dry_run((*row.run, "--no-such-option"), row.options, row.environment)

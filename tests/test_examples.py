@@ -27,14 +27,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Example:
-    """How to run one script so that it comes to its own end, and what memfit must say of it."""
+    """How to run one script to its own end, and the steps that memfit must count."""
 
     script: str
     arguments: tuple[str, ...] = ()
     steps: int | None = 3
     """Training steps until its own end; None where it has no optimizer to count by."""
     options: tuple[str, ...] = ("--gpu", "A100-80GB")
-    """Of `memfit dry-run`."""
+    """Options of `memfit dry-run`."""
 
 
 TO_THE_END = [
@@ -76,16 +76,16 @@ TO_THE_END = [
 
 @dataclass(frozen=True)
 class Run:
-    """What one `memfit dry-run` left behind."""
+    """Result of one `memfit dry-run`."""
 
     answer: dict
     printed: str
     host_bytes: int
-    """Most memory any of its processes held."""
+    """Peak resident memory of its largest process."""
 
 
 def dry_run(folder, *arguments, **environment):
-    """Run `memfit dry-run` with the script's own output and the JSON kept apart."""
+    """Run `memfit dry-run` with the script's output and the JSON in separate files."""
     answer, printed = folder / "answer.json", folder / "printed.txt"
     with printed.open("w") as output:
         process = subprocess.Popen(
@@ -95,7 +95,7 @@ def dry_run(folder, *arguments, **environment):
             cwd=folder,
             env={**os.environ, **environment},
         )
-        _, status, usage = os.wait4(process.pid, 0)  # of every process below it, too
+        _, status, usage = os.wait4(process.pid, 0)  # its child processes included
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, printed.read_text()
     return Run(json.loads(answer.read_text()), printed.read_text(), usage.ru_maxrss * 1024)
@@ -108,7 +108,7 @@ def own_peaks(printed):
 
 
 WITH_MEMFIT = {"digits.py"}
-"""Examples of training with memfit, which the script imports: test_training_examples.py."""
+"""Examples that import memfit; test_training_examples.py runs them."""
 
 
 def test_every_example_is_in_the_table():
@@ -119,7 +119,7 @@ def test_every_example_is_in_the_table():
 
 
 @pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
-def test_peaks_equal_what_the_script_prints_with_labels_and_without(example, tmp_path):
+def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tmp_path):
     trace, script = tmp_path / "run.memfit", EXAMPLES / example.script
     run = dry_run(tmp_path, "-o", trace, *example.options, "--steps", "1000", script, *example.arguments)
     assert run.answer["verdict"] == "fits"
@@ -132,7 +132,7 @@ def test_peaks_equal_what_the_script_prints_with_labels_and_without(example, tmp
     assert golden.get(" ".join((example.script, *example.arguments)), own) == own
     if example.steps is not None:
         assert run.answer["steps"] == example.steps
-    replays(read_trace(trace))
+    assert_replay_reproduces(read_trace(trace))
     unlabelled = dry_run(
         tmp_path, "--no-labels", *example.options, "--steps", "1000", script, *example.arguments
     )
@@ -140,34 +140,36 @@ def test_peaks_equal_what_the_script_prints_with_labels_and_without(example, tmp
     assert unlabelled.answer["steps"] == run.answer["steps"]
 
 
-def replays(trace):
-    """Replay a trace under its own settings: every statistic, every block of every segment is the same.
+def assert_replay_reproduces(trace):
+    """Check that a replay under the trace's own settings has the same statistics, segments and blocks.
 
-    Two things are not in a replay: where the script reset the peaks, and what a free block had once held.
+    A replay knows neither resets of the peaks by the script nor the former requested size of a free block.
     """
     device = trace.device
-    again = replay(
+    replayed = replay(
         read_requests(trace),
         AllocatorConfig.read(trace.settings),
         total=device.total.bytes,
         taken=device.context.bytes + device.in_use,
     )
-    assert again.fits
+    assert replayed.fits
     reset = any(mark.kind is MarkKind.RESET_PEAK for mark in trace.marks)
-    names = [name for name in again.statistics if not (reset and name.endswith(".peak"))]
+    names = [name for name in replayed.statistics if not (reset and name.endswith(".peak"))]
     assert {name: trace.statistics[name] for name in names} == {
-        name: again.statistics[name] for name in names
+        name: replayed.statistics[name] for name in names
     }
-    assert max(timeline(trace).allocated) == again.peak_allocated
-    assert max(timeline(trace).reserved) == again.peak_reserved
-    assert list(map(without_the_past, sorted(trace.segments, key=by_address))) == list(again.segments)
+    assert max(timeline(trace).allocated) == replayed.peak_allocated
+    assert max(timeline(trace).reserved) == replayed.peak_reserved
+    assert list(map(without_former_requests, sorted(trace.segments, key=by_address))) == list(
+        replayed.segments
+    )
 
 
 def by_address(segment):
     return segment.address
 
 
-def without_the_past(segment):
+def without_former_requests(segment):
     blocks = (replace(block, requested=0) if block.state == "inactive" else block for block in segment.blocks)
     return replace(segment, blocks=tuple(blocks))
 
@@ -179,9 +181,9 @@ def without_the_past(segment):
         "accumulation.py",  # four backward passes a step
         "amp_gradscaler.py",  # the scaler steps the optimizer
         "gan.py",  # two optimizers
-        "hf_trainer.py",  # the loop is a library's
+        "hf_trainer.py",  # the loop is in a library
         "manual_sgd.py",  # no optimizer: backward passes count
-        "resnet50.py",  # stops with workers still loading
+        "resnet50.py",  # ends while workers are still loading
     ],
 )
 def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
@@ -192,7 +194,7 @@ def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
     assert not own_peaks(run.printed)
 
 
-def test_running_out_of_memory_is_an_answer_that_names_the_place(tmp_path):
+def test_out_of_memory_is_a_result_with_its_line_and_phase(tmp_path):
     run = dry_run(tmp_path, "--gpu", "RTX-3060", EXAMPLES / "gpt.py", "--batch-size", "32")
     assert run.answer["verdict"] == "out of memory"
     failure = run.answer["out_of_memory"]
@@ -209,7 +211,7 @@ def test_a_7b_model_built_on_the_cpu_costs_little_host_memory(tmp_path):
     assert run.host_bytes < 2 * GIB
 
 
-def test_json_on_standard_output_is_json_alone(tmp_path):
+def test_json_on_standard_output_is_not_mixed_with_other_output(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "dry-run", "--json", "-", EXAMPLES / "manual_sgd.py"],
         capture_output=True,

@@ -1,7 +1,7 @@
-"""Peaks of two small networks that a real GPU showed, plain and checkpointed: equal to the byte.
+"""Peaks of two small networks, plain and checkpointed: equal to the byte to those of a real GPU.
 
-They rest on one assumed size, the workspace of a 64-to-64-channel weight gradient (ghost/workspaces.toml);
-everything else in them is PyTorch's own.
+They depend on one assumed size, the workspace of a 64-to-64-channel weight gradient (ghost/workspaces.toml);
+all other bytes are PyTorch's own.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "small_checkpointed.py"
 
-# MiB of max_memory_allocated: input 1x3x224x224, each network built while the one before is alive.
+# MiB of max_memory_allocated: input 1x3x224x224, each network is built while the previous one is alive.
 # Published with an article on checkpointing small networks; card and versions are not stated.
 PUBLISHED = {
     ("residual", "plain"): 180.2099609375,
@@ -28,7 +28,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("variant", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("network", ["residual", "straight"])
-def test_published_peaks(network, variant, tmp_path):
+def test_peaks_equal_the_published_ones(network, variant, tmp_path):
     command = [sys.executable, "-m", "memfit", "dry-run", "--workspaces", "rules", "--json", "answer.json"]
     options = ["--network", network, *["--reentrant"] * (variant == "reentrant")]
     done = subprocess.run(

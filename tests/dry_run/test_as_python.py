@@ -1,4 +1,4 @@
-"""A script runs as python would run it, and ends as it means to."""
+"""A script runs and ends as python would run and end it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import time
 from support.scripts import TRAIN
 
 
-def test_the_script_sees_what_python_would_show_it(dry_run):
+def test_the_script_sees_the_environment_that_python_gives_it(dry_run):
     script = """
         import os, pickle, sys, torch
         class Mine: pass
@@ -43,14 +43,14 @@ def test_a_module_runs_as_with_python_m(dry_run, tmp_path):
     assert done.stdout.splitlines()[0] == "__main__ trainer ['--lr', '1']"
 
 
-def test_looking_whether_torch_is_there_does_not_hide_it_from_memfit(dry_run):
-    look = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
-    run = dry_run(look + textwrap.dedent(TRAIN) + "for _ in range(9): step()\n")
+def test_find_spec_of_torch_before_its_import_does_not_prevent_recording(dry_run):
+    find = "import importlib.util\nassert importlib.util.find_spec('torch')\n"
+    run = dry_run(find + textwrap.dedent(TRAIN) + "for _ in range(9): step()\n")
     assert run.answer["steps"] == 3
 
 
-def test_files_in_the_working_folder_do_not_stand_in_for_the_standard_library(tmp_path, dry_run):
-    (tmp_path / "platform.py").write_text("raise RuntimeError('the wrong one')\n")
+def test_files_in_the_working_folder_do_not_shadow_the_standard_library(tmp_path, dry_run):
+    (tmp_path / "platform.py").write_text("raise RuntimeError('not the standard library')\n")
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "train.py").write_text("import torch; torch.ones(1, device='cuda'); print('ran')\n")
@@ -75,7 +75,7 @@ def test_training_in_a_thread_is_measured(dry_run):
     assert "EnoughStepsReached" not in run.err
 
 
-def test_threads_that_never_end_do_not_hold_up_the_answer(dry_run):
+def test_threads_that_never_end_do_not_block_the_result(dry_run):
     script = (
         TRAIN
         + """
@@ -87,7 +87,7 @@ def test_threads_that_never_end_do_not_hold_up_the_answer(dry_run):
     assert dry_run(script).answer["end"]["reason"] == "steps"
 
 
-def test_a_loop_that_turns_its_end_into_a_failure_was_ended_all_the_same(dry_run):
+def test_a_loop_that_turns_its_end_into_an_exit_code_still_ended_by_steps(dry_run):
     script = (
         TRAIN
         + """
@@ -102,12 +102,12 @@ def test_a_loop_that_turns_its_end_into_a_failure_was_ended_all_the_same(dry_run
     assert run.answer["end"]["reason"] == "steps"
 
 
-def test_an_exception_is_the_scripts_own(dry_run):
+def test_an_exception_of_the_script_is_reported_with_its_own_traceback(dry_run):
     script = TRAIN + "    step()\n    raise KeyError('mine')\n"
     run = dry_run(script, options=("-o", "run.memfit"))
     assert run.code == 3
     assert "KeyError: 'mine'" in run.err
-    assert "memfit/capture" not in run.err.split("KeyError")[0]
+    assert "memfit/run" not in run.err.split("KeyError")[0]
     assert run.answer["end"]["exception"] == "KeyError: 'mine'"
     assert run.answer["verdict"] == "unknown"
     assert "INCOMPLETE" in run.out
@@ -115,7 +115,7 @@ def test_an_exception_is_the_scripts_own(dry_run):
     assert (run.folder / "run.memfit").exists()
 
 
-def test_sys_exit_keeps_its_meaning(dry_run):
+def test_sys_exit_sets_the_exit_code_and_prints_its_message(dry_run):
     script = TRAIN + "    step()\n    import sys; sys.exit({})\n"
     assert dry_run(script.format("0")).code == 0
     failed = dry_run(script.format("'went wrong'"))
@@ -129,7 +129,7 @@ def test_exit_handlers_run_and_output_is_flushed(dry_run):
     assert "goodbye" in dry_run(script).out
 
 
-def test_json_on_stdout_stands_alone(dry_run):
+def test_json_on_stdout_is_not_mixed_with_the_scripts_output(dry_run):
     run = dry_run(TRAIN + "    print('chatter'); step()\n", options=("--json", "-"), json_answer=False)
     assert json.loads(run.out)["steps"] == 1
     assert "chatter" in run.err
@@ -152,7 +152,7 @@ def test_a_fork_of_the_script_writes_no_result(dry_run):
     assert run.answer["steps"] == 2
 
 
-def test_ctrl_c_ends_the_script_and_keeps_what_was_seen(tmp_path):
+def test_ctrl_c_ends_the_script_and_keeps_the_trace(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(TRAIN) + "step()\nprint('ready', flush=True)\nimport time; time.sleep(60)\n"

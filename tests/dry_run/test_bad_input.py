@@ -1,4 +1,4 @@
-"""Bad input gets one clear error."""
+"""Bad input: each is answered with one error, and no traceback."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ import sys
 import pytest
 
 
-def test_a_card_that_torch_has_no_kernels_for_is_refused_by_name(dry_run):
+def test_a_gpu_without_kernels_in_torch_is_refused_by_name(dry_run):
     run = dry_run("import torch; torch.ones(1, device='cuda'); print('ran')", options=("--gpu", "V100"))
     assert run.code == 3
     assert "has no kernels for V100-32GB" in run.err
     assert "ran" not in run.out
 
 
-def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
+def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, torch\nprint(os.getpid(), flush=True)\nimport time; time.sleep(60)\n")
     process = subprocess.Popen(
@@ -49,7 +49,7 @@ def test_a_scheduler_that_ends_memfit_ends_the_script_too(tmp_path):
         (("script.py",), 3, "never used the GPU"),
     ],
 )
-def test_bad_input_gets_one_clear_error(dry_run, tmp_path, options, code, words):
+def test_bad_input_gets_one_error(dry_run, tmp_path, options, code, words):
     (tmp_path / "script.py").write_text("import torch\nprint('ran')\n")
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "dry-run", *options],
@@ -64,11 +64,11 @@ def test_bad_input_gets_one_clear_error(dry_run, tmp_path, options, code, words)
     assert not list(tmp_path.glob("*.memfit*"))
 
 
-def test_a_reader_that_stops_reading_loses_no_file_and_hears_no_complaint(dry_run):
+def test_a_closed_stdout_loses_no_file_and_prints_no_error(dry_run):
     run = dry_run("import torch; torch.ones(1, device='cuda')", options=("-o", "run.memfit"))
     assert run.code == 0, run.err
-    nobody_reads, stdout = os.pipe()
-    os.close(nobody_reads)
+    reader, stdout = os.pipe()
+    os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "explain", "run.memfit", "--json", "answer.json"],
         cwd=run.folder,

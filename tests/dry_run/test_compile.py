@@ -1,6 +1,6 @@
-"""Scripts that compile: what memfit adds changes nothing of it, and says which graph holds what.
+"""Scripts with torch.compile: recording changes neither graphs nor memory, and labels each graph.
 
-Compilers are slow, so one script shows many things.
+Compilers are slow, so each script serves many tests.
 """
 
 import json
@@ -18,13 +18,13 @@ from memfit.records import Action, Phase, Trace
 from memfit.trace.trace_file import read_trace
 
 pytestmark = [
-    pytest.mark.timeout(1800),  # of all that a fixture waits for
-    pytest.mark.xdist_group("compile"),  # on one worker: they look at the same runs
+    pytest.mark.timeout(1800),  # the runs of a fixture included
+    pytest.mark.xdist_group("compile"),  # on one worker: the tests share runs
 ]
 
 SCRIPT = """
     import os
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "mine"  # the user's own, which must stay as it is
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "mine"  # the user's own cache, which must stay unchanged
     import torch, torch._dynamo
     from torch import nn
     from torch._dynamo.utils import counters
@@ -77,8 +77,8 @@ BARE = """
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB")))
     import torch
-    from memfit.ghost import compiling
-    compiling.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
+    from memfit.ghost.compile import torch_compile
+    torch_compile.install(ghost, Path("bare").absolute(), lambda *_, **__: None)
     runpy.run_path("script.py", run_name="__main__")
 """
 
@@ -109,13 +109,13 @@ def run_script(folder, script, *options, **environment):
 
 
 def line_of(text):
-    """Return the line of the script that a text stands in."""
+    """Return the line number of a text in the script."""
     (found,) = (number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
     return found
 
 
 def run_python(folder, command, environment):
-    """Run Python in a folder to its good end."""
+    """Run Python in a folder, and check that it succeeds."""
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
@@ -131,7 +131,7 @@ def run_python(folder, command, environment):
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory):
-    """Return where memfit keeps its files, as on its first use but for the ghost, which is built."""
+    """Return an environment with an empty memfit cache, except for the built ghost."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "ghost").symlink_to(build().folder.parent)
     return {"MEMFIT_CACHE": str(folder)}
@@ -144,13 +144,13 @@ def labelled(tmp_path_factory, cold):
 
 @pytest.fixture(scope="module")
 def unlabelled(tmp_path_factory, cold, labelled):
-    """The same again: without labels, and with warm caches."""
+    """A second run, without labels and with warm caches."""
     return run_script(tmp_path_factory.mktemp("plain"), SCRIPT, "--steps", "1000", "--no-labels", **cold)
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """The same on the ghost alone: nothing of memfit watches."""
+    """A run on the ghost alone, without recording."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     (folder / "bare.py").write_text(textwrap.dedent(BARE))
@@ -158,14 +158,14 @@ def bare(tmp_path_factory):
     return Run(done.stdout, done.stderr, folder)
 
 
-def test_compiles_and_allocates_the_same_watched_or_not(labelled, unlabelled, bare):
+def test_recording_changes_neither_graphs_nor_allocations(labelled, unlabelled, bare):
     assert len(bare.reported) == 2
     assert labelled.reported == bare.reported
     assert unlabelled.reported == bare.reported
 
 
 def test_every_allocation_is_the_same_with_labels_and_without(labelled, unlabelled):
-    def allocations(run):  # not frees: when Python's collector comes by is nobody's promise
+    def allocations(run):  # not frees: their order depends on Python's garbage collector
         events = run.trace.events
         kept = (events.action == Action.ALLOC) | (events.action == Action.SEGMENT_ALLOC)
         return list(zip(events.action[kept], events.size[kept], events.stream[kept], strict=True))
@@ -174,7 +174,7 @@ def test_every_allocation_is_the_same_with_labels_and_without(labelled, unlabell
     assert allocations(labelled) == allocations(unlabelled)
 
 
-def test_nothing_is_warned_of_that_the_bare_ghost_does_not_warn_of(labelled, bare):
+def test_recording_adds_no_warnings(labelled, bare):
     def warnings(run):
         return {line for line in run.err.splitlines() if "Warning" in line or "torch._dynamo" in line}
 
@@ -192,12 +192,14 @@ def test_graphs_are_labelled_forward_and_backward(labelled):
         Phase.FORWARD,
         Phase.BACKWARD,
     }
-    assert not any("compiled/" in frame.file for frame in labelled.trace.frames)  # generated code is nobody's
+    assert not any(
+        "compiled/" in frame.file for frame in labelled.trace.frames
+    )  # generated code is in no stack
     (note,) = (note.text for note in labelled.trace.notes if note.text.startswith("torch.compile made"))
     assert "graphs" in note
 
 
-def test_constants_that_are_folded_are_known(labelled):
+def test_folding_constants_reads_no_unknown_value(labelled):
     assert not [note for note in labelled.trace.notes if "read a GPU value" in note.text]
 
 
@@ -206,19 +208,19 @@ def test_steps_of_a_compiled_optimizer_are_counted(labelled):
     assert labelled.answer["end"]["reason"] == "end"
 
 
-def test_the_users_caches_stay_as_they_are(labelled, cold):
+def test_the_users_compiler_caches_are_unchanged(labelled, cold):
     assert not (labelled.folder / "mine").exists()
     assert any(Path(cold["MEMFIT_CACHE"], "compiled", "inductor").rglob("*.py"))
     assert not list(Path(cold["MEMFIT_CACHE"]).rglob("*.best_config"))
 
 
-def test_machine_code_that_nobody_runs_is_made_once(labelled, cold):
+def test_placeholder_machine_code_is_compiled_once(labelled, cold):
     made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("triton_poi*.cubin")]
     assert len(made) > 1
     assert len(set(made)) == 1
 
 
-def test_private_pools_are_in_the_trace_and_are_no_leak(labelled):
+def test_private_pools_are_in_the_trace_and_not_a_leak(labelled):
     pools = {segment.pool for segment in labelled.trace.segments}
     assert (0, 0) in pools
     assert len(pools) > 1
@@ -246,7 +248,7 @@ GRAPHED = """
 """
 
 
-def test_replays_are_steps_and_the_warm_up_is_none(tmp_path):
+def test_graph_replays_count_as_steps_and_the_warm_up_does_not(tmp_path):
     run = run_script(tmp_path, GRAPHED)
     assert run.answer["steps"] == 3
     assert run.answer["end"]["reason"] == "steps"
@@ -272,13 +274,15 @@ KERNEL = """
 
 def test_a_kernel_is_chosen_without_timing(tmp_path, cold):
     run = run_script(tmp_path, KERNEL, "--values", "float=7", **cold)
-    assert "chosen 256 known 7.0" in run.out  # the kernel wrote: it no longer holds ones
+    assert "chosen 256 known 7.0" in run.out  # the kernel wrote to x, so its ones are no longer known
     assert any("first candidate" in note.text for note in run.trace.notes)
     events, labels = run.trace.events, run.trace.labels
-    flushed = (events.action == Action.ALLOC) & (events.size == 256 << 20)  # Triton's own, to clear the cache
+    flushed = (events.action == Action.ALLOC) & (
+        events.size == 256 << 20
+    )  # Triton's buffer that clears the L2 cache
     assert flushed.any()
     assert {labels[index].op for index in events.label[flushed]} == {"timing kernels"}
-    # What a user wrote is compiled all the way.
+    # A kernel of the user is compiled completely.
     made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("double.cubin")]
     assert len(set(made)) == len(made) == 3
 
@@ -314,18 +318,18 @@ EDITED = """
 
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory, cold):
-    """Run a script, then again with ten lines more on top: its graphs are found in the cache."""
+    """Run a script twice, the second time below ten more lines, so that the cache has its graphs."""
     folder = tmp_path_factory.mktemp("edited")
     return [run_script(folder, lines + textwrap.dedent(EDITED), **cold) for lines in ("", "#\n" * 10)]
 
 
-def test_a_constant_that_is_computed_is_folded_as_on_a_card(edited):
-    for run in edited:  # folded to 1, it would vanish, and the input be returned
+def test_a_computed_constant_is_folded_as_on_a_real_gpu(edited):
+    for run in edited:  # a constant folded to 1 would vanish, and the input itself be returned
         assert "distinct True" in run.out
         assert not [note for note in run.trace.notes if "read a GPU value" in note.text]
 
 
-def test_graphs_from_the_cache_name_no_lines_of_before(edited):
+def test_graphs_from_the_cache_have_the_current_line_numbers(edited):
     assert "found 0" in edited[0].out
     assert "found 0" not in edited[1].out
     before, after = ({frame.line for frame in run.trace.frames if frame.user} for run in edited)
@@ -333,18 +337,18 @@ def test_graphs_from_the_cache_name_no_lines_of_before(edited):
     assert after == {line + 10 for line in before}
 
 
-def test_caches_named_after_the_import_stay_as_they_are(edited):
+def test_caches_set_after_the_import_are_unchanged(edited):
     for run in edited:
         assert not list(run.folder.glob("mine*"))
         assert "threads 1 " in run.out
 
 
-def test_no_machine_code_of_the_ghost_is_saved_for_use_elsewhere(edited):
+def test_placeholder_machine_code_is_not_saved_in_artifacts(edited):
     for run in edited:
         assert "machine code False False" in run.out
 
 
-def test_compiled_autograd_is_a_backward(edited):
+def test_compiled_autograd_is_labelled_as_backward(edited):
     for run in edited:
         (phase,) = {label.phase for label in run.trace.labels if "(compiled autograd)" in label.op}
         assert phase is Phase.BACKWARD

@@ -1,4 +1,4 @@
-"""What a dry run measures: the summary's terms, PyTorch's own counters, every allocator setting."""
+"""Figures of a dry run: the terms of the summary, PyTorch's own counters, and every allocator setting."""
 
 import os
 import textwrap
@@ -9,7 +9,7 @@ from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING
 from support.scripts import TRAIN, figures
 
 
-def test_the_allocator_in_one_line(dry_run):
+def test_one_tensor_takes_one_block_and_one_segment(dry_run):
     run = dry_run('import torch; x = torch.empty(1, device="cuda")')
     assert run.code == 0
     assert run.answer["peak"]["allocated"] == 512
@@ -17,15 +17,15 @@ def test_the_allocator_in_one_line(dry_run):
     assert run.answer["peak"]["line"].endswith("script.py:1")
 
 
-def test_parameters_gradients_and_state_are_told_apart(dry_run):
+def test_parameters_gradients_and_optimizer_state_are_distinguished(dry_run):
     run = dry_run(TRAIN + "    for _ in range(9): step()\n")
     held = figures(run.answer)
-    asked_for = sum(4 * n for n in (256 * 512, 512, 512 * 8, 8))
+    requested = sum(4 * n for n in (256 * 512, 512, 512 * 8, 8))
     assert run.answer["steps"] == 3
     assert run.answer["verdict"] == "fits"
-    assert held["parameters"] == asked_for
-    assert held["gradients"] == asked_for
-    assert held["optimizer state"] == 2 * asked_for
+    assert held["parameters"] == requested
+    assert held["gradients"] == requested
+    assert held["optimizer state"] == 2 * requested
     assert held["unknown"] == 0
     parts = (*CATEGORY_NAMES.values(), ROUNDING)
     assert sum(held[part] for part in parts) == held["allocated"] == run.answer["peak"]["allocated"]
@@ -34,7 +34,7 @@ def test_parameters_gradients_and_state_are_told_apart(dry_run):
     assert {term["provenance"] for term in run.answer["terms"]} == {"exact", "assumed"}
 
 
-def test_torchs_own_figures_are_memfits(dry_run):
+def test_memfits_peaks_equal_torchs_own(dry_run):
     script = TRAIN + "    for _ in range(3): step(); print(torch.cuda.max_memory_allocated(), end=' ')\n"
     run = dry_run(script + "    print(torch.cuda.max_memory_reserved())\n", options=("--steps", "4"))
     *_, allocated, reserved = map(int, run.out.splitlines()[0].split())

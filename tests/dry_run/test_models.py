@@ -1,4 +1,4 @@
-"""Models whose sizes depend on values, and libraries beside PyTorch, in scripts of a few lines."""
+"""Short scripts with models whose sizes depend on values, and with libraries other than PyTorch."""
 
 import importlib.util
 
@@ -53,8 +53,8 @@ def test_a_padded_batch_in_nn_transformer_stays_padded(dry_run):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
-def test_four_bit_weights_take_what_their_format_says(dry_run):
-    """1024 x 1024 in NF4, double quantised, blocks of 64 and of 256; the allocator counts in 512 bytes."""
+def test_four_bit_weights_take_the_bytes_of_their_format(dry_run):
+    """1024 x 1024 in NF4, double quantised, blocks of 64 and of 256; the allocator rounds to 512 bytes."""
     script = """
         import bitsandbytes as bnb
         import torch
@@ -71,19 +71,18 @@ def test_four_bit_weights_take_what_their_format_says(dry_run):
     run = dry_run(script, options=("--steps", "5"))
     assert run.code == 0, run.err
     elements, scales = 1 << 20, (1 << 20) // 64
-    codes = (
-        512 + 1024 + 1024
-    )  # 16 floats for the weights, 256 for their scales twice: in use, and the default
+    # 16 floats for the weights, 256 for their scales twice: those in use, and the default
+    codes = 512 + 1024 + 1024
     weight = elements // 2 + scales + 512 * -(-scales // 256 * 4 // 512) + codes + 512  # ... and an offset
     assert f"weight {weight}" in run.out
     eight_bit = 2 * elements + 2 * 4 * elements // 256 + 2 * 1024  # moments, their scales, a code for each
     assert figures(run.answer)["optimizer state"] == pytest.approx(eight_bit, abs=2048)
 
 
-def test_a_module_of_torchscript_is_labelled_and_trained(dry_run):
+def test_a_torchscript_module_is_labelled_and_trained(dry_run):
     script = """
     import torch, warnings
-    warnings.simplefilter("ignore")  # PyTorch warns that it will be gone
+    warnings.simplefilter("ignore")  # PyTorch warns that it is deprecated
     traced = torch.jit.trace(torch.nn.Linear(64, 64).cuda(), torch.ones(8, 64, device="cuda"))
     model = torch.nn.Sequential(traced, torch.nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Running out of memory on the ghost is a result: where, how much was asked, how much was short."""
+"""Out of memory on the ghost is a result: where, the bytes requested, and the shortfall."""
 
 import os
 
@@ -51,7 +51,7 @@ def test_out_of_memory_in_the_forward_names_module_and_line(dry_run):
     assert failure["requested"] == 4 * 1024 * 1024 * 4096
 
 
-def test_out_of_memory_that_the_script_survives(dry_run):
+def test_a_script_that_survives_out_of_memory_does_not_fit(dry_run):
     script = """
         import torch
         try:
@@ -67,25 +67,25 @@ def test_out_of_memory_that_the_script_survives(dry_run):
     assert run.answer["peak"]["allocated"] == 4 << 20
 
 
-def test_out_of_memory_that_the_script_raises_itself_or_turns_into_something_else(dry_run):
+def test_out_of_memory_is_recognised_when_raised_by_the_script_or_turned_into_another_error(dry_run):
     raised = dry_run(TRAIN + "    step()\n    raise torch.OutOfMemoryError('mine')\n")
     assert raised.answer["verdict"] == "out of memory"
     assert raised.answer["out_of_memory"] is None
     assert "OUT OF MEMORY   torch.OutOfMemoryError: mine" in raised.out
-    for turned in ("import sys; sys.exit(1)", "raise RuntimeError('gave up') from error"):
+    for reaction in ("import sys; sys.exit(1)", "raise RuntimeError('gave up') from error"):
         script = f"""
             import torch
             try:
                 torch.empty(1 << 40, device="cuda")
             except torch.OutOfMemoryError as error:
-                {turned}
+                {reaction}
         """
         run = dry_run(script)
         assert (run.code, run.answer["verdict"]) == (0, "out of memory")
         assert run.answer["out_of_memory"]["requested"] == 4 << 40
 
 
-def test_a_memory_fraction_that_is_used_up_is_named(dry_run):
+def test_an_exhausted_memory_fraction_is_named(dry_run):
     script = """
         import torch
         torch.cuda.set_per_process_memory_fraction(0.1)
@@ -96,7 +96,7 @@ def test_a_memory_fraction_that_is_used_up_is_named(dry_run):
     assert "a memory fraction" in run.out
 
 
-def test_memory_in_use_and_the_context_count(dry_run):
+def test_memory_in_use_and_the_context_reduce_the_free_memory(dry_run):
     script = "import torch; torch.ones(1, device='cuda'); print(*torch.cuda.mem_get_info())"
     free, total = map(int, dry_run(script, options=("--gpu", "RTX-3060")).out.splitlines()[0].split())
     used = dry_run(script, options=("--gpu", "RTX-3060", "--in-use", "1GiB"))
@@ -107,22 +107,22 @@ def test_memory_in_use_and_the_context_count(dry_run):
     assert total - free == context + (2 << 20)
 
 
-def test_a_run_that_reaches_a_known_gap_says_so(dry_run):
+def test_a_run_that_reaches_a_known_gap_has_a_note(dry_run):
     script = """
         import torch
         event = torch.cuda.Event(interprocess=True)
         event.record()
         try:
             event.ipc_handle()
-        except RuntimeError as refused:
-            print(refused)
+        except RuntimeError as error:
+            print(error)
     """
     texts = [note["text"] for note in dry_run(script).answer["notes"]]
     assert any("cudaIpcGetEventHandle" in text and "a known gap" in text for text in texts)
 
 
 @pytest.mark.parametrize(("source", "provenance"), [("cudnn", "simulated"), ("none", "assumed")])
-def test_workspaces_leave_the_other_rows_exact(dry_run, source, provenance):
+def test_assumed_workspaces_leave_the_other_terms_exact(dry_run, source, provenance):
     script = "import torch; torch.nn.Conv2d(64, 64, 3).cuda()(torch.ones(1, 64, 99, 99, device='cuda'))"
     answer = dry_run(script, options=("--workspaces", source)).answer
     notes = [note for note in answer["notes"] if "convolutions" in note["text"]]
@@ -130,12 +130,12 @@ def test_workspaces_leave_the_other_rows_exact(dry_run, source, provenance):
         pytest.skip(f"the installed cuDNN cannot be asked: {notes}")
     assert [note["provenance"] for note in notes] == [provenance]
     assert (figures(answer)["workspaces"] > 0) == (source == "cudnn")
-    sure = {term["name"]: term["provenance"] for term in answer["terms"]}
-    assert {sure[name] for name in ("parameters", "gradients", "activations")} == {"exact"}
-    assert {sure[name] for name in ("workspaces", "allocated", "reserved")} == {provenance}
+    provenances = {term["name"]: term["provenance"] for term in answer["terms"]}
+    assert {provenances[name] for name in ("parameters", "gradients", "activations")} == {"exact"}
+    assert {provenances[name] for name in ("workspaces", "allocated", "reserved")} == {provenance}
 
 
-def test_the_script_sees_the_devices_that_are_visible(dry_run):
+def test_the_script_sees_the_visible_devices_only(dry_run):
     script = "import torch; print(torch.cuda.device_count()); torch.ones(1, device='cuda')"
     several = dry_run(script, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})
     assert several.out.startswith("2\n")

@@ -1,9 +1,9 @@
-"""When a dry run ends the script, and whether its steps leave memory as they found it."""
+"""When a dry run ends the script, and whether memory grows from step to step."""
 
 from support.scripts import TRAIN, figures
 
 
-def test_stops_after_the_steps_asked_for(dry_run):
+def test_the_script_is_ended_after_the_requested_steps(dry_run):
     script = TRAIN + "    for n in range(100): step(); print('did', n)\n    print('never')\n"
     run = dry_run(script, options=("--steps", "2"))
     assert run.answer["steps"] == 2
@@ -15,29 +15,29 @@ def test_stops_after_the_steps_asked_for(dry_run):
 def test_two_optimizers_step_in_turn(dry_run):
     script = """
         import torch
-        one, two = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (one, two)]
+        first, second = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (first, second)]
         for turn in range(50):
             optimizer = optimizers[turn % 5 == 4]
             optimizer.zero_grad()
-            two(one(torch.ones(2, 8, device="cuda"))).sum().backward()
+            second(first(torch.ones(2, 8, device="cuda"))).sum().backward()
             optimizer.step()
             print("turn", turn)
     """
     run = dry_run(script)
     assert run.answer["steps"] == 3
-    assert "turn 13" in run.out  # the slow one's third step is the fifteenth turn
+    assert "turn 13" in run.out  # the slower optimizer's third step is in the fifteenth turn
     assert "turn 14" not in run.out
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for_forever(dry_run):
+def test_an_optimizer_that_never_steps_does_not_keep_the_script_running(dry_run):
     unused = "    spare = torch.optim.SGD(torch.nn.Linear(4, 4).cuda().parameters(), 0.1)\n"
     run = dry_run(TRAIN + unused + "    for n in range(10_000): step()\n    print('never')\n")
     assert run.answer["end"]["reason"] == "steps"
     assert "never" not in run.out
 
 
-def test_steps_skipped_by_the_scaler_count(dry_run):
+def test_steps_skipped_by_the_scaler_are_counted(dry_run):
     script = """
         import torch
         model = torch.nn.Linear(8, 8).cuda()
@@ -54,7 +54,7 @@ def test_steps_skipped_by_the_scaler_count(dry_run):
     assert "never" not in run.out
 
 
-def test_parameters_updated_by_hand(dry_run):
+def test_backward_passes_count_as_steps_without_an_optimizer(dry_run):
     script = """
         import torch
         w = torch.zeros(1024, device="cuda", requires_grad=True)
@@ -86,7 +86,7 @@ def test_accumulation_counts_optimizer_steps(dry_run):
     assert "step 7" in run.out
 
 
-def test_a_script_that_catches_everything_is_ended_all_the_same(dry_run):
+def test_a_script_that_catches_everything_is_still_ended(dry_run):
     script = (
         TRAIN
         + """
@@ -118,7 +118,7 @@ def test_inference_runs_to_its_end(dry_run):
     assert figures(run.answer)["parameters"] == 4 * 1024 * 1024 + 4096
 
 
-def test_steady_and_growing(dry_run):
+def test_a_leak_is_distinguished_from_steady_memory(dry_run):
     steady = dry_run(TRAIN + "    for _ in range(4): step()\n").answer["growth"]
     assert steady == {"steady_from": 1, "bytes_per_step": 0, "line": "", "leak": False}
     leak = """

@@ -1,4 +1,4 @@
-"""Scripts that PyTorch's caching allocator does not serve, or that empty its cache at every step."""
+"""Scripts without PyTorch's caching allocator, or that empty its cache at every step."""
 
 import os
 
@@ -22,7 +22,7 @@ def with_environment(**more):
     return {"env": {**os.environ, **more}}
 
 
-def test_without_a_cache_every_tensor_is_rounded_as_cuda_would(dry_run):
+def test_without_a_cache_every_tensor_is_rounded_like_cuda_malloc(dry_run):
     script = """
         import torch
         small = torch.empty(1, device="cuda")
@@ -38,7 +38,7 @@ def test_without_a_cache_every_tensor_is_rounded_as_cuda_would(dry_run):
 
 
 @pytest.mark.parametrize("environment", [UNCACHED, POOLED], ids=["uncached", "cudaMallocAsync"])
-def test_running_out_is_told_as_such_with_what_was_free(environment, dry_run):
+def test_out_of_memory_is_reported_with_the_free_bytes(environment, dry_run):
     run = dry_run(FILL, options=("--memory", "4GiB"), **with_environment(**environment))
     assert run.answer["verdict"] == "out of memory"
     failure = run.answer["out_of_memory"]
@@ -49,18 +49,18 @@ def test_running_out_is_told_as_such_with_what_was_free(environment, dry_run):
     assert 0 < failure["free"] < failure["requested"]
     assert failure["shortfall"] == failure["requested"] - failure["free"]
     assert failure["line"].endswith("script.py:5")
-    # Nothing is called exact where the rounding of CUDA is assumed.
+    # No figure is exact, because CUDA's rounding is assumed.
     assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
     assert any(
         "is assumed" in note["text"] for note in run.answer["notes"] if note["provenance"] == "assumed"
     )
 
 
-def test_an_error_that_only_looks_like_it_is_an_exception():
+def test_an_error_of_the_script_in_cudas_words_is_an_exception():
     assert end_of(RuntimeError("CUDA error: out of memory")).reason == "exception"
 
 
-def test_emptying_the_cache_lowers_what_is_held_between_steps_and_not_the_peak(dry_run):
+def test_emptying_the_cache_lowers_the_memory_between_steps_but_not_the_peak(dry_run):
     script = """
         import os, torch
         from torch.nn import Linear, ReLU, Sequential

@@ -1,4 +1,4 @@
-"""from_pretrained where only the configuration is on this machine: the same bytes as with the weights."""
+"""from_pretrained with only the configuration on this machine: the same bytes as with the weights."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("weights")  # on one worker: they read the same files
+pytestmark = pytest.mark.xdist_group("weights")  # on one worker: the tests share files
 
 MAKE = """
 import sys, torch
@@ -43,36 +43,36 @@ def peaks(run):
     return run.answer["peak"], run.answer["terms"]
 
 
-def made_up(run):
+def synthesized(run):
     return [note for note in run.answer["notes"] if "weights were not loaded" in note["text"]]
 
 
-def test_missing_weights_are_made_up_from_the_configuration_to_the_byte(dry_run, checkpoint):
+def test_weights_synthesized_from_the_configuration_have_the_same_bytes(dry_run, checkpoint):
     with_weights = dry_run(LOAD, str(checkpoint))
-    assert not made_up(with_weights)
+    assert not synthesized(with_weights)
     (checkpoint / "model.safetensors").write_bytes(b"not weights at all")
-    told_not_to = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
+    forbidden = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
     (checkpoint / "model.safetensors").unlink()
     missing = dry_run(LOAD, str(checkpoint))
-    assert peaks(missing) == peaks(told_not_to) == peaks(with_weights)
-    for run in (missing, told_not_to):
-        notes = made_up(run)
+    assert peaks(missing) == peaks(forbidden) == peaks(with_weights)
+    for run in (missing, forbidden):
+        notes = synthesized(run)
         assert [note["provenance"] for note in notes] == ["assumed", "assumed"]
         assert [note["where"].rpartition("script.py:")[2] for note in notes] == ["5", "6"]
         assert "torch.bfloat16" in notes[0]["text"]
 
 
-def test_a_dtype_that_the_configuration_does_not_name_is_a_guess_and_no_figure_is_exact(dry_run, checkpoint):
+def test_without_a_dtype_in_the_configuration_no_figure_is_exact(dry_run, checkpoint):
     file = checkpoint / "config.json"
     named = file.read_text()
     file.write_text(json.dumps({key: value for key, value in json.loads(named).items() if key != "dtype"}))
     run = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
     file.write_text(named)
-    assert "does not say in which dtype" in made_up(run)[0]["text"]
+    assert "does not say in which dtype" in synthesized(run)[0]["text"]
     assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
 
 
-def test_a_folder_without_a_configuration_fails_as_it_would(dry_run, tmp_path):
+def test_a_folder_without_a_configuration_fails_as_without_memfit(dry_run, tmp_path):
     run = dry_run(LOAD, str(tmp_path / "nothing"), json_answer=False)
     assert run.code == 3
     assert "OSError" in run.err

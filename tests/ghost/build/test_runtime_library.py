@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import GhostError, UnsuitableEnvironmentError
+from memfit.ghost.build import runtime_library as build_module
 from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.runtime_library import build, read_gaps
-from memfit.ghost.build import runtime_library as build_module
 from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 

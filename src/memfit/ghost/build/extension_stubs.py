@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memfit.errors import GhostError, MemfitError
+from memfit.ghost.build.imported_symbols import NvidiaImports, nvidia_imports
+from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
 from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
-from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
-from memfit.ghost.build.imported_symbols import NvidiaImports, nvidia_imports
 
 # How the functions of a library say "not supported", or else the nearest they have. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,
@@ -156,7 +156,7 @@ def _compile(work: Path, source: str, sonames: Mapping[str, Sequence[str]], ghos
 
 
 def _source(refusals: Mapping[str, str]) -> str:
-    """Write the C of the functions that refuse; see ``memfit.ghost.build.runtime_library`` on what they return."""
+    """Write the C of the functions that refuse; ``ghost/build/runtime_library.py`` on what they return."""
     functions = (
         f'API long {name}(void) {{ return ghost_gap_called("{name}", {refusal}); }}'
         for name, refusal in sorted(refusals.items())

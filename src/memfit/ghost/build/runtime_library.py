@@ -23,8 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.errors import GhostError
 from memfit import native_build
+from memfit.errors import GhostError
+from memfit.ghost.build.elf import ElfFile
+from memfit.ghost.build.torch_install import TorchImports, TorchInstall, find_torch, scan_imports
 from memfit.native_build import (
     COMPILE_FLAGS,
     SHARED_C,
@@ -34,8 +36,6 @@ from memfit.native_build import (
     run_compiler,
     shared_headers,
 )
-from memfit.ghost.build.elf import ElfFile
-from memfit.ghost.build.torch_install import TorchInstall, TorchImports, find_torch, scan_imports
 
 RUNTIME = Path(__file__).parents[1] / "runtime"
 INCLUDES = (f"-I{RUNTIME}", f"-I{SHARED_C}")
@@ -131,7 +131,13 @@ def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
     here = Path(__file__)
     ours = [Path(native_build.__file__), here, here.with_name("elf.py"), here.with_name("torch_install.py")]
-    for source in (*ours, *shared_headers(), *sorted(RUNTIME.rglob("*.[ch]")), RUNTIME / "gaps.txt", NO_DEVICE):
+    for source in (
+        *ours,
+        *shared_headers(),
+        *sorted(RUNTIME.rglob("*.[ch]")),
+        RUNTIME / "gaps.txt",
+        NO_DEVICE,
+    ):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     for library in torch.libraries():
         digest.update(f"{library.name} {library.stat().st_size}\n".encode())
@@ -192,9 +198,7 @@ def _compile_runtime(
     flags = (*COMPILE_FLAGS, *flags, *INCLUDES)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         jobs = [
-            workers.submit(
-                run_compiler, *compiler, *flags, "-c", str(source), "-o", str(made)
-            )
+            workers.submit(run_compiler, *compiler, *flags, "-c", str(source), "-o", str(made))
             for source, made in zip(sources, objects, strict=True)
         ]
         for job in jobs:
