@@ -39,7 +39,6 @@ def loads(data: bytes) -> object:
         raise NotPlainDataError("is not a pickle of protocol 2 or later")
     decoder = _Decoder(data)
     operations = _OPERATIONS
-    code = -1
     try:
         for _ in range(MAX_OPERATIONS):
             code = data[decoder.position]
@@ -48,7 +47,7 @@ def loads(data: bytes) -> object:
                 return decoder.stack.pop()
             operations[code](decoder)
     except KeyError:
-        raise NotPlainDataError(_refusal(decoder, code)) from None
+        raise NotPlainDataError(_refusal(decoder, data[decoder.position - 1])) from None
     except (IndexError, struct.error):
         raise NotPlainDataError("is truncated or damaged") from None
     except (UnicodeDecodeError, TypeError, AttributeError):
