@@ -82,7 +82,7 @@ def test_who_follows_it_until_it_fits_gets_what_it_says(dry_run):
         ("offload activations", True),
     ]
     needed = dry_run(TRAIN, *LONG, options=NO_LIMIT).answer["peak"]["process"]
-    assert f"In all it needs {needed / 2**30:.2f} GiB" in run.out
+    assert f"With unlimited memory it needs {needed / 2**30:.2f} GiB" in run.out
     for number, one in enumerate(advice, 1):
         script, environment = followed(TRAIN, advice[:number])
         again = dry_run(script, *LONG, options=NO_LIMIT, env=environment).answer
@@ -118,7 +118,7 @@ def test_a_script_that_does_not_run_again_alone_says_so(dry_run):
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: run again, without input, script.py failed" in run.out
-    assert "What it needs in all could not be measured: see below." in run.out
+    assert "The total it needs could not be measured: see below." in run.out
     assert run.err.count("the script runs again, silently, without input") == 1
 
 

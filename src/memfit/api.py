@@ -1,9 +1,9 @@
 """The whole pipeline in one file: read this first.
 
 script ── run.parent ──> trace file ── trace.trace_file ──> Trace ─┬─ analysis.summary ──> DryRun
-             dry_run: on the ghost              no torch from here on ├─ analysis.explanation ──> Explained
+             dry_run: on the ghost              no torch from here on ├─ analysis.explanation ──> Explanation
              record: on this machine's GPU                            │    explain
-             advice: again, with a change                             └─ analysis.comparison ──> Comparison
+             advice: again, with a change                             └─ analysis.allocator_comparison
                                                                            replay
 """
 
@@ -37,11 +37,11 @@ from memfit.records import AllocatorComparison, DryRun, GroupBy, Machine, RunDif
 from memfit.report import export
 from memfit.report.estimate import Estimate
 from memfit.report.html import page
-from memfit.report.terminal.allocator_comparison import Compared
-from memfit.report.terminal.explanation import Explained
-from memfit.report.terminal.packing import PackedModule, PackedRun
-from memfit.report.terminal.run_difference import Differing
-from memfit.report.terminal.summary import Answer
+from memfit.report.terminal.allocator_comparison import PrintableComparison
+from memfit.report.terminal.explanation import PrintableExplanation
+from memfit.report.terminal.packing import PrintableGraphPacking, PrintableRunPacking
+from memfit.report.terminal.run_difference import PrintableDifference
+from memfit.report.terminal.summary import PrintableDryRun
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -276,10 +276,10 @@ def summarize(trace: Trace) -> DryRun:
     Raises:
         FileFormatError: the history contradicts itself.
     """
-    return Answer.of(summary.summarize(trace))
+    return PrintableDryRun.of(summary.summarize(trace))
 
 
-def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> Explained:
+def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> PrintableExplanation:
     """Say who holds the memory of a run, when, and from which line.
 
     Args:
@@ -301,7 +301,9 @@ def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = F
     """
     trace = target if isinstance(target, Trace) else read(target)
     found = explain_trace(trace, at, fragments=fragments)
-    return Explained.of(found, summary=Answer.of(found.summary), page=lambda: html(trace, found.summary))
+    return PrintableExplanation.of(
+        found, summary=PrintableDryRun.of(found.summary), page=lambda: html(trace, found.summary)
+    )
 
 
 def diff(
@@ -320,7 +322,7 @@ def diff(
         FileFormatError: a file is neither, or contradicts itself.
     """
     runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
-    return Differing.of(compare_runs(runs[0], runs[1], at, GroupBy(by)))
+    return PrintableDifference.of(compare_runs(runs[0], runs[1], at, GroupBy(by)))
 
 
 def html(trace: Trace, found: DryRun, *, source: bool = True) -> str:
@@ -377,7 +379,7 @@ def replay(
         UsageError: a conf is not what PyTorch takes, or the device is not known.
         FileFormatError: the trace does not tell what was asked for.
     """
-    return Compared.of(
+    return PrintableComparison.of(
         compare_settings(
             trace,
             confs,
@@ -397,7 +399,7 @@ def pack(
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = ...,
-) -> PackedRun: ...
+) -> PrintableRunPacking: ...
 @overload
 def pack(
     target: "torch.fx.GraphModule",
@@ -405,14 +407,14 @@ def pack(
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = ...,
-) -> PackedModule: ...
+) -> PrintableGraphPacking: ...
 def pack(
     target: "Trace | str | Path | torch.fx.GraphModule",
     capacity: int | None = None,
     *,
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> PackedRun | PackedModule:
+) -> PrintableRunPacking | PrintableGraphPacking:
     """Say how small a run's memory is if offsets are planned from when each of its buffers lives.
 
     Args:
@@ -444,7 +446,9 @@ def pack(
         from memfit.graph.fx_dataflow import dataflow
 
         flow = dataflow(target)
-        return PackedModule.of(pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress))
+        return PrintableGraphPacking.of(
+            pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
+        )
     trace = target if isinstance(target, Trace) else read(target)
     reserved: tuple[SettingOutcome, ...] = ()
     is_of_cpu = trace.device.machine is Machine.CPU  # there PyTorch keeps no cache
@@ -460,7 +464,7 @@ def pack(
         seconds=seconds,
         on_progress=on_progress,
     )
-    return PackedRun.of(packed)
+    return PrintableRunPacking.of(packed)
 
 
 def pack_table(

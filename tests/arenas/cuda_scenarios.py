@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 
 import memfit  # noqa: E402
 from memfit.arenas import native  # noqa: E402
-from memfit.arenas.cuda import Cuda  # noqa: E402
+from memfit.arenas.cuda import CudaMemory  # noqa: E402
 
 
 def used():
@@ -103,7 +103,7 @@ def expandable():
 
 
 def heap():
-    Cuda()
+    CudaMemory()
     train()
 
 
@@ -214,7 +214,7 @@ def benchmark():
 
 
 def own_stream():
-    Cuda()
+    CudaMemory()
     first = mib(8).data_ptr()
     again = mib(8).data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -225,7 +225,7 @@ def own_stream():
 
 
 def other_stream():
-    Cuda()
+    CudaMemory()
     ghost.hold_events(True)
     x = mib(8)
     first = x.data_ptr()
@@ -243,7 +243,7 @@ def other_stream():
 
 
 def placed_and_used_by_another_stream():
-    place = Cuda()
+    place = CudaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 3).numpy(), torch.tensor([0, 0, 0]).numpy()
     plan = native.load().plan_new(3, size.ctypes.data, offset.ctypes.data)
@@ -260,7 +260,7 @@ def placed_and_used_by_another_stream():
 
 
 def used_by_the_stream_of_a_later_step():
-    place, side = Cuda(), torch.cuda.Stream()
+    place, side = CudaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
 
     def begin(size, at):
@@ -286,7 +286,7 @@ def used_by_the_stream_of_a_later_step():
 
 def several_arenas_in_turn():
     """A step on another stream may use what one before it left, once that is done."""
-    place = Cuda()
+    place = CudaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB]).numpy(), torch.tensor([0]).numpy()
     plan = native.load().plan_new(1, size.ctypes.data, offset.ctypes.data)
@@ -309,7 +309,7 @@ def several_arenas_in_turn():
 
 def pages_move():
     leave(64)
-    Cuda()
+    CudaMemory()
     with torch.cuda.stream(torch.cuda.Stream()):
         waits = mib(16)
         waits.record_stream(torch.cuda.Stream())
@@ -324,7 +324,7 @@ def pages_move():
 
 def out_of_memory():
     leave(64)
-    Cuda()
+    CudaMemory()
     kept = mib(16)
     for size in (64, 1 << 40):
         try:
@@ -335,7 +335,7 @@ def out_of_memory():
 
 
 def fraction():
-    Cuda()
+    CudaMemory()
     torch.cuda.set_per_process_memory_fraction(64 * MIB / TOTAL)
     kept = mib(48)
     try:
@@ -347,7 +347,7 @@ def fraction():
 
 def arena_short_of_memory():
     leave(64)
-    place = Cuda()
+    place = CudaMemory()
     kept = mib(16)
     print(place.reserve(32 * MIB), place.reserve(49 * MIB), used() - TOTAL / MIB + 64)
     print(place.reserve(48 * MIB), len(kept) // MIB)
@@ -375,7 +375,7 @@ def engine():
 
 
 def captured():
-    Cuda()
+    CudaMemory()
     x = mib(2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -393,7 +393,7 @@ def captured():
 
 
 def pool_of_two_graphs():
-    Cuda()
+    CudaMemory()
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         x = mib(8).zero_()
@@ -409,7 +409,7 @@ def pool_of_two_graphs():
 
 def capture_within_a_step():
     """Nothing of a graph is placed or recorded, although it is the step's stream that is captured."""
-    place, side = Cuda(), torch.cuda.Stream()
+    place, side = CudaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 2).numpy(), torch.tensor([0, 8 * MIB]).numpy()
     plan = native.load().plan_new(2, size.ctypes.data, offset.ctypes.data)
@@ -426,7 +426,7 @@ def capture_within_a_step():
 
 
 def recorded_with_another_stream():
-    place = Cuda()
+    place = CudaMemory()
     native.load().arena_begin(place.arena, native.RECORDING, place.lane(), None)
     x, y = mib(1), mib(2)
     x.record_stream(torch.cuda.Stream())
@@ -438,7 +438,7 @@ def recorded_with_another_stream():
 
 def capture_out_of_memory():
     leave(16)
-    Cuda()
+    CudaMemory()
     mib(4)  # freed, and still mapped
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -450,7 +450,7 @@ def capture_out_of_memory():
 
 
 def two_captures():
-    Cuda()
+    CudaMemory()
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         mib(2).zero_()
@@ -461,7 +461,7 @@ def two_captures():
 
 
 def mem_pool():
-    Cuda()
+    CudaMemory()
     try:
         torch.cuda.MemPool()
     except RuntimeError as error:
@@ -472,7 +472,7 @@ def mem_pool():
 
 
 def forked():
-    Cuda()
+    CudaMemory()
     x = mib(8)
     sys.stdout.flush()
     child = os.fork()
@@ -486,13 +486,13 @@ def forked():
 def too_late():
     torch.cuda.init()
     try:
-        Cuda()
+        CudaMemory()
     except UsageError as error:
         print(error)
 
 
 def several_gpus():
-    place = Cuda()
+    place = CudaMemory()
     with torch.cuda.device(1):
         x = torch.empty(4 * MIB, device="cuda")
         place.lane()

@@ -19,7 +19,7 @@ from torch import nn
 import memfit
 from memfit.arenas import native
 from memfit.arenas.repeated_step import MANY, MOST_DROPS
-from memfit.arenas.step_plan import Plan
+from memfit.arenas.step_plan import StepPlan
 from memfit.errors import FileFormatError, UsageError
 
 
@@ -77,7 +77,7 @@ def _equal(step, other):
 def _nothing_left_in_the_arena():
     """Let go of what exceptions of earlier tests hold: it may lie in the arena, of which there is one."""
     with memfit.arena(device="cpu") as one:
-        place = one._place.arena
+        place = one._memory.arena
     if native.load().arena_live(place):
         gc.collect()
     assert native.load().arena_live(place) == 0
@@ -100,7 +100,7 @@ def test_training_is_the_same_to_the_bit_and_all_of_it_is_placed(arena):
     assert same(placed.seen, Training().run(20).seen)
     kind = kind_of(arena)
     assert (kind.recorded, kind.placed, kind.unplanned) == (3, 17, 0)  # the first one made Adam's state
-    tally = native.tally(kind.place.arena)
+    tally = native.tally(kind.memory.arena)
     assert tally["placed"] > 60
     assert tally["kept"] == 0
     assert kind.plan.height == kind.plan.bound < kind.plan.unshared
@@ -123,7 +123,7 @@ def changed(plan, at, how):
         size, offset = np.delete(size, at), np.delete(offset, at)
     elif how == "extra":
         size, offset = np.insert(size, at, 12345), np.insert(offset, at, 0)
-    return Plan(size, offset, plan.height, plan.bound, plan.unshared)
+    return StepPlan(size, offset, plan.height, plan.bound, plan.unshared)
 
 
 @pytest.mark.parametrize("how", ["wrong size", "missing", "extra"])
@@ -133,9 +133,9 @@ def test_a_step_that_differs_anywhere_is_the_same_to_the_bit(plan, how):
         with contextlib.closing(memfit.arena(device="cpu")) as arena:
             training = Training(arena).run(3)
             kind = kind_of(arena)
-            kind.drop()
-            kind.adopt(changed(plan, at, how))
-            with pytest.warns(UserWarning, match="was not as planned"):
+            kind.drop_plan()
+            kind.use_plan(changed(plan, at, how))
+            with pytest.warns(UserWarning, match="did not match its plan"):
                 training.step()
             assert kind.plan is None
             training.step()
@@ -150,11 +150,11 @@ def test_nothing_that_lives_is_overwritten_by_a_plan_that_is_all_wrong(plan, see
     with contextlib.closing(memfit.arena(device="cpu")) as arena:
         training = Training(arena).run(3)
         kind = kind_of(arena)
-        kind.drop()
-        kind.adopt(Plan(plan.size, np.maximum(offset, -1), plan.height, plan.bound, plan.unshared))
-        with pytest.warns(UserWarning, match="still lives in their places"):
+        kind.drop_plan()
+        kind.use_plan(StepPlan(plan.size, np.maximum(offset, -1), plan.height, plan.bound, plan.unshared))
+        with pytest.warns(UserWarning, match="still occupied their slot"):
             training.run(2)
-        assert native.tally(kind.place.arena)["overlapping"] > 0
+        assert native.tally(kind.memory.arena)["overlapping"] > 0
     assert same(training.seen, Training().run(5).seen)
 
 
@@ -168,10 +168,10 @@ def test_a_plan_for_other_threads_changes_nothing(arena):
         training = Training(arena).run(4)
         assert len(arena._kinds) == 2
         (one,) = (kind for kind in arena._kinds.values() if kind is not two)
-        one.drop()
+        one.drop_plan()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            one.adopt(two.plan)
+            one.use_plan(two.plan)
             training.run(2)
         assert same(training.seen, Training().run(6).seen)
     finally:
@@ -219,8 +219,10 @@ def test_a_step_that_is_not_as_planned_is_said_and_recorded_anew(arena):
     training = Training(arena).run(4)
     for drops in range(1, MOST_DROPS + 1):
         training.model.extra = 4096 * drops
-        last = "left to the ordinary allocator from now on" if drops == MOST_DROPS else "recorded anew"
-        with pytest.warns(UserWarning, match=rf"training step with float32\[8, 1, 8, 8\] was not .*{last}"):
+        last = (
+            "later steps use the default allocator" if drops == MOST_DROPS else "records the next steps again"
+        )
+        with pytest.warns(UserWarning, match=rf"training step with float32\[8, 1, 8, 8\] did not .*{last}"):
             training.step()
         training.run(3)
     assert kind_of(arena).placed == 2 * MOST_DROPS
@@ -231,7 +233,7 @@ def test_allocations_that_do_not_come_are_a_difference_too(arena):
     training.model.extra = 4096
     training.run(4)
     training.model.extra = 0
-    with pytest.warns(UserWarning, match=r"\d of its allocations did not come"):
+    with pytest.warns(UserWarning, match=r"\d planned allocations were not made"):
         training.step()
 
 
@@ -411,12 +413,14 @@ def test_steps_that_never_come_twice_the_same_are_recorded_and_no_more(arena):
 
     for number in range(MANY - 1):
         step(number)
-    with pytest.warns(UserWarning, match=f"{MANY} times a training step was recorded, and no two"):
+    with pytest.warns(
+        UserWarning, match=f"{MANY} steps of the kind 'training step' were recorded, and no two"
+    ):
         step(MANY - 1)
     step(MANY)
     kind = kind_of(arena)
     assert (kind.recorded, kind.placed, kind.plan) == (MANY + 1, 0, None)
-    assert "none twice the same" in str(arena.report())
+    assert "no two were the same" in str(arena.report())
 
 
 def test_settings_that_change_what_is_asked_for_have_plans_of_their_own(arena):
@@ -510,7 +514,7 @@ def test_plans_of_other_runs_stay_in_the_file_and_are_no_concern_of_this_one(tmp
     kept = json.loads(path.read_text())["plans"]
     assert [plan["shapes"] for plan in kept] == [["theirs"], ["theirs"], ["mine"], ["mine"]]
     assert {plan["height"] for plan in kept[:2]} == {70000000000000}
-    with pytest.warns(UserWarning, match="no memory for the arena"):
+    with pytest.warns(UserWarning, match="not enough memory for the arena"):
         run("theirs", 1000)
 
 
@@ -524,7 +528,7 @@ def test_a_plan_that_was_dropped_is_gone_from_the_file(tmp_path):
         with arena.train():
             torch.ones(1000)
         assert [plan["is_first"] for plan in json.loads(path.read_text())["plans"]] == [True, False]
-        with pytest.warns(UserWarning, match="not as planned"), arena.train():
+        with pytest.warns(UserWarning, match="did not match its plan"), arena.train():
             torch.ones(2000)
         assert [plan["is_first"] for plan in json.loads(path.read_text())["plans"]] == [True]
 
@@ -550,7 +554,7 @@ def test_memory_of_a_dropped_plan_goes_back_to_the_system(arena):
 
     for _ in range(4):
         step(10)
-    before = arena._place.used()[0].figure.bytes
-    with pytest.warns(UserWarning, match="not as planned"):
+    before = arena._memory.used()[0].figure.bytes
+    with pytest.warns(UserWarning, match="did not match its plan"):
         step(11)
-    assert arena._place.used()[0].figure.bytes < before - (40 << 20)
+    assert arena._memory.used()[0].figure.bytes < before - (40 << 20)

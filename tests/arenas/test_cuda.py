@@ -46,11 +46,14 @@ MESSAGES = {
         "cuda_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
     ),
     "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
-    "too_late": ("memfit.arena comes too late: CUDA is in use already", "Make the arena first in the script"),
+    "too_late": (
+        "memfit.arena comes too late: CUDA is already in use",
+        "Create the arena at the start of the script",
+    ),
     "several_gpus": (
         "True 4 0",
         "4 16",
-        "memfit.arena has its memory on another GPU, and this step is cuda:0's.",
+        "memfit.arena's memory is on another GPU, but this step runs on cuda:0.",
     ),
 }
 TRAINING = ("default", "expandable", "heap", "history")

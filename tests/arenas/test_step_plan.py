@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.arenas.native import LIVES, SHARED
-from memfit.arenas.step_plan import lives, planned
+from memfit.arenas.step_plan import lifetimes, plan_step
 from memfit.packing.validator import wrong
 
 
@@ -15,23 +15,23 @@ def step(*rows):
 
 def test_a_life_that_differs_is_as_long_as_the_longer():
     older, newer = step([64, 1, -1], [64, 2, -1]), step([64, 2, -1], [64, 2, -1])
-    assert lives(older, newer, follows=True, alignment=64)[0].upper.tolist() == [2, 2]
-    assert planned(older, newer, follows=True, alignment=64).height == 128
-    assert planned(older, older, follows=True, alignment=64).height == 64
+    assert lifetimes(older, newer, follows=True, alignment=64)[0].upper.tolist() == [2, 2]
+    assert plan_step(older, newer, follows=True, alignment=64).height == 128
+    assert plan_step(older, older, follows=True, alignment=64).height == 64
 
 
 def test_what_is_freed_after_its_successor_is_there_has_no_one_place():
     a_loss = step([64, 2, -1], [64, LIVES, 2])  # its variable is bound anew after the next one was computed
     a_gradient = step([64, 2, -1], [64, LIVES, 1])  # zero_grad comes just before the next one
-    assert planned(a_loss, a_loss, follows=True, alignment=64).offset.tolist() == [0, -1]
-    assert sorted(planned(a_gradient, a_gradient, follows=True, alignment=64).offset) == [0, 64]
-    apart = planned(a_gradient, a_gradient, follows=False, alignment=64)
+    assert plan_step(a_loss, a_loss, follows=True, alignment=64).offset.tolist() == [0, -1]
+    assert sorted(plan_step(a_gradient, a_gradient, follows=True, alignment=64).offset) == [0, 64]
+    apart = plan_step(a_gradient, a_gradient, follows=False, alignment=64)
     assert apart.offset.tolist() == [0, -1]
 
 
 def test_what_other_streams_use_is_not_placed():
     for shared, other in ((SHARED, 1), (1, SHARED), (SHARED, SHARED), (LIVES, 1), (1, LIVES)):
-        assert planned(step([64, shared, 0]), step([64, other, 0]), follows=True, alignment=64).height == 0
+        assert plan_step(step([64, shared, 0]), step([64, other, 0]), follows=True, alignment=64).height == 0
 
 
 @settings(deadline=None, derandomize=True)
@@ -44,7 +44,7 @@ def test_what_is_placed_together_is_apart_in_every_step_that_repeats(data):
         beyond = st.tuples(st.just(LIVES), st.integers(-1, count))
         rows.append([data.draw(st.integers(1, 300)), *data.draw(st.one_of(within, beyond))])
     once = step(*rows)
-    plan = planned(once, once, follows=True, alignment=64)
+    plan = plan_step(once, once, follows=True, alignment=64)
     living: dict[int, tuple[int, int]] = {}  # three steps, allocation by allocation: number -> its place
     for moment in range(3 * count):
         number = moment % count
@@ -62,7 +62,7 @@ def test_what_is_placed_together_is_apart_in_every_step_that_repeats(data):
 
 def test_a_plan_is_as_small_as_can_be():
     once = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
-    plan = planned(once, once, follows=True, alignment=64)
-    buffers, which = lives(once, once, follows=True, alignment=64)
+    plan = plan_step(once, once, follows=True, alignment=64)
+    buffers, which = lifetimes(once, once, follows=True, alignment=64)
     assert not wrong(buffers, plan.offset[which], plan.height)
     assert (plan.height, plan.bound, plan.unshared) == (384, 384, 512)

@@ -26,7 +26,7 @@ def test_a_recording_equals_the_dry_run_and_names_what_it_ran_on(record, dry_run
     assert run.answer["device"]["machine"] == "rehearsal"
     assert "measured" not in {term["provenance"] for term in run.answer["terms"]}
     assert "REHEARSAL" in run.out
-    assert "recorded on this card" not in run.out
+    assert "recorded on this GPU" not in run.out
     assert run.answer["versions"]["driver"] == "memfit ghost"
     assert run.answer["versions"]["cudnn"].isdecimal()
 
@@ -77,7 +77,7 @@ def test_running_out_of_memory_is_recorded_where_it_happened(record):
     run = record("import torch; torch.empty(100 << 30, device='cuda', dtype=torch.uint8)\n")
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["out_of_memory"]["requested"] == 100 << 30
-    assert "What would make it fit: memfit dry-run --advise." in run.out
+    assert "For changes that make it fit, use memfit dry-run with --advise" in run.out
 
 
 @pytest.mark.skipif(CARD_IS_HERE, reason="there is a GPU here")

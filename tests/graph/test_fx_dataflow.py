@@ -290,12 +290,12 @@ def test_sizes_may_come_from_fake_tensor_prop():
 
 def test_the_printed_packing_of_a_graph():
     found = memfit.pack(make_fx(lambda x: (x + 1).relu_() * 2)(torch.ones(1000)))
-    assert str(found).startswith("PACKED   8.0 KiB, and no packing is smaller\n")
+    assert str(found).startswith("PACKED   8.0 KiB, proven minimal\n")
     for text in (
         "each buffer of the graph by itself  8.0 KiB",
         "planned",
         "simulated",
-        "Beside it: 3.9 KiB of inputs",
+        "Not included: 3.9 KiB of inputs",
     ):
         assert text in str(found)
 

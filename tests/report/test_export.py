@@ -23,9 +23,10 @@ from memfit.records import (
     SnapshotBlock,
     TensorInfo,
 )
-from memfit.report.escape import inert
+from memfit.report.escape import escaped
 from memfit.report.export import COLUMNS
-from memfit.report.terminal.run_difference import print_difference, to_json
+from memfit.report.schema.diff_schema import to_json
+from memfit.report.terminal.run_difference import print_difference
 from support.traces import BASE, Event, freed, segment, trace_of
 
 MIB = 1 << 20
@@ -101,7 +102,7 @@ def test_a_cell_is_no_formula_and_a_name_is_text():
     text = api.table(named(run(module=HOSTILE), HOSTILE))
     rows = list(csv.DictReader(io.StringIO(text)))
     assert "\x1b" not in text
-    assert rows[0]["name"] == rows[1]["module"] == f"'{inert(HOSTILE)}"
+    assert rows[0]["name"] == rows[1]["module"] == f"'{escaped(HOSTILE)}"
     names = {event["name"] for event in json.loads(api.chrome_trace(run(module=HOSTILE)))["traceEvents"]}
     assert HOSTILE not in names  # modules are in no counter
 

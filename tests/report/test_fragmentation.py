@@ -3,7 +3,6 @@
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,12 +21,12 @@ from memfit.records import (
     ReservedMemoryUse,
     ScriptLocation,
 )
-from memfit.report.escape import inert
-from memfit.report.schema.dry_run_schema import Explained, explained, json_schema, to_json, to_public
+from memfit.report.escape import escaped
+from memfit.report.schema.dry_run_schema import public_dry_run
+from memfit.report.schema.explain_schema import ExplanationJson, to_json
 from memfit.report.terminal.fragmentation import print_fragmentation
 
 MIB = 1 << 20
-SCHEMA = Path(__file__).parents[2] / "docs/explain.schema.json"
 BORN = ScriptLocation(1, Phase.BACKWARD, "layers.3", "MmBackward0", "/somewhere/train.py:12")
 FREED = ScriptLocation(2, Phase.OPTIMIZER, "", "", "/somewhere/train.py:20")
 PIN = PinningBlock(4 * MIB, 3 * MIB, "gradient", "active_allocated", BORN, FREED)
@@ -90,7 +89,7 @@ def test_three_holes_of_a_moment_are_named():
     ("pin", "shown"),
     [
         (replace(PIN, freed=None), "; held to the end"),
-        (replace(PIN, born=None), "from before the history; freed in step 2"),
+        (replace(PIN, born=None), "allocated before the history; freed in step 2"),
         (replace(PIN, state="active_awaiting_free"), "; freed, another stream still uses it"),
         (replace(PIN, address=20 * MIB), "after    3.0 MiB"),
     ],
@@ -112,13 +111,13 @@ def test_the_table_fits_a_terminal_of_80_columns():
 
 def test_of_expandable_segments_more_can_be_given_back():
     mapped = replace(FOUND, moments=(replace(MOMENT, holes=(replace(HOLE, expandable=True),)),))
-    assert "of a hole, empty_cache gives back whole handles" in printed(mapped)
+    assert "empty_cache releases only the whole handles within a hole" in printed(mapped)
     assert "handles" not in printed(FOUND)
 
 
 def test_what_does_not_apply_is_said():
     found = Fragmentation(Provenance.EXACT, "CUDA's own pool.", ())
-    assert printed(found).strip() == "Fragmentation: not to be told. CUDA's own pool."
+    assert printed(found).strip() == "Fragmentation: not available. CUDA's own pool."
 
 
 @pytest.mark.parametrize(
@@ -129,18 +128,16 @@ def test_names_from_a_trace_are_inert(answer, name):
     pin = replace(PIN, born=place, freed=place)
     hostile = replace(FOUND, moments=(replace(MOMENT, place=place, holes=(replace(HOLE, pins=(pin,)),)),))
     text = printed(hostile, 400)
-    assert text.count(inert(name)) == 4  # as a module twice, as an op, in a path
+    assert text.count(escaped(name)) == 4  # as a module twice, as an op, in a path
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
-    pins = json.loads(to_json(explained(told(answer, hostile))))["fragmentation"]["moments"][0]["holes"][0][
-        "pins"
-    ]
+    pins = json.loads(to_json(told(answer, hostile)))["fragmentation"]["moments"][0]["holes"][0]["pins"]
     assert pins[0]["freed"]["module"] == name
 
 
 def test_the_json_is_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(explained(told(answer, FOUND))), type=Explained)
-    for field in to_public(answer).__struct_fields__:
-        assert getattr(decoded, field) == getattr(to_public(answer), field)
+    decoded = msgspec.json.decode(to_json(told(answer, FOUND)), type=ExplanationJson)
+    for field in public_dry_run(answer).__struct_fields__:
+        assert getattr(decoded, field) == getattr(public_dry_run(answer), field)
     first, end = decoded.fragmentation.moments
     assert (first.all.allocated, first.all.reserved) == (12 * MIB, 50 * MIB)
     assert (first.small.holes, first.large.unsplit, first.all.awaiting_free) == (MIB, 3 * MIB, 4 * MIB)
@@ -148,9 +145,3 @@ def test_the_json_is_the_public_schema(answer):
     (pin,) = first.holes[0].pins
     assert (pin.category, pin.state, pin.born.line) == ("gradient", "active_allocated", BORN.line)
     assert decoded.fragmentation.provenance == "exact"
-
-
-def test_the_committed_schema_is_what_the_code_says():
-    # python -c "from memfit.report.schema.dry_run_schema import Explained, json_schema
-    #            print(json_schema(Explained).decode())" > docs/...
-    assert SCHEMA.read_bytes().strip() == json_schema(Explained).strip()

@@ -32,15 +32,15 @@ from memfit.records import (
     SnapshotBlock,
 )
 from memfit.report.html.payload import payload
-from memfit.report.html.texts import NO_FILE, Words
-from memfit.report.terminal.advice import advice_in_words
+from memfit.report.html.texts import NO_FILE, PageTexts
+from memfit.report.terminal.advice import advice_lines
 from support.html_reports import EVIL, GIB, LONG, MIB, Elements, blocks, evil, report, run, sums, unpacked
 from support.traces import BASE, Event, freed, segment, trace_of
 
 
 def drawn(trace, most=100_000, *, source=True):
     line = timeline(trace)
-    words = Words(source=source)
+    words = PageTexts(source=source)
     return unpacked(payload(trace, line, attribute(trace, line), summarize(trace), words, most=most).text)
 
 
@@ -242,24 +242,24 @@ def test_advice_is_told_as_on_a_terminal():
     second = replace(CHECKPOINT, what="more of it", needs=Figure(7 * GIB, Provenance.EXACT), fits=True)
     text = report(run(), advice=(CHECKPOINT, second))
     assert re.findall(r"<li><b>(.*?)</b>", text) == [CHECKPOINT.what, second.what]
-    lines = advice_in_words(replace(summarize(run()), advice=(CHECKPOINT, second)), "")
+    lines = advice_lines(replace(summarize(run()), advice=(CHECKPOINT, second)), "")
     for told in (Elements(text).text, " ".join(line.plain for line in lines)):
         words = " ".join(told.replace("·", " ").split())
         assert "saves 3.0 GiB measured needs 9.0 GiB does not fit yet --checkpoint <0-2>" in words
         assert "needs 7.0 GiB fits" in words
         assert "costs +11 % time" in words
-    assert "Nothing was found" in Elements(report(run(), advice=())).text
+    assert "No change was found" in Elements(report(run(), advice=())).text
     assert "Do next" not in report(run())
 
 
-def test_advice_is_inert():
+def test_advice_is_escaped():
     evil = replace(CHECKPOINT, what=EVIL, how="/home/ada/train.py:3")
     text = report(run(), advice=(evil,), source=False)
     assert [tag for tag, _ in Elements(text).found].count("script") == 2
     assert "train.py" not in text
 
 
-def test_a_run_out_of_memory_says_what_it_needs_in_all():
+def test_an_out_of_memory_run_shows_the_total_it_needs():
     trace = run()
     small = replace(trace.device, total=replace(trace.device.total, bytes=256 * MIB))
     failed = [Event(Action.OOM, 1000, 5 * GIB)]
@@ -268,17 +268,17 @@ def test_a_run_out_of_memory_says_what_it_needs_in_all():
     in_all = Figure(3 * GIB, Provenance.EXACT)
     for advice in ((), (CHECKPOINT,)):
         text = Elements(report(trace, advice=advice, in_all=in_all)).text
-        assert "In all it needs 3.00 GiB" in text
-        assert ("it needs 3.0 GiB where memory does not end" in text) == bool(advice)
-    assert "In all" not in Elements(report(trace)).text
-    assert "What would make it fit: run again with --advise" in Elements(report(trace)).text
+        assert "With unlimited memory it needs 3.00 GiB" in text
+        assert ("the script needs 3.0 GiB with unlimited memory" in text) == bool(advice)
+    assert "With unlimited memory" not in Elements(report(trace)).text
+    assert "For changes that make it fit, run again with --advise" in Elements(report(trace)).text
     assert "--advise" not in Elements(report(trace, advice=())).text
 
 
 @pytest.mark.parametrize(
     ("untried", "said"),
     [
-        (ScriptEnd("end", 3), "run again, without input, the script ended with exit code 3"),
+        (ScriptEnd("end", 3), "when run again without input, the script ended with exit code 3"),
         (
             ScriptEnd("exception", 1, "ValueError: no\nmore", "train.py:3"),
             "with ValueError: no ... train.py:3",
@@ -292,7 +292,7 @@ def test_why_there_is_no_more_advice(untried, said):
         text = " ".join(Elements(report(run(), advice=advice, untried=untried)).text.split())
         assert f"No {'more ' * bool(advice)}advice: " in text
         assert said in text
-        assert "Nothing was found" not in text
+        assert "No change was found" not in text
     text = report(run(), advice=(), untried=run().end)
     assert "No advice: the script ended with" in text
 

@@ -111,8 +111,8 @@ def test_who_held_it(rehearse, tmp_path, labels):
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00" in done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("memfit:")]
     where = r"step 3 · forward · Net · (\w+ · )?script\.py:12"
-    assert re.fullmatch(rf"memfit: out of memory: 16\.0 GiB asked for, 12\.7 GiB free, in {where}", said[0])
-    assert said[1].startswith("memfit: 66.0 GiB are allocated: activations ")
+    assert re.fullmatch(rf"memfit: out of memory: 16\.0 GiB requested, 12\.7 GiB free, in {where}", said[0])
+    assert said[1].startswith("memfit: 66.0 GiB allocated: activations ")
     assert said[2:4] == [
         "memfit: written: memfit-oom-1.memfit (memfit explain)",
         "memfit: written: memfit-oom-1.html",
@@ -153,12 +153,14 @@ def test_a_script_that_goes_on(rehearse, tmp_path):
     left = {path.name for path in tmp_path.iterdir()} - {"script.py", "more", "small"}
     written = {f"memfit-oom-{number}.{kind}" for number in (2, 3) for kind in ("memfit", "html")}
     assert left == written | {"memfit-oom-1.memfit"}
-    assert re.findall(r"4\.0 TiB asked for, .* in (.*) · script", done.stderr) == [
+    assert re.findall(r"4\.0 TiB requested, .* in (.*) · script", done.stderr) == [
         "setup",
         "step 1 · loss",
         "step 1 · backward",
     ]
-    assert done.stderr.count("memfit: out of memory again; no more than 2 post-mortems are written") == 1
+    assert (
+        done.stderr.count("memfit: out of memory again; the limit of 2 post-mortems (files=) is reached") == 1
+    )
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["memfit-oom-1.memfit"]
     assert done.stderr.count("memfit: no report was written: OSError: ") == 1
     assert done.stderr.count("memfit: no post-mortem was written: UsageError: Cannot write ") == 1

@@ -101,8 +101,8 @@ def test_begun_again_forked_and_interrupted(rehearse):
     assert done.stderr.count("memfit: no training step") == 6  # by watches of no step, and by no child
     assert "memfit: step 2 · peak" in done.stderr
     assert done.stderr.count("memfit: written: memfit-oom-") == 9
-    assert "memfit: 0 B are allocated\n" in done.stderr
-    assert done.stderr.count("memfit: out of memory; no more than 0 post-mortems are written") == 1
-    allowed = re.findall(r"TiB asked for, .* free, (.*) in ", done.stderr)
+    assert "memfit: 0 B allocated\n" in done.stderr
+    assert done.stderr.count("memfit: out of memory; the limit of 0 post-mortems (files=) is reached") == 1
+    allowed = re.findall(r"TiB requested, .* free, (.*) in ", done.stderr)
     assert allowed == ["19.8 GiB allowed (per_process_memory_fraction),"] * 2
     assert done.stdout == "interrupted\n"

@@ -41,7 +41,7 @@ COMPARED = """
 def test_steps_beside_their_prediction(dry_run, rehearse):
     predicted = dry_run(WATCHED + COMPARED, options=("-o", "run.memfit"))
     assert predicted.code == 0
-    aside = "memfit: watch() stands aside: memfit is watching this script already."
+    aside = "memfit: watch() does nothing here: memfit is already recording this script."
     assert predicted.err.splitlines().count(aside) == 1
 
     done = rehearse(WATCHED + COMPARED)
@@ -131,18 +131,18 @@ QUIET = """
 def test_nothing_stays_and_nothing_grows(rehearse):
     done = rehearse(WATCHED + QUIET, TERM="xterm", COLUMNS="100", LINES="30")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("memfit: steps are compared no longer: OSError: disk full") == 1
+    assert done.stderr.count("memfit: stopped comparing steps: OSError: disk full") == 1
     assert "\x1b[30;1H\x1b[2Kmemfit: step 1 · peak " in done.stdout
-    assert done.stdout.rstrip().endswith("MiB at its end")
+    assert done.stdout.rstrip().endswith("MiB at the end of the step")
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(UsageError, match="There is no folder"):
+    with pytest.raises(UsageError, match="folder for post-mortems does not exist"):
         watch(folder=tmp_path / "gone")
     with pytest.raises(UsageError, match="holds no training step"):
         watch(trace_of([]))
     with pytest.raises(UsageError, match="as a post-mortem does"):
         watch(trace_of([(Action.EARLIER, 0, 512)], marks=(Mark(1, MarkKind.TRAINING_STEP, 0),)))
     for wrong in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
-        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}=|no folder None"):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}=|does not exist: None"):
             watch(**wrong)

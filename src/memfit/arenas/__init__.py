@@ -1,5 +1,5 @@
-"""``memfit.arena``: a training step's memory at planned offsets of one arena.
+"""``memfit.arena``: training steps whose memory is placed at planned offsets of one arena.
 
-a step, recorded twice ── lives ──> packing ──> Plan ── c/arena.c ──> the same step, placed
-                                                  └─ plans (kept in a file)
+a step, recorded twice ── lifetimes ──> packing ──> StepPlan ── c/arena.c ──> the same step, placed
+                                                        └─ plan file (for later runs)
 """

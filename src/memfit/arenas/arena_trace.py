@@ -1,6 +1,6 @@
-"""What an arena logged, as a trace: ``memfit pack`` reads it, and ``memfit replay`` and ``memfit explain``.
+"""The log of an arena as a trace, for ``memfit pack``, ``memfit replay`` and ``memfit explain``.
 
-An arena takes PyTorch's own allocator's place, and with it its history.
+An arena replaces PyTorch's allocator, which would have recorded the history.
 """
 
 import sys
@@ -25,39 +25,39 @@ from memfit.records import (
 )
 from memfit.versions import versions
 
-_CUT = "The history was full before the run ended: what came later is not in it."
+_CUT = "The arena's log was full before the run ended; later allocations are missing from this trace."
 
 
 def trace_of(rows: Column, steps: Sequence[int], device: DeviceUse, *, is_cut: bool = False) -> Trace:
-    """Return what was logged as a trace.
+    """Return the log as a trace.
 
     Args:
-        rows: of address, size (or ``FREED``), time in microseconds and lane, in their order.
-        steps: how many of them there were when each training step ended.
-        device: whose memory it is.
-        is_cut: whether more was asked for than the log holds.
+        rows: address, size (or ``FREED``), time in microseconds and lane of each request, in order.
+        steps: the number of rows when each training step ended.
+        device: the device whose memory was allocated.
+        is_cut: whether the log was full before the run ended.
 
     Returns:
-        A trace without labels. A free is two events there; one of memory that is older than the log is none.
+        A trace without labels. A free becomes two events; a free of memory older than the log becomes none.
     """
     sizes = _sizes(rows)
-    known = sizes > 0
-    is_free = rows[known, 1] == FREED
-    at = np.repeat(np.flatnonzero(known), np.where(is_free, 2, 1))  # row of each event
-    again = np.append(False, at[1:] == at[:-1])
-    freed = np.where(again, Action.FREE_COMPLETED, Action.FREE_REQUESTED)
+    is_known = sizes > 0
+    is_free = rows[is_known, 1] == FREED
+    at = np.repeat(np.flatnonzero(is_known), np.where(is_free, 2, 1))  # row of each event
+    is_second = np.append(False, at[1:] == at[:-1])
+    freed = np.where(is_second, Action.FREE_COMPLETED, Action.FREE_REQUESTED)
     action = np.where(rows[at, 1] == FREED, freed, Action.ALLOC)
     lanes, stream = np.unique(rows[at, 3], return_inverse=True)
-    seen = np.argsort(np.argsort([np.flatnonzero(stream == lane)[0] for lane in range(len(lanes))]))
-    nothing = np.full(len(at), -1, np.int32)
+    first_use = np.argsort(np.argsort([np.flatnonzero(stream == lane)[0] for lane in range(len(lanes))]))
+    unknown = np.full(len(at), -1, np.int32)
     events = Events(
         action=action.astype(np.uint8),
         address=rows[at, 0].astype(np.uint64),
         size=sizes[at],
-        stream=seen[stream].astype(np.int32) if len(lanes) else nothing,
+        stream=first_use[stream].astype(np.int32) if len(lanes) else unknown,
         time=rows[at, 2],
-        label=nothing,
-        stack=nothing,
+        label=unknown,
+        stack=unknown,
         category=np.zeros(len(at), np.uint8),
         pool=np.zeros(len(at), np.int32),
     )
@@ -81,12 +81,12 @@ def trace_of(rows: Column, steps: Sequence[int], device: DeviceUse, *, is_cut: b
 
 
 def _sizes(rows: Column) -> Column:
-    """Return each row's bytes: a free's are its allocation's; 0 where that is older than the log."""
-    living: dict[int, int] = {}
+    """Return each row's bytes; a free has the size of its allocation, or 0 if that is older than the log."""
+    live: dict[int, int] = {}
     sizes = rows[:, 1].copy()
     for row, (address, size) in enumerate(rows[:, :2].tolist()):
         if size == FREED:
-            sizes[row] = living.pop(address, 0)
+            sizes[row] = live.pop(address, 0)
         else:
-            living[address] = size
+            live[address] = size
     return sizes

@@ -1,4 +1,4 @@
-"""An arena for CPU tensors."""
+"""An arena's memory for CPU tensors."""
 
 import ctypes
 import os
@@ -17,8 +17,8 @@ from memfit.units import KIB
 _LIBRARY = b"libc10.so"
 
 
-class Cpu:
-    """The CPU allocations of this process, routed through ``c/cpu_allocator.c``."""
+class CpuMemory:
+    """CPU memory: PyTorch's allocations in this process are routed through ``c/cpu_allocator.c``."""
 
     name = "cpu"
     alignment = CPU_ALIGNMENT
@@ -27,30 +27,30 @@ class Cpu:
         machine = f"{sys.platform} on {platform.machine()}"
         if machine != "linux on x86_64":
             raise UnsuitableEnvironmentError(
-                f"memfit.arena places CPU tensors on Linux on x86-64; this is {machine}. "
-                "Leave the arena out: the script runs the same without."
+                f"memfit.arena places CPU tensors only on Linux on x86-64; this is {machine}. "
+                "Run the script without the arena; its results are the same."
             )
         self.arena = load().cpu_attach(_LIBRARY)
         if not self.arena:
             raise UnsuitableEnvironmentError(
-                f"memfit.arena does not find where PyTorch {torch.__version__} asks for CPU memory "
-                "(posix_memalign and free in libc10.so), or may not reserve 4 TiB of addresses for it "
-                "(ulimit -v). Leave the arena out: the script runs the same without."
+                f"memfit.arena cannot find where PyTorch {torch.__version__} allocates CPU memory "
+                "(posix_memalign and free in libc10.so), or cannot reserve 4 TiB of address space "
+                "(ulimit -v). Run the script without the arena; its results are the same."
             )
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, not musl's
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc; musl has none
 
     def reserve(self, size: int) -> bool:
-        """Make the arena that large, and give the system back what steps without it have left in the heap."""
+        """Grow the arena to this size, and release the heap memory that earlier steps left unused."""
         if self._trim is not None:
             self._trim(0)
         return bool(load().cpu_reserve(size))
 
     def lane(self) -> int:
-        """Return whose step it is: this thread's."""
+        """Return the lane of this thread."""
         return int(load().cpu_lane())
 
     def settings(self) -> dict[str, str]:
-        """Return what decides how much scratch memory is asked for."""
+        """Return the settings that decide how much scratch memory operations request."""
         return {
             "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
             "threads": str(torch.get_num_threads()),
@@ -58,7 +58,7 @@ class Cpu:
         }
 
     def used(self) -> tuple[Term, ...]:
-        """Measure what this process has in memory, and had at most."""
+        """Measure the resident memory of this process, now and at its peak."""
         found = {}
         for line in Path("/proc/self/status").read_text("ascii").splitlines():
             name, _, rest = line.partition(":")
@@ -70,15 +70,15 @@ class Cpu:
         )
 
     def device(self) -> DeviceUse:
-        """Return whose memory it is: this machine's."""
+        """Describe this machine's memory."""
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         nothing = Figure(0, Provenance.EXACT, "a CPU has no context")
         return DeviceUse("CPU", Figure(size, Provenance.MEASURED, "sysconf"), nothing, 0, Machine.CPU)
 
-    def lend(self) -> None:
-        """Give the arena's memory back to the system, if nothing lives there."""
+    def release_unused(self) -> None:
+        """Return the arena's memory to the system, if no tensor is left in it."""
         load().cpu_trim()
 
     def detach(self) -> None:
-        """Route nothing new through here, unless something still lives in the arena."""
+        """Stop routing allocations through the arena, unless a tensor is left in it."""
         load().cpu_detach()

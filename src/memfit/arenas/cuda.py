@@ -1,4 +1,4 @@
-"""An arena for CUDA tensors."""
+"""An arena's memory for CUDA tensors."""
 
 import ctypes
 import functools
@@ -14,17 +14,17 @@ from memfit.packing.lifetimes import ALIGNMENT
 from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
 
 _BENCHMARK = (
-    "memfit.arena: torch.backends.cudnn.benchmark is on, and PyTorch cannot time convolutions with another "
-    "allocator than its own: they will raise (cacheInfo). Turn it off."
+    "memfit.arena: torch.backends.cudnn.benchmark is on, but PyTorch can time convolutions only with its own "
+    "allocator. Convolutions will raise (cacheInfo). Turn benchmark off."
 )
 
 
-class Cuda:
-    """The CUDA allocations of this process, routed through ``c/cuda_allocator.c``.
+class CudaMemory:
+    """CUDA memory: ``c/cuda_allocator.c`` replaces PyTorch's allocator in this process.
 
     Raises:
-        UsageError: CUDA is in use already.
-        UnsuitableEnvironmentError: this is no CUDA build of PyTorch, or there is no GPU.
+        UsageError: CUDA is already in use.
+        UnsuitableEnvironmentError: this PyTorch is built without CUDA, or there is no GPU.
     """
 
     name = "cuda"
@@ -37,16 +37,16 @@ class Cuda:
         self.arena = self._attach()
 
     def reserve(self, size: int) -> bool:
-        """Make the arena that large, of memory that steps without it have left; the rest is given back."""
+        """Grow the arena to this size from memory that earlier steps left unused; release the rest."""
         is_there = bool(load().cuda_reserve(size))
         load().cuda_trim()
         return is_there
 
     def lane(self) -> int:
-        """Return whose step it is: the current stream's of the current device.
+        """Return the lane of the current stream of the current device.
 
         Raises:
-            UsageError: the arena has memory of another device.
+            UsageError: the arena's memory is on another device.
         """
         if torch.backends.cudnn.benchmark and not self._has_warned:
             self._has_warned = True
@@ -58,10 +58,10 @@ class Cuda:
         return int(torch.cuda.current_stream().cuda_stream)
 
     def settings(self) -> dict[str, str]:
-        """Return what decides how much scratch memory is asked for."""
-        seen, cudnn = torch.cuda.get_device_properties(self._index), torch.backends.cudnn
+        """Return the settings that decide how much scratch memory operations request."""
+        gpu, cudnn = torch.cuda.get_device_properties(self._index), torch.backends.cudnn
         return {
-            "device": f"{seen.name} {seen.major}.{seen.minor}",
+            "device": f"{gpu.name} {gpu.major}.{gpu.minor}",
             "cudnn": f"{cudnn.version()} {cudnn.enabled}",  # type: ignore[no-untyped-call]
             "cudnn.benchmark": str(cudnn.benchmark),
             "cudnn.deterministic": str(cudnn.deterministic),
@@ -69,38 +69,38 @@ class Cuda:
         }
 
     def used(self) -> tuple[Term, ...]:
-        """Measure what of the GPU is mapped, and was at most."""
+        """Return how much GPU memory is mapped, now and at its peak."""
         count = self._count()
-        rule = "pages that the driver gave and that are not given back"
+        rule = "pages that the driver has mapped for this process"
         return (
             Term("GPU memory now", Figure(count["pages"], Provenance.EXACT, rule)),
             Term("GPU memory at its peak", Figure(count["most_pages"], Provenance.EXACT, rule)),
         )
 
     def device(self) -> DeviceUse:
-        """Return whose memory it is: the GPU's."""
+        """Describe the GPU's memory."""
         rehearsal = is_rehearsal()
-        sure = Provenance.ASSUMED if rehearsal else Provenance.MEASURED
+        provenance = Provenance.ASSUMED if rehearsal else Provenance.MEASURED
         free, total = torch.cuda.mem_get_info(self._index)
         outside = total - free - self._count()["pages"]
         return DeviceUse(
             torch.cuda.get_device_name(self._index),
-            Figure(total, sure, "rehearsal: the ghost's" if rehearsal else "cudaMemGetInfo"),
+            Figure(total, provenance, "rehearsal: the ghost's" if rehearsal else "cudaMemGetInfo"),
             Figure(
                 outside,
                 Provenance.ASSUMED,
-                "all that is in use, also by others, less what is mapped here",
+                "all memory in use, other processes included, less what is mapped here",
             ),
             0,
             Machine.REHEARSAL if rehearsal else Machine.CARD,
         )
 
-    def lend(self) -> None:
-        """Give back the arena's memory that nothing lives on."""
+    def release_unused(self) -> None:
+        """Release the pages of the arena that hold no tensor."""
         load().cuda_lend()
 
     def detach(self) -> None:
-        """Do nothing: PyTorch keeps an allocator that has been used. Nothing is placed between steps."""
+        """Do nothing: PyTorch keeps an allocator in use. Between steps, no allocation is placed."""
 
     def _count(self) -> dict[str, int]:
         return counted(self._index)
@@ -109,14 +109,14 @@ class Cuda:
         found = load().cuda_attach(self._index)
         if not found:
             raise UsageError(
-                f"memfit.arena has its memory on another GPU, and this step is cuda:{self._index}'s. "
-                "Run one process for each GPU, or choose the device before the first step."
+                f"memfit.arena's memory is on another GPU, but this step runs on cuda:{self._index}. "
+                "Run one process per GPU, or choose the device before the first step."
             )
         return int(found)
 
 
 def _precisions() -> str:
-    """Return which precisions float32 may be computed in, however they were set."""
+    """Return the precisions that float32 operations may use, whichever API set them."""
     cudnn = torch.backends.cudnn
     backends = (torch.backends.cuda.matmul, *(getattr(cudnn, name, None) for name in ("conv", "rnn")))
     return " ".join(getattr(backend, "fp32_precision", "") for backend in backends)
@@ -124,11 +124,11 @@ def _precisions() -> str:
 
 @functools.cache
 def _route() -> Any:
-    """Put the library in the place of PyTorch's allocator, for good; return what has to be kept for that."""
+    """Replace PyTorch's allocator with the library, for good; return the object that must stay alive."""
     if torch.version.cuda is None:
         raise UnsuitableEnvironmentError(
             f"memfit.arena cannot place CUDA tensors: PyTorch {torch.__version__} is built without CUDA. "
-            "Install the CUDA build, or say device='cpu'."
+            "Install the CUDA build, or pass device='cpu'."
         )
     library = load()
     pluggable: Any = torch._C._cuda_customAllocator(
@@ -142,15 +142,15 @@ def _route() -> Any:
     pluggable.set_release_pool(_address(library.placing_release_pool))
     if not library.cuda_attach(0):
         raise UnsuitableEnvironmentError(
-            f"memfit.arena does not find CUDA's functions in this process (PyTorch {torch.__version__}). "
-            "They are CUDA 12's or newer. Leave the arena out: the script runs the same without."
+            f"memfit.arena cannot find the CUDA functions it needs (PyTorch {torch.__version__}). "
+            "It needs CUDA 12 or newer. Run the script without the arena; its results are the same."
         )
     try:
         torch._C._cuda_changeCurrentAllocator(pluggable)
     except RuntimeError as error:
         raise UsageError(
-            f"memfit.arena comes too late: CUDA is in use already ({str(error).splitlines()[0]}). Make the "
-            "arena first in the script, before anything is moved to the GPU."
+            f"memfit.arena comes too late: CUDA is already in use ({str(error).splitlines()[0]}). Create the "
+            "arena at the start of the script, before anything is moved to the GPU."
         ) from None
     return pluggable
 

@@ -1,4 +1,4 @@
-"""Outputs of modules, held until a step ends."""
+"""Keep the outputs of chosen modules until the step ends."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -9,24 +9,24 @@ from torch import nn
 from memfit.errors import UsageError
 
 
-class Pins:
-    """Within it, what some modules return is held, so that it can be read until the step ends."""
+class HeldOutputs:
+    """Context manager that keeps what some modules return, so that it can be read until the step ends."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
         for module in self._modules:
             if not isinstance(module, nn.Module):
-                raise UsageError(f"exclude={module!r}: give modules, such as model.layer4.")
+                raise UsageError(f"exclude={module!r}: pass modules, such as model.layer4.")
         self.outputs: dict[nn.Module, list[Any]] = {}
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
         for module in self._modules:
-            self._hooks.callback(module.register_forward_hook(self._hold).remove)
+            self._hooks.callback(module.register_forward_hook(self._keep).remove)
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
         self.outputs.clear()
 
-    def _hold(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _keep(self, module: nn.Module, _: Any, output: Any) -> None:
         self.outputs.setdefault(module, []).append(output)

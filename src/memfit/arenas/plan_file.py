@@ -1,4 +1,4 @@
-"""Which step a plan is for, and plans in a file."""
+"""The key of a kind of step, and the file that keeps plans for later runs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from memfit.arenas.step_plan import Plan
+from memfit.arenas.step_plan import StepPlan
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
 
@@ -18,26 +18,26 @@ _MOST_BYTES = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """What a step's allocations depend on, as far as can be told before it is run."""
+class StepKey:
+    """What determines a step's allocations, as far as it is known before the step runs."""
 
     kind: str
     """``train`` or ``test``."""
     shapes: tuple[str, ...]
-    """Of the batch: ``float32[32, 3, 224, 224]``."""
+    """Dtype and shape of each tensor in the batch: ``float32[32, 3, 224, 224]``."""
     settings: tuple[tuple[str, str], ...]
-    """Versions, threads, the device and whatever of PyTorch's settings changes what is asked for."""
+    """Versions, threads, the device, and the PyTorch settings that change what operations request."""
     is_first: bool = False
-    """Whether it is the first one in a process, where plans are kept for others."""
+    """Whether it is the first step of its kind in a process that keeps plans in a file."""
 
     def __str__(self) -> str:
-        of = f" with {', '.join(self.shapes)}" if self.shapes else ""
+        batch = f" with {', '.join(self.shapes)}" if self.shapes else ""
         first = "first " if self.is_first else ""
-        return f"{first}{'training' if self.kind == 'train' else 'test'} step{of}"
+        return f"{first}{'training' if self.kind == 'train' else 'test'} step{batch}"
 
 
 def shapes(batch: Any) -> Iterator[str]:
-    """Tell the dtype and shape of each tensor in a batch, and the numbers and words beside them.
+    """Yield the dtype and shape of each tensor in a batch, and its other numbers and strings.
 
     >>> list(shapes({"x": [np.zeros((2, 3), np.float32)], "length": 7}))
     ['float32[2, 3]', '7']
@@ -54,7 +54,7 @@ def shapes(batch: Any) -> Iterator[str]:
         yield str(batch)
 
 
-class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+class _SavedPlan(msgspec.Struct, forbid_unknown_fields=True):
     kind: str
     shapes: list[str]
     settings: dict[str, str]
@@ -69,17 +69,17 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True):
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     format: str
     version: int
-    plans: list[_Kept]
+    plans: list[_SavedPlan]
 
 
-def write_plans(plans: Mapping[Key, Plan], path: Path) -> None:
-    """Write plans to a file, whole or not at all.
+def write_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
+    """Write plans to a file atomically.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the file cannot be written.
     """
     rows = [
-        _Kept(
+        _SavedPlan(
             key.kind,
             list(key.shapes),
             dict(key.settings),
@@ -95,11 +95,11 @@ def write_plans(plans: Mapping[Key, Plan], path: Path) -> None:
     write_bytes(path, msgspec.json.encode(_File(FORMAT, VERSION, rows)) + b"\n")
 
 
-def read_plans(path: Path, alignment: int) -> dict[Key, Plan]:
-    """Read plans from a file; none if there is no such file yet.
+def read_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
+    """Read plans from a file; return an empty dictionary if the file does not exist yet.
 
     Raises:
-        FileFormatError: the file holds no plans, or some that nobody can carry out.
+        FileFormatError: the file holds no plans, or an invalid one.
     """
     if not path.exists():
         return {}
@@ -109,21 +109,23 @@ def read_plans(path: Path, alignment: int) -> dict[Key, Plan]:
         raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
     if (found.format, found.version) != (FORMAT, VERSION):
         raise FileFormatError(
-            f"{path} holds no plans that this memfit can read. Remove it, or name another file."
+            f"{path} holds no plans that this version of memfit can read. Remove it, or name another file."
         )
     return {_key(row): _plan(row, alignment, path) for row in found.plans}
 
 
-def _key(row: _Kept) -> Key:
-    return Key(row.kind, tuple(row.shapes), tuple(row.settings.items()), row.is_first)
+def _key(row: _SavedPlan) -> StepKey:
+    return StepKey(row.kind, tuple(row.shapes), tuple(row.settings.items()), row.is_first)
 
 
-def _plan(row: _Kept, alignment: int, path: Path) -> Plan:
+def _plan(row: _SavedPlan, alignment: int, path: Path) -> StepPlan:
     numbers = (*row.size, *row.offset, row.height, row.bound, row.unshared)
     if len(row.size) == len(row.offset) and all(-1 <= number < _MOST_BYTES for number in numbers):
         size, offset = np.array(row.size, np.int64), np.array(row.offset, np.int64)
         placed = offset >= 0
         is_inside = ((offset + size)[placed] <= row.height).all()
         if (size > 0).all() and (offset[placed] % alignment == 0).all() and is_inside:
-            return Plan(size, offset, row.height, row.bound, row.unshared)
-    raise FileFormatError(f"{path} holds a plan that nobody can carry out. Remove it.")
+            return StepPlan(size, offset, row.height, row.bound, row.unshared)
+    raise FileFormatError(
+        f"{path} holds an invalid plan. Remove the file; the arena records the steps again."
+    )

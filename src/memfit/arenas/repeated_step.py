@@ -1,164 +1,165 @@
-"""A kind of step: how it comes to a plan, and what becomes of the plan."""
+"""A kind of step: recorded until it repeats, then planned and placed, until its plan no longer matches."""
 
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from memfit.arenas import native
-from memfit.arenas.step_plan import NO_PLAN, Plan, planned
+from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step
 from memfit.packing.buffers import Column
 from memfit.records import DeviceUse, Term
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.report.terminal.arena import PlacedSteps
+    from memfit.report.terminal.arena import StepKindReport
 
 MOST_DROPS = 3
-"""Plans of a kind of step that may fail before it is left alone."""
+"""Number of plans that may fail before a kind of step is left to the default allocator."""
 MANY = 20
-"""Steps of a kind that were recorded, and no two the same, after which that is said."""
+"""Number of recorded steps of a kind, no two of them the same, after which memfit warns."""
 
 
-class Place(Protocol):
-    """Whose allocations are placed: ``cpu.Cpu`` or ``cuda.Cuda``."""
+class ArenaMemory(Protocol):
+    """The memory that an arena places allocations in: ``CpuMemory`` or ``CudaMemory``."""
 
     name: str
-    """As ``torch.device`` names its type."""
+    """The type of its ``torch.device``."""
     alignment: int
-    """Bytes that places are multiples of."""
+    """Offsets are multiples of this many bytes."""
     arena: int
-    """In C."""
+    """Pointer to the arena in C."""
 
     def reserve(self, size: int) -> bool:
-        """Make the arena that large, if it is smaller; say whether it is."""
+        """Grow the arena to this size if it is smaller; return whether it is that large."""
 
     def lane(self) -> int:
-        """Return whose memory a step's is: see ``c/arena.h``."""
+        """Return the thread or stream whose allocations a step places: see ``c/arena.h``."""
 
     def settings(self) -> dict[str, str]:
-        """Return what decides what a step asks for, beside its batch."""
+        """Return the settings that decide what a step requests, besides its batch."""
 
     def used(self) -> tuple[Term, ...]:
-        """Measure what is really used."""
+        """Return the memory in use."""
 
     def device(self) -> DeviceUse:
-        """Return whose memory it is."""
+        """Describe the device."""
 
-    def lend(self) -> None:
-        """Give back the arena's memory that nothing lives on; it is to be reserved again."""
+    def release_unused(self) -> None:
+        """Release the arena's memory that holds no tensor; ``reserve`` allocates it again."""
 
     def detach(self) -> None:
-        """Leave new allocations alone."""
+        """Stop placing new allocations."""
 
 
 @dataclass(slots=True)
-class Kind:
-    """A kind of step, and what is known of it."""
+class StepKind:
+    """A kind of step: its last recording, its plan, and its counts."""
 
-    place: Place
+    memory: ArenaMemory
     name: str
-    """For messages."""
-    plan: Plan | None = None
+    """Name in messages."""
+    plan: StepPlan | None = None
     handle: int = 0
-    """Of the plan, in C."""
+    """Pointer to the plan in C; 0 without one."""
     last: Column | None = None
-    """How the step was recorded last; None if it was not, or went wrong."""
+    """The last recording; None if there is none, or if it failed."""
     drops: int = 0
     recorded: int = 0
-    """Steps."""
+    """Number of steps recorded."""
     placed: int = 0
-    """Steps."""
-    is_said: bool = False
-    """Whether it was told that places were taken, or that no two steps are the same."""
+    """Number of steps placed."""
+    has_warned: bool = False
+    """Whether memfit has warned of occupied slots, or that no two steps are the same."""
     unplanned: int = 0
-    """Allocations of placed steps whose plan did not know them, or not where they could go."""
+    """Allocations of placed steps that had no slot in the plan, or whose slot was occupied."""
 
     def begin(self) -> int:
-        """Return what is done with the step that begins now."""
+        """Return the mode of the step that begins now: idle, recording or placing."""
         if self.drops >= MOST_DROPS:
             return native.IDLE
         if self.plan is None:
             return native.RECORDING
-        # On a GPU the arena's memory is lent to whatever runs short of its own.
-        has_room = native.load().arena_bytes(self.place.arena) >= self.plan.height
-        return native.PLACING if has_room or self.place.reserve(self.plan.height) else native.IDLE
+        # On a GPU, other allocations may have taken the arena's memory when their own ran out.
+        has_room = native.load().arena_bytes(self.memory.arena) >= self.plan.height
+        return native.PLACING if has_room or self.memory.reserve(self.plan.height) else native.IDLE
 
-    def adopt(self, plan: Plan) -> None:
-        """Carry out a plan from now on, if there is memory for its arena."""
-        if self.place.reserve(plan.height):
+    def use_plan(self, plan: StepPlan) -> None:
+        """Place later steps by a plan, if there is memory for its arena."""
+        if self.memory.reserve(plan.height):
             size, offset = plan.size, plan.offset
             self.handle = native.load().plan_new(len(size), size.ctypes.data, offset.ctypes.data) or 0
         if not self.handle:
             self.drops = MOST_DROPS
             warnings.warn(
-                f"memfit.arena: there is no memory for the arena of a {self.name} "
-                f"({format_bytes(plan.height)}). Such steps are left to the ordinary allocator.",
+                f"memfit.arena: not enough memory for the arena of a {self.name} "
+                f"({format_bytes(plan.height)}). These steps use the default allocator.",
                 stacklevel=5,
             )
             return
         self.plan, self.last = plan, None
 
     def learn(self, *, follows: bool) -> bool:
-        """Look at a step that was recorded; if it came so twice, plan for it. Return whether there is a plan.
+        """Plan a recorded step if it repeats the recording before. Return whether there is a plan.
 
         Args:
-            follows: whether the step before, of all kinds, was one of these, and recorded.
+            follows: whether the step right before was of this kind, too, and was recorded.
         """
         self.recorded += 1
-        newer = native.recorded(self.place.arena, before=False)
-        older = native.recorded(self.place.arena, before=True) if follows else self.last
+        newer = native.recorded(self.memory.arena, before=False)
+        older = native.recorded(self.memory.arena, before=True) if follows else self.last
         self.last = newer
         if older is not None and len(newer) and older[:, 0].tolist() == newer[:, 0].tolist():
-            self.adopt(planned(older, newer, follows=follows, alignment=self.place.alignment))
+            self.use_plan(plan_step(older, newer, follows=follows, alignment=self.memory.alignment))
         else:
-            self._tell_of_no_two()
+            self._warn_of_no_repeat()
         return self.plan is not None
 
     def learn_once(self) -> None:
-        """Plan for a step that comes once in a process, for the next process."""
+        """Plan a step that occurs once per process, for the next process."""
         self.recorded += 1
-        once = native.recorded(self.place.arena, before=False)
-        self.plan = planned(once, once, follows=False, alignment=self.place.alignment)
+        once = native.recorded(self.memory.arena, before=False)
+        self.plan = plan_step(once, once, follows=False, alignment=self.memory.alignment)
 
-    def judge(self) -> bool:
-        """Look at a step that was placed; drop its plan if it was another one. Return whether."""
-        tally = native.tally(self.place.arena)
+    def check_placed(self) -> bool:
+        """Compare a placed step with its plan; drop the plan if they differ, and return whether they do."""
+        tally = native.tally(self.memory.arena)
         self.placed += 1
         self.unplanned += tally["unplanned"]
         if not (tally["differing"] or tally["skipped"]):
-            self._tell_of_overlaps(tally["overlapping"])
+            self._warn_of_overlaps(tally["overlapping"])
             return False
-        self.drop()
+        self.drop_plan()
         warnings.warn(self._difference(tally), stacklevel=4)
         return True
 
-    def _tell_of_overlaps(self, count: int) -> None:
-        if count and not self.is_said:
-            self.is_said = True
+    def _warn_of_overlaps(self, count: int) -> None:
+        if count and not self.has_warned:
+            self.has_warned = True
             warnings.warn(
-                f"memfit.arena: in a {self.name} {count:,} allocations were the ordinary allocator's: what "
-                "was held longer than in the steps of the plan still lives in their places. (Gradients, "
-                "where zero_grad comes after an evaluation?) This is said once; the report counts them.",
+                f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
+                "because an earlier tensor still occupied their slot. The tensor was kept longer than in the "
+                "recorded steps (gradients, if zero_grad runs after an evaluation?). memfit warns once; the "
+                "report counts such allocations.",
                 stacklevel=5,
             )
 
-    def _tell_of_no_two(self) -> None:
-        if self.recorded == MANY and not self.is_said:
-            self.is_said = True
+    def _warn_of_no_repeat(self) -> None:
+        if self.recorded == MANY and not self.has_warned:
+            self.has_warned = True
             warnings.warn(
-                f"memfit.arena: {MANY} times a {self.name} was recorded, and no two were the same. Give "
-                "steps that differ something to be told apart by: train('generator', batch), or tensors "
-                "whose shapes say how large the step is.",
+                f"memfit.arena: {MANY} steps of the kind '{self.name}' were recorded, and no two were the "
+                "same. Pass what makes steps differ to train(): a name, as in train('generator', batch), or "
+                "tensors whose shapes give the size of the step.",
                 stacklevel=5,
             )
 
-    def summary(self) -> "PlacedSteps":
-        """Return what came of its steps."""
-        from memfit.report.terminal.arena import PlacedSteps
+    def summary(self) -> "StepKindReport":
+        """Return the counts for the arena's report."""
+        from memfit.report.terminal.arena import StepKindReport
 
         plan = self.plan or NO_PLAN
         kept = int((plan.offset < 0).sum())
-        return PlacedSteps(
+        return StepKindReport(
             self.name,
             self.recorded,
             self.placed,
@@ -170,31 +171,31 @@ class Kind:
             plan.height,
         )
 
-    def drop(self) -> None:
-        """Have no plan any more."""
-        self.release()
+    def drop_plan(self) -> None:
+        """Discard the plan."""
+        self.free_plan()
         self.plan = None
         self.drops += 1
-        self.place.lend()
+        self.memory.release_unused()
 
-    def release(self) -> None:
-        """Give back what the plan takes in C; it cannot be carried out any more."""
-        native.load().arena_end(self.place.arena)  # where a step was interrupted before its end
+    def free_plan(self) -> None:
+        """Free the plan in C."""
+        native.load().arena_end(self.memory.arena)  # in case a step was interrupted
         handle, self.handle = self.handle, 0
         native.load().plan_free(handle or None)
 
     def _difference(self, tally: dict[str, int]) -> str:
         if tally["differing"]:
-            asked = format_bytes(tally["first_bytes"])
-            what = f"{asked} was asked for where the plan has allocation {tally['first']:,}"
+            requested = format_bytes(tally["first_bytes"])
+            what = f"it requested {requested} at allocation {tally['first']:,}, which the plan does not"
         else:
-            what = f"{tally['skipped']:,} of its allocations did not come"
+            what = f"{tally['skipped']:,} planned allocations were not made"
         then = (
-            "The next ones are recorded anew."
+            "memfit records the next steps again."
             if self.drops < MOST_DROPS
-            else f"It was plan number {MOST_DROPS}: they are left to the ordinary allocator from now on."
+            else f"This was plan {MOST_DROPS} of {MOST_DROPS}: later steps use the default allocator."
         )
         return (
-            f"memfit.arena: a {self.name} was not as planned: {what}. {tally['unplanned']:,} allocations "
-            f"({format_bytes(tally['unplanned_bytes'])}) were the ordinary allocator's instead. {then}"
+            f"memfit.arena: a {self.name} did not match its plan: {what}. {tally['unplanned']:,} allocations "
+            f"({format_bytes(tally['unplanned_bytes'])}) fell back to the default allocator. {then}"
         )

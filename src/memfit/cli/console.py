@@ -27,10 +27,10 @@ RERUNS = (
 
 def write_result(result: "DryRun", json: str | None) -> None:
     """Print a run's summary, and write it as JSON if requested; with ``-``, print JSON only."""
-    from memfit.report.schema.dry_run_schema import to_json, to_public
+    from memfit.report.schema.dry_run_schema import to_json
     from memfit.report.terminal.summary import print_summary
 
-    if not _write_json(to_json(to_public(result)), json):
+    if not _write_json(to_json(result), json):
         print_summary(result, stdout())
 
 
@@ -43,16 +43,17 @@ def write_explanation(explanation: "Explanation", json: str | None, by: str | No
         by: what the table sums bytes by; None for the default tables.
     """
     from memfit.records import GroupBy
-    from memfit.report.schema.dry_run_schema import explained, to_json
+    from memfit.report.schema.explain_schema import to_json
     from memfit.report.terminal.explanation import print_explanation
 
-    if not _write_json(to_json(explained(explanation)), json):
+    if not _write_json(to_json(explanation), json):
         print_explanation(explanation, None if by is None else GroupBy(by), stdout())
 
 
 def write_difference(difference: "RunDifference", json: str | None) -> None:
     """Print a difference, and write it as JSON if requested; with ``-``, print JSON only."""
-    from memfit.report.terminal.run_difference import print_difference, to_json
+    from memfit.report.schema.diff_schema import to_json
+    from memfit.report.terminal.run_difference import print_difference
 
     if not _write_json(to_json(difference), json):
         print_difference(difference, stdout())
@@ -113,9 +114,9 @@ def stdout() -> "Console":
 
 def print_trace_path(output: Path) -> None:
     """Print where the trace was saved."""
-    from memfit.report.escape import inert
+    from memfit.report.escape import escaped
 
-    print(inert(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
+    print(escaped(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
 
 
 @contextmanager

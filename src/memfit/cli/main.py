@@ -41,7 +41,7 @@ for command in (explain, diff, replay, allocator, pack, gpus, doctor):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    from memfit.report.escape import inert
+    from memfit.report.escape import escaped
 
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
         code = UsageError.exit_code
     except MemfitError as error:
-        print("memfit: " + "\n".join(map(inert, str(error).split("\n"))), file=sys.stderr)
+        print("memfit: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         print("memfit: interrupted; nothing was measured.", file=sys.stderr)

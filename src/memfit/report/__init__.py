@@ -1,1 +1,1 @@
-"""What people see: the terminal summary and the public JSON."""
+"""What memfit shows: text on the terminal, the public JSON, and the HTML page."""

@@ -1,4 +1,4 @@
-"""What ``memfit.estimate`` answers: a dry run, and the questions people ask of it."""
+"""What ``memfit.estimate`` returns: a dry run with its total, its breakdown, and whether it fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from memfit.records import DryRun, Figure
-from memfit.report.printable import Printed
+from memfit.report.printable import Printable
 from memfit.report.terminal.summary import print_summary
 
 _TOTALS = {"allocated", "reserved", "process"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Estimate(Printed):
-    """What a model would use; printed, the summary."""
+class Estimate(Printable):
+    """The memory a model would use; printing it shows the summary."""
 
     run: DryRun
-    """On the GPU asked for."""
+    """The run on the GPU requested."""
     unlimited: DryRun
-    """The same where it fits; otherwise, a run on a GPU with memory enough."""
+    """The same run if it fits; otherwise a run with unlimited memory."""
     again: Callable[[str, int | None], DryRun]
-    """Runs the same on another GPU, by name, with so many bytes."""
+    """Runs the model on another GPU, given its name and its memory in bytes (None: the GPU's own)."""
 
     @property
     def total(self) -> Figure:
@@ -30,13 +30,13 @@ class Estimate(Printed):
 
     @property
     def breakdown(self) -> Mapping[str, Figure]:
-        """What is there at the peak, by name; sums to ``total``."""
+        """What is in memory at the peak, by name; sums to ``total``."""
         return {term.name: term.figure for term in self.unlimited.terms if term.name not in _TOTALS}
 
     def fits(self, gpu: str | None = None) -> bool:
-        """Say whether it fits the GPU that was asked for, or another, on which it is run now.
+        """Return whether it fits the GPU requested, or another GPU, on which it runs now.
 
-        Run, not compared: an allocator short of memory empties its cache and goes on.
+        It runs instead of comparing totals: an allocator short of memory empties its cache and continues.
 
         Raises:
             UnknownDeviceError: no such device.
@@ -45,5 +45,5 @@ class Estimate(Printed):
         return done.verdict == "fits"
 
     def show(self, console: Console) -> None:
-        """Print the summary, with what it needs where memory does not end."""
+        """Print the summary, with the total it needs with unlimited memory."""
         print_summary(replace(self.run, in_all=self.total), console)

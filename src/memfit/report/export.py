@@ -1,7 +1,7 @@
-"""A run for other tools: a Chrome trace, which Perfetto reads as well, and a table of all allocations.
+"""Export a run for other tools: a Chrome trace, which Perfetto reads as well, and a table of all allocations.
 
-Names are those of the trace. In JSON they are escaped; in the table, a cell that a spreadsheet would take for
-a formula begins with an apostrophe.
+Names come from the trace. JSON escapes them; in the table, a cell that a spreadsheet would read as a formula
+gets a leading apostrophe.
 """
 
 import csv
@@ -17,7 +17,7 @@ from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.analysis.location import step_of
 from memfit.analysis.phase_ledger import by_category
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
-from memfit.report.escape import inert
+from memfit.report.escape import escaped
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _PHASES = tuple(Phase)
@@ -25,7 +25,7 @@ COLUMNS = (
     *("born", "freed", "requested", "block", "category", "step", "phase", "module", "op", "name", "dtype"),
     *("shape", "line"),
 )
-"""Of the table. ``born`` and ``freed`` are events of the trace; ``freed`` is empty of what was not."""
+"""Columns of the table. ``born`` and ``freed`` are events of the trace; ``freed`` may be empty."""
 
 
 def chrome_trace(trace: Trace, line: Timeline, attribution: Attribution) -> bytes:
@@ -77,7 +77,7 @@ def _trace_events(trace: Trace, line: Timeline, attribution: Attribution) -> Ite
 
 
 def _times(trace: Trace) -> list[int]:
-    """Return microseconds since the first event that has a time; later ones are never earlier."""
+    """Return each event's time in microseconds since the first event, made non-decreasing."""
     if not len(trace.events):
         return []
     times = np.maximum.accumulate(trace.events.time)
@@ -119,5 +119,5 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = inert(text.encode(errors="replace").decode(), whole=True)
+    text = escaped(text.encode(errors="replace").decode(), whole=True)
     return f"'{text}" if text.startswith(_FORMULA) else text

@@ -1,4 +1,4 @@
-"""What prints itself: printed, or as the last line of a notebook's cell, it is what the command shows."""
+"""Results that print as the command shows them, with ``print`` or as the last line of a notebook cell."""
 
 import io
 from abc import ABC, abstractmethod
@@ -7,26 +7,26 @@ from typing import Any, Self
 
 from rich.console import Console
 
-_WIDTH = 100  # columns of what is no terminal
+_WIDTH = 100  # columns; the output may not be a terminal
 
 
-class Printed(ABC):
-    """Comes before the dataclass of what was found, whose fields it has."""
+class Printable(ABC):
+    """Mix-in for subclasses of result dataclasses, as their first base: text is what ``show`` prints."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, found: Any, **more: Any) -> Self:
-        """Have what was found print itself; ``more`` are further fields, or what stands in their place."""
+        """Return a printable copy of a result; ``more`` adds fields, or replaces those of the result."""
         return cls(**{field.name: getattr(found, field.name) for field in fields(found)} | more)
 
     @abstractmethod
     def show(self, console: Console) -> None:
-        """Print it."""
+        """Print the result."""
 
     def __str__(self) -> str:
         text = io.StringIO()
-        # In a notebook rich would show each line where the cell is, instead of writing it.
+        # force_jupyter=False: in a notebook rich would display each line instead of writing it to the file.
         console = Console(
             file=text, width=_WIDTH, highlight=False, markup=False, emoji=False, force_jupyter=False
         )

@@ -1,1 +1,1 @@
-"""A real run, watched: what it holds against what was predicted, and what it held when memory ran out."""
+"""``memfit.watch``: measured memory beside the prediction, and a post-mortem when memory runs out."""

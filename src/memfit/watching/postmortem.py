@@ -1,10 +1,10 @@
-"""What held the memory when there was no more: a trace and a report, written while all of it is alive.
+"""What held the memory when it ran out: a trace and a report, written while all tensors are still alive.
 
-    the allocator fails ── PyTorch's observer ──> trace, report, three lines on standard error
+    the allocator fails ── PyTorch's observer ──> trace, report, a few lines on standard error
                         ── PyTorch's exception ──> the script
 
-PyTorch calls observers where an allocation has failed for good, with everything still in its place and no
-lock held, before it raises. An observer cannot be taken away again; memfit adds one for the process.
+PyTorch calls its observers when an allocation has failed for good, with all memory still allocated and no
+lock held, before it raises. An observer cannot be removed again, so memfit adds one per process.
 """
 
 import os
@@ -36,37 +36,37 @@ from memfit.versions import versions
 
 _ROWS = 3
 
-Observer = Callable[["Failure"], None]
+Observer = Callable[["AllocationFailure"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An allocation that failed, as PyTorch tells its observers. Bytes."""
+class AllocationFailure:
+    """An allocation that failed, as PyTorch reports it to its observers; in bytes but for the device."""
 
     device: int
     requested: int
     total: int
-    """What the process may use at most."""
+    """The most that the process may use."""
     free: int
-    """What the device still has."""
+    """Free memory of the device."""
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Have a function called at each failure from now on; return what ends that.
+    """Call a function at each failure from now on; return a function that ends that.
 
-    Call it when CUDA is initialised: PyTorch would do it now.
+    Call it after CUDA is initialised; otherwise it initialises CUDA.
 
     Raises:
-        RuntimeError: PyTorch's allocator has no observers here (backend:cudaMallocAsync), or does not come
-            to know of failures.
+        RuntimeError: PyTorch's allocator supports no observers here (backend:cudaMallocAsync), or is not
+            informed of failures.
 
     Source: ``malloc`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1, and
     ``_cuda_attach_out_of_memory_observer`` in torch/csrc/cuda/Module.cpp.
     """
     if UNCACHED in os.environ:
-        raise RuntimeError(f"PyTorch tells of none without its cache ({UNCACHED}).")
+        raise RuntimeError(f"PyTorch reports no failures while its cache is off ({UNCACHED}).")
     if not _attached:
-        torch._C._cuda_attach_out_of_memory_observer(_tell)  # type: ignore[attr-defined]
+        torch._C._cuda_attach_out_of_memory_observer(_notify)  # type: ignore[attr-defined]
         _attached.append(True)
     _observers.append(observer)
     return lambda: _observers.remove(observer)
@@ -76,32 +76,32 @@ _attached: list[bool] = []
 _observers: list[Observer] = []
 
 
-def _tell(device: int, requested: int, total: int, free: int) -> None:
+def _notify(device: int, requested: int, total: int, free: int) -> None:
     for observer in tuple(_observers):
-        observer(Failure(device, requested, total, free))
+        observer(AllocationFailure(device, requested, total, free))
 
 
-def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
-    """Write a trace and a report of this moment, which is a failure's; yield what to say of it, in lines.
+def write(recorder: Recorder, failure: AllocationFailure, folder: Path) -> Iterator[str]:
+    """Write a trace and a report of the failure that is happening now; yield lines to print.
 
-    What is known is said before anything is written, and the report is written after the trace is there.
+    The first lines come before anything is written, and the trace is written before the report.
 
     Args:
-        recorder: what has watched so far.
-        failure: that of this moment.
-        folder: where the files go.
+        recorder: the recorder of the run so far.
+        failure: the failure that is happening now.
+        folder: where to write the files.
 
     Raises:
-        UsageError: the folder cannot be written to.
+        UsageError: the folder is not writable.
     """
     where = user_line()
     device = _device(failure.device)
-    asked = f"{format_bytes(failure.requested)} asked for, {format_bytes(failure.free)} free"
+    shortage = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     if failure.total < device.total.bytes:
-        asked += f", {format_bytes(failure.total)} allowed (per_process_memory_fraction)"
+        shortage += f", {format_bytes(failure.total)} allowed (per_process_memory_fraction)"
     trace = recorder.finish(
         device,
-        ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {asked}", where),
+        ScriptEnd("out of memory", 1, f"torch.OutOfMemoryError: {shortage}", where),
         tuple(sys.argv),
         versions(),
         index=failure.device,
@@ -113,26 +113,26 @@ def write(recorder: Recorder, failure: Failure, folder: Path) -> Iterator[str]:
     rows = [row for row in found.rows[GroupBy.CATEGORY] if row.bytes][:_ROWS]
     most = ", ".join(f"{row.name} {format_bytes(row.bytes)}" for row in rows)
     place = replace(found.place, line=found.place.line or where)
-    yield f"out of memory: {asked}, in {in_words(place)}"
-    yield f"{format_bytes(found.allocated)} are allocated: {most}".removesuffix(": ")
-    name = _written(trace, folder)
+    yield f"out of memory: {shortage}, in {in_words(place)}"
+    yield f"{format_bytes(found.allocated)} allocated: {most}".removesuffix(": ")
+    name = _write_trace(trace, folder)
     yield f"written: {short_path(str(name))} (memfit explain)"
     report = name.with_suffix(".html")
     try:
         text = page(trace, line, attribution, summarize_attributed(trace, line, attribution))
         write_bytes(report, text.encode(errors="replace"))
-    except Exception as error:  # noqa: BLE001 - the trace is there, and tells as much
+    except Exception as error:  # noqa: BLE001 - the trace, which holds the same, is written
         yield f"no report was written: {type(error).__name__}: {error}"
     else:
         yield f"written: {short_path(str(report))}"
 
 
-def _written(trace: Trace, folder: Path) -> Path:
-    """Write a trace to the first name of its kind that nobody has: one that is taken is of a whole file."""
+def _write_trace(trace: Trace, folder: Path) -> Path:
+    """Write a trace under the first unused numbered file name, so that the named file is always complete."""
     beside = folder / f".memfit-oom.{secrets.token_hex(4)}"
     try:
         write_trace(trace, beside)
-        name = _reserve(folder)
+        name = _reserve_name(folder)
         beside.replace(name)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -142,21 +142,21 @@ def _written(trace: Trace, folder: Path) -> Path:
 
 def _device(index: int) -> DeviceUse:
     seen = read_once(index)
-    sure, way = Provenance.MEASURED, f"{seen.way}, less PyTorch's reserved"
+    provenance, way = Provenance.MEASURED, f"{seen.way}, less PyTorch's reserved"
     if is_rehearsal():
-        sure, way = Provenance.ASSUMED, "rehearsal: the ghost's"
-    told_apart = sure if seen.way != BY_CARD else Provenance.ASSUMED
+        provenance, way = Provenance.ASSUMED, "rehearsal: the ghost's"
+    context = provenance if seen.way != BY_CARD else Provenance.ASSUMED
     return DeviceUse(
         name=torch.cuda.get_device_name(index),
-        total=Figure(torch.cuda.mem_get_info(index)[1], sure, "cudaMemGetInfo"),
-        context=Figure(seen.outside, told_apart, way),
+        total=Figure(torch.cuda.mem_get_info(index)[1], provenance, "cudaMemGetInfo"),
+        context=Figure(seen.outside, context, way),
         in_use=seen.others,
         machine=Machine.REHEARSAL if is_rehearsal() else Machine.CARD,
     )
 
 
-def _reserve(folder: Path) -> Path:
-    """Return the first name of its kind that nobody has in a folder, taken by an empty file."""
+def _reserve_name(folder: Path) -> Path:
+    """Create an empty file under the first unused numbered file name in a folder; return its path."""
     number = 0
     while True:
         number += 1

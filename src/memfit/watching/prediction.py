@@ -1,4 +1,4 @@
-"""What a dry run says that each training step will hold, to be compared with what it does hold."""
+"""The memory that a dry run predicts for each training step, to compare with what the step uses."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,52 +12,55 @@ from memfit.records import Action, Machine, MarkKind, Provenance, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """What PyTorch's allocator has counted when a training step ends. Bytes."""
+class StepMemory:
+    """Bytes that PyTorch's allocator reports at the end of a training step."""
 
     peak: int
-    """``torch.cuda.max_memory_allocated()``: since the script last reset it, or since the beginning."""
+    """``torch.cuda.max_memory_allocated()``: since the script last reset it, or since it started."""
     allocated: int
     """``torch.cuda.memory_allocated()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is expected of a run, step by step."""
+    """The predicted memory of a run, step by step."""
 
-    steps: tuple[Counted, ...]
+    steps: tuple[StepMemory, ...]
     """At least one."""
     provenance: Provenance
     machine: Machine
-    """What it was made on."""
+    """The machine that the prediction was made on."""
     torch: str
-    """The version that it was made with."""
+    """The PyTorch version that the prediction was made with."""
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """Read a prediction from the trace of a dry run, or of a recording.
+        """Derive a prediction from the trace of a dry run or a recording.
 
         Raises:
-            UsageError: it holds no training step, or begins in the middle of a run, as a post-mortem does.
+            UsageError: the trace holds no training step, or starts in mid-run, as a post-mortem does.
             FileFormatError: its history contradicts itself.
         """
         if np.any(trace.events.action == Action.EARLIER):
             raise UsageError(
-                "The trace to compare with begins in the middle of a run, as a post-mortem does. Compare "
-                "with that of a dry run: memfit dry-run -o run.memfit."
+                "The trace given as prediction starts in the middle of a run, as a post-mortem does. Use the "
+                "trace of a dry run: memfit dry-run -o run.memfit SCRIPT.py."
             )
         line = timeline(trace)
-        level = np.concatenate((np.zeros(1, np.int64), line.allocated))  # before each event, and after all
+        level = np.concatenate(
+            (np.zeros(1, np.int64), line.allocated)
+        )  # before each event, and after the last
         resets = [0, *(mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK)]
         steps = []
         for mark in trace.marks:
             if mark.kind is MarkKind.TRAINING_STEP:
                 since = max(reset for reset in resets if reset <= mark.position)
                 peak = level[since : mark.position + 1].max()
-                steps.append(Counted(int(peak), int(level[mark.position])))
+                steps.append(StepMemory(int(peak), int(level[mark.position])))
         if not steps:
             raise UsageError(
-                "The trace to compare with holds no training step. Make one: memfit dry-run -o run.memfit."
+                "The trace given as prediction holds no training step. Use the trace of a dry run: "
+                "memfit dry-run -o run.memfit SCRIPT.py."
             )
         return cls(
             tuple(steps),
@@ -66,6 +69,6 @@ class Prediction:
             trace.versions.get("torch", ""),
         )
 
-    def at(self, step: int) -> Counted:
-        """Return what is expected of a step, from 1; after the last that was tried, what that one held."""
+    def at(self, step: int) -> StepMemory:
+        """Return the prediction for a step, from 1; steps past the last are predicted to equal it."""
         return self.steps[min(step, len(self.steps)) - 1]

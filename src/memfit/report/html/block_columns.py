@@ -25,7 +25,7 @@ LARGEST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockColumns:
     """Columns of equal length, by ``born``; blocks older than the history come first."""
 
     born: Numbers
@@ -58,7 +58,7 @@ class Blocks:
         return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
-def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> Blocks:
+def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> BlockColumns:
     """Put what is known of each block together.
 
     Args:
@@ -84,7 +84,7 @@ def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> Bl
         )
     address = everywhere.astype(np.int64)
     freed = np.concatenate((old[:, 2], attribution.freed))
-    return Blocks(
+    return BlockColumns(
         born=np.concatenate((unknown, np.where(events.action[born] == Action.EARLIER, -1, born))),
         freed=freed,
         done=_done(trace, address, freed),

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.records import Action, Timeline, Trace
-from memfit.report.html.block_columns import EARLIER, Blocks, Numbers
-from memfit.report.html.reserved_ranges import Range
+from memfit.report.html.block_columns import EARLIER, BlockColumns, Numbers
+from memfit.report.html.reserved_ranges import ReservedRange
 
 MOST_BLOCKS = 100_000
 """How many blocks a page draws one by one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class CombinedBlocks:
     """How what is drawn together changes, as columns of equal length, by moment."""
 
     moment: Numbers
@@ -31,16 +31,16 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawing:
     """What a page draws. A block is alive at moment ``k`` if ``born <= k < freed``, all three moments."""
 
     events: Numbers
     """Of each moment the event just after which it is."""
-    blocks: Blocks
+    blocks: BlockColumns
     """Born, freed and done count moments here; the number of moments stands for never."""
     old: int
     """How many of them, the first ones, are older than the history."""
-    rest: Rest
+    rest: CombinedBlocks
     together: int
     """How many blocks are drawn together."""
 
@@ -48,11 +48,11 @@ class Drawn:
 def drawn(
     trace: Trace,
     line: Timeline,
-    blocks: Blocks,
-    ranges: list[Range],
+    blocks: BlockColumns,
+    ranges: list[ReservedRange],
     also: Sequence[int] = (),
     most: int = MOST_BLOCKS,
-) -> Drawn:
+) -> Drawing:
     """Choose what is drawn one by one.
 
     Args:
@@ -66,7 +66,7 @@ def drawn(
     count = len(trace.events)
     if not count:
         nothing = np.zeros(0, np.int64)
-        return Drawn(nothing, blocks[nothing], 0, Rest(nothing, nothing, nothing, nothing), 0)
+        return Drawing(nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0)
     peak = int(np.argmax(line.allocated))
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
@@ -82,7 +82,7 @@ def drawn(
     # What is older than the history is told before it, one event each, and is all there when it begins.
     begin = max(int((trace.events.action == Action.EARLIER).sum()) - 1, 0)
     events = np.unique(np.maximum(events[(events >= 0) & (events < count)], begin))
-    return Drawn(
+    return Drawing(
         events=events,
         blocks=_in_moments(kept, events),
         old=int((kept.born < 0).sum()),
@@ -91,7 +91,7 @@ def drawn(
     )
 
 
-def _chosen(blocks: Blocks, peak: int, most: int) -> npt.NDArray[np.bool_]:
+def _chosen(blocks: BlockColumns, peak: int, most: int) -> npt.NDArray[np.bool_]:
     chosen = np.ones(len(blocks), bool)
     if len(blocks) > most:
         at_peak = (blocks.born <= peak) & (peak < blocks.freed)
@@ -100,15 +100,15 @@ def _chosen(blocks: Blocks, peak: int, most: int) -> npt.NDArray[np.bool_]:
     return chosen
 
 
-def _in_moments(blocks: Blocks, events: Numbers) -> Blocks:
+def _in_moments(blocks: BlockColumns, events: Numbers) -> BlockColumns:
     """Count in moments: a change is seen at the first moment that is not before it."""
     columns = {name: getattr(blocks, name) for name in blocks.__slots__}
-    return Blocks(
+    return BlockColumns(
         **columns | {name: np.searchsorted(events, columns[name]) for name in ("born", "freed", "done")}
     )
 
 
-def _rest(blocks: Blocks) -> Rest:
+def _rest(blocks: BlockColumns) -> CombinedBlocks:
     """Add up what blocks hold, from moment to moment."""
     seen = blocks[blocks.born < blocks.freed]  # the others come and go between two moments
     kinds = EARLIER + 1
@@ -121,7 +121,7 @@ def _rest(blocks: Blocks) -> Rest:
         np.add.at(sums, place.reshape(-1), sign * np.tile(column, 2))
         return sums
 
-    return Rest(
+    return CombinedBlocks(
         moment=keys // kinds,
         category=keys % kinds,
         requested=summed(seen.requested),

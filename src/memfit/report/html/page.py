@@ -10,7 +10,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
-from memfit.report.html.texts import Words
+from memfit.report.html.texts import PageTexts
 
 _SCRIPTS = (
     "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
@@ -37,7 +37,7 @@ def page(
     Raises:
         FileFormatError: the trace has addresses or sizes beyond what any device has.
     """
-    words = Words(source=source)
+    words = PageTexts(source=source)
     if not source:
         summary = _without_source(summary)
     found = payload(trace, line, attribution, summary, words)
@@ -66,7 +66,7 @@ def page(
 
 
 def _without_source(summary: DryRun) -> DryRun:
-    """Leave out what is a file's name by its place; where a text mentions one, ``Words`` finds it."""
+    """Leave out what is a file's name by its place; where a text mentions one, ``PageTexts`` finds it."""
     failure = summary.out_of_memory
     return replace(
         summary,

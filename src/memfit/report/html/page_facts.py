@@ -10,7 +10,7 @@ from memfit.analysis.location import location_at
 from memfit.analysis.secondary_peaks import secondary_peaks
 from memfit.records import Action, Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
 from memfit.report.html.block_columns import EARLIER, Numbers
-from memfit.report.html.drawn_moments import Drawn
+from memfit.report.html.drawn_moments import Drawing
 
 _COLOURS = {
     Category.PARAMETER: ("#0072b2", False),
@@ -43,7 +43,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PageFacts:
     """What is told of a run as a whole. Moments count what is drawn: see ``moments``."""
 
     layers: tuple[Layer, ...]
@@ -64,7 +64,7 @@ class Facts:
     """Bytes of the device for what PyTorch reserves; 0 if it is not known."""
 
 
-def facts(trace: Trace, picture: Drawn, near: tuple[MemoryPeak, ...], summary: DryRun) -> Facts:
+def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary: DryRun) -> PageFacts:
     """Tell what the page must know.
 
     Args:
@@ -79,7 +79,7 @@ def facts(trace: Trace, picture: Drawn, near: tuple[MemoryPeak, ...], summary: D
 
     failed = np.flatnonzero(trace.events.action == Action.OOM)
     device = summary.device
-    return Facts(
+    return PageFacts(
         layers=_layers(trace, picture),
         phases=tuple(Phase),
         shortcuts=moments([one.event for one in near]),
@@ -92,7 +92,7 @@ def facts(trace: Trace, picture: Drawn, near: tuple[MemoryPeak, ...], summary: D
     )
 
 
-def _layers(trace: Trace, picture: Drawn) -> tuple[Layer, ...]:
+def _layers(trace: Trace, picture: Drawing) -> tuple[Layer, ...]:
     sure = category_provenance(trace)
     layers = [Layer(CATEGORY_NAMES[one], sure[one], *paint) for one, paint in _COLOURS.items()]
     if picture.old:

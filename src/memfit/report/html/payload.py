@@ -22,10 +22,10 @@ from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import line_of, steps_of
 from memfit.records import Action, Attribution, DryRun, MemoryPeak, Timeline, Trace
 from memfit.report.html.block_columns import Numbers, blocks_of
-from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawn, drawn
-from memfit.report.html.page_facts import Facts, facts, layers_of, shortcuts
-from memfit.report.html.reserved_ranges import Range, ranges_of
-from memfit.report.html.texts import Words
+from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawing, drawn
+from memfit.report.html.page_facts import PageFacts, facts, layers_of, shortcuts
+from memfit.report.html.reserved_ranges import ReservedRange, ranges_of
+from memfit.report.html.texts import PageTexts
 
 _MOST_FRAMES = 30
 _TEXTS = ("module", "folded", "op", "line", "name", "dtype", "shape")
@@ -38,7 +38,7 @@ Columns = dict[str, npt.NDArray[Any]]
 class Payload:
     """What a page is drawn from."""
 
-    facts: Facts
+    facts: PageFacts
     shortcuts: tuple[MemoryPeak, ...]
     text: str
     """All of it, in base64's alphabet alone."""
@@ -49,7 +49,7 @@ def payload(
     line: Timeline,
     attribution: Attribution,
     summary: DryRun,
-    words: Words,
+    words: PageTexts,
     *,
     most: int = MOST_BLOCKS,
 ) -> Payload:
@@ -84,7 +84,9 @@ def payload(
     return Payload(told, near, _packed(told, table, columns))
 
 
-def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Drawn, words: Words) -> Columns:
+def _moments(
+    trace: Trace, line: Timeline, attribution: Attribution, picture: Drawing, words: PageTexts
+) -> Columns:
     """Return where the script was at each moment; what was reserved then."""
     events = picture.events
     rows = trace.events
@@ -107,7 +109,7 @@ def _moments(trace: Trace, line: Timeline, attribution: Attribution, picture: Dr
     }
 
 
-def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words) -> Columns:
+def _blocks(trace: Trace, attribution: Attribution, picture: Drawing, words: PageTexts) -> Columns:
     blocks = picture.blocks
     tensors = trace.tensors
     shapes = [str(list(one.shape)) for one in tensors]
@@ -136,7 +138,7 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawn, words: Words
     }
 
 
-def _rest(picture: Drawn) -> Columns:
+def _rest(picture: Drawing) -> Columns:
     rest = picture.rest
     return {
         "rest.moment": rest.moment,
@@ -146,7 +148,7 @@ def _rest(picture: Drawn) -> Columns:
     }
 
 
-def _ranges(ranges: Iterable[Range], picture: Drawn) -> Columns:
+def _ranges(ranges: Iterable[ReservedRange], picture: Drawing) -> Columns:
     """Return reserved ranges, by address."""
     rows = np.array(
         [(one.start, one.stop - one.start, one.born, one.freed, one.small, one.expandable)
@@ -159,7 +161,7 @@ def _ranges(ranges: Iterable[Range], picture: Drawn) -> Columns:
     return columns
 
 
-def _stacks(trace: Trace, words: Words) -> Columns:
+def _stacks(trace: Trace, words: PageTexts) -> Columns:
     """Return each stack's frames, innermost first; the first stack is the empty one, for none."""
     frames = [
         words.line(f"{frame.file}:{frame.line}  {frame.function}") for frame in trace.frames
@@ -173,7 +175,7 @@ def _indices(numbers: Iterable[int]) -> Numbers:
     return np.fromiter(numbers, np.int64)
 
 
-def _packed(facts: Facts, words: list[str], columns: Columns) -> str:
+def _packed(facts: PageFacts, words: list[str], columns: Columns) -> str:
     body = bytearray()
     where: dict[str, tuple[str, int, int]] = {}
     for name, column in columns.items():

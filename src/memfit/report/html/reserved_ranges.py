@@ -14,7 +14,7 @@ from memfit.records import Action, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ReservedRange:
     """``[start, stop)``, reserved after event ``born`` and no longer after event ``freed``."""
 
     start: int
@@ -28,20 +28,20 @@ class Range:
     expandable: bool
 
 
-def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
+def ranges_of(trace: Trace, config: AllocatorConfig) -> list[ReservedRange]:
     """Return all reserved ranges, those of the beginning first; none where no segments are kept."""
     if not config.has_segments:
         return []
     events, never = trace.events, len(trace.events)
     live = {one.start: one for one in _first(trace, config, initial_state(trace, config))}
-    gone: list[Range] = []
+    gone: list[ReservedRange] = []
     for event in np.flatnonzero(
         (events.action >= Action.SEGMENT_ALLOC) & (events.action <= Action.SEGMENT_UNMAP)
     ).tolist():
         action, start = Action(events.action[event]), int(events.address[event])
         stop = start + int(events.size[event])
         if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
-            live[start] = Range(
+            live[start] = ReservedRange(
                 start, stop, event, never,
                 stop - start == SMALL_SEGMENT,  # those of the large pool have at least 10 MiB
                 action is Action.SEGMENT_MAP,
@@ -62,13 +62,13 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[Range]:
     return sorted((*gone, *live.values()), key=lambda one: (one.born, one.start))
 
 
-def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[Range]:
+def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[ReservedRange]:
     """Return what was reserved before the first event."""
     if not start.reserved:
         return []
     pieces = BlockTracker(trace.events, config, start).blocks()
     return [
-        Range(
+        ReservedRange(
             one[0].start, one[-1].stop, -1, len(trace.events),
             one[-1].stop - one[0].start == SMALL_SEGMENT, one[0].segment == EXPANDABLE,
         )

@@ -5,9 +5,9 @@ from html import escape
 
 from memfit.analysis.breakdown import CATEGORY_NAMES
 from memfit.records import Category, DryRun, Figure, Provenance
-from memfit.report.html.page_facts import Facts
+from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
-from memfit.report.html.texts import Words
+from memfit.report.html.texts import PageTexts
 from memfit.report.terminal.advice import FITS, NONE, heading
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
@@ -16,7 +16,7 @@ _WIDTH = 1000  # units of the bar: SVG's own, the page scales them
 TOTALS = ("allocated", "reserved", "process")
 
 
-def verdict_in_html(result: DryRun, words: Words) -> dict[str, str]:
+def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     """Return the verdict's parts: its word, what follows it, the subject and the peak.
 
     Args:
@@ -125,7 +125,7 @@ def terms(result: DryRun) -> str:
     return "".join(rows)
 
 
-def shortcuts(found: Payload, words: Words) -> str:
+def shortcuts(found: Payload, words: PageTexts) -> str:
     """Return a button for each moment to look at."""
     buttons: list[str] = []
     for moment, one in zip(found.facts.shortcuts, found.shortcuts, strict=True):
@@ -142,7 +142,7 @@ def shortcuts(found: Payload, words: Words) -> str:
     return "".join(buttons)
 
 
-def advice(result: DryRun, words: Words) -> str:
+def advice(result: DryRun, words: PageTexts) -> str:
     """Return what would lower the peak, as the terminal tells it; nothing where nobody asked."""
     if result.advice is None:
         return ""
@@ -160,7 +160,7 @@ def advice(result: DryRun, words: Words) -> str:
     return f'<h2>Do next <small>{heading(result)}</small></h2><ol class="advice">{"".join(items)}</ol>{rest}'
 
 
-def sums(facts: Facts) -> str:
+def sums(facts: PageFacts) -> str:
     """Return a row for each kind of bytes, as they are stacked, and for their sum; the page fills them in."""
     kinds = [(one.name, one.sure, f"<i {_SWATCH.format(one.name)}></i>") for one in reversed(facts.layers)]
     least = kinds[0][1]  # that of rounding: all others' rounding is in it
@@ -180,7 +180,7 @@ def _unless_exact(sure: Provenance) -> str:
     return f' <span class="sure">{sure}</span>' if sure is not Provenance.EXACT else ""
 
 
-def colours(facts: Facts) -> str:
+def colours(facts: PageFacts) -> str:
     """Return the style of what stands for a kind of bytes; on hatching, text lies on a plain ground."""
     return "".join(
         f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
@@ -190,7 +190,7 @@ def colours(facts: Facts) -> str:
     )
 
 
-def thinned(facts: Facts) -> dict[str, str]:
+def thinned(facts: PageFacts) -> dict[str, str]:
     """Return what a page says of blocks that are not drawn one by one, if there are any."""
     hole = "hole, or small blocks drawn together" if facts.together else "hole"
     said = (
@@ -201,7 +201,7 @@ def thinned(facts: Facts) -> dict[str, str]:
     return {"hole": hole, "thinned": said if facts.together else ""}
 
 
-def notes(result: DryRun, words: Words) -> str:
+def notes(result: DryRun, words: PageTexts) -> str:
     """Return each note once, with every place it was made at."""
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
@@ -220,7 +220,7 @@ def notes(result: DryRun, words: Words) -> str:
     return "".join(items)
 
 
-def versions(result: DryRun, words: Words) -> str:
+def versions(result: DryRun, words: PageTexts) -> str:
     """Return what the figures were made with."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
@@ -231,5 +231,5 @@ def versions(result: DryRun, words: Words) -> str:
     )
 
 
-def _text(words: Words, text: str) -> str:
+def _text(words: PageTexts, text: str) -> str:
     return escape(words.shown(text))

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from memfit.report.escape import inert
+from memfit.report.escape import escaped
 from memfit.report.html.block_columns import Numbers
 from memfit.report.terminal.summary import short_path
 
@@ -25,7 +25,7 @@ NO_FILE = "(file)"
 """What stands where a file's name stood."""
 
 
-class Words:
+class PageTexts:
     """A table of the texts that a page shows, each held once.
 
     Args:
@@ -44,7 +44,7 @@ class Words:
 
     def shown(self, text: str) -> str:
         """Return text as the page may show it: inert, without home folders or, if so asked, file names."""
-        text = _HOMES.sub("~", inert(short_path(text), whole=True))
+        text = _HOMES.sub("~", escaped(short_path(text), whole=True))
         return text if self.source else _FILES.sub(NO_FILE, text)
 
     def index(self, text: str) -> int:

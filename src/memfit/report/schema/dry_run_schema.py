@@ -1,46 +1,28 @@
-"""The public JSON of a dry run. What is here is a promise; docs/dry-run.schema.json is made from it.
+"""The public JSON of a dry run and a recording; docs/dry-run.schema.json is generated from it."""
 
-With who holds the memory (``records.Breakdown``, ``records.Fragmentation``) it is docs/explain.schema.json.
-Byte counts are integers. Fields may be added within a schema version; none is removed or changes meaning.
-"""
-
-import json
 from dataclasses import astuple
 
 import msgspec
 
-from memfit.records import (
-    Advice,
-    Breakdown,
-    DryRun,
-    Explanation,
-    Figure,
-    Fragmentation,
-    MemoryPeak,
-    Note,
-    OutOfMemory,
-    PhaseChange,
-    ScriptLocation,
-)
-
-SCHEMA = 1
+from memfit.records import Advice, DryRun, Figure, Note, OutOfMemory, ScriptLocation
+from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
-class Device(msgspec.Struct, frozen=True):
+class DeviceJson(msgspec.Struct, frozen=True):
     """The device the figures are for."""
 
     name: str
     total: int
     """Bytes, as cudaMemGetInfo reports them."""
     in_use: int
-    """Bytes taken by other processes: before the run (--in-use), or at the end of a recording."""
+    """Bytes that other processes use: given for a dry run (--in-use), read at the end of a recording."""
     machine: str
     """``ghost`` (memfit dry-run), ``card`` (memfit record), ``rehearsal`` (memfit record with the ghost in
-    the card's place: nothing is measured) or ``unknown`` (a snapshot)."""
+    place of a GPU: nothing is measured) or ``unknown`` (a snapshot)."""
 
 
-class Peak(msgspec.Struct, frozen=True):
-    """The most the run held, and where it was when it held most."""
+class PeakJson(msgspec.Struct, frozen=True):
+    """The peaks of the run, and where the script was at the peak of allocated memory."""
 
     allocated: int
     """torch.cuda.max_memory_allocated()."""
@@ -55,8 +37,8 @@ class Peak(msgspec.Struct, frozen=True):
     line: str
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An allocation that failed for good."""
+class OutOfMemoryJson(msgspec.Struct, frozen=True):
+    """An allocation that failed even after PyTorch had emptied its cache."""
 
     step: int
     phase: str
@@ -68,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True):
     shortfall: int
 
 
-class Term(msgspec.Struct, frozen=True):
+class TermJson(msgspec.Struct, frozen=True):
     """One row of the summary."""
 
     name: str
@@ -77,25 +59,25 @@ class Term(msgspec.Struct, frozen=True):
     source: str
 
 
-class Growth(msgspec.Struct, frozen=True):
-    """Whether a training step leaves memory as it found it."""
+class GrowthJson(msgspec.Struct, frozen=True):
+    """Whether memory grows from one training step to the next."""
 
     steady_from: int | None
     bytes_per_step: int
     line: str
     leak: bool
-    """Whether what grows outlives the step that allocated it."""
+    """Whether the memory that grows outlives the step that allocated it."""
 
 
-class Remark(msgspec.Struct, frozen=True):
-    """Something the reader of a figure must know."""
+class NoteJson(msgspec.Struct, frozen=True):
+    """A remark that the reader of the figures must know."""
 
     provenance: str
     text: str
     where: str
 
 
-class End(msgspec.Struct, frozen=True):
+class ScriptEndJson(msgspec.Struct, frozen=True):
     """How the script ended."""
 
     reason: str
@@ -104,84 +86,44 @@ class End(msgspec.Struct, frozen=True):
     where: str
 
 
-class Result(msgspec.Struct, frozen=True):
+class DryRunJson(msgspec.Struct, frozen=True):
     """What ``memfit dry-run --json`` and ``memfit record --json`` write."""
 
     schema: int
     verdict: str
-    """``fits``, ``does not fit``, ``out of memory``; ``unknown`` where the script failed or was interrupted
-    (``end`` says how), and for a snapshot, which names no device."""
-    device: Device
+    """``fits``, ``does not fit`` or ``out of memory``; ``unknown`` if the script failed or was interrupted
+    (see ``end``), and for a snapshot, which names no device."""
+    device: DeviceJson
     steps: int
-    peak: Peak
-    out_of_memory: Failure | None
-    terms: tuple[Term, ...]
-    growth: Growth
-    notes: tuple[Remark, ...]
-    end: End
+    peak: PeakJson
+    out_of_memory: OutOfMemoryJson | None
+    terms: tuple[TermJson, ...]
+    growth: GrowthJson
+    notes: tuple[NoteJson, ...]
+    end: ScriptEndJson
     command: tuple[str, ...]
     versions: dict[str, str]
     advice: tuple[Advice, ...] | None
-    """What lowers what it needs, each beyond those before it; null where nobody asked. ``explain``
-    tries settings alone, and has null where none helps."""
+    """Changes that lower the peak, each on top of those before it; null if advice was not requested.
+    ``explain`` tries allocator settings only, and has null if none of them helps."""
     in_all: Figure | None
-    """Bytes of the process at its peak where memory does not end: advice counts from it. Null where it is not
-    known."""
-    untried: End | None
-    """Where advice is missing because the script could not be run for it: how it ended. Reasons are those of
-    ``end``, and ``refused``: it could not be run, or not with what was to be tried."""
+    """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
+    untried: ScriptEndJson | None
+    """How a run for advice ended, if advice is missing because that run failed; otherwise null. Reasons are
+    those of ``end``, and ``refused``: the script or the change could not be run."""
 
 
-class Explained(Result, frozen=True):
-    """What ``memfit explain --json`` writes."""
-
-    below_peak: tuple[MemoryPeak, ...]
-    """What would limit the run next, highest first; apart from the peak and one another."""
-    at: str
-    """The moment that was asked for: ``peak``, a phase, or a training step."""
-    held: Breakdown
-    ledger: tuple[PhaseChange, ...]
-    fragmentation: Fragmentation | None
-    """With ``--fragmentation``."""
-
-
-def explained(found: Explanation) -> Explained:
-    """Turn an explanation into what is public of it."""
-    return Explained(
-        **msgspec.structs.asdict(to_public(found.summary)),
-        below_peak=found.below_peak,
-        at=found.at,
-        held=found.held,
-        ledger=found.ledger,
-        fragmentation=found.fragmentation,
-    )
-
-
-def to_json(public: Result) -> bytes:
-    """Encode what is public: one line of ASCII.
-
-    By the standard library: a file name that is not UTF-8 reaches Python as lone surrogates, which
-    msgspec refuses and JSON can spell.
-    """
-    return json.dumps(msgspec.to_builtins(public), separators=(",", ":")).encode("ascii")
-
-
-def json_schema(of: type[msgspec.Struct] = Result) -> bytes:
-    """Return the JSON Schema of a public result."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(of)), indent=2)
-
-
-def to_public(result: DryRun) -> Result:
-    """Turn the internal answer into the public one."""
+def public_dry_run(result: DryRun) -> DryRunJson:
+    """Return the public part of a run's result."""
     place = result.peak_place
-    return Result(
-        schema=SCHEMA,
+    return DryRunJson(
+        schema=SCHEMA_VERSION,
         verdict=result.verdict,
-        device=Device(
+        device=DeviceJson(
             result.device.name, result.device.total.bytes, result.device.in_use, result.device.machine
         ),
         steps=result.steps,
-        peak=Peak(
+        peak=PeakJson(
             result.peak_allocated,
             result.peak_reserved,
             result.peak_process.bytes,
@@ -189,30 +131,35 @@ def to_public(result: DryRun) -> Result:
         ),
         out_of_memory=_failure(result.out_of_memory),
         terms=tuple(
-            Term(term.name, term.figure.bytes, term.figure.provenance, term.figure.source)
+            TermJson(term.name, term.figure.bytes, term.figure.provenance, term.figure.source)
             for term in result.terms
         ),
-        growth=Growth(*astuple(result.growth)),
-        notes=tuple(remark(note) for note in result.notes),
-        end=End(*astuple(result.end)),
+        growth=GrowthJson(*astuple(result.growth)),
+        notes=tuple(public_note(note) for note in result.notes),
+        end=ScriptEndJson(*astuple(result.end)),
         command=result.command,
         versions=dict(result.versions),
         advice=result.advice,
         in_all=result.in_all,
-        untried=None if result.untried is None else End(*astuple(result.untried)),
+        untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )
 
 
-def _failure(failure: OutOfMemory | None) -> Failure | None:
+def _failure(failure: OutOfMemory | None) -> OutOfMemoryJson | None:
     if failure is None:
         return None
-    return Failure(*_where(failure.place), failure.requested, failure.free, failure.shortfall)
+    return OutOfMemoryJson(*_where(failure.place), failure.requested, failure.free, failure.shortfall)
 
 
 def _where(place: ScriptLocation) -> tuple[int, str, str, str, str]:
     return place.step, place.phase, place.module, place.op, place.line
 
 
-def remark(note: Note) -> Remark:
-    """Return a note as it is public."""
-    return Remark(note.provenance, note.text, note.where)
+def public_note(note: Note) -> NoteJson:
+    """Return the public part of a note."""
+    return NoteJson(note.provenance, note.text, note.where)
+
+
+def to_json(result: DryRun) -> bytes:
+    """Encode a run's result as one line of ASCII."""
+    return encode(public_dry_run(result))

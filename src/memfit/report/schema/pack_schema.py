@@ -1,27 +1,22 @@
-"""The public JSON of ``memfit pack``; docs/pack.schema.json is made from it.
-
-What ``schema.py`` promises of a dry run's holds of it, too.
-"""
-
-import json
+"""The public JSON of ``memfit pack``; docs/pack.schema.json is generated from it."""
 
 import msgspec
 
 from memfit.packing.best_packing import Packing
 from memfit.packing.run_packing import Arena, Packed
 from memfit.records import DEFAULT_POOL, Provenance, worst
-from memfit.report.schema.dry_run_schema import SCHEMA
+from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
-class Amount(msgspec.Struct, frozen=True):
-    """Bytes of a run; of a table whatever its sizes are counted in."""
+class AmountJson(msgspec.Struct, frozen=True):
+    """An amount of memory: bytes for a run, the table's own units for a table."""
 
     amount: int
     provenance: Provenance
 
 
-class Reserved(msgspec.Struct, frozen=True):
-    """The most that PyTorch's allocator reserves in the whole run under a setting."""
+class ReservedJson(msgspec.Struct, frozen=True):
+    """The peak that PyTorch's allocator reserves over the whole run under a setting."""
 
     setting: str
     """A value of PYTORCH_ALLOC_CONF; an empty string is the default."""
@@ -29,67 +24,68 @@ class Reserved(msgspec.Struct, frozen=True):
     provenance: Provenance
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """An arena: what one stream and pool has for itself. A table is one."""
+class ArenaJson(msgspec.Struct, frozen=True):
+    """The arena of one stream and memory pool. A table has a single arena."""
 
     stream: int
     pool: tuple[int, int]
-    """[0, 0] is no private one."""
+    """[0, 0] is the default pool."""
     buffers: int
     planned: int
     bound: int
     how: str
-    """What found it."""
+    """The packer that found the packing."""
 
 
-class Packs(msgspec.Struct, frozen=True):
+class PackingJson(msgspec.Struct, frozen=True):
     """What ``memfit pack --json`` writes."""
 
     schema: int
     capacity: int | None
-    """What was said to be enough."""
+    """The capacity requested; null if none was."""
     fits: bool | None
-    """Whether what is planned is within it; null if nothing was said."""
+    """Whether the packing is within the capacity; null without one."""
     step: int | None
-    """The training step that is packed, from 1, for all that repeat it; 0: the whole run; null: a table."""
-    planned: Amount
-    """Of all arenas."""
-    bound: Amount
-    """No arenas are smaller. That none fits is proved if this is above the capacity."""
-    live: Amount
-    """What lives at once, at most."""
-    unshared: Amount
-    """What it would be if each buffer had memory of its own."""
-    reserved: tuple[Reserved, ...]
-    """Beside it, what the run takes without a plan; nothing for a table."""
-    arenas: tuple[Planned, ...]
+    """The training step that is packed, from 1, on behalf of all steps like it; 0 for the whole run, null
+    for a table."""
+    planned: AmountJson
+    """The size of all arenas together."""
+    bound: AmountJson
+    """A lower bound: no packing is smaller. If it exceeds the capacity, no packing fits."""
+    live: AmountJson
+    """The most that is live at once."""
+    unshared: AmountJson
+    """The sum of all buffers: the size if no memory were reused."""
+    reserved: tuple[ReservedJson, ...]
+    """For comparison, what PyTorch's allocator reserves without a plan; empty for a table."""
+    arenas: tuple[ArenaJson, ...]
 
 
 def to_json(found: Packing | Packed, capacity: int | None) -> bytes:
-    """Encode a packing, found for a capacity: one line of ASCII."""
-    return json.dumps(msgspec.to_builtins(_public(found, capacity)), separators=(",", ":")).encode("ascii")
+    """Encode a packing, searched for within a capacity if there is one, as one line of ASCII."""
+    return encode(_public(found, capacity))
 
 
-def _public(found: Packing | Packed, capacity: int | None) -> Packs:
+def _public(found: Packing | Packed, capacity: int | None) -> PackingJson:
     run = found if isinstance(found, Packed) else None
     arenas = (Arena(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
     sure = run.sure if run else Provenance.EXACT
     planned = worst(Provenance.SIMULATED, sure)
-    return Packs(
-        schema=SCHEMA,
+    return PackingJson(
+        schema=SCHEMA_VERSION,
         capacity=capacity,
         fits=None if capacity is None else found.height <= capacity,
         step=run.step if run else None,
-        planned=Amount(found.height, planned),
-        bound=Amount(found.bound, sure),
-        live=Amount(found.live, sure),
-        unshared=Amount(found.unshared, sure),
+        planned=AmountJson(found.height, planned),
+        bound=AmountJson(found.bound, sure),
+        live=AmountJson(found.live, sure),
+        unshared=AmountJson(found.unshared, sure),
         reserved=tuple(
-            Reserved(row.setting.name, row.replay.peak_reserved, planned)
+            ReservedJson(row.setting.name, row.replay.peak_reserved, planned)
             for row in (run.reserved if run else ())
         ),
         arenas=tuple(
-            Planned(
+            ArenaJson(
                 arena.stream,
                 arena.pool,
                 len(arena.packing.buffers),

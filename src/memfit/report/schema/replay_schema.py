@@ -1,72 +1,68 @@
-"""The public JSON of ``memfit replay`` and ``memfit allocator``; docs/replay.schema.json is made from it.
-
-What ``schema.py`` promises of a dry run's holds of it, too.
-"""
-
-import json
+"""The public JSON of ``memfit replay`` and ``memfit allocator``; docs/replay.schema.json comes from it."""
 
 import msgspec
 
 from memfit.records import AllocatorComparison, CallRates, DriverCalls, ScriptLocation, SettingOutcome
-from memfit.report.schema.dry_run_schema import SCHEMA, Remark, remark
+from memfit.report.schema.dry_run_schema import NoteJson, public_note
+from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
-class Failed(msgspec.Struct, frozen=True):
-    """The malloc that fails under a setting."""
+class FailedMallocJson(msgspec.Struct, frozen=True):
+    """The allocation that fails under a setting."""
 
     event: int
-    """Of the trace's history."""
+    """Index into the trace's history."""
     requested: int
     free: int
-    """Bytes that the device has left then, whether or not they may be used."""
+    """Bytes free on the device at that point, whether or not the allocator may use them."""
     where: ScriptLocation
 
 
-class Row(msgspec.Struct, frozen=True):
-    """How a trace fares under a setting."""
+class SettingJson(msgspec.Struct, frozen=True):
+    """The outcome of a trace under one setting."""
 
     setting: str
     current: bool
-    """Whether it is what the trace was made with."""
+    """Whether the trace was recorded with this setting."""
     fits: bool
     peak_allocated: int
-    """Up to where it fails, if it does."""
+    """Up to the failure, if there is one."""
     peak_reserved: int
     smallest_capacity: int | None
-    """Bytes of the smallest device on which it runs, and on every larger one: from ``memfit allocator``."""
+    """Bytes of the smallest device from which on the run fits; null except from ``memfit allocator``."""
     calls: DriverCalls
-    """Of the CUDA runtime and driver, in all."""
+    """DriverCalls of the CUDA runtime and driver in the whole run."""
     calls_per_step: DriverCalls | None
-    """In the last full training step; null if fewer than two ended."""
+    """DriverCalls in the last complete training step; null if fewer than two steps completed."""
     seconds_per_step: float | None
-    """Of those, by ``rates``."""
-    failure: Failed | None
+    """Time of those calls, by ``rates``."""
+    failure: FailedMallocJson | None
 
 
-class Replayed(msgspec.Struct, frozen=True):
-    """What both commands write."""
+class ComparisonJson(msgspec.Struct, frozen=True):
+    """What ``memfit replay --json`` and ``memfit allocator --json`` write."""
 
     schema: int
     provenance: str
-    """Of bytes and calls: ``simulated``."""
+    """Provenance of bytes and calls: ``simulated``."""
     seconds: str
     """Provenance of the rates: ``assumed``."""
     rates: CallRates
-    """Seconds of one call of each kind."""
+    """Seconds that one call of each kind takes."""
     total: int
-    """Bytes of the device."""
+    """Total bytes of the device."""
     taken: int
-    """Bytes of it that the context and other processes hold."""
-    settings: tuple[Row, ...]
+    """Bytes of the device that the CUDA context and other processes use."""
+    settings: tuple[SettingJson, ...]
     recommended: str | None
-    """The setting that gains, if one does; an empty string is the default."""
-    notes: tuple[Remark, ...]
+    """The recommended setting, an empty string for the defaults; null if none is better."""
+    notes: tuple[NoteJson, ...]
 
 
 def to_json(result: AllocatorComparison) -> bytes:
-    """Return a comparison as JSON: one line of ASCII."""
-    answer = Replayed(
-        schema=SCHEMA,
+    """Encode a comparison of allocator settings as one line of ASCII."""
+    answer = ComparisonJson(
+        schema=SCHEMA_VERSION,
         provenance="simulated",
         seconds="assumed",
         rates=result.rates,
@@ -74,14 +70,14 @@ def to_json(result: AllocatorComparison) -> bytes:
         taken=result.taken,
         settings=tuple(_row(row, result) for row in result.outcomes),
         recommended=result.recommended.setting.name if result.recommended else None,
-        notes=tuple(map(remark, result.notes)),
+        notes=tuple(map(public_note, result.notes)),
     )
-    return json.dumps(msgspec.to_builtins(answer), separators=(",", ":")).encode("ascii")
+    return encode(answer)
 
 
-def _row(row: SettingOutcome, result: AllocatorComparison) -> Row:
+def _row(row: SettingOutcome, result: AllocatorComparison) -> SettingJson:
     done, failure = row.replay, row.replay.failure
-    return Row(
+    return SettingJson(
         setting=row.setting.name,
         current=row is result.current,
         fits=done.fits,
@@ -93,5 +89,7 @@ def _row(row: SettingOutcome, result: AllocatorComparison) -> Row:
         seconds_per_step=row.seconds_per_step,
         failure=None
         if failure is None
-        else Failed(failure.event, failure.requested, failure.free, result.places[row.setting.name]),
+        else FailedMallocJson(
+            failure.event, failure.requested, failure.free, result.places[row.setting.name]
+        ),
     )

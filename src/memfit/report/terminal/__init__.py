@@ -1,1 +1,1 @@
-"""Everything memfit prints on a terminal."""
+"""What memfit prints on the terminal."""

@@ -1,31 +1,31 @@
-"""What lowers what a run needs, in words."""
+"""Advice that lowers the peak of a run, on the terminal."""
 
 from collections.abc import Iterator
 
 from rich.text import Text
 
 from memfit.records import DryRun
-from memfit.report.escape import inert
+from memfit.report.escape import escaped
 from memfit.units import format_bytes
 
-NONE = "Nothing was found that saves 1 % and leaves the training loop alone."
+NONE = "No change was found that saves at least 1 % without editing the training loop."
 FITS = {True: "fits", False: "does not fit yet", None: ""}
 
 
 def heading(result: DryRun) -> str:
-    """Say how advice came about, and what its savings are counted from where that is not shown already."""
-    counted = ""
+    """Describe how advice was tested, and the total it starts from if the summary does not show that."""
+    total = ""
     if result.in_all is not None and result.in_all.bytes != result.peak_process.bytes:
-        counted = f"; it needs {format_bytes(result.in_all.bytes)} where memory does not end"
-    return f"each was tried, with those above it{counted}"
+        total = f"; unchanged, the script needs {format_bytes(result.in_all.bytes)} with unlimited memory"
+    return f"each was tried together with those above it{total}"
 
 
-def advice_in_words(result: DryRun, untried: str) -> Iterator[Text]:
-    """Yield lines that give a result's advice in its order; what each saves is beyond those above it.
+def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
+    """Yield a result's advice as lines, in order; each saving comes on top of those above it.
 
     Args:
-        result: where advice was asked for.
-        untried: what keeps more from being advised, if anything does.
+        result: a run with advice.
+        untried: why there is no more advice; empty if everything was tried.
     """
     found = result.advice or ()
     yield Text()
@@ -38,7 +38,7 @@ def advice_in_words(result: DryRun, untried: str) -> Iterator[Text]:
         line.append(f"  needs {format_bytes(one.needs.bytes):>10}")
         line.append(f"  {FITS[one.fits]}", style="bold green" if one.fits else "")
         yield line
-        yield Text(f"    {inert(one.how)}")
+        yield Text(f"    {escaped(one.how)}")
         yield Text(f"    costs {one.costs}", style="dim")
     if untried:
         yield Text(untried, style="yellow")

@@ -1,4 +1,4 @@
-"""Replays under several settings, on a terminal."""
+"""A trace replayed under several allocator settings, on the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
-from memfit.report.escape import inert
-from memfit.report.printable import Printed
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
 from memfit.report.terminal.summary import short_path
 from memfit.units import format_bytes, format_gib
 
@@ -17,16 +17,16 @@ _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "s
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Compared(Printed, AllocatorComparison):
-    """Replays that print themselves."""
+class PrintableComparison(Printable, AllocatorComparison):
+    """A comparison of allocator settings that prints itself."""
 
     def show(self, console: Console) -> None:
-        """Print a row a setting."""
+        """Print one row per setting."""
         print_comparison(self, console)
 
 
 def print_comparison(result: AllocatorComparison, console: Console) -> None:
-    """Print one row a setting, where those that fail do, and what is worth setting."""
+    """Print one row per setting, where each failure occurs, and the recommended setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)
     table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")  # all of it fits on 80 columns
@@ -37,9 +37,10 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
         table.add_row(*_cells(row, result, sized=sized))
     console.print(table)
     console.print(
-        f"On {format_gib(result.total)}, of which {format_gib(result.taken)} are taken. A step: calls of "
-        "cudaMalloc, cudaFree, mappings and waits in the last full training step; their time is assumed."
-        + " ?: fewer than two training steps ended."
+        f"On a GPU with {format_gib(result.total)}, {format_gib(result.taken)} of it already in use. A step "
+        "costs the calls of cudaMalloc and cudaFree, the mappings and the waits of the last complete "
+        "training step; the time of each is assumed."
+        + " ?: fewer than two training steps completed."
         * any(row.seconds_per_step is None for row in result.outcomes),
         style="dim",
     )
@@ -48,15 +49,15 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
             console.print(_failure(row, row.replay.failure, result.places[row.setting.name]))
     console.print(_advice(result))
     for note in result.notes:
-        console.print(f"note ({note.provenance}): {inert(note.text)}")
+        console.print(f"note ({note.provenance}): {escaped(note.text)}")
     console.print(
-        "simulated: the trace's requests, through a model of PyTorch's allocator (docs/allocator.md).",
+        "simulated: the trace's requests, replayed in a model of PyTorch's allocator (docs/allocator.md).",
         style="dim",
     )
 
 
 def _cells(row: SettingOutcome, result: AllocatorComparison, *, sized: bool) -> Sequence[Text | str]:
-    name = Text(inert(row.setting.name).replace(",", ",\n") or "default")
+    name = Text(escaped(row.setting.name).replace(",", ",\n") or "default")
     details = [*["as recorded"] * (row is result.current), *_calls(row)]
     if details:
         name.append("\n  " + ", ".join(details), style="dim")
@@ -74,7 +75,7 @@ def _cells(row: SettingOutcome, result: AllocatorComparison, *, sized: bool) -> 
 
 
 def _calls(row: SettingOutcome) -> list[str]:
-    """Return what a step calls; nothing if that is nothing, or not known."""
+    """Return the number of calls in a step, by kind; empty if there are none or they are unknown."""
     calls = row.replay.calls_per_step
     counts = ((getattr(calls, name), word) for name, word in _CALLS.items() if calls is not None)
     return [f"{count} {word}" for count, word in counts if count]
@@ -83,11 +84,11 @@ def _calls(row: SettingOutcome) -> list[str]:
 def _failure(row: SettingOutcome, failure: FailedMalloc, place: ScriptLocation) -> str:
     step = f"step {place.step} · " if place.step else ""
     parts = (f"{step}{place.phase}", place.module, place.op, short_path(place.line))
-    where = " · ".join(inert(part) for part in parts if part)
+    where = " · ".join(escaped(part) for part in parts if part)
     fraction = row.memory_fraction
-    limit = "" if fraction is None else f", and the limit of {fraction:g} of the GPU's memory"
+    limit = "" if fraction is None else f"; limited to {fraction:g} of the GPU's memory"
     return (
-        f"{inert(row.setting.name) or 'default'}: out of memory in {where}: asked for "
+        f"{escaped(row.setting.name) or 'default'}: out of memory in {where}: requested "
         f"{format_bytes(failure.requested)} with {format_bytes(failure.free)} free{limit}"
     )
 
@@ -97,12 +98,16 @@ def _advice(result: AllocatorComparison) -> Text:
     if best is None and not current.replay.fits:
         fitting = any(row.replay.fits for row in result.outcomes)
         return Text(
-            "It fits only at a price in time: see above." if fitting else "It fits with none of these."
+            "It fits only under settings that cost time: see above."
+            if fitting
+            else "It does not fit under any of these settings."
         )
     if best is None:
-        return Text("None of these reserves less than the trace's own settings without costing time.")
+        return Text("None of these settings reserves less than the recorded ones without costing time.")
     text = Text("Worth setting: " if best.setting.conf else "Worth unsetting: ", style="bold")
-    text.append(f"PYTORCH_ALLOC_CONF={inert(best.setting.conf or current.setting.conf)}", style="bold green")
+    text.append(
+        f"PYTORCH_ALLOC_CONF={escaped(best.setting.conf or current.setting.conf)}", style="bold green"
+    )
     if not current.replay.fits:
         return text.append("  then it fits" + _at_a_cost(best), style="not bold")
     less = current.replay.peak_reserved - best.replay.peak_reserved
@@ -114,7 +119,7 @@ def _advice(result: AllocatorComparison) -> Text:
 
 def _at_a_cost(best: SettingOutcome) -> str:
     if best.seconds_per_step is None:
-        return "; what it costs in a step is not known: fewer than two ended"
+        return "; its cost per step is unknown: fewer than two steps completed"
     if not best.seconds_per_step:
         return ", no slower in a steady step"
     return f"; costs {1000 * best.seconds_per_step:.1f} ms a step (assumed)"

@@ -1,4 +1,4 @@
-"""What came of an arena, on a terminal."""
+"""The report of a ``memfit.arena``, on the terminal."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,76 +8,76 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import Figure, Provenance, Term
-from memfit.report.escape import inert
-from memfit.report.printable import Printed
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
 from memfit.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSteps:
-    """Steps of one kind, and what became of their allocations."""
+class StepKindReport:
+    """Steps of one kind, and where their allocations were placed."""
 
     name: str
     """``training step with float32[32, 3, 224, 224]``."""
     recorded: int
-    """Steps."""
+    """Number of steps recorded."""
     placed: int
-    """Steps."""
+    """Number of steps placed."""
     allocations: int
-    """Of a step, by its plan; 0 where there is none."""
+    """Number of allocations in the plan of a step; 0 without a plan."""
     kept: int
-    """Of those, what is the ordinary allocator's by plan: it outlives a step, or other streams use it."""
+    """How many the plan leaves to the default allocator: they outlive a step or serve other streams."""
     unplanned: int
-    """Allocations of all placed steps that had no place in their plan, or did not get it."""
+    """Allocations of all placed steps that had no slot in the plan, or whose slot was still occupied."""
     unshared: int
-    """Bytes if each placed allocation of a step had memory of its own."""
+    """Sum of the placed allocations of a step, in bytes: what they take if no memory is reused."""
     live: int
-    """Bytes of them that live at once, at most."""
+    """The most bytes of them that are live at once."""
     planned: int
-    """Bytes of the arena that the plan needs."""
+    """Arena size that the plan needs, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PlacedRun(Printed):
-    """What came of an arena, and prints itself."""
+class ArenaReport(Printable):
+    """What ``Arena.report`` returns; it prints itself."""
 
-    steps: tuple[PlacedSteps, ...]
+    steps: tuple[StepKindReport, ...]
     terms: tuple[Term, ...]
-    """What is reserved or used in all: simulated where it is PyTorch's allocator's, and measured."""
+    """Memory reserved or used in total: measured, and simulated for PyTorch's own allocator."""
 
     @property
     def planned(self) -> int:
-        """Bytes of the arena: as many as the largest plan needs."""
+        """Size of the arena in bytes: what the largest plan needs."""
         return max((step.planned for step in self.steps), default=0)
 
     def show(self, console: Console) -> None:
-        """Print it."""
+        """Print the report."""
         console.print(
             Text("ARENA", style="bold").append(f"   {format_bytes(self.planned)}", style="not bold")
         )
         for step in self.steps:
-            console.print(Text(inert(step.name), style="bold"))
-            console.print(Text(f"  {_what_came(step)}"))
+            console.print(Text(escaped(step.name), style="bold"))
+            console.print(Text(f"  {_counts(step)}"))
             if step.allocations:
-                console.print(_table(_of_plan(step)))
+                console.print(_table(_plan_sizes(step)))
         if self.terms:
-            console.print(Text("in all", style="bold"))
+            console.print(Text("in total", style="bold"))
             console.print(_table(self.terms))
 
 
-def _what_came(step: PlacedSteps) -> str:
+def _counts(step: StepKindReport) -> str:
     if not step.placed:
         return f"{step.recorded:,} recorded" + (
-            ", and planned" if step.allocations else ", none twice the same"
+            ", and planned" if step.allocations else "; no two were the same"
         )
-    kept = f", {step.kept:,} kept longer or used elsewhere" if step.kept else ""
+    kept = f", {step.kept:,} kept longer than a step or used by other streams" if step.kept else ""
     return (
         f"{step.recorded:,} recorded, {step.placed:,} placed: {step.allocations:,} allocations each{kept}; "
-        f"{step.unplanned:,} unplanned in all"
+        f"{step.unplanned:,} unplanned in total"
     )
 
 
-def _of_plan(step: PlacedSteps) -> Iterator[Term]:
+def _plan_sizes(step: StepKindReport) -> Iterator[Term]:
     for name, size in (
         ("each allocation by itself", step.unshared),
         ("live at once", step.live),

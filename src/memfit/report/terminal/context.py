@@ -1,18 +1,18 @@
-"""The measured context on a terminal: what each first use adds, and what each change saves."""
+"""The measured CUDA context on the terminal: what each first use adds, and what each change saves."""
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from memfit.records import ContextReport, ContextStage, Machine
-from memfit.report.escape import inert
+from memfit.report.escape import escaped
 from memfit.units import MIB
 
 
 def print_context(report: ContextReport, console: Console) -> None:
-    """Print what the process held after each stage, and at the end of it with each change."""
+    """Print what the process held after each stage, and what it held at the end with each change."""
     versions = f"driver {report.driver or 'unknown'} (CUDA {report.cuda}) · torch {report.torch}"
-    console.print(Text(f"{inert(report.card)} · {inert(versions)}", style="bold"))
+    console.print(Text(f"{escaped(report.card)} · {escaped(versions)}", style="bold"))
     console.print(_stages(report))
     console.print()
     console.print(_trials(report))
@@ -21,7 +21,9 @@ def print_context(report: ContextReport, console: Console) -> None:
     console.print(Text(f"MiB. The process's bytes are {report.way}.", style="dim"))
     if report.machine is Machine.REHEARSAL:
         console.print(
-            Text("REHEARSAL: memfit's ghost stood in for the card. Nothing was measured; nothing is kept.")
+            Text(
+                "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured, and nothing is saved."
+            )
         )
 
 
@@ -38,7 +40,7 @@ def _trials(report: ContextReport) -> Table:
     last = report.stages[-1]
     for trial in report.trials:
         if not trial.stages:
-            table.add_row(trial.what, f"failed: {inert((trial.failed.splitlines() or ['no output'])[-1])}")
+            table.add_row(trial.what, f"failed: {escaped((trial.failed.splitlines() or ['no output'])[-1])}")
             continue
         table.add_row(trial.what, *_changes(trial.stages[-1], last))
     return table

@@ -1,4 +1,4 @@
-"""The table of GPUs on a terminal."""
+"""The table of GPUs on the terminal."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from memfit.units import format_gib
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
-    """Print one row per GPU: what --gpu takes, and the figures that decide whether a job fits."""
+    """Print one row per GPU: its name for --gpu, and the figures that decide whether a job fits."""
     table = Table(box=None, pad_edge=False)
     for heading, justify in (
         ("--gpu", "left"),
@@ -23,7 +23,7 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
         table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
     for device in devices:
         table.add_row(
-            device.name.replace(" ", "-"),  # as a shell takes it without quotes
+            device.name.replace(" ", "-"),  # needs no quotes in a shell
             ("≈ " if "total_bytes" in device.approximate else "") + format_gib(device.total_bytes),
             "{}{}".format(*device.compute_capability),
             str(device.multiprocessors),
@@ -33,5 +33,5 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
     console.print(table)
     console.print("sm: compute capability; units: multiprocessors; context: CUDA's own memory.", style="dim")
     console.print(
-        "≈ approximate or assumed; every figure's source stands in memfit/devices.toml.", style="dim"
+        "≈ approximate or assumed; memfit/devices.toml gives the source of every figure.", style="dim"
     )

@@ -1,4 +1,4 @@
-"""The diagnosis on a terminal."""
+"""The findings of ``memfit doctor``, on the terminal."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,23 +10,23 @@ _CANNOT_RUN = 3
 
 
 class Finding(Protocol):
-    """What is printed of one check."""
+    """The result of one check."""
 
     @property
     def name(self) -> str:
-        """What was looked at."""
+        """What was checked."""
 
     @property
     def serves(self) -> bool:
-        """Whether it serves."""
+        """Whether the check passed."""
 
     @property
     def text(self) -> str:
-        """What was found, or what to do about it."""
+        """What was found, or how to fix it."""
 
     @property
     def details(self) -> tuple[str, ...]:
-        """More, for those who ask."""
+        """Lines that ``--gaps`` prints."""
 
 
 def print_diagnosis(findings: Sequence[Finding], console: Console, *, details: bool) -> int:

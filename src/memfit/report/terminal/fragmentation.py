@@ -1,4 +1,4 @@
-"""What of the reserved memory was not asked for, on a terminal."""
+"""Reserved memory that no tensor requested, on the terminal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,18 +22,18 @@ _ROWS: dict[str, Callable[[ReservedBytes], int]] = {
     "── reserved": lambda split: split.reserved,
 }
 _EXPANDABLE = (
-    "These segments are expandable: of a hole, empty_cache gives back whole handles (2 MiB each in the small "
-    "pool; large_segment_size in the large one, 20 MiB by default)."
+    "These segments are expandable: empty_cache releases only the whole handles within a hole (2 MiB each in "
+    "the small pool; large_segment_size in the large pool, 20 MiB by default)."
 )
 _SHOWN = 3
-"""Holes of each moment."""
+"""Holes printed per moment."""
 
 
 def print_fragmentation(found: Fragmentation, console: Console) -> None:
-    """Print what reserved memory was used for at each moment, and what keeps the largest holes."""
+    """Print what reserved memory was used for at each moment, and which blocks keep the largest holes."""
     console.print()
     if found.not_applicable:
-        console.print(Text(f"Fragmentation: not to be told. {found.not_applicable}"))
+        console.print(Text(f"Fragmentation: not available. {found.not_applicable}"))
         return
     console.print(_table(found))
     holes: dict[Hole, list[str]] = {}
@@ -85,7 +85,7 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
 def _pin(pin: PinningBlock, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
     what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
-    born = "from before the history" if pin.born is None else in_words(pin.born)
+    born = "allocated before the history" if pin.born is None else in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 
 

@@ -1,4 +1,4 @@
-"""A packing, on a terminal."""
+"""A packing, on the terminal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from memfit.packing.best_packing import Packing
 from memfit.packing.graph_packing import PackedGraph
 from memfit.packing.run_packing import Arenas, Packed
 from memfit.records import DEFAULT_POOL, Provenance, worst
-from memfit.report.printable import Printed
+from memfit.report.printable import Printable
 from memfit.units import format_bytes, format_gib
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PackedRun(Printed, Packed):
-    """A run's packing, and prints itself."""
+class PrintableRunPacking(Printable, Packed):
+    """The packing of a run that prints itself."""
 
     def show(self, console: Console) -> None:
-        """Print how it packs."""
+        """Print the packing."""
         print_packing(self, None, console)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PackedModule(Printed, PackedGraph):
-    """A graph's packing, and prints itself."""
+class PrintableGraphPacking(Printable, PackedGraph):
+    """The packing of a graph that prints itself."""
 
     def show(self, console: Console) -> None:
-        """Print how it packs."""
+        """Print the packing."""
         console.print(_verdict(self, None))
         rows = [
             ("each buffer of the graph by itself", self.unshared),
@@ -41,17 +41,17 @@ class PackedModule(Printed, PackedGraph):
         if len(self.arenas) > 1:
             console.print(_devices(self))
         text = (
-            f"Beside it: {format_bytes(self.given)} of inputs, parameters and constants; and what operations "
-            "take and give back inside themselves, which a graph does not show."
+            f"Not included: {format_bytes(self.given)} of inputs, parameters and constants, and memory that "
+            "operations allocate and free internally, which a graph does not show."
         )
         console.print(Text(text))
 
 
 def print_packing(found: Packing | Packed, capacity: int | None, console: Console) -> None:
-    """Print how buffers pack; those of a run beside what it takes without."""
+    """Print how buffers pack; for a run, also what PyTorch's allocator reserves without a plan."""
     console.print(_verdict(found, capacity))
     if isinstance(found, Packed):
-        console.print(_beside(found))
+        console.print(_run_sizes(found))
         if len(found.arenas) > 1:
             console.print(_arenas(found))
     else:
@@ -66,25 +66,25 @@ def _verdict(found: Packing | Arenas, capacity: int | None) -> Text:
             verdict.append(f" of {_amount(found, capacity)}", style="not bold default")
         verdict.append(f", {_ratio(found)}", style="not bold default")
         return verdict
-    none = "none does" if found.bound > capacity else "none was found that does"
+    none = "no packing fits" if found.bound > capacity else "no packing that fits was found"
     return Text("DOES NOT FIT", style="bold red").append(
-        f"   {_amount(found, capacity)}: {none}; the least found is {_amount(found, found.height)}, "
+        f"   {_amount(found, capacity)}: {none}; the smallest found is {_amount(found, found.height)}, "
         f"{_ratio(found)}",
         style="not bold default",
     )
 
 
 def _amount(found: Packing | Arenas, size: int) -> str:
-    return format_bytes(size) if isinstance(found, Arenas) else f"{size:,}"  # a table's units are its own
+    return format_bytes(size) if isinstance(found, Arenas) else f"{size:,}"  # a table has its own units
 
 
 def _ratio(found: Packing | Arenas) -> str:
     if found.height == found.bound:
-        return "and no packing is smaller"
-    return f"{found.height / found.bound:.4f} times what none can be below"
+        return "proven minimal"
+    return f"{found.height / found.bound:.4f} times the lower bound"
 
 
-def _beside(found: Packed) -> Table:
+def _run_sizes(found: Packed) -> Table:
     whose = f"step {found.step}" if found.step else "the run"
     planned = worst(Provenance.SIMULATED, found.sure)
     rows = [

@@ -1,7 +1,7 @@
-"""The progress line: on a terminal a live one at its foot, elsewhere a line now and then.
+"""The progress line: on a terminal, a live line on the last row; elsewhere, a line every ten seconds.
 
-The script shares the terminal and prints when it likes. So the last row is taken out of what scrolls
-(DECSTBM) and the line is drawn there; what the script prints scrolls above it, untouched.
+The script shares the terminal and prints at any time. So memfit takes the last row out of the scrolling
+region (DECSTBM) and draws the line there; the script's output scrolls above it, untouched.
 """
 
 import os
@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-_REDRAW = 0.1  # seconds between two states of the live line
-_SILENT = 10.0  # seconds between two lines where there is no terminal
-_LEAST_ROWS = 4
+_REDRAW_INTERVAL = 0.1  # seconds between updates of the live line
+_INTERVAL = 10.0  # seconds between lines if there is no terminal
+_MIN_ROWS = 4
 
 Show = Callable[[str], None]
 
 
 @contextmanager
 def progress_line(stream: TextIO = sys.stderr) -> Iterator[Show]:
-    """Yield a function that shows the state of things: call it as often as you like.
+    """Yield a function that shows a text as the progress; it limits how often it draws.
 
     >>> with progress_line(sys.stdout) as show:
     ...     show("step 1/3")
     """
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and _size()[1] >= _LEAST_ROWS:
-        with _at_the_foot(stream) as draw:
-            yield _at_most_every(_REDRAW, draw)
+    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and _size()[1] >= _MIN_ROWS:
+        with _on_last_row(stream) as draw:
+            yield _at_most_every(_REDRAW_INTERVAL, draw)
     else:
-        yield _at_most_every(_SILENT, lambda text: print(text, file=stream, flush=True), first=_SILENT)
+        yield _at_most_every(_INTERVAL, lambda text: print(text, file=stream, flush=True), first=_INTERVAL)
 
 
 def _at_most_every(seconds: float, draw: Show, *, first: float = 0.0) -> Show:
@@ -47,13 +47,13 @@ def _at_most_every(seconds: float, draw: Show, *, first: float = 0.0) -> Show:
 
 
 @contextmanager
-def _at_the_foot(stream: TextIO) -> Iterator[Show]:
+def _on_last_row(stream: TextIO) -> Iterator[Show]:
     rows_reserved = 0
 
     def reserve(rows: int) -> None:
         nonlocal rows_reserved
         rows_reserved = rows
-        # A new line makes room if the cursor is on the last row; then back up to where it was.
+        # The newline scrolls if the cursor is on the last row; then move back to where the cursor was.
         stream.write(f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A")
 
     def draw(text: str) -> None:

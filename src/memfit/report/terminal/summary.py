@@ -1,7 +1,7 @@
-"""The summary of a dry run on a terminal.
+"""The summary of a dry run or a recording, on the terminal.
 
-Everything that comes from a trace is printed as plain text with its control characters shown, so that
-a module or file name can neither colour the terminal nor move its cursor.
+Text from a trace is printed with its control characters escaped, so that a module or file name can neither
+colour the terminal nor move its cursor.
 """
 
 import os
@@ -13,31 +13,31 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.records import DryRun, Machine, ScriptEnd, ScriptLocation
-from memfit.report.escape import inert
-from memfit.report.printable import Printed
-from memfit.report.terminal.advice import advice_in_words
+from memfit.report.escape import escaped
+from memfit.report.printable import Printable
+from memfit.report.terminal.advice import advice_lines
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 MACHINES = {
     Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
     "no GPU is used.",
-    Machine.CARD: "recorded on this card. What is outside PyTorch's allocator was read while the script ran.",
-    Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the card. Nothing was measured on a GPU.",
-    Machine.CPU: "tensors of the CPU, as memfit.arena logged them: made since then, and no others.",
+    Machine.CARD: "recorded on this GPU. Memory outside PyTorch's allocator was read while the script ran.",
+    Machine.REHEARSAL: "REHEARSAL: memfit's ghost stood in for the GPU. Nothing was measured on a GPU.",
+    Machine.CPU: "CPU tensors that were allocated after memfit.arena() was called, as the arena logged them.",
 }
 _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_WITH_BARS, _WITH_SHARES = 80, 56  # columns of a terminal that has room for them
+_WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 _TOTALS = {"allocated", "reserved", "process"}
 _OF_A_GPU = {"cached, not allocated", "CUDA context"}
 _ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
-_SHOWN = 0.005  # of a unit: what is less would be shown as 0.00
+_SHOWN = 0.005  # of a unit: less would be printed as 0.00
 _MOST_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Answer(Printed, DryRun):
-    """A dry run's answer that prints itself: the summary."""
+class PrintableDryRun(Printable, DryRun):
+    """A run's result that prints itself as the summary."""
 
     def show(self, console: Console) -> None:
         """Print the summary."""
@@ -45,29 +45,24 @@ class Answer(Printed, DryRun):
 
 
 def print_summary(result: DryRun, console: Console) -> None:
-    """Print the verdict, the ladder from allocated to process, and what the reader must know.
-
-    Args:
-        result: what to print.
-        console: where to.
-    """
+    """Print the verdict, the table from allocated to process, growth, notes and advice."""
     console.print(verdict(result))
     console.print(subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
-    console.print(_ladder(result, console.width))
+    console.print(_table(result, console.width))
     console.print(growth(result))
     for line in _notes(result):
         console.print(line)
     if result.advice is not None:
-        for line in advice_in_words(result, untried(result)):
+        for line in advice_lines(result, untried(result)):
             console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
 
 
 def short_path(line: str) -> str:
-    """Shorten ``file:line`` to the working folder or the home folder, whichever holds it.
+    """Shorten ``file:line`` relative to the working folder, or to ``~`` in the home folder.
 
     >>> short_path(str(Path.cwd() / "train.py") + ":3")
     'train.py:3'
@@ -80,7 +75,7 @@ def short_path(line: str) -> str:
 
 
 def verdict(result: DryRun) -> Text:
-    """Say whether it fits, and what it needs or where it ran out."""
+    """Return whether the run fits, and what it needs or where memory ran out."""
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
@@ -94,7 +89,7 @@ def verdict(result: DryRun) -> Text:
 
 
 def untried(result: DryRun) -> str:
-    """Say what kept more from being advised; nothing where nothing did."""
+    """Return why there is no more advice; empty if everything was tried."""
     end = result.untried
     if end is None:
         return ""
@@ -102,24 +97,24 @@ def untried(result: DryRun) -> str:
     if end.reason == "interrupted":
         return f"{what}: interrupted."
     if end.reason == "refused":
-        return f"{what}: {inert(_first_line(end.exception))}"
-    again = "" if end == result.end else "run again, without input, "
+        return f"{what}: {escaped(_first_line(end.exception))}"
+    again = "" if end == result.end else "when run again without input, "
     return f"{what}: {again}the script ended with {_ended(end)}"
 
 
 def _ended(end: ScriptEnd) -> str:
-    """Say what a script ended with, and where."""
+    """Return what a script ended with, and where."""
     if not end.exception:
         return f"exit code {end.exit_code}"
-    return inert(_first_line(end.exception)) + f"  {inert(short_path(end.where))}" * bool(end.where)
+    return escaped(_first_line(end.exception)) + f"  {escaped(short_path(end.where))}" * bool(end.where)
 
 
 def _first_line(text: str) -> str:
-    """Return what an exception says first: the message's first line may be empty, below ``ImportError:``."""
+    """Return the first line of an exception, joined with the next one if it names the type alone."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = 2 if lines[:1] and lines[0].endswith(":") else 1
-    first = " ".join(lines[:said])
-    return f"{first} ..." if lines[said:] else first
+    count = 2 if lines[:1] and lines[0].endswith(":") else 1
+    first = " ".join(lines[:count])
+    return f"{first} ..." if lines[count:] else first
 
 
 def _needs(result: DryRun) -> str:
@@ -132,29 +127,30 @@ def _failure(result: DryRun) -> Text:
     text = Text(result.verdict.upper(), style="bold red")
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
-        where = f"  {inert(short_path(result.end.where))}" if result.end.where else ""
-        return text.append(f"   {inert(_first_line(result.end.exception))}{where}", style="not bold")
+        where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
+        return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
     text.append(
-        f"   of {format_gib(result.device.total.bytes)}: asked for {format_bytes(failure.requested)} with "
+        f"   of {format_gib(result.device.total.bytes)}: requested {format_bytes(failure.requested)} with "
         f"{format_bytes(failure.free)} free",
         style="not bold",
     )
     if failure.shortfall:
-        text.append(f", short {format_bytes(failure.shortfall)} there", style="not bold")
+        text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
     if result.in_all is not None:
-        advice = f"In all it needs {format_gib(result.in_all.bytes)}, on a GPU that has as much."
+        advice = f"With unlimited memory it needs {format_gib(result.in_all.bytes)}."
     elif result.verdict != "out of memory":
-        advice = "The script caught this and carried on."
+        advice = "The script caught the error and continued."
     elif not failure.shortfall:
         advice = (
-            "The device had room: a memory fraction that the script or PYTORCH_ALLOC_CONF sets was used up."
+            "The device had free memory, but the process reached the memory fraction that the script or "
+            "PYTORCH_ALLOC_CONF sets."
         )
     elif result.advice is not None:
-        advice = "What it needs in all could not be measured: see below."
+        advice = "The total it needs could not be measured: see below."
     else:
-        again = "run again with" if result.device.machine is Machine.GHOST else "memfit dry-run"
-        advice = f"What would make it fit: {again} --advise. What it needs in all: --memory 1TiB."
+        run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
+        advice = f"For changes that make it fit, {run} with --advise; for the total, with --memory 1TiB."
     return text.append(f"\n{advice}", style="not bold default")
 
 
@@ -163,13 +159,13 @@ def _is_snapshot(result: DryRun) -> bool:
 
 
 def subject(result: DryRun) -> Text:
-    """Say what was run, and on what."""
+    """Return what ran, and on what."""
     if _is_snapshot(result):
-        return Text("a memory snapshot that PyTorch wrote: no device, no phases, no categories")
+        return Text("a memory snapshot written by PyTorch: without device, phases and categories")
     parts = [
-        inert(" ".join(result.command[:1])),
-        inert(result.device.name),
-        f"torch {inert(result.versions.get('torch', '?'))}",
+        escaped(" ".join(result.command[:1])),
+        escaped(result.device.name),
+        f"torch {escaped(result.versions.get('torch', '?'))}",
         f"{result.device.machine}, {result.steps} training step{'s' * (result.steps != 1)}",
     ]
     if result.device.in_use:
@@ -178,9 +174,15 @@ def subject(result: DryRun) -> Text:
 
 
 def in_words(place: ScriptLocation) -> str:
-    """Say where the script was, in one line."""
+    """Return where the script was, in one line."""
     step = f"step {place.step}" if place.step else ""
-    parts = [step, place.phase, inert(place.module), inert(place.op), inert(short_path(place.line))]
+    parts = [
+        step,
+        place.phase,
+        escaped(place.module),
+        escaped(place.op),
+        escaped(short_path(place.line)),
+    ]
     return " · ".join(part for part in parts if part)
 
 
@@ -188,9 +190,11 @@ def _peak(place: ScriptLocation) -> Text:
     return Text(f"Peak in: {in_words(place)}")
 
 
-def _ladder(result: DryRun, width: int) -> Table:
+def _table(result: DryRun, width: int) -> Table:
     total = max(result.peak_process.bytes, 1)
-    unit, name_of_unit = (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")  # one for all rows
+    unit, name_of_unit = (
+        (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")
+    )  # the same for all rows
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column()
     for justify in ("right", "right", "left"):
@@ -223,10 +227,10 @@ def _bar(share: float) -> str:
 
 
 def growth(result: DryRun) -> Text:
-    """Say whether later steps leave memory as they found it."""
+    """Return whether memory grows from step to step."""
     growth = result.growth
     if growth.leak:
-        where = f", held by {inert(short_path(growth.line))}" if growth.line else ""
+        where = f", held by {escaped(short_path(growth.line))}" if growth.line else ""
         return Text(
             f"Still growing by {format_bytes(growth.bytes_per_step)} a step "
             f"after {result.steps} steps{where}.",
@@ -235,24 +239,24 @@ def growth(result: DryRun) -> Text:
     if growth.bytes_per_step:
         more = "more" if growth.bytes_per_step > 0 else "less"
         return Text(
-            f"Not steady: the last step left {format_bytes(abs(growth.bytes_per_step))} {more} than the one "
-            "before, none of it older than a step: batches of varying size, or something that is made anew."
+            f"Not steady: the last step left {format_bytes(abs(growth.bytes_per_step))} {more} than the step "
+            "before, none of it older than a step. Batches may vary in size, or an object is recreated."
         )
     if growth.steady_from is not None:
         return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
-    seen = "are in this history" if result.steps > 1 else "were seen"  # a watch forgets the older ones
-    return Text(f"Fewer than two training steps {seen}: whether memory grows is not known.", style="dim")
+    seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
+    return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
 
 
 def _notes(result: DryRun) -> list[Text]:
-    """Print each note once, with every place it was made at."""
+    """Return each note once, with every place it refers to."""
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
         where = places.setdefault((note.provenance, note.text), [])
         if note.where:
-            where.append(inert(short_path(note.where)))
+            where.append(escaped(short_path(note.where)))
     lines = [
-        Text(f"note ({provenance}): {inert(text)}" + (f"  {', '.join(where)}" if where else ""))
+        Text(f"note ({provenance}): {escaped(text)}" + (f"  {', '.join(where)}" if where else ""))
         for (provenance, text), where in places.items()
     ]
     if len(lines) > _MOST_NOTES:

@@ -1,0 +1,35 @@
+"""The JSON Schemas in docs/ are generated from the code. To write them again, run this file."""
+
+from pathlib import Path
+
+import pytest
+
+from memfit.report.schema.diff_schema import DifferenceJson
+from memfit.report.schema.dry_run_schema import DryRunJson
+from memfit.report.schema.encoding import json_schema
+from memfit.report.schema.explain_schema import ExplanationJson
+from memfit.report.schema.pack_schema import PackingJson
+from memfit.report.schema.replay_schema import ComparisonJson
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMAS = {
+    "diff.schema.json": DifferenceJson,
+    "dry-run.schema.json": DryRunJson,
+    "explain.schema.json": ExplanationJson,
+    "pack.schema.json": PackingJson,
+    "replay.schema.json": ComparisonJson,
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_committed_schema_matches_the_code(name):
+    assert (DOCS / name).read_bytes().strip() == json_schema(SCHEMAS[name]).strip()
+
+
+def test_every_committed_schema_is_checked():
+    assert {path.name for path in DOCS.glob("*.schema.json")} == set(SCHEMAS)
+
+
+if __name__ == "__main__":
+    for name, public in SCHEMAS.items():
+        (DOCS / name).write_bytes(json_schema(public).strip() + b"\n")
