@@ -1,0 +1,56 @@
+"""The functions behind ``import memfit`` and the command line. Read this first: it is the whole pipeline.
+
+script ── run.parent ──> trace file ── trace.trace_file ──> Trace ─┬─ analysis.summary ────────────> summarize
+   dry_run: on the ghost                    no torch from here on  ├─ analysis.explanation ────────> explain
+   record: on this machine's GPU                                   ├─ analysis.run_difference ─────> diff
+   advice: once more per change                                    ├─ analysis.allocator_comparison > replay
+                                                                   └─ packing.run_packing ─────────> pack
+"""
+
+from memfit.api.packings import pack, pack_table
+from memfit.api.runs import dry_run, estimate, record
+from memfit.api.traces import (
+    chrome_trace,
+    diff,
+    explain,
+    html,
+    read,
+    replay,
+    summarize,
+    table,
+    write_html,
+)
+from memfit.atomic_files import check_output, write_bytes
+from memfit.card.context_measurement import keep_context, measure_context
+from memfit.ghost.doctor import Check, checks
+from memfit.packing.csv_table import packed_table
+from memfit.trace.snapshot import write_snapshot
+
+__all__ = [
+    "check_output",
+    "chrome_trace",
+    "diagnose",
+    "diff",
+    "dry_run",
+    "estimate",
+    "explain",
+    "html",
+    "keep_context",
+    "measure_context",
+    "pack",
+    "pack_table",
+    "packed_table",
+    "read",
+    "record",
+    "replay",
+    "summarize",
+    "table",
+    "write_bytes",
+    "write_html",
+    "write_snapshot",
+]
+
+
+def diagnose() -> tuple[Check, ...]:
+    """Check everything memfit needs; each check reports what was found or how to fix it."""
+    return checks()

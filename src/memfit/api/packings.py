@@ -1,0 +1,115 @@
+"""Plan offsets for the buffers of a run, a graph or a table: ``pack`` and ``pack_table``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from memfit.allocator.requests import read_requests
+from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.location import least_certain
+from memfit.api.traces import read
+from memfit.devices import NO_LIMIT
+from memfit.packing import best_packing
+from memfit.packing.best_packing import Packing
+from memfit.packing.csv_table import read_buffers
+from memfit.packing.graph_packing import pack_graph
+from memfit.packing.lifetimes import ALIGNMENT, CPU_ALIGNMENT
+from memfit.packing.run_packing import pack_run
+from memfit.records import Machine, Trace
+from memfit.report.terminal.packing import PrintableGraphPacking, PrintableRunPacking
+
+if TYPE_CHECKING:
+    import torch
+
+    from memfit.records import SettingOutcome
+
+
+@overload
+def pack(
+    target: Trace | str | Path,
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = ...,
+) -> PrintableRunPacking: ...
+@overload
+def pack(
+    target: "torch.fx.GraphModule",
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = ...,
+) -> PrintableGraphPacking: ...
+def pack(
+    target: "Trace | str | Path | torch.fx.GraphModule",
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> PrintableRunPacking | PrintableGraphPacking:
+    """Find the least memory a run or a graph needs if every buffer gets a planned offset.
+
+    Args:
+        target: a trace, or the path of a trace or of a memory snapshot written by PyTorch; or a graph whose
+            input sizes are known, from ``torch.export``, ``make_fx`` or AOTAutograd.
+        capacity: stop once the packing is within this many bytes; None searches for the smallest packing.
+        seconds: approximate time limit.
+        on_progress: called with the name of the packer that runs.
+
+    Returns:
+        The size of the packing, the most that is live at once, and each buffer's offset; for a run, also what
+        PyTorch's allocator reserves; for a graph, also which of its values share memory. A graph's packing
+        excludes its inputs and parameters, and memory that operations allocate and free internally.
+
+    Raises:
+        FileFormatError: the file is neither of them, or does not hold the sizes that were requested.
+        TargetError: memfit does not know an operation of the graph; the message names it.
+        UsageError: the time limit is invalid, or there is nothing to pack.
+        MemfitError: the packers could not be compiled.
+
+    >>> found = pack("run.memfit")  # doctest: +SKIP
+    >>> found.height, found.live  # doctest: +SKIP
+    (6424867328, 6424867328)
+    >>> graph = torch.export.export(model, inputs).run_decompositions({}).graph_module  # doctest: +SKIP
+    >>> pack(graph).sets  # doctest: +SKIP
+    """
+    if not isinstance(target, Trace | str | Path):
+        from memfit.graph.fx_dataflow import dataflow
+
+        flow = dataflow(target)
+        return PrintableGraphPacking.of(
+            pack_graph(flow, capacity=capacity, seconds=seconds, on_progress=on_progress)
+        )
+    trace = target if isinstance(target, Trace) else read(target)
+    reserved: tuple[SettingOutcome, ...] = ()
+    is_of_cpu = trace.device.machine is Machine.CPU  # PyTorch caches no CPU memory
+    if not is_of_cpu:
+        reserved = compare_settings(
+            trace, "expandable_segments:True", memory=NO_LIMIT, on_progress=on_progress
+        ).outcomes
+    packed = pack_run(
+        read_requests(trace),
+        reserved,
+        least_certain(note for note in trace.notes if note.sizes),
+        alignment=CPU_ALIGNMENT if is_of_cpu else ALIGNMENT,
+        capacity=capacity,
+        seconds=seconds,
+        on_progress=on_progress,
+    )
+    return PrintableRunPacking.of(packed)
+
+
+def pack_table(
+    path: Path,
+    capacity: int | None = None,
+    *,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Packing:
+    """Pack the buffers of a table (its columns: ``packing/csv_table.py``), as ``pack`` does those of a run.
+
+    Raises:
+        FileFormatError: the file is not such a table.
+        UsageError: the time limit is invalid.
+    """
+    return best_packing.pack(read_buffers(path), capacity, seconds=seconds, on_progress=on_progress)

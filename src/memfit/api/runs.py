@@ -1,0 +1,204 @@
+"""Run a script or a live model: ``dry_run``, ``record`` and ``estimate``."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.analysis.advice import find_advice
+from memfit.api.traces import summarize, write_html
+from memfit.card.find import find_card
+from memfit.devices import DEFAULT, NO_LIMIT
+from memfit.records import DryRun
+from memfit.report.estimate import Estimate
+from memfit.run.resolve_options import ghost_settings
+from memfit.run.options import STEPS, RunOptions
+from memfit.run.parent import Progress, run_script, script_command
+from memfit.strategies.trial_run import trial_runner
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dry_run(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    gpu: str = DEFAULT,
+    memory: int | None = None,
+    in_use: int = 0,
+    steps: int = STEPS,
+    values: str = "",
+    host_memory: bool = True,
+    weights: bool = True,
+    workspaces: str = "cudnn",
+    labels: bool = True,
+    output: Path | None = None,
+    html: Path | None = None,
+    advise: bool = False,
+    stdout_to_stderr: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> DryRun:
+    """Run an unmodified script on the ghost, and return the GPU memory it would use.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        module: run a module as ``python -m`` does.
+        gpu: name of a device in the table (``memfit gpus``).
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps after which memfit stops the script.
+        values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
+        host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
+        weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this
+            machine, and with False all of them, are created from their configuration.
+        workspaces: where cuDNN's workspace sizes come from: ``cudnn``, ``rules`` or ``none``.
+        labels: record modules and phases; byte counts are the same without.
+        output: where to save the trace; nowhere by default.
+        html: where to write a report for the browser; nowhere by default.
+        advise: look for changes that lower the peak without editing the training loop. memfit runs the script
+            again for each, silently and without input, up to about six times; each run writes the script's
+            output files again. What helps is in the result's ``advice``; if the search is interrupted, the
+            result holds what was found so far.
+        stdout_to_stderr: send the script's standard output to standard error.
+        on_progress: called about ten times a second.
+
+    Returns:
+        Verdict, peaks in bytes, and where the peak or the failure was.
+
+    Raises:
+        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
+            the script never used the GPU.
+
+    >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
+    """
+    options = RunOptions(
+        module=module,
+        steps=steps,
+        labels=labels,
+        stdout_to_stderr=stdout_to_stderr,
+        gpu=gpu,
+        memory=memory,
+        in_use=in_use,
+        values=values,
+        host_memory=host_memory,
+        weights=weights,
+        workspaces=workspaces,
+    )
+    command = script_command(script, arguments, options, output)
+    trace = run_script(command, options, ghost_settings(options), output, on_progress)
+    result = summarize(trace)
+    if advise:
+        unlimited = dataclasses.replace(options, memory=NO_LIMIT)
+        result = find_advice(trace, result, trial_runner(command, unlimited, on_progress))
+    if html is not None:
+        write_html(trace, result, html)
+    return result
+
+
+def record(  # noqa: PLR0913 - one parameter an option
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    steps: int | None = STEPS,
+    labels: bool = True,
+    output: Path | None = None,
+    stdout_to_stderr: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> DryRun:
+    """Run an unmodified script on this machine's GPU, and return the GPU memory it used.
+
+    Args:
+        script: path of the script, or a module's name with ``module=True``.
+        arguments: the script's own arguments.
+        module: run a module as ``python -m`` does.
+        steps: training steps after which memfit stops the script; None lets it run to its end. The history
+            stays in host memory until then, so pass a number for hours of training.
+        labels: record modules and phases; byte counts are the same without.
+        output: where to save the trace; nowhere by default.
+        stdout_to_stderr: send the script's standard output to standard error.
+        on_progress: called about ten times a second.
+
+    Returns:
+        Verdict, peaks in bytes, and where the peak or the failure was. ``device.machine`` is ``card``, or
+        ``rehearsal`` if memfit's ghost stands in for the GPU.
+
+    Raises:
+        MemfitError: there is no GPU, the script does not exist, PyTorch keeps no history with the allocator
+            in use, or the script never used the GPU.
+
+    >>> result = record("train.py", ["--batch-size", "8"])  # doctest: +SKIP
+    """
+    options = RunOptions(module=module, steps=steps, labels=labels, stdout_to_stderr=stdout_to_stderr)
+    command = script_command(script, arguments, options, output)
+    find_card(f"record {command[0]}")
+    return summarize(run_script(command, options, None, output, on_progress))
+
+
+def estimate(  # noqa: PLR0913 - one parameter an option
+    model: "torch.nn.Module",
+    inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    gpu: str = DEFAULT,
+    memory: int | None = None,
+    in_use: int = 0,
+    steps: int = STEPS,
+    values: str = "",
+) -> Estimate:
+    """Return the GPU memory that a live model would use. It needs no GPU, and works in a notebook.
+
+    memfit sends a copy of the model, without the values of its weights, to a process on the ghost. There it
+    runs the loop of PyTorch's tutorials (``estimating/training_script.py``): ``zero_grad``, forward, loss,
+    backward, step, with the inputs moved to the GPU in each step. The arguments are not changed. The model
+    runs in its current mode (``train()``, ``eval()``) under this process's PyTorch settings. Use autocast
+    inside ``loss``: without a GPU, PyTorch disables it around this call. Existing gradients and optimizer
+    state are not copied; the estimate starts fresh.
+
+    With an optimizer, the estimate is of training; with only a loss, of forward and backward; with neither,
+    of inference: the forward under ``torch.no_grad()``.
+
+    Args:
+        model: on the CPU, on ``meta`` or on a GPU; the estimate puts its parameters and buffers on the GPU.
+        inputs: example arguments of the model. Only shapes and types matter. A tuple holds positional
+            arguments, a mapping keyword arguments, ``(tuple, mapping)`` both; anything else is the only
+            argument.
+        loss: ``loss(model, inputs)`` runs the forward itself and returns the loss. For a criterion
+            (``nn.CrossEntropyLoss()``), ``inputs`` is ``(arguments of the model, target)``. Without a loss,
+            memfit uses the ``loss`` in the model's output, or the sum of the output.
+        optimizer: an optimizer of the model's parameters, recreated from its class and settings; or a class
+            or function that creates one from parameters. Its ``step`` must not need a closure, as LBFGS does.
+        gpu: name of a device in the table (``memfit gpus``).
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes of device memory that other processes hold.
+        steps: training steps, or forward passes.
+        values: what the ghost returns when code reads a GPU value, see ``RunOptions.values``.
+
+    Returns:
+        ``total``, ``fits()``, ``breakdown``, and the whole dry run as ``run``. Printing it shows the summary.
+
+    Raises:
+        NotSentError: an object that the model refers to cannot be copied; the message names it.
+        TargetError: the model, the loss or the optimizer failed on the ghost.
+        UsageError: the device does not exist, an option is out of range, or the optimizer belongs to another
+            model.
+
+    >>> from torch import nn, ones, optim
+    >>> net = nn.Linear(1024, 1024)
+    >>> answer = estimate(net, ones(8, 1024), optimizer=optim.AdamW(net.parameters()))  # doctest: +SKIP
+    >>> answer.fits(), answer.breakdown["parameters"].bytes  # doctest: +SKIP
+    (True, 4198400)
+    """
+    from memfit.estimating.ghost_runner import GhostRunner
+    from memfit.estimating.serialise import pack, training_step
+
+    run_job = functools.partial(dry_run, module=True, in_use=in_use, steps=steps, values=values)
+    run = GhostRunner(pack(training_step(model, inputs, loss, optimizer, steps)), run_job)
+    first = run(gpu, memory)
+    # The total of a model that does not fit takes one more run, with unlimited memory.
+    return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)

@@ -1,0 +1,156 @@
+"""Read a recorded run and answer questions about it: ``explain``, ``diff``, ``replay``, and the exports."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memfit.allocator.timeline import timeline
+from memfit.analysis import summary
+from memfit.analysis.allocator_comparison import compare_settings
+from memfit.analysis.attribution import attribute
+from memfit.analysis.explanation import explain_trace
+from memfit.analysis.run_difference import compare_runs
+from memfit.atomic_files import write_bytes
+from memfit.devices import find_device
+from memfit.records import AllocatorComparison, DryRun, GroupBy, RunDifference, Trace
+from memfit.report import export
+from memfit.report.html import page
+from memfit.report.terminal.allocator_comparison import PrintableComparison
+from memfit.report.terminal.explanation import PrintableExplanation
+from memfit.report.terminal.run_difference import PrintableDifference
+from memfit.report.terminal.summary import PrintableDryRun
+from memfit.trace.snapshot import read_snapshot
+from memfit.trace.trace_file import is_trace, read_trace
+
+
+def read(path: str | Path) -> Trace:
+    """Read a trace (``.memfit``) or a memory snapshot written by PyTorch (a pickle).
+
+    Raises:
+        FileFormatError: the file is neither of them, is damaged, or holds more than plain data.
+    """
+    path = Path(path)
+    return read_trace(path) if is_trace(path) else read_snapshot(path)
+
+
+def summarize(trace: Trace) -> DryRun:
+    """Return what the run of a trace used, as ``dry_run`` does. Printing it shows the summary.
+
+    Raises:
+        FileFormatError: the history contradicts itself.
+    """
+    return PrintableDryRun.of(summary.summarize(trace))
+
+
+def explain(target: Trace | str | Path, at: str = "peak", *, fragments: bool = False) -> PrintableExplanation:
+    """Return what holds the GPU memory of a run, when, and which line allocated it.
+
+    Args:
+        target: a trace, or the path of a trace or of a memory snapshot written by PyTorch.
+        at: ``peak``, or the moment when most memory is allocated in a phase (``backward``) or a step (``2``).
+        fragments: also report the reserved memory that no tensor requested.
+
+    Returns:
+        The summary, what holds memory at that moment by category, module, line and op, and what each phase
+        changed. Printing it shows all of it.
+
+    Raises:
+        UsageError: the run has no such moment.
+        FileFormatError: the file is neither of them, or contradicts itself.
+
+    >>> explanation = explain("run.memfit", at="backward")  # doctest: +SKIP
+    >>> explanation.held.rows["module"][0]  # doctest: +SKIP
+    Row(name='head', bytes=823410688, blocks=1, provenance=<Provenance.EXACT: 'exact'>)
+    """
+    trace = target if isinstance(target, Trace) else read(target)
+    explanation = explain_trace(trace, at, fragments=fragments)
+    return PrintableExplanation.of(
+        explanation,
+        summary=PrintableDryRun.of(explanation.summary),
+        page=lambda: html(trace, explanation.summary),
+    )
+
+
+def diff(
+    before: Trace | str | Path, after: Trace | str | Path, at: str = "peak", by: str = "category"
+) -> RunDifference:
+    """Compare what holds the GPU memory of two runs, at the same moment of each.
+
+    Args:
+        before: a trace, or the path of a trace or of a memory snapshot written by PyTorch.
+        after: the other run, likewise.
+        at: the moment, as for ``explain``.
+        by: ``category``, ``module``, ``line`` or ``op``.
+
+    Raises:
+        UsageError: one of the runs has no such moment.
+        FileFormatError: a file is neither of them, or contradicts itself.
+    """
+    runs = [run if isinstance(run, Trace) else read(run) for run in (before, after)]
+    return PrintableDifference.of(compare_runs(runs[0], runs[1], at, GroupBy(by)))
+
+
+def replay(
+    trace: Trace,
+    confs: Sequence[str] | str | None = None,
+    *,
+    gpu: str | None = None,
+    memory: int | None = None,
+    in_use: int | None = None,
+    smallest: bool = False,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> AllocatorComparison:
+    """Predict a recorded run under other allocator settings, or on another GPU; needs no GPU.
+
+    Args:
+        trace: what ``read`` returned.
+        confs: one or several values of ``PYTORCH_ALLOC_CONF``. None tries those worth trying, no caching at
+            all, and ``empty_cache`` after each step.
+        gpu: name of a device in the table; by default the one that the run was recorded for.
+        memory: bytes of device memory instead of that device's.
+        in_use: bytes that other processes use; by default as during the recording.
+        smallest: also find the smallest device for each setting.
+        on_progress: called with the name of the setting being replayed.
+
+    Raises:
+        UsageError: PyTorch does not accept a setting, or the device does not exist.
+        FileFormatError: the trace does not hold the sizes that were requested.
+    """
+    return PrintableComparison.of(
+        compare_settings(
+            trace,
+            confs,
+            device=find_device(gpu) if gpu is not None else None,
+            memory=memory,
+            in_use=in_use,
+            smallest=smallest,
+            on_progress=on_progress,
+        )
+    )
+
+
+def html(trace: Trace, result: DryRun, *, source: bool = True) -> str:
+    """Return a report for the browser: one page that loads nothing else, opened at the peak.
+
+    Args:
+        trace: what ``read`` returned.
+        result: the summary to show at the top, with advice if there is any.
+        source: whether to include file names, line numbers and the command.
+    """
+    line = timeline(trace)
+    return page(trace, line, attribute(trace, line), result, source=source)
+
+
+def write_html(trace: Trace, result: DryRun, path: Path, *, source: bool = True) -> None:
+    """Write the report for the browser to a file, atomically."""
+    write_bytes(path, html(trace, result, source=source).encode(errors="replace"))
+
+
+def chrome_trace(trace: Trace) -> bytes:
+    """Return the timeline by category as a Chrome trace (JSON), which Perfetto reads as well."""
+    line = timeline(trace)
+    return export.chrome_trace(trace, line, attribute(trace, line))
+
+
+def table(trace: Trace) -> str:
+    """Return every allocation as a row of comma-separated values."""
+    return export.table(trace, attribute(trace, timeline(trace)))
