@@ -1,4 +1,4 @@
-"""The report as one HTML file that loads nothing: see ``page``."""
+"""The report as one HTML file that loads nothing: see ``page.py``."""
 
 from memfit.report.html.page import page
 

@@ -1,10 +1,10 @@
-"""Every block of a run as columns: when it lived, where it lay, what it was for.
+"""Every block of a run as columns: its lifetime, its address, and what it was for.
 
     born                    freed                      done
     ALLOC                   FREE_REQUESTED             FREE_COMPLETED
     |------- allocated -----|- other streams use it ---|   (most often both at once)
 
-An event is a point between two states: a block is alive after event ``e`` if ``born <= e < freed``.
+An event is a point between two states: a block is live after event ``e`` if ``born <= e < freed``.
 """
 
 from dataclasses import dataclass, fields
@@ -19,21 +19,21 @@ from memfit.records import Action, Attribution, Category, Phase, Trace
 
 Numbers = npt.NDArray[np.int64]
 EARLIER = len(Category)
-"""Stands for a category in blocks that are older than the history."""
+"""The category of blocks allocated before the history begins."""
 LARGEST = 1 << 53
-"""From here on the page's numbers are no longer exact; no device has such addresses."""
+"""Numbers from here on are not exact in JavaScript; no device has such addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """Columns of equal length, by ``born``; blocks older than the history come first."""
+    """Columns of equal length, sorted by ``born``; blocks older than the history come first."""
 
     born: Numbers
-    """Event; -1 before the history."""
+    """Event of the allocation; -1 if before the history."""
     freed: Numbers
-    """Event; -1 if that was before the history, too, and the number of events if it never came."""
+    """Event of the free; -1 if before the history, the number of events if the block is never freed."""
     done: Numbers
-    """Event after which the allocator may use it again; ``freed`` itself if that came at once."""
+    """Event after which the allocator may reuse it; equal to ``freed`` if that is at once."""
     address: Numbers
     requested: Numbers
     size: Numbers
@@ -43,13 +43,13 @@ class BlockColumns:
     phase: Numbers
     """Index into ``tuple(Phase)``."""
     module: Numbers
-    """Index into the attribution's ``modules``; so ``op`` and ``line``. -1 before the history."""
+    """Index into the attribution's ``modules``, likewise ``op`` and ``line``; -1 before the history."""
     op: Numbers
     line: Numbers
     tensor: Numbers
     """Index into ``Trace.tensors``, or -1."""
     stack: Numbers
-    """Index into ``Trace.stacks``, or -1; of the forward, for a backward."""
+    """Index into ``Trace.stacks``, or -1; in a backward, the stack of its forward."""
 
     def __len__(self) -> int:
         return len(self.born)
@@ -59,12 +59,12 @@ class BlockColumns:
 
 
 def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> BlockColumns:
-    """Put what is known of each block together.
+    """Return all blocks of a trace as columns.
 
     Args:
         trace: what was recorded.
-        attribution: of its allocations.
-        start: what was there before its first event.
+        attribution: the attribution of its allocations.
+        start: the allocator's state before its first event.
 
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
@@ -102,19 +102,19 @@ def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> Bl
 
 
 def _old(trace: Trace, start: InitialState) -> Numbers:
-    """Return address, size and freed of each block that is older than the history, as rows.
+    """Return rows of address, size and event of the free for each block older than the history.
 
-    What was requested is not told by all histories; the whole block counts as that.
+    Not every history has the requested sizes; the size of the block stands for them.
     """
     events = trace.events
     freeing = np.flatnonzero(events.action == Action.FREE_REQUESTED)[::-1]
-    # A block that is alive at the beginning is the first to be freed at its address.
+    # The first free at an address is that of the block that was live there at the beginning.
     first_free = dict(zip(events.address[freeing].tolist(), freeing.tolist(), strict=True))
-    told = set(events.address[events.action == Action.EARLIER].tolist())
+    reported = set(events.address[events.action == Action.EARLIER].tolist())
     rows = [
         (address, stop - address, first_free.get(address, len(events)))
         for address, (stop, _) in start.live.items()
-        if address not in told
+        if address not in reported
     ]
     rows.extend((address, stop - address, -1) for address, (stop, _) in start.pending.items())
     return np.array(rows, np.int64).reshape(-1, 3)
@@ -123,8 +123,8 @@ def _old(trace: Trace, start: InitialState) -> Numbers:
 def _done(trace: Trace, address: Numbers, freed: Numbers) -> Numbers:
     """Return the event that completes each block's free.
 
-    An address is not given out again before that: the frees of an address complete in the order in which
-    they were requested.
+    The allocator does not reuse an address before that, so the frees of an address complete in the order in
+    which they were requested.
     """
     count = len(trace.events)
     completed = np.flatnonzero(trace.events.action == Action.FREE_COMPLETED)

@@ -1,8 +1,8 @@
-"""Which moments and which blocks of a run are drawn one by one, and the sums of the rest.
+"""Choose the moments and the blocks that a page draws individually, and sum up the other blocks.
 
-A page draws so many blocks and no more. Of a longer trace it draws those that are alive at the peak and
-then those with the most bytes times events; the moments are the events that move these. What all other
-blocks hold is added up at each of those moments, so that no total is ever short.
+A page draws a limited number of blocks. For a longer trace, these are the blocks live at the peak and then those
+with the most bytes times events. The moments are the events that change them. All other blocks are summed at each
+of those moments, so that totals are always exact.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from memfit.report.html.block_columns import EARLIER, BlockColumns, Numbers
 from memfit.report.html.reserved_ranges import ReservedRange
 
 MOST_BLOCKS = 100_000
-"""How many blocks a page draws one by one."""
+"""Number of blocks that a page draws individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class CombinedBlocks:
-    """How what is drawn together changes, as columns of equal length, by moment."""
+    """Changes of the blocks that are drawn together, as columns of equal length, sorted by moment."""
 
     moment: Numbers
     category: Numbers
     requested: Numbers
-    """Bytes more or, if negative, fewer."""
+    """Change in bytes; negative for a decrease."""
     size: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What a page draws. A block is alive at moment ``k`` if ``born <= k < freed``, all three moments."""
+    """What a page draws. A block is live at moment ``k`` if ``born <= k < freed``, counted in moments."""
 
     events: Numbers
-    """Of each moment the event just after which it is."""
+    """For each moment, the event that it follows."""
     blocks: BlockColumns
-    """Born, freed and done count moments here; the number of moments stands for never."""
+    """Here born, freed and done count moments; the number of moments means never."""
     old: int
-    """How many of them, the first ones, are older than the history."""
+    """Number of blocks older than the history; they come first."""
     rest: CombinedBlocks
     together: int
-    """How many blocks are drawn together."""
+    """Number of blocks that are drawn together."""
 
 
 def drawn(
@@ -53,15 +53,15 @@ def drawn(
     also: Sequence[int] = (),
     most: int = MOST_BLOCKS,
 ) -> Drawing:
-    """Choose what is drawn one by one.
+    """Choose the blocks that are drawn individually, and the moments.
 
     Args:
         trace: what was recorded.
         line: its timeline.
         blocks: all of its blocks.
         ranges: all of its reserved memory.
-        also: events that are moments in any case.
-        most: so many blocks at most.
+        also: events that become moments in any case.
+        most: maximum number of blocks.
     """
     count = len(trace.events)
     if not count:
@@ -79,7 +79,7 @@ def drawn(
             [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))
     )  # fmt: skip
-    # What is older than the history is told before it, one event each, and is all there when it begins.
+    # EARLIER events, one for each older block, come first: the first moment is after the last of them.
     begin = max(int((trace.events.action == Action.EARLIER).sum()) - 1, 0)
     events = np.unique(np.maximum(events[(events >= 0) & (events < count)], begin))
     return Drawing(
@@ -101,7 +101,7 @@ def _chosen(blocks: BlockColumns, peak: int, most: int) -> npt.NDArray[np.bool_]
 
 
 def _in_moments(blocks: BlockColumns, events: Numbers) -> BlockColumns:
-    """Count in moments: a change is seen at the first moment that is not before it."""
+    """Convert events to moments: a change shows at the first moment that is not before it."""
     columns = {name: getattr(blocks, name) for name in blocks.__slots__}
     return BlockColumns(
         **columns | {name: np.searchsorted(events, columns[name]) for name in ("born", "freed", "done")}
@@ -109,8 +109,8 @@ def _in_moments(blocks: BlockColumns, events: Numbers) -> BlockColumns:
 
 
 def _rest(blocks: BlockColumns) -> CombinedBlocks:
-    """Add up what blocks hold, from moment to moment."""
-    seen = blocks[blocks.born < blocks.freed]  # the others come and go between two moments
+    """Sum the changes of blocks at each moment."""
+    seen = blocks[blocks.born < blocks.freed]  # the others exist only between two moments
     kinds = EARLIER + 1
     key = np.concatenate((seen.born, seen.freed)) * kinds + np.tile(seen.category, 2)
     keys, place = np.unique(key, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Put the page together: one file that loads nothing and may reach nothing."""
+"""Assemble the report: one HTML file that loads nothing and cannot access the network."""
 
 import base64
 import hashlib
@@ -16,23 +16,23 @@ _SCRIPTS = (
     "read.js", "model.js", "format.js", "drawing.js", "rows.js", "timeline.js",
     "moment.js", "icicle.js", "segments.js", "table.js", "page.js",
 )  # fmt: skip
-"""In the order in which each uses the one before; together one script, in one scope of their own."""
+"""In order of dependency; joined into one script with its own scope."""
 
 
 def page(
     trace: Trace, line: Timeline, attribution: Attribution, summary: DryRun, *, source: bool = True
 ) -> str:
-    """Return a run's report as one HTML file: offline, with the peak open.
+    """Return the report of a run as one HTML file that works offline, opened at the peak.
 
     Args:
         trace: what was recorded.
         line: its ``timeline``.
-        attribution: of its allocations.
-        summary: the answer to show at the top.
-        source: whether files, lines and the command may be in it.
+        attribution: the attribution of its allocations.
+        summary: the summary to show at the top.
+        source: whether to include file names, line numbers and the command.
 
     Returns:
-        The file's text, the same for the same input in the same folder (paths are shortened to it).
+        The text of the file. It depends only on the input and the working folder, which shortens paths.
 
     Raises:
         FileFormatError: the trace has addresses or sizes beyond what any device has.
@@ -66,7 +66,7 @@ def page(
 
 
 def _without_source(summary: DryRun) -> DryRun:
-    """Leave out what is a file's name by its place; where a text mentions one, ``PageTexts`` finds it."""
+    """Clear the fields that hold file names; ``PageTexts`` removes file names within texts."""
     failure = summary.out_of_memory
     return replace(
         summary,
@@ -84,7 +84,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(script: str, style: str) -> str:
-    """Return a policy under which this script and this style alone have any effect.
+    """Return a security policy that allows only this script and this style.
 
     Source: W3C, Content Security Policy Level 3, hashes (2.3.1) and ``default-src`` (6.1.3).
     """

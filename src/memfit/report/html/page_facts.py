@@ -1,4 +1,4 @@
-"""What the page must know of a run beside its moments and blocks: kinds and colours, steps, where to look."""
+"""Facts about a run besides its moments and blocks: categories and their colours, shortcuts, failures."""
 
 from dataclasses import dataclass
 
@@ -26,15 +26,15 @@ _COLOURS = {
     Category.TEMPORARY: ("#e69f00", False),
     Category.UNKNOWN: ("#8c8c8c", False),
 }
-"""The timeline from the bottom: what stays, then what comes and goes; and whether it is hatched.
+"""Colour of each category and whether it is hatched, from the bottom of the timeline: lasting memory first.
 
-Source: Okabe and Ito, Color Universal Design (2008); kinds that share a colour differ by hatching.
+Source: Okabe and Ito, Color Universal Design (2008); categories that share a colour differ by hatching.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A kind of bytes, as it is stacked."""
+    """A category of memory in the stacked timeline."""
 
     name: str
     sure: Provenance
@@ -44,34 +44,34 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """What is told of a run as a whole. Moments count what is drawn: see ``moments``."""
+    """Facts about the whole run. Moments are indices into the drawn moments: see ``drawn_moments.py``."""
 
     layers: tuple[Layer, ...]
-    """From the bottom; rounding is the last."""
+    """From the bottom of the stack; rounding comes last."""
     phases: tuple[Phase, ...]
     shortcuts: tuple[int, ...]
-    """The moments of ``shortcuts``."""
+    """The moments to look at: see the function ``shortcuts``."""
     failures: tuple[tuple[int, int], ...]
-    """Moments at which an allocation failed, and the bytes that were asked for."""
+    """Moments at which an allocation failed, and the bytes it requested."""
     old: int
-    """How many blocks, the first ones, are older than the history."""
+    """Number of blocks older than the history; they come first."""
     moments: int
     blocks: int
-    """How many are drawn one by one."""
+    """Number of blocks that are drawn individually."""
     together: int
-    """How many are not."""
+    """Number of blocks that are drawn together."""
     room: int
-    """Bytes of the device for what PyTorch reserves; 0 if it is not known."""
+    """Device memory available to PyTorch's allocator, in bytes; 0 if unknown."""
 
 
 def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary: DryRun) -> PageFacts:
-    """Tell what the page must know.
+    """Collect the facts for the page.
 
     Args:
         trace: what was recorded.
         picture: what is drawn of it.
         near: its ``shortcuts``.
-        summary: of the run: the device's figures.
+        summary: the summary of the run, for the figures of the device.
     """
 
     def moments(events: list[int]) -> tuple[int, ...]:
@@ -101,14 +101,14 @@ def _layers(trace: Trace, picture: Drawing) -> tuple[Layer, ...]:
 
 
 def layers_of(categories: Numbers) -> Numbers:
-    """Return the place among layers of each category, as blocks have it."""
+    """Return the layer index of each category in a column of blocks."""
     return np.argsort([*_COLOURS, EARLIER])[categories]
 
 
 def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
-    """Return the moments to look at: the peak, those just below it, and the most of each phase.
+    """Return the moments to look at: the peak, those just below it, and the peak of each phase.
 
-    A phase that one of the others is in has no moment of its own.
+    A phase that already contains one of these moments gets none of its own.
     """
     if not len(line.allocated):
         return ()

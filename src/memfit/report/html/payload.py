@@ -1,8 +1,8 @@
-"""What the page's script reads: facts and texts as JSON, then columns as they lie in memory; gzipped, base64.
+"""The data that the page's script reads: facts and texts as JSON, then binary columns; gzipped, in base64.
 
 4 bytes   length of the JSON, little-endian
 JSON      {"facts": ..., "words": [text, ...], "columns": {name: [type, offset, length]}}
-columns   each from a multiple of 8 bytes on; u1, u2, u4 unsigned integers, f8 floats that are whole numbers
+columns   each aligned to 8 bytes; u1, u2, u4 unsigned integers, f8 floats that are whole numbers
 """
 
 import base64
@@ -30,18 +30,18 @@ from memfit.report.html.texts import PageTexts
 _MOST_FRAMES = 30
 _TEXTS = ("module", "folded", "op", "line", "name", "dtype", "shape")
 _OF_WORDS = (*(f"block.{name}" for name in _TEXTS), "place.module", "place.op", "place.line", "stack.frames")
-"""Columns of places in the table of words."""
+"""Columns that are indices into the table of texts."""
 Columns = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a page is drawn from."""
+    """The data of a page."""
 
     facts: PageFacts
     shortcuts: tuple[MemoryPeak, ...]
     text: str
-    """All of it, in base64's alphabet alone."""
+    """All of the data, in base64."""
 
 
 def payload(
@@ -53,15 +53,15 @@ def payload(
     *,
     most: int = MOST_BLOCKS,
 ) -> Payload:
-    """Return everything that the page draws.
+    """Return the data that the page draws.
 
     Args:
         trace: what was recorded.
         line: its timeline.
-        attribution: of its allocations.
-        summary: of the run: the device's figures.
-        words: where texts are made showable and kept.
-        most: so many blocks are drawn one by one.
+        attribution: the attribution of its allocations.
+        summary: the summary of the run, for the figures of the device.
+        words: the page's table of texts, filled here.
+        most: maximum number of blocks drawn individually.
 
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
@@ -78,19 +78,19 @@ def payload(
         **_ranges(ranges, picture),
         **_stacks(trace, words),
     }
-    told = facts(trace, picture, near, summary)
+    page_facts = facts(trace, picture, near, summary)
     table, rank = words.in_order()
     columns |= {name: rank[columns[name]] for name in _OF_WORDS}
-    return Payload(told, near, _packed(told, table, columns))
+    return Payload(page_facts, near, _packed(page_facts, table, columns))
 
 
 def _moments(
     trace: Trace, line: Timeline, attribution: Attribution, picture: Drawing, words: PageTexts
 ) -> Columns:
-    """Return where the script was at each moment; what was reserved then."""
+    """Return where the script was at each moment, and the memory reserved."""
     events = picture.events
     rows = trace.events
-    # What is older than the history has no place of its own: the script is where the history begins.
+    # Events older than the history have no location: use the location where the history begins.
     where = np.maximum(events, int(np.argmax(rows.action != Action.EARLIER)) if len(rows) else 0)
     phase = attribution.phase_of_event[where].astype(np.int64)
     key = (rows.label[where].astype(np.int64) + 1) * (len(trace.stacks) + 1) + rows.stack[where] + 1
@@ -114,7 +114,7 @@ def _blocks(trace: Trace, attribution: Attribution, picture: Drawing, words: Pag
     tensors = trace.tensors
     shapes = [str(list(one.shape)) for one in tensors]
     folded = fold_module_paths(attribution.modules)
-    # The last of each table is for what index -1 stands for: nothing is known.
+    # The last entry of each table serves index -1: unknown.
     texts = {
         "module": ([words.index(one) for one in (*attribution.modules, "")], blocks.module),
         "folded": ([words.index(one) for one in (*folded, "")], blocks.module),
@@ -149,7 +149,7 @@ def _rest(picture: Drawing) -> Columns:
 
 
 def _ranges(ranges: Iterable[ReservedRange], picture: Drawing) -> Columns:
-    """Return reserved ranges, by address."""
+    """Return the reserved ranges, sorted by address."""
     rows = np.array(
         [(one.start, one.stop - one.start, one.born, one.freed, one.small, one.expandable)
          for one in sorted(ranges, key=lambda one: (one.start, one.born))], np.int64,
@@ -162,10 +162,10 @@ def _ranges(ranges: Iterable[ReservedRange], picture: Drawing) -> Columns:
 
 
 def _stacks(trace: Trace, words: PageTexts) -> Columns:
-    """Return each stack's frames, innermost first; the first stack is the empty one, for none."""
+    """Return each stack's frames, innermost first. Stack 0 is empty, for blocks without a stack."""
     frames = [
         words.line(f"{frame.file}:{frame.line}  {frame.function}") for frame in trace.frames
-    ]  # without source all of them are the empty text
+    ]  # all empty without source
     flat = [frames[frame] for stack in trace.stacks for frame in stack[:_MOST_FRAMES]]
     ends = np.cumsum([0, 0, *(min(len(stack), _MOST_FRAMES) for stack in trace.stacks)])
     return {"stack.frames": np.array(flat, np.int64), "stack.ends": ends}
@@ -189,7 +189,7 @@ def _packed(facts: PageFacts, words: list[str], columns: Columns) -> str:
 
 
 def _kind(column: npt.NDArray[Any]) -> str:
-    """Return the smallest type that holds whole numbers."""
+    """Return the smallest type that holds the column's integers."""
     if not len(column):
         return "u1"
     low, high = int(column.min()), int(column.max())

@@ -1,4 +1,4 @@
-"""Reserved memory as ranges of addresses that come and go."""
+"""Reserved memory as address ranges with lifetimes."""
 
 from dataclasses import dataclass, replace
 
@@ -15,21 +15,21 @@ from memfit.records import Action, Trace
 
 @dataclass(frozen=True, slots=True)
 class ReservedRange:
-    """``[start, stop)``, reserved after event ``born`` and no longer after event ``freed``."""
+    """The addresses ``[start, stop)``, reserved after event ``born`` until event ``freed``."""
 
     start: int
     stop: int
     born: int
-    """-1 before the history."""
+    """-1 if before the history."""
     freed: int
-    """The number of events if it stays."""
+    """The number of events if it is never released."""
     small: bool
-    """Of the pool for requests up to 1 MiB."""
+    """Whether it belongs to the pool for requests up to 1 MiB."""
     expandable: bool
 
 
 def ranges_of(trace: Trace, config: AllocatorConfig) -> list[ReservedRange]:
-    """Return all reserved ranges, those of the beginning first; none where no segments are kept."""
+    """Return all reserved ranges by ``born``; none for an allocator without segments."""
     if not config.has_segments:
         return []
     events, never = trace.events, len(trace.events)
@@ -43,11 +43,11 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[ReservedRange]:
         if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
             live[start] = ReservedRange(
                 start, stop, event, never,
-                stop - start == SMALL_SEGMENT,  # those of the large pool have at least 10 MiB
+                stop - start == SMALL_SEGMENT,  # segments of the large pool have at least 10 MiB
                 action is Action.SEGMENT_MAP,
             )  # fmt: skip
             continue
-        # A cudaFree gives a whole segment back; an unmapping may cut what was mapped at several times.
+        # cudaFree releases a whole segment; an unmap may cut through ranges mapped at different times.
         whole = live.get(start)
         if whole is not None and whole.stop == stop:
             hit = [whole]
@@ -63,7 +63,7 @@ def ranges_of(trace: Trace, config: AllocatorConfig) -> list[ReservedRange]:
 
 
 def _first(trace: Trace, config: AllocatorConfig, start: InitialState) -> list[ReservedRange]:
-    """Return what was reserved before the first event."""
+    """Return the ranges reserved before the first event."""
     if not start.reserved:
         return []
     pieces = BlockTracker(trace.events, config, start).blocks()

@@ -1,4 +1,4 @@
-"""What of the page is there without any script: the verdict, the ladder, and what the reader must know."""
+"""The parts of the page that need no script: the verdict, the table of figures, advice and notes."""
 
 from dataclasses import replace
 from html import escape
@@ -12,17 +12,12 @@ from memfit.report.terminal.advice import FITS, NONE, heading
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
-_WIDTH = 1000  # units of the bar: SVG's own, the page scales them
+_WIDTH = 1000  # width of the bar in SVG units; the page scales it
 TOTALS = ("allocated", "reserved", "process")
 
 
 def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
-    """Return the verdict's parts: its word, what follows it, the subject and the peak.
-
-    Args:
-        result: what to tell of.
-        words: what may be shown.
-    """
+    """Return the parts of the verdict: its word, what follows it, the subject and the peak."""
     first, *more = verdict(result).plain.splitlines()
     word, _, rest = first.partition("   ")
     lines = [rest, *more] if rest else more
@@ -38,14 +33,14 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
 
 
 def ladder(result: DryRun) -> str:
-    """Return the rungs from allocated to the capacity, each with its bytes and where they come from."""
+    """Return the figures from allocated to the capacity, each with its bytes and their provenance."""
     figures = {term.name: term.figure for term in result.terms}
     device = result.device
     total = device.total
     rungs = [
         _rung(name, figures[name], _FOLLOWS[name])
         for name in TOTALS
-        if name != "process" or total.bytes  # a snapshot tells of no device, and of no context
+        if name != "process" or total.bytes  # a snapshot has neither device nor context
     ]
     if device.in_use:
         rungs.append(
@@ -61,13 +56,13 @@ def ladder(result: DryRun) -> str:
 def _left(result: DryRun) -> str:
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
     if result.verdict == "out of memory" and result.out_of_memory is not None:
-        return f"{format_bytes(result.out_of_memory.requested)} more was asked for"
+        return f"{format_bytes(result.out_of_memory.requested)} more requested"
     return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
 
 
 _FOLLOWS = {
-    "allocated": "tensors, at most",
-    "reserved": "with PyTorch's cache, at most",
+    "allocated": "peak held by tensors",
+    "reserved": "peak with PyTorch's cache",
     "process": "with the CUDA context: nvidia-smi",
 }
 
@@ -85,7 +80,7 @@ def _amount(amount: int) -> str:
 
 
 def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
-    """Draw the rungs on one scale: that of the capacity, or of what is needed if that is more."""
+    """Draw the figures on one scale: the capacity, or the memory needed if that is more."""
     device = result.device
     full = max(device.total.bytes, result.peak_process.bytes + device.in_use, 1)
     pieces = [
@@ -105,15 +100,15 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
     if device.total.bytes and device.total.bytes < full:
         edge = _WIDTH * device.total.bytes / full
         drawn.append(f'<rect class="edge" x="{edge - 1:.2f}" y="0" width="2" height="14"/>')
-    said = ", ".join(f"{name} {format_bytes(amount)}" for _, name, amount in pieces)
+    label = ", ".join(f"{name} {format_bytes(amount)}" for _, name, amount in pieces)
     return (
         f'<svg class="scale" viewBox="0 0 {_WIDTH} 14" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(said)}, of {format_bytes(full)}">{"".join(drawn)}</svg>'
+        f'aria-label="{escape(label)}, of {format_bytes(full)}">{"".join(drawn)}</svg>'
     )
 
 
 def terms(result: DryRun) -> str:
-    """Return the rows that sum to the process's peak."""
+    """Return the rows that sum to the peak of the process."""
     rows = []
     for term in result.terms:
         kind = " class=total" if term.name in TOTALS else ""
@@ -126,7 +121,7 @@ def terms(result: DryRun) -> str:
 
 
 def shortcuts(found: Payload, words: PageTexts) -> str:
-    """Return a button for each moment to look at."""
+    """Return a button for each of the shortcuts."""
     buttons: list[str] = []
     for moment, one in zip(found.facts.shortcuts, found.shortcuts, strict=True):
         most = max(found.shortcuts[0].allocated, 1)
@@ -143,7 +138,7 @@ def shortcuts(found: Payload, words: PageTexts) -> str:
 
 
 def advice(result: DryRun, words: PageTexts) -> str:
-    """Return what would lower the peak, as the terminal tells it; nothing where nobody asked."""
+    """Return the advice, as the terminal shows it; empty if it was not requested."""
     if result.advice is None:
         return ""
     rest = _text(words, untried(result)) or NONE * (not result.advice)
@@ -161,9 +156,9 @@ def advice(result: DryRun, words: PageTexts) -> str:
 
 
 def sums(facts: PageFacts) -> str:
-    """Return a row for each kind of bytes, as they are stacked, and for their sum; the page fills them in."""
+    """Return a row for each layer of the stack, and for their sums; the page's script fills them in."""
     kinds = [(one.name, one.sure, f"<i {_SWATCH.format(one.name)}></i>") for one in reversed(facts.layers)]
-    least = kinds[0][1]  # that of rounding: all others' rounding is in it
+    least = kinds[0][1]  # the provenance of rounding, which includes that of all layers
     rows = [*kinds, *((name, least, "") for name in ("allocated", "cached", "reserved"))]
     return "".join(
         f'<tr data-row="{name}"><th scope="row">{swatch}{name}{_unless_exact(sure)}</th>'
@@ -181,7 +176,7 @@ def _unless_exact(sure: Provenance) -> str:
 
 
 def colours(facts: PageFacts) -> str:
-    """Return the style of what stands for a kind of bytes; on hatching, text lies on a plain ground."""
+    """Return the styles of the layers; on hatching, text gets a plain background."""
     return "".join(
         f'[data-layer="{one.name}"] {{ --fill: {_HATCH * one.hatched}{one.colour}; '
         f"--text: {'#fff' if one.name == CATEGORY_NAMES[Category.PARAMETER] else '#111'}; "
@@ -191,18 +186,18 @@ def colours(facts: PageFacts) -> str:
 
 
 def thinned(facts: PageFacts) -> dict[str, str]:
-    """Return what a page says of blocks that are not drawn one by one, if there are any."""
+    """Return the texts about blocks that are drawn together, if there are any."""
     hole = "hole, or small blocks drawn together" if facts.together else "hole"
-    said = (
+    thinned_text = (
         '<p id="thinned" class="thinned">Small and short-lived blocks are drawn together: '
         f"{facts.together:,} of {facts.together + facts.blocks:,}. All totals are exact at the "
         f"{facts.moments:,} moments that are drawn.</p>"
     )
-    return {"hole": hole, "thinned": said if facts.together else ""}
+    return {"hole": hole, "thinned": thinned_text if facts.together else ""}
 
 
 def notes(result: DryRun, words: PageTexts) -> str:
-    """Return each note once, with every place it was made at."""
+    """Return each note once, with every place it refers to."""
     places: dict[tuple[str, str], list[str]] = {}
     for note in result.notes:
         where = places.setdefault((note.provenance, note.text), [])
@@ -221,7 +216,7 @@ def notes(result: DryRun, words: PageTexts) -> str:
 
 
 def versions(result: DryRun, words: PageTexts) -> str:
-    """Return what the figures were made with."""
+    """Return the versions, the device and the command that produced the figures."""
     rows = {**result.versions, "device": result.device.name, "command": " ".join(result.command)}
     return "".join(
         f'<tr><th scope="row">{_text(words, name)}</th>'

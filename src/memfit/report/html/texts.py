@@ -1,7 +1,7 @@
-"""Every text from a trace on its way into the page, made harmless once and kept once.
+"""The table of texts of a page: each text from the trace is sanitized and stored once.
 
-What reaches the page has no control or bidirectional character left, no home folder, and with
-``source=False`` no file name. The page itself only ever makes text nodes of it.
+The texts contain no control or bidirectional characters, no home folder, and with ``source=False`` no file
+names. The page itself only creates text nodes from them.
 """
 
 import re
@@ -22,14 +22,14 @@ _FILES = re.compile(
     re.VERBOSE,
 )
 NO_FILE = "(file)"
-"""What stands where a file's name stood."""
+"""Replaces a file name."""
 
 
 class PageTexts:
-    """A table of the texts that a page shows, each held once.
+    """A table of the texts that a page shows, each stored once.
 
     Args:
-        source: whether file names and lines may be among them.
+        source: whether to keep file names and line numbers.
     """
 
     def __init__(self, *, source: bool) -> None:
@@ -37,20 +37,20 @@ class PageTexts:
         self._index: dict[str, int] = {}
 
     def in_order(self) -> tuple[list[str], Numbers]:
-        """Return the texts by the alphabet, the empty one last, and where each index stands among them."""
+        """Return the texts in alphabetical order, the empty one last, and the new position of each index."""
         table = list(self._index)
         order = sorted(range(len(table)), key=lambda index: (not table[index], table[index]))
         return [table[index] for index in order], np.argsort(order)
 
     def shown(self, text: str) -> str:
-        """Return text as the page may show it: inert, without home folders or, if so asked, file names."""
+        """Return text as the page shows it: escaped, without home folders and, without source, file names."""
         text = _HOMES.sub("~", escaped(short_path(text), whole=True))
         return text if self.source else _FILES.sub(NO_FILE, text)
 
     def index(self, text: str) -> int:
-        """Return where a text stands in the table, after making it showable."""
+        """Sanitize a text, add it to the table, and return its index."""
         return self._index.setdefault(self.shown(text), len(self._index))
 
     def line(self, text: str) -> int:
-        """Return where a ``file:line`` stands in the table; as the empty text, if it may not be shown."""
+        """Return the index of a ``file:line``; without source, that of the empty text."""
         return self.index(text if self.source else "")

@@ -1,8 +1,8 @@
-// Colours, canvases and the tip.
+// Colours, canvases and the tooltip.
 
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// For a canvas: a layer's colour, or a pattern of stripes over it.
+// A layer's fill on a canvas: its colour, or stripes of it.
 function fillOf(layer) {
   layer.fill ||= layer.hatched ? stripes(layer.colour, 'rgba(255, 255, 255, 0.62)') : layer.colour;
   return layer.fill;
@@ -21,7 +21,7 @@ function stripes(colour, stripe) {
 
 const swatch = ({ name }) => make('i', { class: 'swatch', 'data-layer': name, 'aria-hidden': 'true' });
 
-// Size a canvas; returns a context that counts in CSS pixels.
+// Size a canvas; return a context whose unit is the CSS pixel.
 function fitted(canvas, width, height) {
   const ratio = window.devicePixelRatio;
   canvas.width = Math.round(width * ratio);
@@ -33,13 +33,13 @@ function fitted(canvas, width, height) {
   return context;
 }
 
-// Tell beside the pointer what it is over.
-function tells(element, said) {
+// Show a tooltip beside the pointer; describe(event) returns its content.
+function addTooltip(element, describe) {
   const tip = byId('tip');
   on(element, 'pointerleave', () => { tip.hidden = true; });
   on(element, 'pointermove', (event) => {
     tip.hidden = false;
-    tip.replaceChildren(...said(event));
+    tip.replaceChildren(...describe(event));
     const { width, height } = tip.getBoundingClientRect();
     tip.style.left = `${clamp(event.clientX + 16, 4, window.innerWidth - width - 8)}px`;
     tip.style.top = `${clamp(event.clientY + 16, 4, window.innerHeight - height - 8)}px`;

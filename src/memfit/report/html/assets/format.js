@@ -1,7 +1,7 @@
-// Numbers and texts as they are shown. Nothing here or elsewhere makes HTML of text: only text nodes.
+// Format numbers and texts. No script here parses text as HTML: it creates text nodes only.
 
 const UNITS = [['TiB', 2 ** 40], ['GiB', 2 ** 30], ['MiB', 2 ** 20], ['KiB', 2 ** 10]];
-const CUT = 160; // characters of a name in a row; the whole of it is in the details
+const CUT = 160; // characters of a name in a row; the details show all of it
 
 function bytes(amount) {
   const [name, unit] = UNITS.find(([, size]) => Math.abs(amount) >= size) || [];

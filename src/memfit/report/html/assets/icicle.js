@@ -1,7 +1,7 @@
-// What is allocated at the moment as nested boxes: the whole above, its parts below, their kinds at the end.
+// Allocated memory at the moment as nested boxes: the total on top, parts below, categories at the bottom.
 
 const ROW = 23;
-const NARROWEST = 3; // pixels; what is narrower is left to the eye's imagination, and to the table
+const NARROWEST = 3; // pixels; narrower boxes are not drawn, and the table has them
 
 class Icicle {
   constructor() {
@@ -14,16 +14,16 @@ class Icicle {
     this.show(this.moment);
   }
 
-  // Where a block hangs in the tree.
+  // Path of a block in the tree.
   pathOf(i) {
     const { by } = this;
-    const word = model.told(by === 'module' && this.fold ? 'folded' : by, i);
-    if (by === 'op') return [model.phases[model.block.phase[i]], word || 'op not told'];
-    if (by === 'line') return word ? word.split(/:(?=\d+$)/) : ['no line of Python'];
+    const word = model.text(by === 'module' && this.fold ? 'folded' : by, i);
+    if (by === 'op') return [model.phases[model.block.phase[i]], word || 'unknown op'];
+    if (by === 'line') return word ? word.split(/:(?=\d+$)/) : ['no Python line'];
     return word ? word.split(/\.(?!\d+[-,])/) : ['outside modules']; // blocks.0-11 is one part
   }
 
-  // Parts go by their names, and at the end by what they are for.
+  // Group blocks by their path, then by category.
   tree(moment) {
     const root = { key: 'allocated', bytes: 0, parts: new Map() };
     const add = (path, layer, amount) => {
@@ -49,7 +49,7 @@ class Icicle {
     this.moment = moment;
     this.wide = this.element.clientWidth;
     const boxes = [];
-    // What is zoomed into, as far as it is there at this moment, is all of its whole.
+    // A part that is zoomed into takes the full width of its parent, if it exists at this moment.
     const spread = (part, path, left, width, [next, ...zoomed]) => {
       boxes.push(this.box(part, path, left, width));
       const alone = part.parts.get(next);
@@ -70,9 +70,9 @@ class Icicle {
 
   box(part, path, left, width) {
     const names = path.map((key) => key.name || key);
-    const said = `${cut(dotted(...names)) || 'allocated'}: ${bytes(part.bytes)} (${exactly(part.bytes)})`;
+    const label = `${cut(dotted(...names)) || 'allocated'}: ${bytes(part.bytes)} (${exactly(part.bytes)})`;
     const box = make('button', {
-      type: 'button', role: 'treeitem', tabindex: -1, title: said, 'aria-level': path.length + 1, 'data-bytes': part.bytes,
+      type: 'button', role: 'treeitem', tabindex: -1, title: label, 'aria-level': path.length + 1, 'data-bytes': part.bytes,
     });
     box.style.left = `${100 * left}%`;
     box.style.width = `${100 * width}%`;
@@ -103,7 +103,7 @@ class Icicle {
     boxes[this.focused].focus();
   }
 
-  // Parts follow their whole: right and left lead to the next in a row, down to a part, up to the whole.
+  // Arrow keys: right and left go along a row, down to the first part, up to the parent.
   key(event) {
     const [step, deeper] = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [1, 1], ArrowUp: [-1, -1] }[event.key] || [];
     if (!step || modified(event)) return;

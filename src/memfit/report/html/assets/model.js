@@ -1,23 +1,23 @@
-// Every question that the views ask: what is allocated at a moment, in sum and block by block.
+// The data behind all views: what is allocated at a moment, in total and block by block.
 //
-// A block is alive at moment k if born <= k < freed.
+// A block is live at moment k if born <= k < freed.
 
-let model = null; // there is one, once the page is open
+let model = null; // set once the page has loaded
 
 class Model {
-  // As ``facts.py`` and ``payload.py`` tell of a run.
-  constructor(told) {
-    Object.assign(this, told);
+  // payload: see ``page_facts.py`` and ``payload.py``.
+  constructor(payload) {
+    Object.assign(this, payload);
     this.block.freed = Uint32Array.from(this.block.life, (life, i) => this.block.born[i] + life);
     this.peak = this.shortcuts[0];
     this.rounding = this.layers.length - 1;
     this.addUp();
   }
 
-  // Bytes of every layer at every moment: first what changes, then the sums of that.
+  // Bytes of every layer at every moment: first the changes, then their running sums.
   addUp() {
     const many = this.layers.length;
-    this.sums = new Float64Array(many * (this.moments + 1)); // the last is for what is never freed
+    this.sums = new Float64Array(many * (this.moments + 1)); // the last moment is for blocks that are never freed
     const change = (moment, layer, requested, beyond) => {
       this.sums[many * moment + layer] += requested;
       this.sums[many * moment + this.rounding] += beyond;
@@ -38,7 +38,7 @@ class Model {
     return this.sums.subarray(k * this.layers.length, (k + 1) * this.layers.length);
   }
 
-  // What is drawn together at a moment: bytes of each layer.
+  // Bytes of each layer that are drawn together at a moment.
   restAt(k) {
     const { moment, layer, requested, beyond } = this.rest;
     const sums = new Float64Array(this.layers.length);
@@ -53,7 +53,7 @@ class Model {
     return this.block.born[i] <= k && k < this.block.freed[i];
   }
 
-  // The blocks alive at a moment; if asked, also those that are freed and that another stream uses.
+  // The blocks live at a moment; with `waiting`, also freed blocks that another stream still uses.
   liveAt(k, waiting = false) {
     const { born, freed, wait } = this.block;
     const found = [];
@@ -61,7 +61,7 @@ class Model {
     return found;
   }
 
-  told(name, i) {
+  text(name, i) {
     return this.words[this.block[name][i]];
   }
 

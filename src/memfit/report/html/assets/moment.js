@@ -1,10 +1,10 @@
-// The panel beside the timeline: where the script is at the moment, and what its bytes are for.
+// The panel beside the timeline: where the script is at the moment, and the bytes of each category.
 
 const panel = {
   show(moment) {
     const allocated = model.allocated[moment];
     const reserved = model.reserved[moment];
-    const sums = [...model.sumsAt(moment)].reverse(); // as they are stacked, and as they stand in the table
+    const sums = [...model.sumsAt(moment)].reverse(); // in the order of the stack and of the table
     [...sums, allocated, reserved - allocated, reserved].forEach((amount, place) => {
       const row = byId('sums').rows[place];
       const [, value, share] = row.children;
@@ -18,8 +18,8 @@ const panel = {
     byId('h-moment').textContent = moment === model.peak ? 'At the peak' : 'At this moment';
   },
 
-  // What is told of a moment and a layer: who holds most then, and what the script does.
-  told(moment, layer) {
+  // The tooltip of a moment and a layer: where the script is, and which modules hold most.
+  tooltip(moment, layer) {
     const lines = [
       make('b', {}, `${bytes(model.allocated[moment])} allocated, ${bytes(model.reserved[moment])} reserved`),
       make('div', { class: 'soft' }, placeText({ ...model.placeAt(moment), line: '' })),
@@ -39,7 +39,7 @@ const panel = {
     const amounts = rounding ? model.block.beyond : model.block.requested;
     const held = new Map();
     for (const i of model.liveAt(moment)) {
-      const module = model.told('module', i);
+      const module = model.text('module', i);
       if (rounding || model.block.layer[i] === layer) held.set(module, (held.get(module) || 0) + amounts[i]);
     }
     return [...held].sort((a, b) => b[1] - a[1]).slice(0, 3);

@@ -1,6 +1,6 @@
-// One moment and one block are chosen at a time; whoever changes them tells all views.
+// One moment and one block are selected at a time; a change updates all views.
 
-// Of a group of buttons one is pressed, or none.
+// Mark at most one button of a group as pressed.
 function press(group, pressed) {
   for (const button of group.children) button.setAttribute('aria-pressed', button === pressed);
 }
@@ -29,8 +29,8 @@ class Page {
     if (!model.alive(this.block, moment)) this.block = undefined;
     for (const view of [panel, this.timeline, this.icicle, this.map, this.table]) view.show(moment);
     byId('timeline').setAttribute('aria-valuenow', moment);
-    const told = `${bytes(model.allocated[moment])} allocated, ${placeText(model.placeAt(moment))}`;
-    byId('timeline').setAttribute('aria-valuetext', told);
+    const text = `${bytes(model.allocated[moment])} allocated, ${placeText(model.placeAt(moment))}`;
+    byId('timeline').setAttribute('aria-valuetext', text);
     press(byId('moments'), byId('moments').querySelector(`[data-moment="${moment}"]`));
   }
 
@@ -49,7 +49,7 @@ class Page {
   }
 }
 
-// Light or dark as the system has it, until the reader says otherwise; on paper light.
+// Light or dark as the system is set, until the reader switches; always light in print.
 function themes(redraw) {
   const root = document.documentElement;
   const dark = window.matchMedia('(prefers-color-scheme: dark)');

@@ -1,10 +1,10 @@
-// Unpack what Python packed: see payload.py for the layout.
+// Unpack the payload: see payload.py for the layout.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 
 async function read(base64) {
   if (!window.DecompressionStream) {
-    throw new Error('This browser cannot unpack the report (no DecompressionStream). Any of 2023 or later can.');
+    throw new Error('This browser cannot unpack the report (no DecompressionStream). Use a browser from 2023 or later.');
   }
   const text = atob(base64.trim());
   const packed = new Uint8Array(text.length);

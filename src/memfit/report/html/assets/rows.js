@@ -1,16 +1,16 @@
-// Places in a row that keys go along, and boxes that scroll over rows of one height.
+// Keyboard movement along a list, and boxes that scroll over rows of equal height.
 
-const modified = (event) => event.ctrlKey || event.metaKey || event.altKey; // then a key is the browser's
+const modified = (event) => event.ctrlKey || event.metaKey || event.altKey; // leave such keys to the browser
 
-// Where a key leads from a place among so many, by how far each key goes; undefined if it is none of them.
-function ledBy(event, place, count, keys) {
+// Return the index that a key moves to, given how far each key goes; undefined for other keys.
+function moveTo(event, place, count, keys) {
   const far = { Home: -Infinity, End: Infinity, ...keys }[event.key];
   if (!far || !count || modified(event)) return undefined;
   event.preventDefault();
   return clamp(place + far, 0, count - 1);
 }
 
-// A subclass says how many rows there are, makes one, and is told which one a key chose.
+// A subclass sets the number of rows, creates a row, and handles the row that a key selects.
 class Rows {
   constructor(box, tall) {
     Object.assign(this, { box, tall, count: 0, chosen: -1 });
@@ -18,14 +18,14 @@ class Rows {
     box.append(this.space);
     on(box, 'scroll', () => this.paint());
     on(box, 'keydown', (event) => {
-      if (event.target !== box) return; // a header's own keys
+      if (event.target !== box) return; // keys in a header
       const page = Math.max(1, Math.floor(box.clientHeight / tall) - 2);
-      const row = ledBy(event, this.chosen, this.count, { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page });
+      const row = moveTo(event, this.chosen, this.count, { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page });
       if (row !== undefined) this.onRow(row);
     });
   }
 
-  // Make the rows that are in view, and a few around them.
+  // Create the rows in view, and a few around them.
   paint(first = Math.floor(this.box.scrollTop / this.tall) - 3, count = Math.ceil(this.box.clientHeight / this.tall) + 6) {
     this.first = Math.max(0, first);
     this.last = Math.min(this.count, this.first + count);
@@ -45,7 +45,7 @@ class Rows {
     this.box.setAttribute('aria-activedescendant', active ? active.id : '');
   }
 
-  // Choose a row and scroll to where it is in view, below the head if there is one.
+  // Select a row and scroll it into view, below the header if there is one.
   reveal(row) {
     this.chosen = row;
     const least = (row + 1) * this.tall + this.space.offsetTop - this.box.clientHeight;

@@ -1,7 +1,7 @@
-// The segment map: a row a segment, position in it is address.
+// The segment map: one row per segment; the position in a row is the address.
 
 const NAME = 74; // pixels for a segment's size
-const NARROW = 24; // pixels of the shortest segment: to have a look into it, off scale if it must be
+const NARROW = 24; // pixels of the shortest segment, off scale if necessary, so that its blocks can be seen
 
 class SegmentMap extends Rows {
   constructor(page) {
@@ -12,7 +12,7 @@ class SegmentMap extends Rows {
     on(this.box, 'keydown', (event) => this.along(event));
   }
 
-  // Segments at a moment with the blocks in them. Mapped ranges that touch are one segment.
+  // Segments at a moment, with their blocks. Adjacent mapped ranges form one segment.
   show(moment) {
     const { address, size, born, freed, small, expandable } = model.range;
     const found = [];
@@ -40,7 +40,7 @@ class SegmentMap extends Rows {
 
   summary(free) {
     const reserved = model.reserved[this.moment];
-    // Of a thinned trace, what looks free may hold small blocks.
+    // If blocks are drawn together, a segment that looks free may hold small blocks.
     const wholly = `, of which ${bytes(total(free.map(({ size }) => size)))} in ${counted(free.length, 'wholly free segment')}`;
     const cached = `${bytes(reserved - model.allocated[this.moment])} cached${free.length && !model.together ? wholly : ''}`;
     return dotted(counted(this.count, 'segment'), `${bytes(reserved)} reserved`, cached);
@@ -64,11 +64,11 @@ class SegmentMap extends Rows {
     row.style.width = `${NAME + size * per}px`;
     on(row, 'click', (event) => this.choose(place, under(event)));
     const free = blocks.length ? byId('hole').textContent : 'cached: the whole segment is free';
-    tells(row, (event) => [under(event) === undefined ? free : this.said(under(event))]);
+    addTooltip(row, (event) => [under(event) === undefined ? free : this.describe(under(event))]);
     return row;
   }
 
-  // Below the rows in view lies one canvas.
+  // One canvas lies below the rows in view.
   paint(...rows) {
     super.paint(...rows);
     const context = fitted(this.canvas, this.box.clientWidth - NAME, (this.last - this.first) * this.tall);
@@ -105,7 +105,7 @@ class SegmentMap extends Rows {
     frame((address[block] - start) * per, Math.max(3, (requested[block] + beyond[block]) * per), ink);
   }
 
-  said(i) {
+  describe(i) {
     const waits = model.block.freed[i] <= this.moment ? 'freed, another stream uses it' : '';
     return dotted(waits, ...['size', 'category', 'name', 'op', 'module'].map((name) => cut(COLUMNS[name].text(i))));
   }
@@ -123,14 +123,14 @@ class SegmentMap extends Rows {
     const row = Math.max(0, this.chosen);
     const { blocks } = this.segments[row];
     if (!event.key.startsWith('Arrow')) return; // Home and End are for rows
-    const place = ledBy(event, blocks.indexOf(this.page.block), blocks.length, { ArrowRight: 1, ArrowLeft: -1 });
+    const place = moveTo(event, blocks.indexOf(this.page.block), blocks.length, { ArrowRight: 1, ArrowLeft: -1 });
     if (place !== undefined) this.choose(row, blocks[place]);
   }
 
-  // Show where a block lies.
+  // Show where a block is.
   mark(block) {
-    const told = block !== undefined;
-    byId('block').textContent = told ? this.said(block) : '';
-    this.reveal(told ? this.segments.findIndex(({ blocks }) => blocks.includes(block)) : Math.min(this.chosen, this.count - 1));
+    const isChosen = block !== undefined;
+    byId('block').textContent = isChosen ? this.describe(block) : '';
+    this.reveal(isChosen ? this.segments.findIndex(({ blocks }) => blocks.includes(block)) : Math.min(this.chosen, this.count - 1));
   }
 }

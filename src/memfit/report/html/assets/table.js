@@ -1,13 +1,13 @@
 // The live tensors, in the order of a column.
 
 const when = (moment) => placeText({ step: model.moment.step[moment], phase: model.phaseAt(moment) });
-const ofWords = (name) => ({ key: name, text: (i) => model.told(name, i), words: true });
+const ofWords = (name) => ({ key: name, text: (i) => model.text(name, i), words: true });
 const COLUMNS = {
   size: { key: 'requested', text: (i) => bytes(model.block.requested[i]), down: true },
   category: { key: 'layer', text: (i) => model.layers[model.block.layer[i]].name },
   ...Object.fromEntries(['name', 'shape', 'dtype', 'module', 'op', 'line'].map((name) => [name, ofWords(name)])),
   born: { key: 'born', text: (i) => (i < model.old ? 'before the recording' : when(model.block.born[i])) },
-  dies: { key: 'freed', text: (i) => (model.block.freed[i] < model.moments ? when(model.block.freed[i]) : 'is kept') },
+  dies: { key: 'freed', text: (i) => (model.block.freed[i] < model.moments ? when(model.block.freed[i]) : 'never') },
 };
 
 class TensorTable extends Rows {
@@ -23,7 +23,7 @@ class TensorTable extends Rows {
     this.sort(this.sorted, true);
   }
 
-  // Put all blocks in the order of a column once; at each moment some of them are shown.
+  // Sort all blocks by a column, once; each moment shows a subset.
   sort(button, down) {
     this.sorted.parentElement.removeAttribute('aria-sort');
     Object.assign(this, { sorted: button, down });
@@ -33,7 +33,7 @@ class TensorTable extends Rows {
     button.parentElement.setAttribute('aria-sort', down ? 'descending' : 'ascending');
   }
 
-  // Says of a block whether it has all parts of the search.
+  // Return a function that tests whether a block matches all words of the search.
   matcher() {
     const found = this.query.toLowerCase().split(/\s+/).filter(Boolean).map((part) => ({
       layers: model.layers.map(({ name }) => name.includes(part)),
@@ -89,7 +89,7 @@ class TensorTable extends Rows {
     this.page.choose(this.rows[row]);
   }
 
-  // Show a block, and all that is known of it in full.
+  // Mark a block, and show its details.
   mark(block) {
     this.reveal(this.rows.indexOf(block));
     byId('details').replaceChildren(...(block === undefined ? [] : this.details(block)));
@@ -97,13 +97,13 @@ class TensorTable extends Rows {
 
   details(i) {
     const { requested, beyond, address } = model.block;
-    const told = [
+    const rows = [
       ['size', `${bytes(requested[i])} = ${exactly(requested[i])}, in a block of ${exactly(requested[i] + beyond[i])}`],
       ['address', `0x${address[i].toString(16)}`],
       ...Object.entries(COLUMNS).slice(1).map(([name, { text }]) => [name, text(i)]),
       ['stack', model.framesOf(i).join('\n')],
     ];
-    return told.filter(([, text]) => text)
+    return rows.filter(([, text]) => text)
       .map(([name, text]) => make('div', {}, make('dt', {}, name), make('dd', {}, make('bdi', {}, text))));
   }
 }

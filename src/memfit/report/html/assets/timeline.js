@@ -1,8 +1,8 @@
-// The stacked timeline. Each column of pixels shows the moment among its own with the most allocated.
+// The stacked timeline. Each pixel column shows the moment in its span with the most allocated memory.
 
-const LEFT = 58; // room for the scale
+const LEFT = 58; // space for the scale
 const RIGHT = 8;
-const TOP = 22; // room for the flags
+const TOP = 22; // space for the flags
 const HEIGHT = 330;
 const BANDS = 34; // phases and steps below the chart
 
@@ -17,16 +17,16 @@ class Timeline {
     ];
     this.chosen = flag('strong');
     this.life = make('i', { class: 'life' }); // of the chosen block
-    this.veil = make('i', { class: 'veil' }); // over what is dragged
+    this.veil = make('i', { class: 'veil' }); // over the dragged range
     byId('flags').append(this.life, ...this.flags.map(([, element]) => element), this.chosen, this.veil);
     on(this.canvas, 'pointerdown', (event) => this.press(event));
     on(this.canvas, 'pointermove', (event) => this.move(event));
     for (const end of ['pointerup', 'pointercancel']) on(this.canvas, end, (event) => this.release(event));
     on(this.canvas, 'keydown', (event) => this.key(event));
-    tells(this.canvas, (event) => panel.told(this.momentAt(event), this.layerAt(event)));
+    addTooltip(this.canvas, (event) => panel.tooltip(this.momentAt(event), this.layerAt(event)));
   }
 
-  // Choose what each column of pixels shows, and the scale.
+  // Choose the moment that each pixel column shows, and the scale.
   measure() {
     const { from, to } = this;
     this.width = Math.max(40, Math.floor(this.canvas.parentElement.clientWidth) - LEFT - RIGHT);
@@ -43,7 +43,7 @@ class Timeline {
     }
     this.tops = Float64Array.from(this.picks, (k) => model.allocated[k]);
     const high = Math.max(1, ...this.reserved, ...this.tops);
-    this.withRoom = model.room > 0 && model.room < 1.6 * high; // otherwise it would dwarf all else
+    this.withRoom = model.room > 0 && model.room < 1.6 * high; // otherwise the limit would dwarf the chart
     this.high = 1.06 * (this.withRoom ? Math.max(high, model.room) : high);
   }
 
@@ -84,7 +84,7 @@ class Timeline {
       const y = Math.round(this.y(model.room));
       context.fillStyle = theme('bad');
       for (let x = LEFT; x < end; x += 10) context.fillRect(x, y, 6, 1.5);
-      write(`room on the device ${bytes(model.room)}`, LEFT + 4, y - 9, 'left', 'bad');
+      write(`available on the device: ${bytes(model.room)}`, LEFT + 4, y - 9, 'left', 'bad');
     }
     this.drawBand(context, write, (k) => model.phaseAt(k), TOP + HEIGHT + 1);
     this.drawBand(context, write, (k) => (model.moment.step[k] ? `step ${model.moment.step[k]}` : 'setup'), TOP + HEIGHT + 17);
@@ -104,7 +104,7 @@ class Timeline {
     }
   }
 
-  // A line of steps along an amount at each column of pixels.
+  // A stepped line along the amount of each pixel column.
   steps(context, amounts) {
     context.beginPath();
     amounts.forEach((amount, x) => {
@@ -113,7 +113,7 @@ class Timeline {
     });
   }
 
-  // From the top layer down to the bottom, each to the ground: no seams between neighbours.
+  // Draw from the top layer down, each to the baseline, so that there are no seams between neighbours.
   drawLayers(context, end) {
     const tops = this.tops.slice();
     for (let layer = model.rounding; layer >= 0; layer--) {
@@ -126,7 +126,7 @@ class Timeline {
     }
   }
 
-  // A row below the chart: stretches of columns that have a name in common; it is written where it fits.
+  // A band below the chart: runs of columns with the same name, labelled where the name fits.
   drawBand(context, write, name, y) {
     const names = Array.from(this.picks, name);
     for (let from = 0, to = 0; from < this.width; from = to) {
@@ -139,7 +139,7 @@ class Timeline {
     }
   }
 
-  // Lay flags, the chosen block's life and what is dragged over the chart; what is not in view is hidden.
+  // Position the flags, the chosen block's lifetime and the dragged range; hide those out of view.
   lay() {
     const share = (moment) => clamp((moment - this.from) / (this.to - this.from), 0, 1);
     const put = (element, from, to = from) => {
@@ -162,7 +162,7 @@ class Timeline {
     this.draw();
   }
 
-  // The moment stays in its place.
+  // The moment keeps its position on the screen.
   zoom(factor) {
     const middle = clamp(this.page.moment, this.from, this.to);
     this.view(middle - (middle - this.from) * factor, middle + (this.to - middle) * factor);
@@ -174,12 +174,12 @@ class Timeline {
     else this.lay();
   }
 
-  // Where between moments the pointer is.
+  // The pointer as a fractional moment.
   under({ offsetX }) {
     return this.from + clamp((offsetX - LEFT) / this.width, 0, 1) * (this.to - this.from);
   }
 
-  // From where to where the pointer was dragged, if it is more than a click.
+  // The dragged range, if it is more than a click.
   dragged() {
     const [from, to] = [...this.drag].sort((a, b) => a - b);
     return (to - from) * this.width > 4 * (this.to - this.from) ? [from, to] : [];
@@ -210,7 +210,7 @@ class Timeline {
     const step = event.shiftKey ? Math.max(1, Math.round((this.to - this.from) / 40)) : 1;
     const p = model.peak - this.page.moment;
     const keys = { ArrowRight: step, ArrowUp: step, ArrowLeft: -step, ArrowDown: -step, p, P: p };
-    const moment = ledBy(event, this.page.moment, model.moments, keys);
+    const moment = moveTo(event, this.page.moment, model.moments, keys);
     const zoom = { '+': 0.5, '=': 0.5, '-': 2, 0: 1e9 }[event.key];
     if (moment !== undefined) this.page.select(moment);
     else if (zoom && !modified(event)) this.zoom(zoom);
