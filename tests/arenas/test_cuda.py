@@ -1,4 +1,4 @@
-"""PyTorch on the ghost with the arena as its allocator: ``cuda_scenarios.py``, and what it should print."""
+"""PyTorch on the ghost with the arena as its allocator: the expected output of ``cuda_scenarios.py``."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCENARIOS = Path(__file__).with_name("cuda_scenarios.py")
-SAID = {
+OUTPUT = {
     "planned": "3 2 0 0 True\nTrue True\nTrue\nTrue\nTrue\n",
     "own_stream": "True False 16.0 0.0\n0.0\n",
     "other_stream": "False 8.0\nTrue 0.0\nTrue\n",
@@ -43,7 +43,7 @@ MESSAGES = {
     "fraction": ("limited by torch.cuda.set_per_process_memory_fraction.", "True"),
     "benchmark": (
         "does not yet support cacheInfo",
-        "cuda_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
+        "cuda_training_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
     ),
     "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
     "too_late": (
@@ -60,8 +60,8 @@ TRAINING = ("default", "expandable", "heap", "history")
 
 
 @pytest.fixture(scope="module")
-def said():
-    names = [*SAID, *MESSAGES, *TRAINING]
+def printed():
+    names = [*OUTPUT, *MESSAGES, *TRAINING]
     command = [sys.executable, str(SCENARIOS), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -69,27 +69,30 @@ def said():
 
 
 def test_every_scenario_is_run():
-    functions = set(re.findall(r"^def (\w+)\(\):", SCENARIOS.read_text(), re.MULTILINE))
-    assert functions - {"used", "live", "cnn", "transformer", "train"} == {*SAID, *MESSAGES, *TRAINING}
+    files = [SCENARIOS.with_name(f"cuda_{part}_scenarios.py") for part in ("training", "memory")]
+    functions = {
+        name for file in files for name in re.findall(r"^def (\w+)\(\):", file.read_text(), re.MULTILINE)
+    }
+    assert functions - {"cnn", "transformer", "train"} == {*OUTPUT, *MESSAGES, *TRAINING}
 
 
-@pytest.mark.parametrize("scenario", SAID)
-def test_scenario(said, scenario):
-    assert said[scenario] == SAID[scenario]
+@pytest.mark.parametrize("scenario", OUTPUT)
+def test_a_scenario_prints_what_is_expected(printed, scenario):
+    assert printed[scenario] == OUTPUT[scenario]
 
 
 @pytest.mark.parametrize("scenario", MESSAGES)
-def test_message(said, scenario):
-    assert not said[scenario].startswith("failed"), said[scenario]
-    assert [part for part in MESSAGES[scenario] if part not in said[scenario]] == [], said[scenario]
+def test_a_scenario_prints_its_message(printed, scenario):
+    assert not printed[scenario].startswith("failed"), printed[scenario]
+    assert [part for part in MESSAGES[scenario] if part not in printed[scenario]] == [], printed[scenario]
 
 
-def test_steps_in_the_heap_take_no_more_than_expandable_segments_do(said):
-    print({name: said[name].split() for name in TRAINING})
-    default, expandable, heap = ([float(used) for used in said[name].split()] for name in TRAINING[:3])
+def test_the_heap_takes_no_more_than_expandable_segments(printed):
+    print({name: printed[name].split() for name in TRAINING})
+    default, expandable, heap = ([float(used) for used in printed[name].split()] for name in TRAINING[:3])
     for job in range(2):
         assert 0 < heap[job] <= expandable[job] < default[job]
 
 
-def test_what_was_logged_replays_to_what_pytorch_reserves(said):
-    assert said["history"].split() == [said["default"].split()[0], said["expandable"].split()[0]]
+def test_what_was_logged_replays_to_what_pytorch_reserves(printed):
+    assert printed["history"].split() == [printed["default"].split()[0], printed["expandable"].split()[0]]

@@ -1,6 +1,6 @@
 """Choose the moments and the blocks that a page draws individually, and sum up the other blocks.
 
-A page draws a limited number of blocks. For a longer trace, these are the blocks live at the peak and then those
+A page draws a limited number of blocks. Of a longer trace, it draws the blocks live at the peak, then those
 with the most bytes times events. The moments are the events that change them. All other blocks are summed at each
 of those moments, so that totals are always exact.
 """

@@ -1,0 +1,23 @@
+import gc
+
+import pytest
+
+import memfit
+from memfit.arenas import native
+
+
+@pytest.fixture
+def empty_cpu_arena():
+    """Free tensors that exceptions of earlier tests keep: all tests share the arena's memory."""
+    with memfit.arena(device="cpu") as arena:
+        pointer = arena._memory.arena
+    if native.load().arena_live(pointer):
+        gc.collect()
+    assert native.load().arena_live(pointer) == 0
+
+
+@pytest.fixture
+def arena():
+    made = memfit.arena(device="cpu")
+    yield made
+    made.close()

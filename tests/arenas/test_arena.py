@@ -1,0 +1,189 @@
+"""What memfit.arena accepts, reports, and does about interrupts and steps that do not repeat."""
+
+import contextlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.arenas.repeated_step import MANY
+from memfit.errors import UsageError
+from support.arena_training import Training, equal_steps, kind_of
+
+pytestmark = pytest.mark.usefixtures("empty_cpu_arena")
+
+
+def test_outputs_of_excluded_modules_are_kept_until_the_step_ends():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=False), nn.Linear(4, 2))
+    batch = torch.randn(3, 4)
+    with contextlib.closing(memfit.arena(device="cpu", exclude=[model[1]])) as arena:
+        for _ in range(5):
+            with arena.train(batch):
+                model(batch).sum().backward()
+                model.zero_grad()
+                (output,) = arena.outputs[model[1]]
+                assert torch.equal(output, torch.relu(model[0](batch)))
+                del output
+            assert not arena.outputs
+        assert kind_of(arena).placed > 0
+    assert not model[1]._forward_hooks
+
+
+def test_exclude_accepts_a_single_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with memfit.arena(device="cpu", exclude=model) as arena, arena.train():
+        output = model(torch.ones(2, 4))
+        assert arena.outputs[model] == [output]
+        assert list(arena.outputs) == [model]
+
+
+def test_optimize_train_false_places_no_training_step():
+    with contextlib.closing(memfit.arena(device="cpu", optimize_train=False)) as arena:
+        Training(arena).run(4)
+        assert not arena._kinds
+
+
+@pytest.mark.parametrize("arguments", [{"device": "tpu"}, {"exclude": ["layer4"]}, {"exclude": [None]}])
+def test_an_invalid_argument_is_named(arguments):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        memfit.arena(**arguments)
+
+
+def test_steps_do_not_nest(arena):
+    with arena.train(), pytest.raises(UsageError, match="has not ended"), arena.test():
+        pass
+
+
+def test_a_new_arena_closes_the_one_before():
+    first = memfit.arena(device="cpu")
+    training = Training(first).run(4)
+    with memfit.arena(device="cpu"):
+        training.run(2)
+    assert kind_of(first).placed == 1
+    assert "placed: " in str(first.report())
+
+
+def test_the_report_counts_each_kind_of_step(arena):
+    Training(arena).run(5)
+    report = arena.report()
+    (step,) = report.steps
+    assert (step.recorded, step.placed, step.unplanned, step.kept) == (3, 2, 0, 0)
+    assert step.live == step.planned == report.planned < step.unshared
+    assert [term.name for term in report.terms] == ["process now", "process at its peak"]
+    for words in (
+        "training step with float32[8, 1, 8, 8]",
+        "3 recorded, 2 placed",
+        "0 unplanned",
+        "measured",
+    ):
+        assert words in str(report)
+
+
+def test_importing_the_report_draws_no_random_number_of_the_script():
+    code = (
+        "import memfit, random\n"
+        "random.seed(1)\n"
+        "with memfit.arena(device='cpu') as arena: arena.report()\n"
+        "print(random.random())\n"
+        "random.seed(1)\n"
+        "print(random.random())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    one, other = done.stdout.split()
+    assert one == other
+
+
+def test_an_arena_cannot_be_closed_or_replaced_within_a_step(arena):
+    with arena.train():
+        with pytest.raises(UsageError, match="has not ended"):
+            arena.close()
+        with pytest.raises(UsageError, match="has not ended"):
+            memfit.arena(device="cpu")
+    arena.close()
+
+
+def test_a_step_whose_context_manager_is_deleted_has_ended(arena):
+    step = arena.train()
+    step.__enter__()
+    with pytest.raises(UsageError, match="has not ended"), arena.train():
+        pass
+    del step  # as where Ctrl-C comes before the block's end is reached
+    with arena.train():
+        pass
+
+
+def test_an_interrupt_at_any_line_leaves_a_working_arena(arena):
+    def interrupt(at):
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if "memfit/arenas" not in frame.f_code.co_filename:
+                return None
+            lines += event == "line"
+            if lines == at:
+                lines += 1
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    training = Training(arena).run(4)
+    expected = Training().run(1).seen[0]
+    for at in range(1, 60):
+        sys.settrace(interrupt(at))
+        with contextlib.suppress(KeyboardInterrupt), arena.train(training.images[:8]):
+            torch.ones(3)
+        sys.settrace(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training.run(4)
+        assert equal_steps(Training(arena).run(1).seen[0], expected)
+
+
+def test_kinds_of_steps_past_the_limit_are_not_placed(arena, monkeypatch):
+    monkeypatch.setattr("memfit.arenas.arena.MOST_KINDS", 3)
+    for length in range(1, 4):
+        with arena.train(length):
+            torch.ones(length)
+    with pytest.warns(UserWarning, match="more than 3 kinds of steps"), arena.train(4):
+        torch.ones(4)
+    with arena.train(5):
+        torch.ones(5)
+    assert len(arena._kinds) == 3
+
+
+def test_steps_that_never_repeat_are_recorded_only(arena):
+    def step(number):
+        with arena.train():
+            torch.ones(100 + number % 2)
+
+    for number in range(MANY - 1):
+        step(number)
+    with pytest.warns(
+        UserWarning, match=f"{MANY} steps of the kind 'training step' were recorded, and no two"
+    ):
+        step(MANY - 1)
+    step(MANY)
+    kind = kind_of(arena)
+    assert (kind.recorded, kind.placed, kind.plan) == (MANY + 1, 0, None)
+    assert "no two were the same" in str(arena.report())
+
+
+def test_settings_that_change_allocations_get_plans_of_their_own(arena):
+    model = nn.Linear(4, 4)
+
+    def test():
+        with arena.test():
+            return model(torch.ones(2, 4))
+
+    test()
+    with torch.no_grad():
+        test()
+    with torch.autocast("cpu", torch.bfloat16):
+        test()
+    assert len(arena._kinds) == 3
