@@ -12,9 +12,9 @@ from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DryRun
 from memfit.report.estimate import Estimate
-from memfit.run.resolve_options import ghost_settings
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
+from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Choose the moments and the blocks that a page draws individually, and sum up the other blocks.
 
 A page draws a limited number of blocks. Of a longer trace, it draws the blocks live at the peak, then those
-with the most bytes times events. The moments are the events that change them. All other blocks are summed at each
-of those moments, so that totals are always exact.
+with the most bytes times events. The moments are the events that change them. All other blocks are summed
+at each of those moments, so that totals are always exact.
 """
 
 from collections.abc import Sequence
