@@ -7,8 +7,8 @@
     otherwise                                     a call of empty_cache without a mark
 
 The allocator releases memory of a private pool only once its graphs and ``MemPool`` are gone, except for a
-malloc in the pool itself (an oversize block, with ``max_split_size_mb``). So a release shows that they are gone,
-but not since when.
+malloc in the pool itself (an oversize block, with ``max_split_size_mb``). So a release shows that they are
+gone, but not since when.
 """
 
 from collections.abc import Iterator
