@@ -50,9 +50,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.detached = False
         """Whether a tensor was copied without its autograd graph."""
         self._seen: set[int] = set()
-        self._moved: set[int] = (
-            set()
-        )  # parameters and buffers: created on the CPU, then moved with their module
+        # Parameters and buffers: created on the CPU, then moved with their module.
+        self._moved: set[int] = set()
         self._copies: dict[int, StorageCopy] = {}
 
     def reducer_override(self, obj: Any) -> Any:

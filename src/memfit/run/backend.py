@@ -114,7 +114,7 @@ class GhostBackend:
             )
 
     def refusal(self) -> str:
-        """Refuse a device that torch has no kernels for.
+        """Return that torch has no kernels for the device, if so.
 
         Must not be called before CUDA is initialised: querying the architectures torch was built for marks
         the process as one that must not fork.
@@ -130,7 +130,7 @@ class GhostBackend:
             self._values.stepped()
 
     def hint(self) -> str:
-        """Name a rejected library, a gap that the script reached, or a value that the ghost returned."""
+        """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
         turned_away = self.ghost.extensions.turned_away
         if turned_away:
             return turned_away[-1]
@@ -203,7 +203,7 @@ class CardBackend:
         self._recorder = recorder
 
     def refusal(self) -> str:
-        """Refuse allocators without a history: only the ghost can observe their allocations."""
+        """Return that the allocator keeps no history, if so: only the ghost can observe its allocations."""
         import torch
 
         backend = torch.cuda.get_allocator_backend()

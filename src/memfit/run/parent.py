@@ -71,7 +71,7 @@ def run_script(
         options: how to run it.
         ghost: what ``ghost_settings(options)`` returned; None runs on this machine's GPU.
         output: where to keep the trace; None keeps no file.
-        on_progress: called about ten times a second, with or without news.
+        on_progress: called about ten times a second, also without progress.
 
     Raises:
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
@@ -84,7 +84,7 @@ def run_script(
         try:
             with _script_handles_interrupts():
                 settings = ChildSettings(options, ghost, str(path.absolute()), writer)
-                _check_end(command[0], _talk(command, settings, reader, on_progress))
+                _check_end(command[0], _run_process(command, settings, reader, on_progress))
         finally:
             os.close(reader)
         return read_trace(path)
@@ -116,24 +116,25 @@ def _check_script(path: Path) -> None:
         raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
 
 
-def _check_end(script: str, line: _ChildMessage) -> None:
+def _check_end(script: str, last: _ChildMessage) -> None:
     """Raise unless the script's process wrote a trace."""
-    if line.end is None:
-        raise AssertionError  # _talk raises in that case
-    if line.end.reason == "refused":
-        raise _REFUSALS.get(line.end.exit_code, TargetError)(line.end.exception)
-    if not line.traced and line.end.reason == "interrupted":
+    if last.end is None:
+        raise AssertionError  # _run_process raises in that case
+    if last.end.reason == "refused":
+        raise _REFUSALS.get(last.end.exit_code, TargetError)(last.end.exception)
+    if not last.traced and last.end.reason == "interrupted":
         raise KeyboardInterrupt
-    if not line.traced:
-        raise TargetError(_never_used(script, line.end))
+    if not last.traced:
+        raise TargetError(_never_used(script, last.end))
 
 
-def _talk(
+def _run_process(
     command: tuple[str, ...],
     settings: ChildSettings,
     reader: int,
     on_progress: Callable[[Progress], None],
 ) -> _ChildMessage:
+    """Run the script's process to its end, and return its last message."""
     text = write_settings(settings)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
@@ -143,8 +144,8 @@ def _talk(
     os.close(settings.progress)
     last = _ChildMessage()
     try:
-        for line in _lines(reader, process):
-            last = line or last
+        for message in _messages(reader, process):
+            last = message or last
             on_progress(Progress(last.step, last.allocated, last.peak))
             if last.end is not None:
                 break
@@ -160,7 +161,7 @@ def _talk(
     return last
 
 
-def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
+def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
     """Yield the child's messages, and None after each interval without one, until the child ends."""
     decoder = msgspec.json.Decoder(_ChildMessage)
     rest = b""
@@ -184,7 +185,7 @@ def _lines(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMess
 
 @contextmanager
 def _script_handles_interrupts() -> Iterator[None]:
-    """Leave the first Ctrl-C to the script, which shares the terminal: this process reports on the run.
+    """Leave the first Ctrl-C to the script, which shares the terminal; this process then reports on the run.
 
     A signal to this process alone (a scheduler's SIGTERM) ends the script as well.
     """
