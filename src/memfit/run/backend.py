@@ -75,7 +75,7 @@ class GhostBackend:
         self.ghost = load(settings.build)
         self.ghost.configure(
             settings.stands_for,
-            count=settings.devices,
+            count=settings.visible_devices,
             in_use=context + settings.device.in_use,
             own=context,
             workspaces=WorkspaceSource(options.workspaces),
@@ -143,8 +143,8 @@ class GhostBackend:
         """Return the device as configured, and record a note for each gap that the run reached."""
         if self._recorder is None:
             return self._settings.device
-        if self._settings.devices > 1:
-            seen = f"The script saw {self._settings.devices} GPUs (CUDA_VISIBLE_DEVICES)"
+        if self._settings.visible_devices > 1:
+            seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.")
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)

@@ -16,8 +16,8 @@ class GhostSettings(msgspec.Struct, frozen=True):
     build: Build
     stands_for: GhostDevice
     device: DeviceUse
-    devices: int
-    """How many such devices the script sees; memfit records the first."""
+    visible_devices: int
+    """How many such devices the script sees. memfit records the first."""
 
 
 class ChildSettings(msgspec.Struct, frozen=True):

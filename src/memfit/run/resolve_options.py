@@ -40,12 +40,12 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
             f"No memory is left for the script: of {total.bytes} bytes, the CUDA context takes "
             f"{context.bytes} and other processes hold {in_use}."
         )
-    devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible_devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return GhostSettings(
         build=build(),
         stands_for=GhostDevice.of(device, total.bytes),
         device=DeviceUse(device.name, total, context, in_use),
-        devices=devices,
+        visible_devices=visible_devices,
     )
 
 

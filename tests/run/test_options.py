@@ -1,0 +1,31 @@
+"""The options of a run have the same defaults in the record, in the Python API and on the command line."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+import memfit
+from memfit.cli.dry_run import dry_run as dry_run_command
+from memfit.run.options import RunOptions
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(RunOptions)}
+AS_TEXT = {"in_use": "0"}
+"""Defaults that the command line reads as text."""
+
+
+def defaults_of(function):
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def test_dry_run_takes_every_option_with_its_default():
+    assert DEFAULTS.items() <= defaults_of(memfit.dry_run).items()
+
+
+@pytest.mark.parametrize("function", [memfit.record, memfit.estimate, dry_run_command])
+def test_every_shared_option_has_the_same_default(function):
+    defaults = defaults_of(function)
+    expected = DEFAULTS | (AS_TEXT if function is dry_run_command else {})
+    shared = defaults.keys() & expected.keys()
+    assert {"steps"} < shared
+    assert {name: defaults[name] for name in shared} == {name: expected[name] for name in shared}
