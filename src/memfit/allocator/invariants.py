@@ -1,12 +1,12 @@
-"""The referee: what holds of a caching allocator whatever it did, each rule checked the slow way.
+"""The referee: invariants of a caching allocator, each checked the slow way.
 
     check(allocator)                   between any two operations
     check_choice(allocator, malloc)    after a malloc
     check_refusal(allocator, size)     after a malloc that failed
     check_emptied(allocator)           after empty_cache
 
-Nothing here follows the allocator's steps: blocks are found by walking from one to the next, sums are summed
-anew, and the best block is looked for among all. A broken rule has one name, and says where.
+Nothing here repeats the allocator's steps: blocks are found by walking from one to the next, sums are
+recomputed, and the best block is searched for among all. A violation names its invariant and its place.
 """
 
 from collections import Counter, defaultdict
@@ -25,31 +25,31 @@ _ALIGNMENT = 512
 
 
 class Invariant(StrEnum):
-    """What must hold."""
+    """An invariant of the allocator."""
 
     NO_OVERLAP = "no byte belongs to two blocks"
     TILED = "blocks of one stream and pool fill their segment from end to end"
     ALIGNED = "blocks begin and end at multiples of 512 bytes, and are not empty"
-    LISTED_ONCE = "a free block is listed in its pool, once, and no other is; as is the first of a segment"
-    IN_ORDER = "a pool finds its free blocks by stream, size, age of the segment and address"
-    COALESCED = "free neighbours are one block, unless memory is behind one of them alone"
-    WAITING = "a block waits for as many events as there are, and is free once there are none"
-    ALLOCATED_SUM = "allocated is the sum of the blocks that are allocated"
+    LISTED_ONCE = "a pool lists each free block once and no other; likewise the first block of each segment"
+    IN_ORDER = "a pool sorts its free blocks by stream, size, age of the segment and address"
+    COALESCED = "free neighbours are merged, unless only one of them is mapped"
+    WAITING = "a block waits for all of its outstanding events, and is free once there are none"
+    ALLOCATED_SUM = "allocated is the sum of the allocated blocks"
     RESERVED_SUM = "reserved is the sum of the segments"
-    DEVICE_SUM = "the device has given what is reserved, and what was taken before"
+    DEVICE_SUM = "the device's bytes in use are the reserved bytes and those taken before"
     ALLOCATED_IS_RESERVED = "allocated is at most reserved"
-    WITHIN_FRACTION = "reserved is at most the fraction of the device that is allowed"
+    WITHIN_FRACTION = "reserved is at most the allowed fraction of the device"
     PIECES = "a private pool counts its segments"
-    SERVES = "a block is of the stream and the pool that were asked for, and large enough"
-    BEST_FIT = "no smaller free block would have served, and no older one of that size"
-    SPLIT = "what a block has beyond the request is split off if it is worth a block, and only then"
-    TRIED_ALL = "an allocation fails only when the cache is given back and the device has too little"
-    EMPTIED = "an emptied cache holds nothing that can be given back"
+    SERVES = "a block is of the requested stream and pool, and large enough"
+    BEST_FIT = "no smaller free block would have fitted, and no older one of that size"
+    SPLIT = "the remainder of a block is split off if it is large enough, and only then"
+    TRIED_ALL = "an allocation fails only when the cache is released and the device has too little left"
+    EMPTIED = "an emptied cache holds nothing that can be released"
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that does not hold."""
+    """An invariant that does not hold."""
 
     rule: Invariant
     where: str
@@ -64,16 +64,16 @@ class MallocResult:
     """Bytes as requested."""
     stream: int
     fresh: bool
-    """Whether the device was asked for memory (``num_device_alloc`` rose)."""
+    """Whether the allocator got memory from the device (``num_device_alloc`` rose)."""
     retried: bool = False
-    """Whether the cache was given back on the way (``num_alloc_retries`` rose)."""
+    """Whether the allocator released its cache first (``num_alloc_retries`` rose)."""
 
 
 # ---- Between any two operations ----------------------------------------------------------------------
 
 
 def check(allocator: CachingAllocator, *, taken: int = 0) -> list[Violation]:
-    """Check what holds between two operations.
+    """Check the invariants that hold between two operations.
 
     Args:
         allocator: any; the fraction that it may reserve was settled before it reserved.
@@ -181,7 +181,9 @@ def _waiting_otherwise(allocator: CachingAllocator, blocks: Sequence[Block]) -> 
             yield f"{_name(block)} is free, and waits"
         if block.events and not block.waits:
             yield f"{_name(block)} has events, and does not wait"
-        if block.waits and not (block.events or block.uses):  # uses: freed in a capture, events are to come
+        if block.waits and not (
+            block.events or block.uses
+        ):  # uses: freed during a capture, its events come later
             yield f"{_name(block)} waits for nothing"
 
 
@@ -196,13 +198,13 @@ def _beyond(less: int, more: int) -> Iterator[str]:
 
 
 def _beyond_fraction(allocator: CachingAllocator, blocks: Sequence[Block]) -> Iterator[str]:
-    # An expandable segment is grown by whole handles, the fraction is asked about less: PyTorch goes beyond.
+    # Expandable segments grow by whole handles; PyTorch checks the fraction against less, and may exceed it.
     if allocator._allowed is not None and not any(block.expandable for block in blocks):
         yield from _beyond(allocator.reserved, allocator._allowed)
 
 
 def _miscounted(allocator: CachingAllocator, blocks: Sequence[Block]) -> Iterator[str]:
-    # Of expandable segments PyTorch counts each growth and each unmapping, which need not be as many.
+    # PyTorch counts each growth and each unmapping of an expandable segment; the two need not balance.
     for pool_id, pool in allocator.pools.items():
         segments = sum(block.prev is None for block in blocks if block.pool.owner is pool)
         if segments != pool.pieces and not allocator.config.expandable_segments:
@@ -213,10 +215,10 @@ def _miscounted(allocator: CachingAllocator, blocks: Sequence[Block]) -> Iterato
 
 
 def check_choice(allocator: CachingAllocator, malloc: MallocResult) -> list[Violation]:
-    """Check what a malloc has just returned.
+    """Check the block that a malloc has just returned.
 
-    The blocks that it did not choose are as they were, and what it split off lies behind its own: so the
-    state after it tells what there was to choose from.
+    The other blocks are unchanged, and the remainder is just after the returned block: so the state after the
+    malloc shows which blocks it chose from.
     """
     found = {
         Invariant.SERVES: _not_as_asked(allocator, malloc),
@@ -227,7 +229,7 @@ def check_choice(allocator: CachingAllocator, malloc: MallocResult) -> list[Viol
 
 
 def check_refusal(allocator: CachingAllocator, size: int) -> list[Violation]:
-    """Check that an allocation had to fail, as it just did.
+    """Check that the allocation that just failed had to fail.
 
     Args:
         allocator: outside of captures.
@@ -239,23 +241,23 @@ def check_refusal(allocator: CachingAllocator, size: int) -> list[Violation]:
     if allocator._allowed is not None:
         room = min(room, allocator._allowed - allocator.reserved)
     found = []
-    if not config.throw_on_cudamalloc_oom:  # on purpose, that keeps the cache
+    if not config.throw_on_cudamalloc_oom:  # that setting keeps the cache on purpose
         found += [Violation(Invariant.TRIED_ALL, f"{kept} is kept") for kept in _kept(allocator)]
-    # Expandable segments want whole handles, and what a failing request has mapped stays mapped.
+    # Expandable segments need whole handles, and handles mapped for a failing request stay mapped.
     if not config.expandable_segments and wanted <= room // GRANULE * GRANULE:
-        found.append(Violation(Invariant.TRIED_ALL, f"{wanted:,} bytes are wanted, and there are {room:,}"))
+        found.append(Violation(Invariant.TRIED_ALL, f"{wanted:,} bytes are needed, and {room:,} are left"))
     return found
 
 
 def check_emptied(allocator: CachingAllocator) -> list[Violation]:
-    """Check that a cache was emptied, outside of captures."""
+    """Check that the cache was emptied; outside of captures only."""
     return [Violation(Invariant.EMPTIED, f"{kept} is kept") for kept in _kept(allocator)]
 
 
 def _not_as_asked(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
     block, rounded = malloc.block, round_size(malloc.size, allocator.config)
     if block.stream != malloc.stream:
-        yield f"{_name(block)} is of stream {block.stream}, asked for was {malloc.stream}"
+        yield f"{_name(block)} is of stream {block.stream}, not of the requested {malloc.stream}"
     if block.pool.small != (rounded <= MIB):
         yield f"{_name(block)} is of a {_kind(block.pool)} pool"
     if block.size < malloc.size:
@@ -269,8 +271,8 @@ def _better(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
     rest = _rest(block)
     chosen = block.size + (rest.size if rest else 0)
     largest = chosen + _growth(rest or block)
-    # Two cases in which PyTorch asks the device though a free block would serve: events that ended while it
-    # gave back its cache have freed one, and it looked at a block that can grow and is not to be split.
+    # Two cases in which PyTorch asks the device although a free block would fit: events that completed while
+    # it released its cache freed one, or the best fit can grow but must not be split.
     unseen = malloc.retried or (config.expandable_segments and config.max_split_size is not None)
     rounded = round_size(malloc.size, config)
     for other in block.pool.free.values():
@@ -279,7 +281,7 @@ def _better(allocator: CachingAllocator, malloc: MallocResult) -> Iterator[str]:
         if malloc.fresh:
             if not unseen:
                 yield f"new memory {_name(block)} for {malloc.size:,}, and {_name(other)} is free"
-        # A block that can grow counts with what it can grow to: one that cannot is taken before it.
+        # A block that can grow counts with the size it can grow to: one that cannot is preferred.
         elif _rank(other) < (chosen, block.number, block.address) and other.size + _growth(other) <= largest:
             yield f"{_name(block)} of {chosen:,} for {malloc.size:,}, and {_name(other)} is free"
 
@@ -290,7 +292,7 @@ def _serves(allocator: CachingAllocator, block: Block, size: int) -> bool:
         return False
     if config.max_split_size is None:
         return True
-    if size < config.max_split_size:  # a large block is not for small requests: it would never be split
+    if size < config.max_split_size:  # a large block, which is never split, does not serve small requests
         return block.size < config.max_split_size
     return block.size < size + config.max_non_split_rounding
 
@@ -310,7 +312,7 @@ def _split_otherwise(allocator: CachingAllocator, malloc: MallocResult) -> Itera
 
 
 def _kept(allocator: CachingAllocator) -> Iterator[str]:
-    """Name what could be given back: whole segments, and whole handles of expandable ones."""
+    """Yield what could be released: whole segments, and whole handles of expandable ones."""
     for pool in _pools(allocator):
         if pool.owner is not None and pool.owner.use_count:
             continue
@@ -325,7 +327,7 @@ def _kept(allocator: CachingAllocator) -> Iterator[str]:
                 yield _name(block)
 
 
-# ---- Looking around ----------------------------------------------------------------------------------
+# ---- Helpers -----------------------------------------------------------------------------------------
 
 
 def _pools(allocator: CachingAllocator) -> list[BlockPool]:
@@ -334,7 +336,7 @@ def _pools(allocator: CachingAllocator) -> list[BlockPool]:
 
 
 def _blocks(allocator: CachingAllocator) -> list[Block]:
-    """Return every block that can be reached, by address."""
+    """Return every reachable block, by address."""
     ahead = list(allocator.segments.values())
     for pool in _pools(allocator):
         ahead += pool.free.values()
@@ -349,7 +351,7 @@ def _blocks(allocator: CachingAllocator) -> list[Block]:
 
 
 def _given(blocks: Sequence[Block]) -> int:
-    """Return the bytes that the device has given: cudaMalloc gives whole granules."""
+    """Return the bytes taken from the device: cudaMalloc takes whole granules."""
     segments: list[int] = []
     mapped = 0
     for block in blocks:
@@ -363,7 +365,7 @@ def _given(blocks: Sequence[Block]) -> int:
 
 
 def _rest(block: Block) -> Block | None:
-    """Return what was split off a block that was just handed out: before, nothing free was beside it."""
+    """Return the remainder split off a block just allocated: before, it had no free neighbour."""
     rest = block.next
     return rest if rest is not None and rest.free and rest.mapped else None
 

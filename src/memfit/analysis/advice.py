@@ -1,9 +1,9 @@
-"""At most three pieces of advice, each carried out before it is given: what costs least first.
+"""Up to three pieces of advice that lower the peak, each tried before it is reported, cheapest first.
 
-trace ──> candidates ──> run again, or replay ──> saves enough? ──> advice; what it led to is the next trace
+trace ──> candidates ──> rerun or replay ──> saves enough? ──> advice; its result is the next trace
 
-Each builds on those above it, so that what they save adds up. Running again is the caller's: a trace that
-came from elsewhere names a script, and nobody asked for that to be run.
+Each piece builds on those before it, so their savings add up. The caller decides whether a script is rerun: a
+trace from elsewhere names a script that the user did not ask memfit to run.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,32 +35,32 @@ from memfit.records import (
 
 _MOST = 3
 _WORTH = 0.01
-"""Of what a run needs, that a piece of advice saves at least."""
+"""Share of what a run needs that a piece of advice must save."""
 _MUCH = 0.1
-"""Of what is allocated at the peak: more activations are worth some time."""
+"""Share of activations at the peak from which saving them is worth some time."""
 _EXPANDABLE = "expandable_segments:True"
 _STRATEGIES = {
     "checkpointing": ("Checkpointing", "checkpoint the repeated blocks", "a second forward of these blocks"),
     "offload": ("Offload", "offload activations", "host memory, and copies to the host and back"),
 }
-"""Fields of a ``Plan``, cheapest first: the class of its settings, what it does, what it costs."""
+"""Fields of a ``Plan``, cheapest first: the class of its settings, what it does, its cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptChange:
-    """What a script is run with that it does not do itself; none of it touches the training loop."""
+    """Changes under which a script is run; none of them edits the training loop."""
 
     strategies: tuple[str, ...] = ()
     """Fields of a ``Plan``, each with its default settings."""
     fused: bool = False
-    """PyTorch's optimizers take ``fused=True`` where the script does not say which kind it wants."""
+    """Whether PyTorch's optimizers use ``fused=True`` if the script does not choose an implementation."""
     conf: str = ""
-    """``PYTORCH_ALLOC_CONF``; empty for the script's own. It is replayed, not run."""
+    """``PYTORCH_ALLOC_CONF``; empty for the script's own. Settings are replayed, not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """A run that came to its end."""
+    """The result of a run that completed."""
 
     trace: Trace
     models: tuple[str, ...] = ()
@@ -68,25 +68,26 @@ class TrialResult:
 
 
 RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
-"""Runs the script again where memory does not end: with a change, and what that is called. Returns how the
-script ended where that was not its end; None where it is not to be run."""
+"""Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it did
+not complete; None if the script must not be run."""
 
 
 def ran_to_completion(end: ScriptEnd) -> bool:
-    """Say whether a script has shown all that it needs: it came to its end, or to that of its steps."""
+    """Return whether a script completed: it ended by itself, or after the requested steps."""
     return end.reason in ("steps", "end") and not end.exit_code
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
-    """Say what would lower what a run needs, until it fits if it does not.
+    """Find changes that lower the memory a run needs; if it does not fit, until it does.
 
     Args:
-        trace: of the run as it is.
+        trace: of the unchanged run.
         found: its summary.
-        run: by default nothing is run, and only settings are tried.
+        run: reruns the script; by default nothing is run, and only allocator settings are tried.
 
     Returns:
-        The summary with ``advice``, ``in_all`` and ``untried``, as far as it came where somebody interrupts.
+        The summary with ``advice``, ``in_all`` and ``untried``; with what was found so far if the user
+        interrupts.
     """
     answer = replace(found, advice=())
     try:
@@ -101,32 +102,32 @@ def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _w
 
 @dataclass(frozen=True, slots=True)
 class AdviceCandidate:
-    """What may be worth trying."""
+    """A change that may be worth trying."""
 
     change: ScriptChange
     what: str
     how: str
     costs: str = ""
-    """Empty where a replay tells."""
+    """Empty if a replay determines it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceAttempt:
-    """A run under a change, and how it fares."""
+    """A run under a change, and what it needs."""
 
     trial: TrialResult
     found: DryRun
     asked: Requests
     change: ScriptChange
     roomy: Replay
-    """Where memory does not end."""
+    """With unlimited memory."""
 
     @classmethod
     def of(cls, trial: TrialResult, change: ScriptChange) -> "AdviceAttempt":
-        """Look at a run that has been made under a change.
+        """Summarize and replay a run that was made under a change.
 
         Raises:
-            MemfitError: it had another allocator than PyTorch's own, or its history does not tell enough.
+            MemfitError: it used another allocator than PyTorch's own, or its history is incomplete.
         """
         if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
             raise UsageError("The script used memfit.arena: PyTorch's allocator settings have no effect.")
@@ -134,23 +135,23 @@ class AdviceAttempt:
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 
     def reserved(self) -> Figure:
-        """Return the most bytes reserved where memory does not end."""
+        """Return the peak of reserved bytes with unlimited memory."""
         sure = least_certain(note for note in self.trial.trace.notes if note.sizes)
         most = self.roomy.peak_reserved
-        seen = not self.change.conf and most == self.found.peak_reserved  # by the run, which had no model
+        seen = not self.change.conf and most == self.found.peak_reserved  # in the run itself, not in a model
         return Figure(most, sure if seen else worst(sure, Provenance.SIMULATED))
 
     def seconds(self) -> float | None:
-        """Return what calls of the driver take in a steady step; None if too few steps were seen."""
+        """Return the seconds of driver calls in a steady step; None if too few steps completed."""
         calls = self.roomy.calls_per_step
         return CallRates().seconds(calls) if calls is not None else None
 
     def fits(self, total: int) -> bool | None:
-        """Say whether it fits so many bytes of device; None for 0, where there is none."""
+        """Return whether the run fits a device of ``total`` bytes; None for 0, an unknown device."""
         return _replay(self.trial, self.asked, self.change, total).fits if total else None
 
     def under(self, candidate: AdviceCandidate, run: RunScript) -> "AdviceAttempt | ScriptEnd | None":
-        """Try something more: settings by a replay, all else by running again, with what comes of that."""
+        """Try a further change: settings by a replay, anything else by a rerun."""
         change = candidate.change
         if change.conf != self.change.conf:
             return replace(self, change=change, roomy=_replay(self.trial, self.asked, change, NO_LIMIT))
@@ -172,7 +173,7 @@ def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: in
 
 
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
-    """Yield the answer anew whenever more of it is known."""
+    """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
     if answer.verdict in ("out of memory", "does not fit"):
         first = run(ScriptChange(), "with unlimited memory")
@@ -183,7 +184,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
     in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
     yield (answer := replace(answer, in_all=in_all))
-    # What fits as it is, or has no device, is told whatever saves; what does not, as much as it takes to fit.
+    # A run that fits, or has no device, gets all advice; one that does not fit gets enough to make it fit.
     fitted = fits
     while len(answer.advice or ()) < _MOST and (fitted or not fits):
         for candidate in _candidates(now):
@@ -208,7 +209,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
 
 
 def _costs(before: float | None, after: float | None) -> str:
-    """Say what settings cost."""
+    """Return the cost of settings as text."""
     if before is None or after is None:
         return "an unknown time: fewer than two steps completed"
     if after <= before:
@@ -217,7 +218,7 @@ def _costs(before: float | None, after: float | None) -> str:
 
 
 def _candidates(now: AdviceAttempt) -> Iterator[AdviceCandidate]:
-    """Yield what may lower a peak and is not done already, cheapest first."""
+    """Yield changes that may lower the peak and are not made already, cheapest first."""
     change, settings = now.change, now.trial.trace.settings
     at_peak = {term.name: term.figure.bytes for term in now.found.terms}
     if not change.conf and not AllocatorConfig.read(settings).expandable_segments:

@@ -1,4 +1,4 @@
-"""One trace under several allocator settings: how it fares under each, and where it fails."""
+"""One trace replayed under several allocator settings: what each needs and costs, and where it fails."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -30,24 +30,24 @@ def compare_settings(
     smallest: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> AllocatorComparison:
-    """Replay a trace under its own settings first, and then under each of others.
+    """Replay a trace under its own settings first, and then under each of the others.
 
     Args:
-        trace: with the history that is replayed.
+        trace: the history to replay.
         confs: values of ``PYTORCH_ALLOC_CONF``; None tries ``settings_worth_trying``.
-        device: replaces the one that the trace was made for.
+        device: replaces the device that the trace was made for.
         memory: bytes of device memory instead of that device's.
-        in_use: bytes of it that other processes hold; by default as when the trace was made.
-        smallest: find the smallest device for each, too.
+        in_use: bytes that other processes hold; by default as when the trace was made.
+        smallest: also find the smallest device for each setting.
         on_progress: called with the name of each setting before it is tried.
 
     Returns:
-        One outcome for each setting, and what is to be known of all.
+        One outcome for each setting, with notes on all of them.
 
     Raises:
-        UsageError: the trace is of no GPU; a conf is not what PyTorch takes; nothing tells how much memory
-            there is, or none of it is left.
-        FileFormatError: the trace does not tell what was asked for.
+        UsageError: the trace is of CPU tensors; PyTorch does not accept a conf; the device's memory is
+            unknown, or none of it is left.
+        FileFormatError: the trace does not record the requests.
     """
     total, context = _gpu(trace, device, memory)
     asked = read_requests(trace)
@@ -94,7 +94,7 @@ def compare_settings(
 
 
 def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, int]:
-    """Return how much memory there is, and what of it the CUDA context takes."""
+    """Return the bytes of the device, and of the CUDA context."""
     if trace.device.machine is Machine.CPU:
         raise UsageError(
             "This is a trace of CPU tensors: PyTorch does not cache CPU memory, and its allocator settings "
@@ -113,9 +113,9 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
 
 
 def _worth_trying(asked: Requests, version: tuple[int, int]) -> list[AllocatorSetting]:
-    """Return the sensible settings that mean something here.
+    """Return the settings worth trying for these requests.
 
-    Without steps the cache is not emptied after each; without its cache PyTorch fails to capture graphs.
+    Emptying the cache each step needs steps; without its cache PyTorch fails to capture graphs.
     """
     steps = RequestKind.STEP in asked.ask
     return [

@@ -1,18 +1,18 @@
-"""Whose every byte is, at every moment: category, module, op and line of each allocation.
+"""What every allocation is for: its category, module, op and line.
 
     stage      before          forward       backward        update
     phases     setup input     forward loss  backward        between optimizer
                                │             recompute
-    what live objects held             parameter, buffer, gradient, optimizer state, workspace
-    what a graph saved                 activation
-    gone before its stage is           temporary; of a recomputation, before that is
+    held by a live object              parameter, buffer, gradient, optimizer state, workspace
+    saved by autograd's graph          activation
+    freed before its stage ends        temporary; in a recomputation, before that ends
     made before a forward              input
-    made in a forward, alive after it  activation if a graph saved it, or the next backward frees it (it was
-                                       kept out of sight, then); otherwise output: the script holds it
+    made in a forward, alive after it  activation if a graph saved it, or if the next backward frees it (saved
+                                       where memfit cannot see it); otherwise output: the script holds it
     made in a backward, alive after    activation if the next backward frees it; otherwise gradient
 
-Live objects and graphs were asked while the script ran; the rest follows from when an allocation was made
-and freed. What none of it tells is ``UNKNOWN``.
+Live objects and graphs were inspected while the script ran; the rest follows from when an allocation was made
+and freed. Anything else is ``UNKNOWN``.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def attribute(trace: Trace, line: Timeline) -> Attribution:
-    """Say what each allocation of a trace is for.
+    """Determine what each allocation of a trace is for.
 
     Args:
         trace: what was recorded.
@@ -50,7 +50,7 @@ def attribute(trace: Trace, line: Timeline) -> Attribution:
     phase = phases(trace)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1, np.int32)
     label = events.label[born]
-    # A tensor that a module owns is that module's, wherever it was allocated.
+    # A module's tensor counts as the module's, wherever it was allocated.
     names = [tensor.module for tensor in trace.tensors] + [""]
     owner = np.array([bool(name) for name in names])[tensor]
     modules, module = _interned([*(one.module for one in labels), *names])
@@ -79,20 +79,20 @@ def _categories(
     category = trace.events.category[born].copy()
     failed = np.flatnonzero(trace.events.action == Action.OOM)
     if trace.end.reason == "out of memory" and len(failed):
-        # What the exception freed on its way out was there to stay.
+        # Memory that the exception freed while unwinding would have stayed.
         freed = np.where(freed > failed[-1], len(phase), freed)
     stage = np.array([_STAGES[one] for one in _PHASES], np.uint8)[phase]
     backwards = _counted(trace, MarkKind.BACKWARD)
     recomputed = phase[born] == _PHASES.index(Phase.RECOMPUTE)
     made = stage[born]
-    # What is never freed is freed after all events, in a stage of its own.
+    # Allocations that are never freed count as freed after all events, in a stage of their own.
     until_same_stage = _runs(stage)[freed] == _runs(stage)[born]
     if trace.end.reason == "out of memory" and len(failed):
-        # What the stage that failed was working with would have gone with it, unless somebody held it.
+        # Allocations of the stage that failed would have been freed with it, unless an object holds them.
         failing = (made >= _BACKWARD) & (_runs(stage)[born] == _runs(stage)[failed[-1]])
         until_same_stage |= failing & (freed == len(phase))
     temporary = np.where(recomputed, _runs(phase)[freed] == _runs(phase)[born], until_same_stage)
-    # A step may go through a closure's forward and backward, and keep what it works in meanwhile.
+    # A step may run a closure's forward and backward, and keep its temporaries meanwhile.
     steps = _counted(trace, MarkKind.OPTIMIZER_STEP)
     in_optimizer = phase[born] == _PHASES.index(Phase.OPTIMIZER)
     temporary |= in_optimizer & (steps[freed] == steps[born]) & (freed < len(phase))
@@ -103,11 +103,11 @@ def _categories(
     ended_inside = no_backward & (freed == len(phase)) & (trace.end.reason not in ("end", "steps"))
     kept = (made == _FORWARD) & (next_backward_frees | ended_inside)
     kept |= (made == _BACKWARD) & next_backward_frees  # the graph of a gradient
-    # What is made between, and stays, waits for the forward: the next batch of a window.
+    # Allocations between the phases that stay are input of the next forward: the next batch of a window.
     given = (made == _BEFORE) | ((made == _UPDATE) & ~in_optimizer)
-    # What no graph computed and one saved was given to it, unless a forward or backward made it: a mask.
+    # A saved tensor that no graph computed is an input, unless a forward or backward made it, like a mask.
     category[(category == Category.INPUT) & ~given] = Category.ACTIVATION
-    # Where nobody said what the script was doing, nothing can be told.
+    # Without a label, what the script was doing is unknown.
     unknown = (category == Category.UNKNOWN) & (trace.events.label[born] >= 0)
     for which, kind in (
         (given, Category.INPUT),
@@ -122,13 +122,13 @@ def _categories(
 
 
 def _counted(trace: Trace, kind: MarkKind) -> Numbers:
-    """Return how many marks of a kind there are up to each event, and after all."""
+    """Return the number of marks of a kind up to each event, and after all events."""
     marks = [mark.position for mark in trace.marks if mark.kind is kind]
     return np.searchsorted(marks, np.arange(len(trace.events) + 1), side="right")
 
 
 def _runs(values: npt.NDArray[np.uint8]) -> Numbers:
-    """Number the runs of equal values; one more place, for after the end, is in a run of its own."""
+    """Number the runs of equal values; an extra entry, for after the end, is a run of its own."""
     changes = np.flatnonzero(np.diff(values)) + 1
     number = np.zeros(len(values) + 1, np.int64)
     number[changes] = 1
@@ -142,7 +142,7 @@ def _interned(names: list[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]
 
 
 def _lines(trace: Trace, born: Numbers) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Return the lines that made allocations; each stack and label is looked at once."""
+    """Return the lines that made allocations; each pair of stack and label is resolved once."""
     places = np.stack((trace.events.stack[born], trace.events.label[born]), axis=1)
     unique, first, inverse = np.unique(places, axis=0, return_index=True, return_inverse=True)
     lines, of_place = _interned([line_of(trace, int(born[event])) for event in first])

@@ -1,4 +1,4 @@
-"""Who holds what is allocated at a moment, summed by category, module, line or op: rows that sum exactly.
+"""What holds the memory allocated at a moment, by category, module, line or op: rows that sum exactly.
 
 requested by each row ──┐
 rounding                ├──> allocated, as PyTorch counts it
@@ -45,22 +45,22 @@ CATEGORY_NAMES = {
 }
 ROUNDING, EARLIER = "rounding", "before the history"
 LARGEST = 20
-"""How many allocations are named."""
+"""Number of allocations listed one by one."""
 _HELD_BY_OBJECTS = {Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE}
 _MOMENTS = ("peak", *Phase)
-_DIGITS = 10  # of a step's number: Python refuses to read thousands of them
+_DIGITS = 10  # limit for a step's number: Python refuses to parse thousands
 
 
 def peak_event(trace: Trace, line: Timeline, at: str) -> int:
-    """Return the event at whose end most was allocated.
+    """Return the event after which most was allocated.
 
     Args:
         trace: what was recorded.
         line: its timeline.
-        at: ``peak``, of all; a phase (``backward``), within it; or a training step (``2``), within that.
+        at: ``peak`` for the whole run, a phase (``backward``), or a training step (``2``).
 
     Raises:
-        UsageError: there is no such moment in this run.
+        UsageError: the run has no such moment.
     """
     allocated = line.allocated
     if not len(allocated):
@@ -85,14 +85,14 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
 def breakdown_at(
     trace: Trace, line: Timeline, attribution: Attribution, event: int, *, beside: Sequence[str] = ()
 ) -> Breakdown:
-    """Say who holds what is allocated just after an event.
+    """Return what holds the memory allocated just after an event.
 
     Args:
         trace: what was recorded.
         line: its timeline.
-        attribution: whose its allocations are.
-        event: of the trace.
-        beside: modules of another run that rows are to be compared with: repetition is folded over both.
+        attribution: of its allocations.
+        event: index of the event.
+        beside: modules of another run to compare rows with: repetition is folded over both runs.
     """
     alive = attribution.alive(event)
     requested = attribution.requested[alive]
@@ -127,7 +127,7 @@ def breakdown_at(
 
 
 def describe_allocation(trace: Trace, attribution: Attribution, index: int) -> LiveAllocation:
-    """Describe an allocation, by its place in an attribution."""
+    """Describe an allocation, by its position in an attribution."""
     event = int(attribution.born[index])
     tensor = int(attribution.tensor[index])
     what = trace.tensors[tensor] if tensor >= 0 else None
@@ -146,18 +146,16 @@ def describe_allocation(trace: Trace, attribution: Attribution, index: int) -> L
 
 
 def category_provenance(trace: Trace) -> dict[Category, Provenance]:
-    """Return how sure the bytes of each category are.
+    """Return the provenance of the bytes of each category.
 
-    What live objects held has sizes of their own; an assumed size shows in the workspaces, where it is
-    theirs (in the activations as well, where a graph saved one), and otherwise in the rest. One that the
-    objects themselves were made in shows everywhere.
+    Live objects have sizes of their own. An assumed workspace size affects the workspaces, and the
+    activations if a graph saved one; other assumed sizes affect all but the live objects; an assumed size of
+    a live object affects every category.
     """
     unsure = [note for note in trace.notes if note.sizes]
     rest = least_certain(note for note in unsure if not note.workspaces)
     if not AllocatorConfig.read(trace.settings).has_segments:
-        return dict.fromkeys(
-            CATEGORY_NAMES, rest
-        )  # every row is what CUDA took, and how CUDA rounds is assumed
+        return dict.fromkeys(CATEGORY_NAMES, rest)  # rows are what CUDA took, and its rounding is assumed
     objects = least_certain(note for note in unsure if note.objects)
     workspaces = least_certain(note for note in unsure if note.workspaces or note.objects)
     saved = worst(rest, least_certain(note for note in unsure if note.activations))
@@ -187,7 +185,7 @@ def _rows(
 
 
 def split_named_rows(rows: Sequence[BreakdownRow]) -> tuple[Sequence[BreakdownRow], Sequence[BreakdownRow]]:
-    """Part the rows of something named from what is nobody's: rounding, and what was there before."""
+    """Split the named rows from the rest: rounding, and bytes from before the history."""
     rest = 2 if rows[-1].name == EARLIER else 1
     return rows[:-rest], rows[-rest:]
 

@@ -1,4 +1,4 @@
-"""From a trace to everything that ``memfit explain`` says of it."""
+"""From a trace to everything that ``memfit explain`` reports."""
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.advice import find_advice
@@ -17,16 +17,16 @@ def explain_trace(trace: Trace, at: str = "peak", *, fragments: bool = False) ->
     Args:
         trace: what was recorded.
         at: ``peak``, a phase (``backward``), or a training step (``2``): the moment in it that holds most.
-        fragments: tell apart what is reserved and not requested, too.
+        fragments: also classify the reserved bytes that were not requested.
 
     Raises:
-        UsageError: there is no such moment.
+        UsageError: the run has no such moment.
         FileFormatError: the history contradicts itself.
     """
     line = timeline(trace)
     attribution = attribute(trace, line)
     found = summarize_attributed(trace, line, attribution)
-    settings = find_advice(trace, found)  # nothing is run for it
+    settings = find_advice(trace, found)  # without a rerun: settings only
     return Explanation(
         summary=settings if settings.advice else found,
         below_peak=secondary_peaks(trace, line),

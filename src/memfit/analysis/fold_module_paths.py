@@ -1,4 +1,4 @@
-"""Repetition in the paths of modules: layers with the same parts go by one name.
+"""Repetition in module paths: layers with the same parts share one name.
 
 blocks.0.fc  blocks.0.norm    blocks.1.fc  blocks.1.norm    head
 blocks.0-1.fc                 blocks.0-1.norm               head
@@ -11,10 +11,10 @@ Tree = dict[str, "Tree"]
 
 
 def fold_module_paths(paths: Sequence[str]) -> list[str]:
-    """Return paths in which neighbours that have the same parts below them are a range.
+    """Replace numbered siblings with the same parts by a range of numbers.
 
     Args:
-        paths: dotted. Numbers without parts (``mlp.0``, ``mlp.2``) are kept.
+        paths: dotted module paths. Numbers without parts (``mlp.0``, ``mlp.2``) are kept.
 
     >>> fold_module_paths(["blocks.0.fc", "blocks.1.fc", "blocks.3.fc", "mlp.0", "mlp.2"])
     ['blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'blocks.0-1,3.fc', 'mlp.0', 'mlp.2']
@@ -27,19 +27,19 @@ def fold_module_paths(paths: Sequence[str]) -> list[str]:
             node = node.setdefault(part, {})
         ends.append(node)
     names = dict.fromkeys(map(id, ends), "")
-    # Names are put together where paths end, and by a list of its own: paths may be deeper than Python's
-    # stack, and all their beginnings longer than memory.
-    spoken: list[str] = []
+    # Names are joined only where paths end, with an explicit stack: paths may be deeper than Python's
+    # recursion limit, and all their prefixes larger than memory.
+    parts: list[str] = []
     levels = [_named(tree)]
     while levels:
         name, below = next(levels[-1], (None, tree))
         if name is None:
             levels.pop()
-            del spoken[-1:]
+            del parts[-1:]
             continue
-        spoken.append(name)
+        parts.append(name)
         if id(below) in names:
-            names[id(below)] = ".".join(spoken)
+            names[id(below)] = ".".join(parts)
         levels.append(_named(below))
     return [names[id(end)] for end in ends]
 
@@ -50,19 +50,19 @@ def _named(node: Tree) -> Iterator[tuple[str | None, Tree]]:
 
 
 def _ranges(node: Tree) -> dict[str, str]:
-    """Return what the numbers among a module's parts are called, where several have the same parts."""
+    """Return the range that replaces each numbered part, where several have the same parts."""
     alike: dict[frozenset[str], list[int]] = {}
     for part, below in node.items():
         if part.isascii() and part.isdecimal() and below and str(int(part)) == part:
             alike.setdefault(frozenset(below), []).append(int(part))
     repeated = [sorted(numbers) for numbers in alike.values() if len(numbers) > 1]
-    return {str(number): _in_words(numbers) for numbers in repeated for number in numbers}
+    return {str(number): _format_ranges(numbers) for numbers in repeated for number in numbers}
 
 
-def _in_words(numbers: Iterable[int]) -> str:
-    """Say which numbers these are, in order.
+def _format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers as ranges.
 
-    >>> _in_words([0, 1, 2, 5])
+    >>> _format_ranges([0, 1, 2, 5])
     '0-2,5'
     """
     runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])

@@ -1,4 +1,4 @@
-"""What is reserved and not asked for: rounding, holes, cached segments, and the blocks that pin the holes.
+"""Reserved bytes that were not requested: rounding, holes, cached segments, and the blocks that pin holes.
 
     segment
     |-- live: requested | rounding | unsplit --|---- hole ----|-- awaiting free --|---- hole ----|
@@ -6,8 +6,8 @@
     segment
     |---------------------------------- cached -----------------------------------|
 
-Source: ``torch.cuda.memory_snapshot()`` tells blocks and segments apart in the same way; the states of a
-block and what ``empty_cache`` can give back are those of c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
+Source: ``torch.cuda.memory_snapshot()`` classifies blocks and segments in the same way; the states of a
+block, and what ``empty_cache`` can release, are those of c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.14.1.
 """
 
 from collections import Counter
@@ -42,12 +42,12 @@ from memfit.records import (
 
 PEAK_RESERVED, PEAK_ALLOCATED, END = "peak reserved", "peak allocated", "the end"
 HOLES = 5
-"""How many holes are named at each moment."""
+"""Number of holes listed at each moment."""
 _BEFORE_ALL = ScriptLocation(0, Phase.SETUP, "", "", "")
 
 
 def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragmentation:
-    """Tell apart what is reserved and not requested, at some moments of a run.
+    """Classify the reserved bytes that were not requested, at some moments of a run.
 
     Args:
         trace: made with any settings, on any number of streams; it may begin late.
@@ -56,12 +56,12 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
             much was allocated as ever, and the end.
 
     Returns:
-        For each moment bytes that sum to what is reserved, and the largest holes. Without a cache of
-        segments there is nothing to tell apart, and ``not_applicable`` says so.
+        For each moment, bytes that sum to the reserved bytes, and the largest holes. Without cached segments
+        there is nothing to classify, and ``not_applicable`` holds the reason.
 
     Raises:
         FileFormatError: the history contradicts itself.
-        UsageError: there is no such moment.
+        UsageError: the run has no such moment.
     """
     line = timeline(trace)
     config = AllocatorConfig.read(trace.settings)
@@ -83,13 +83,13 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
                 f"Cannot replay this trace: after {events} of {len(trace.events)} events its blocks do not "
                 f"fill the {reserved:,} bytes reserved. Record it again."
             )
-    tracker.advance_to(len(trace.events))  # to know who is freed later
-    look = _Look(trace, config, tracker)
+    tracker.advance_to(len(trace.events))  # to know when blocks are freed
+    classifier = _Classifier(trace, config, tracker)
     sure = least_certain(note for note in trace.notes if note.sizes)
     return Fragmentation(
         worst(sure, Provenance.ASSUMED) if start.uncertain else sure,
         "",
-        tuple(look.at(name, events, pieces[events]) for name, events in moments.items()),
+        tuple(classifier.at(name, events, pieces[events]) for name, events in moments.items()),
     )
 
 
@@ -105,7 +105,7 @@ def _why_not(config: AllocatorConfig) -> str:
 def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
     if not len(trace.events):
         return dict.fromkeys((PEAK_RESERVED, PEAK_ALLOCATED, END), 0)
-    # A segment is wholly free until what it was made for is in it: the moment is that allocation's.
+    # A new segment is free until its first allocation: the moment is that allocation's.
     most = line.reserved == line.reserved.max()
     served = most & (trace.events.action == Action.ALLOC)
     return {
@@ -115,11 +115,11 @@ def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
     }
 
 
-class _Look:
-    """What is known of a block beyond where it lies.
+class _Classifier:
+    """Classifies the blocks of a moment.
 
     Args:
-        trace: whose blocks they are.
+        trace: the trace of the blocks.
         config: the settings in force.
         tracker: at the end of the history.
     """
@@ -133,7 +133,7 @@ class _Look:
         }
 
     def at(self, name: str, events: int, pieces: list[TrackedBlock]) -> ReservedMemoryUse:
-        """Tell the blocks of a moment apart."""
+        """Classify the blocks of one moment."""
         found: dict[str, Counter[str]] = {"small": Counter(), "large": Counter()}
         holes: list[
             tuple[int, str, int, list[TrackedBlock]]
@@ -169,7 +169,7 @@ class _Look:
         )
 
     def _requested(self, piece: TrackedBlock) -> int:
-        """Return the bytes that a live block was asked for with, and see that it has them."""
+        """Return the bytes requested for a live block, and check that the block is large enough."""
         event = self._tracker.freed_old.get(piece.start) if piece.born is None else piece.born
         requested = (
             self._requested_at_end[piece.start] if event is None else int(self._trace.events.size[event])
@@ -182,7 +182,7 @@ class _Look:
         return requested
 
     def _kind(self, segment: list[TrackedBlock], events: int) -> str:
-        """Tell which pool a segment serves."""
+        """Return the pool that a segment serves."""
         start, stop = segment[0].start, segment[-1].stop
         if segment[0].segment != EXPANDABLE:
             small = stop - start == SMALL_SEGMENT  # those of the large pool have at least 10 MiB
@@ -193,10 +193,10 @@ class _Look:
         return "small" if small else "large"
 
     def _mapped_for_small(self, start: int, stop: int, events: int) -> bool:
-        """Tell for which pool a range was mapped in which nothing is in use.
+        """Return whether a range without blocks in use was mapped for the small pool.
 
-        The small pool maps 2 MiB at a time, the large one handles of ``large_segment_size``. What was mapped
-        before the history, and given back in it, is the large pool's if it is whole handles of that.
+        The small pool maps 2 MiB at a time, the large one handles of ``large_segment_size``. A range that was
+        mapped before the history and released in it is the large pool's if it consists of whole handles.
         """
         rows = self._trace.events
         covers = (rows.address[:events] <= start) & (start < rows.address[:events] + rows.size[:events])
@@ -242,7 +242,7 @@ class _Look:
 
 
 def by_segment(pieces: Iterable[TrackedBlock]) -> Iterator[list[TrackedBlock]]:
-    """Put blocks that lie in one segment together; they come by address."""
+    """Group blocks, which come in order of address, by segment."""
     segment: list[TrackedBlock] = []
     for piece in pieces:
         if segment and (segment[-1].segment, segment[-1].stop) != (piece.segment, piece.start):

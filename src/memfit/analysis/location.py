@@ -1,4 +1,4 @@
-"""Where the script was at an event, in the user's terms, and how sure a figure about it is."""
+"""Where the script was at an event: step, phase, module, op and line."""
 
 from collections.abc import Iterable
 
@@ -8,14 +8,14 @@ import numpy.typing as npt
 from memfit.records import Action, Label, MarkKind, Note, Phase, Provenance, ScriptLocation, Trace, worst
 
 NOWHERE = Label(Phase.SETUP, "", "", -1)
-"""The label of an event that nothing is known of."""
+"""The label of an event without one."""
 _PHASES = tuple(Phase)
 
 
 def location_at(trace: Trace, event: int) -> ScriptLocation:
-    """Say where the script was at an event; of what is older than the history, when that begins."""
-    told = np.flatnonzero(trace.events.action[event:] != Action.EARLIER)
-    event += int(told[0]) if len(told) else 0
+    """Return where the script was at an event; for older allocations, where the history begins."""
+    recorded = np.flatnonzero(trace.events.action[event:] != Action.EARLIER)
+    event += int(recorded[0]) if len(recorded) else 0
     if not len(trace.events):
         return ScriptLocation(0, Phase.SETUP, "", "", "")
     label = _label(trace, event)
@@ -29,36 +29,36 @@ def location_at(trace: Trace, event: int) -> ScriptLocation:
 
 
 def phases(trace: Trace) -> npt.NDArray[np.uint8]:
-    """Return each event's phase, as an index into ``tuple(Phase)``: that which ``location_at`` says."""
+    """Return each event's phase, as an index into ``tuple(Phase)``; the same as in ``location_at``."""
     index = np.array([_PHASES.index(label.phase) for label in (*trace.labels, NOWHERE)], np.uint8)
     return index[trace.events.label]
 
 
 def step_ends(trace: Trace) -> list[int]:
-    """Return the places of events before which training steps ended."""
+    """Return the indices of the events before which training steps ended."""
     return [mark.position for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
 
 
 def step_of(trace: Trace, event: int, phase: Phase) -> int:
-    """Return the training step that an event of a phase is in, from 1; 0 for the setup before the first."""
+    """Return the training step of an event in a phase, from 1; 0 for the setup before the first."""
     return int(steps_of(trace, np.array([event]), np.array([_PHASES.index(phase)]))[0])
 
 
 def steps_of(
     trace: Trace, events: npt.NDArray[np.int64], phase: npt.NDArray[np.integer]
 ) -> npt.NDArray[np.int64]:
-    """Return the training step of each of some events, as ``step_of`` does; phases as ``phases`` has them."""
+    """Return the training step of each event, as ``step_of`` does; ``phase`` as ``phases`` returns it."""
     ended = steps_at(trace, events)
     return np.where((ended == 0) & (phase == _PHASES.index(Phase.SETUP)), 0, ended + 1)
 
 
 def steps_before(trace: Trace, event: int) -> int:
-    """Return how many training steps were completed up to an event, those before the history, too."""
+    """Return the number of training steps completed before an event, including those before the history."""
     return int(steps_at(trace, np.array([event]))[0])
 
 
 def steps_at(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return how many training steps were completed up to each of some events, as ``steps_before`` does."""
+    """Return the number of completed training steps for each event, as ``steps_before`` does."""
     marks = [mark for mark in trace.marks if mark.kind is MarkKind.TRAINING_STEP]
     completed = np.array([0, *(mark.index + 1 for mark in marks)])
     return completed[np.searchsorted(step_ends(trace), events, side="right")]
@@ -67,7 +67,7 @@ def steps_at(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
 def line_of(trace: Trace, event: int) -> str:
     """Return ``file:line`` of the innermost frame that is the user's own, or else of the innermost.
 
-    In the backward, where Python has no frame, that of the forward.
+    In the backward, where Python has no frame, the forward's.
     """
     stack = int(trace.events.stack[event])
     if stack < 0:
@@ -85,5 +85,5 @@ def _label(trace: Trace, event: int) -> Label:
 
 
 def least_certain(unsure: Iterable[Note]) -> Provenance:
-    """Return how sure a figure is that rests on sizes with these notes: as the least sure of them."""
+    """Return the provenance of a figure that depends on sizes with these notes: the least certain one."""
     return worst(Provenance.EXACT, *(note.provenance for note in unsure))

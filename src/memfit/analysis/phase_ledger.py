@@ -1,4 +1,4 @@
-"""What each phase of a run added to memory: the account that people keep by hand.
+"""What each phase of a run added to memory: the ledger that engineers keep by hand.
 
 setup       parameters +4,194,304   inputs +4,096
 forward     outputs +4,096
@@ -20,9 +20,9 @@ _PHASES = tuple(Phase)
 def phase_ledger(
     trace: Trace, line: Timeline, attribution: Attribution, steps: int = 2
 ) -> tuple[PhaseChange, ...]:
-    """Return what each stretch of a phase changed, up to the end of so many training steps.
+    """Return what each stretch of a phase changed, up to the end of ``steps`` training steps.
 
-    A module's calls in a row are one forward; recomputations are part of their backward.
+    Consecutive calls of modules are one forward; recomputations are part of their backward.
     """
     ends = step_ends(trace)
     events = len(trace.events) if len(ends) <= steps else ends[steps - 1]
@@ -30,7 +30,9 @@ def phase_ledger(
     phase[phase == _PHASES.index(Phase.RECOMPUTE)] = _PHASES.index(Phase.BACKWARD)
     if not events:
         return ()
-    first = int(np.argmax(trace.events.action != Action.EARLIER))  # what is older than all is no change
+    first = int(
+        np.argmax(trace.events.action != Action.EARLIER)
+    )  # allocations from before the history are no change
     edges = np.flatnonzero(np.diff(phase[first:])) + 1 + first
     begins, stops = [first, *edges.tolist()], [*edges.tolist(), events]
     levels = by_category(attribution, len(trace.events))
@@ -57,7 +59,7 @@ def phase_ledger(
 
 
 def by_category(attribution: Attribution, events: int) -> npt.NDArray[np.int64]:
-    """Return bytes of blocks allocated after each event: a row a ``Category``, a column an event."""
+    """Return the bytes of allocated blocks: one row per ``Category``, one column per event."""
     levels = np.zeros((len(Category), events + 1), np.int64)
     np.add.at(levels, (attribution.category, attribution.born), attribution.block)
     np.subtract.at(levels, (attribution.category, attribution.freed), attribution.block)

@@ -1,4 +1,4 @@
-"""What must be known of the replays of a trace: what is assumed in them, and what no history tells."""
+"""Caveats of a trace's replays: what they assume, and what a history does not record."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,21 +8,21 @@ from memfit.records import MarkKind, Note, Provenance, SettingOutcome, Trace
 from memfit.units import format_bytes
 
 NEWEST = (2, 14)
-"""Version of PyTorch that a snapshot, which names none, is taken to be of."""
+"""PyTorch version assumed for a snapshot, which records none."""
 
 
 def caveats(
     trace: Trace, asked: Requests, outcomes: Sequence[SettingOutcome], *, total: int, taken: int, context: int
 ) -> Iterator[Note]:
-    """Return a note for each.
+    """Yield a note for each caveat.
 
     Args:
-        trace: that was replayed.
+        trace: the trace that was replayed.
         asked: its requests.
-        outcomes: how it fared; under its own settings first.
+        outcomes: one for each setting; the trace's own first.
         total: bytes of the device.
         taken: bytes of it that the context and other processes hold.
-        context: bytes of those that are the context's.
+        context: bytes of these that the context holds.
     """
     yield from _of_the_settings(trace, outcomes)
     yield from _of_the_device(trace, context)
@@ -92,7 +92,7 @@ def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
 
 
 def _disagreement(trace: Trace, own: SettingOutcome, *, total: int, taken: int) -> Iterator[Note]:
-    """Say so where the trace's own settings on its own device do not end as PyTorch did."""
+    """Yield a note if a replay under the trace's own settings ends differently from PyTorch."""
     device = trace.device
     same = (total, taken) == (device.total.bytes, device.context.bytes + device.in_use)
     if not same or not own.replay.fits or not trace.statistics:

@@ -1,4 +1,4 @@
-"""What changed between two runs: who holds what at a moment of each."""
+"""Two runs compared: what holds the memory at a moment of each."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ def compare_runs(
     """Compare two runs.
 
     Args:
-        before: one.
-        after: the other.
-        at: ``peak``, a phase (``backward``), or a training step (``2``): the moment in it that holds most,
-            of each.
-        by: what rows sum.
+        before: the first run.
+        after: the second run.
+        at: ``peak``, a phase (``backward``), or a training step (``2``): the moment of each run that holds
+            most in it.
+        by: how to group the bytes into rows.
 
     Raises:
         UsageError: a run has no such moment.

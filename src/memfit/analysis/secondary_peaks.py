@@ -1,10 +1,10 @@
-r"""The moments just below the peak: what limits a run next, once its peak is lowered.
+r"""Secondary peaks: the moments that limit a run next, once its peak is lowered.
 
 allocated     /\  peak
-             /  \       /\  near: apart from the peak by a dip, and not far below it
+             /  \       /\  secondary: separated by a dip, and not far below
          /\_/    \     /  \
         /         \___/    \
-        not apart
+        not separated
 """
 
 import numpy as np
@@ -14,13 +14,13 @@ from memfit.records import MemoryPeak, Timeline, Trace
 
 MOST = 3
 APART = 0.05
-"""Of the peak, that memory falls by between two moments that are not one."""
+"""Share of the peak by which memory falls between two separate peaks."""
 NEAR = 0.75
-"""Of the peak, that a moment holds at least."""
+"""Share of the peak that a secondary peak reaches at least."""
 
 
 def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
-    """Return the highest moments of the peak's own training step that are apart from it and one another.
+    """Return the highest separate peaks in the training step of the peak, highest first.
 
     Args:
         trace: what was recorded.
@@ -38,11 +38,11 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     found: list[int] = []
     at = peak - begin
     for _ in range(MOST):
-        # The lowest level between each moment and the one found last, looking both ways from that.
+        # The lowest level between each moment and the peak found last, in both directions.
         after = np.minimum.accumulate(level[at:])
         before = np.minimum.accumulate(level[at::-1])[:0:-1]
         far &= level - np.concatenate((before, after)) >= APART * line.allocated[peak]
-        far &= label != label[at]  # the same code again tells nothing new
+        far &= label != label[at]  # another peak of the same code adds nothing
         if not far.any():
             break
         at = int(np.argmax(np.where(far, level, -1)))

@@ -33,24 +33,24 @@ from memfit.records import (
 
 
 def summarize(trace: Trace) -> DryRun:
-    """Answer what a script uses, from its trace alone.
+    """Return what a script uses, from its trace alone.
 
     Returns:
-        The verdict, peaks in bytes, the terms that sum to them, and what the reader must know.
+        The verdict, the peaks in bytes, the terms that sum to them, and notes.
     """
     line = timeline(trace)
     return summarize_attributed(trace, line, attribute(trace, line))
 
 
 def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
-    """Return what ``summarize`` does, of a trace whose timeline and attribution are there already."""
+    """Return the summary of a trace whose timeline and attribution exist already."""
     steps = steps_before(trace, len(trace.events))
     peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
     allocated = int(line.allocated.max(initial=0))
     reserved = _reserved(trace, line)
     context = trace.device.context
     failed = _out_of_memory(trace)
-    # Sums of what the allocator did are exact, unless a size it was asked for was itself assumed.
+    # Sums over the allocator's history are exact, unless a requested size was itself assumed.
     sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
@@ -79,7 +79,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
 
 
 def _reserved(trace: Trace, line: Timeline) -> int:
-    """Return the most bytes reserved; where CUDA's own pool does that, PyTorch's counter alone knows."""
+    """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
     own = int(line.reserved.max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
@@ -98,7 +98,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
 def _by_category(
     trace: Trace, line: Timeline, attribution: Attribution, peak: int, sure: Provenance
 ) -> list[Term]:
-    """Split what is allocated at an event by category, rounding apart."""
+    """Split the bytes allocated at an event by category, with rounding as a term of its own."""
     names = [*CATEGORY_NAMES.values(), ROUNDING]
     if not len(trace.events):
         return [Term(name, Figure(0, sure)) for name in names]
@@ -115,7 +115,7 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
     failures = np.flatnonzero(trace.events.action == Action.OOM)
     if not len(failures):
         return None
-    # The one that ended the script is the last; if it went on, the first is what it met first.
+    # The failure that ended the script is the last one; if the script continued, report the first.
     event = int(failures[-1] if trace.end.reason == "out of memory" else failures[0])
     requested = int(trace.events.size[event])
     free = int(trace.events.address[event])
@@ -130,19 +130,19 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
 
 
 def _growth(trace: Trace, line: Timeline) -> Growth:
-    """Compare what the ends of steps still hold, in bytes requested.
+    """Compare the requested bytes that are still held at the end of each step.
 
-    Requested, not allocated: the same tensors can land in blocks of other sizes from step to step. What
-    grows is told from what varies by age: bytes that have outlived a whole step since they were allocated
-    should stay the same, while a step's own tensors may be of any size (batches of varying length). The
-    pool of a CUDA graph came to stay when the graph was captured, in whichever step that was.
+    Requested, not allocated: the same tensors can get blocks of different sizes from step to step. Age
+    separates a leak from variation: bytes that have outlived a whole step should stay the same, while a
+    step's own tensors may be of any size (batches of varying length). The pool of a CUDA graph is permanent
+    from its capture on, so it does not count.
     """
     ends = step_ends(trace)
-    if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # who freed what is older is not known
+    if len(ends) <= 1 or Action.EARLIER in trace.events.action:  # frees of older allocations are unknown
         return Growth(None, 0, "", leak=False)
     held, own = _held(trace, line, ends)
     outlived = [after - new for after, new in zip(held[1:], own[1:], strict=True)]
-    more = held[-1] > held[-2]  # otherwise what has outlived a step came once, late
+    more = held[-1] > held[-2]  # otherwise the older bytes came once, late
     if more and len(outlived) > 1 and (leaked := outlived[-1] - outlived[-2]) > 0:
         return Growth(None, leaked, _growing_line(trace, line, ends[-3:]), leak=True)
     steady = len(held) - 1
@@ -154,7 +154,7 @@ def _growth(trace: Trace, line: Timeline) -> Growth:
 
 
 def _held(trace: Trace, line: Timeline, ends: list[int]) -> tuple[list[int], list[int]]:
-    """Return bytes requested and held at the end of each step, and how many of them that step allocated."""
+    """Return the requested bytes held at the end of each step, and how many of them that step allocated."""
     born = np.flatnonzero(trace.events.action == Action.ALLOC)
     born = born[~_captured(trace, born)]
     freed, size = line.freed_by[born], trace.events.size[born]
@@ -169,7 +169,7 @@ def _held(trace: Trace, line: Timeline, ends: list[int]) -> tuple[list[int], lis
 
 
 def _captured(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Say which allocations lie in the private pools of CUDA graphs, as far as these are still there."""
+    """Return which allocations are in private pools of CUDA graphs that exist at the end."""
     pools = sorted((s.address, s.address + s.size) for s in trace.segments if s.pool != DEFAULT_POOL)
     starts, stops = np.array(pools, np.uint64).reshape(-1, 2).T
     address = trace.events.address[events]
@@ -211,7 +211,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         short = f"; allocated may be too low by up to {before.uncertain:,} bytes, reserved is exact."
         sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
         notes.append(Note(sure, text + (short if before.uncertain else ".")))
-    # Without a cache PyTorch counts nothing at all, so there is nothing to compare with.
+    # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):
         notes.append(Note(Provenance.ASSUMED, f"{differs} Figures here may be off by the difference."))
