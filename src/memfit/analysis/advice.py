@@ -68,8 +68,8 @@ class TrialResult:
 
 
 RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
-"""Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it did
-not complete; None if the script must not be run."""
+"""Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it
+did not complete; None if the script must not be run."""
 
 
 def ran_to_completion(end: ScriptEnd) -> bool:

@@ -1,4 +1,4 @@
-"""The records that stages hand to each other; nothing here computes anything.
+"""The records that stages exchange; nothing here computes anything.
 
 Device ─┐
 ghost, run, recording ─────┴─> Trace ──> Timeline ──> DryRun ──> report

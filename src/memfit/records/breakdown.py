@@ -1,4 +1,4 @@
-"""What ``explain`` tells of who holds the memory: the records, and nothing that computes them."""
+"""What holds the memory of a run: the records behind ``memfit explain``."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +18,7 @@ class GroupBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakdownRow:
-    """Bytes that have something in common."""
+    """Bytes that share a category, module, line or op."""
 
     name: str
     """A category; a module's path, repetition folded (``blocks.0-11.mlp``); ``file:line``; an op."""
@@ -30,7 +30,7 @@ class BreakdownRow:
 
 @dataclass(frozen=True, slots=True)
 class LiveAllocation:
-    """An allocation that is there at a moment."""
+    """An allocation that is alive at a moment."""
 
     requested: int
     block: int
@@ -40,7 +40,7 @@ class LiveAllocation:
     op: str
     line: str
     name: str
-    """What held it, if somebody did: ``weight.grad``, ``mat1 of AddmmBackward0``."""
+    """What held it, if anything did: ``weight.grad``, ``mat1 of AddmmBackward0``."""
     dtype: str
     shape: tuple[int, ...] | None
     born: ScriptLocation
@@ -48,7 +48,7 @@ class LiveAllocation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """A moment of a run that holds much."""
+    """A moment of a run at which much memory is allocated."""
 
     event: int
     """The moment is just after this event."""
@@ -58,7 +58,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Who holds what is allocated at a moment."""
+    """What holds the memory allocated at a moment."""
 
     event: int
     """The moment is just after this event."""
@@ -66,22 +66,22 @@ class Breakdown:
     allocated: int
     """Bytes; the rows of each kind sum to them."""
     rows: dict[GroupBy, tuple[BreakdownRow, ...]]
-    """Largest first; ``rounding`` and what was there ``before the history`` last."""
+    """Largest first; ``rounding`` and ``before the history`` last."""
     largest: tuple[LiveAllocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
-    """What one stretch of a phase did to what is allocated. Bytes of blocks."""
+    """The change of allocated memory in one stretch of a phase. Bytes of blocks."""
 
     step: int
     """Training step, from 1; 0 before the first."""
     phase: Phase
     by_category: tuple[tuple[str, int], ...]
-    """What each category has more, or less, after it than before; only those that changed."""
+    """The change of each category; only those that changed."""
     change: int
-    """Their sum."""
+    """The sum of these changes."""
     peak: int
-    """The most that was allocated within it."""
+    """The most that was allocated during the stretch."""
     after: int
-    """Allocated when it was over."""
+    """Allocated at its end."""

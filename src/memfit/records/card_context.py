@@ -1,4 +1,4 @@
-"""Records of what a process holds on a card, step by step: made by ``context.py``, shown by ``report``."""
+"""What a process holds on a card, stage by stage: measured by ``card/context.py``, shown by ``report``."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from memfit.records.trace import Machine
 
 @dataclass(frozen=True, slots=True)
 class ContextStage:
-    """What a process held on a card after using it a little more. Bytes."""
+    """What a process held on a card at one stage of its use. Bytes."""
 
     what: str
-    """What it had just done: "first matmul"."""
+    """What the process had just done: "first matmul"."""
     allocated: int
     reserved: int
     """By PyTorch's allocator."""
     process: int
-    """By the process in all."""
+    """By the process in total."""
 
     @property
     def outside(self) -> int:
@@ -25,34 +25,34 @@ class ContextStage:
 
 @dataclass(frozen=True, slots=True)
 class ContextTrial:
-    """The same stages with something changed."""
+    """The same stages under a changed setting."""
 
     what: str
-    """The change, as it is written: "CUDA_MODULE_LOADING=EAGER"."""
+    """The change, as written: "CUDA_MODULE_LOADING=EAGER"."""
     why: str
     stages: tuple[ContextStage, ...]
     failed: str = ""
-    """The last lines of the error; then there are no stages."""
+    """The last lines of the error, if the trial failed; then there are no stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """What a process holds on a card, step by step, and what changes it."""
+    """What a process holds on a card, stage by stage, and what changes it."""
 
     card: str
-    """As the driver names it."""
+    """Its name, from the driver."""
     driver: str
-    """Its version; empty where NVML does not say."""
+    """The driver's version; empty if NVML does not report it."""
     cuda: str
-    """The newest that the driver serves."""
+    """The newest CUDA version that the driver supports."""
     torch: str
     total: int
     """Bytes of the card, as cudaMemGetInfo reports them."""
     machine: Machine
-    """``CARD``, or ``REHEARSAL``: then nothing here was measured."""
+    """``CARD``, or ``REHEARSAL``, in which case nothing here was measured."""
     way: str
-    """How the process's bytes were found."""
+    """How the process's bytes were measured."""
     day: str
-    """When: "2026-05-17"."""
+    """The date: "2026-05-17"."""
     stages: tuple[ContextStage, ...]
     trials: tuple[ContextTrial, ...]

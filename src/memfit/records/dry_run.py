@@ -1,4 +1,4 @@
-"""The answer of a dry run: the verdict, the peak, what holds it, and what would lower it."""
+"""The result of a dry run: the verdict, the peak, what holds it, and what would lower it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,43 +24,43 @@ class OutOfMemory:
     free: int
     """Bytes the device still had free."""
     shortfall: int
-    """Bytes missing, had the allocator's cache been of no use: ``segment size - free``."""
+    """Bytes missing, if nothing in the allocator's cache could be reused: ``segment size - free``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Whether a training step leaves memory as it found it, judged at the end of each step."""
+    """Whether memory grows from training step to training step, compared at the end of each."""
 
     steady_from: int | None
-    """The first step that ended with as much held as every later one; None if the last two differ."""
+    """The first step whose end holds as much as that of every later one; None if the last two differ."""
     bytes_per_step: int
-    """Bytes requested and held at the end of the last step, less those at the end of the one before; for
-    a leak, of those alone that have outlived a whole step."""
+    """Requested bytes held at the end of the last step, minus those at the end of the step before; for a
+    leak, only bytes that have outlived a whole step."""
     line: str
-    """``file:line`` that holds most of what leaked; otherwise empty."""
+    """``file:line`` that holds most of the leak; otherwise empty."""
     leak: bool
-    """Whether what grows outlives the step that allocated it. Otherwise it may be batches of varying size."""
+    """Whether the growing bytes outlive the step that allocated them; if not, batches may vary in size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What lowers what a run needs: it was tried."""
+    """A change that lowers the memory a run needs; memfit has tried it."""
 
     what: str
     how: str
-    """What to write."""
+    """The code or setting to write."""
     costs: str
     saves: Figure
-    """Bytes of the process at its peak, beyond what the advice above it saves."""
+    """Bytes of the process at its peak, in addition to what the advice before this one saves."""
     needs: Figure
-    """Bytes of the process at its peak, with it and all advice above it."""
+    """Bytes of the process at its peak, with this and all advice before it."""
     fits: bool | None
-    """Whether the run then fits its device; None where it has none."""
+    """Whether the run then fits its device; None without a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The answer to: what would this script use?"""
+    """What a script would use."""
 
     verdict: str
     """``fits``, ``does not fit`` (an allocation failed and the script carried on), ``out of memory``, or
@@ -72,7 +72,7 @@ class DryRun:
     peak_process: Figure
     peak_place: ScriptLocation
     terms: tuple[Term, ...]
-    """Rows that sum to the process's peak, outermost last."""
+    """Rows that sum to the process's peak; totals last."""
     out_of_memory: OutOfMemory | None
     growth: Growth
     end: ScriptEnd
@@ -80,9 +80,9 @@ class DryRun:
     versions: Mapping[str, str]
     command: tuple[str, ...] = field(default=())
     advice: tuple[Advice, ...] | None = None
-    """What would lower the peak; None where nobody asked."""
+    """What would lower the peak; None if the caller did not ask."""
     in_all: Figure | None = None
-    """Bytes of the process at its peak where memory does not end, if that is known: advice counts from it."""
+    """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
     untried: ScriptEnd | None = None
-    """Why advice that needs a run of its own is missing: how the script ended, or that run (``refused``: it
-    could not be run, or not with what was to be tried)."""
+    """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
+    not be rerun, or not with the change to be tried)."""

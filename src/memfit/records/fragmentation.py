@@ -1,7 +1,7 @@
-"""The records of what reserved bytes are used for: made by ``fragmentation.py``, shown by ``report``.
+"""What reserved bytes are used for: computed by ``analysis/fragmentation.py``, shown by ``report``.
 
-As they stand they are also the ``fragmentation`` of ``memfit explain --fragmentation --json``: a promise, of
-which docs/explain.schema.json is made. Fields may be added; none is removed or changes meaning.
+These records are also the ``fragmentation`` of ``memfit explain --fragmentation --json``, a stable interface
+that docs/explain.schema.json is made from. Fields may be added; none is removed or changes meaning.
 """
 
 from dataclasses import astuple, dataclass
@@ -13,23 +13,23 @@ from memfit.records.trace import ScriptLocation
 
 @dataclass(frozen=True, slots=True)
 class ReservedBytes:
-    """Bytes of segments, told apart: the first six fields sum to ``reserved``."""
+    """Bytes of segments by use: the first six fields sum to ``reserved``."""
 
     requested: int
-    """What live tensors were asked for with."""
+    """Requested for live tensors."""
     rounding: int
-    """Of live blocks, beyond that: up to 512 bytes, or a division of a power of two."""
+    """Rounding of live blocks: up to 512 bytes, or a division of a power of two."""
     unsplit: int
-    """Of live blocks, beyond that: a remainder that was not worth a block of its own."""
+    """Remainders of live blocks that were too small to split off."""
     awaiting_free: int
-    """Blocks that are freed and that another stream still uses."""
+    """Freed blocks that another stream still uses."""
     holes: int
-    """Free blocks in segments that other blocks keep in use: ``empty_cache`` gives none of these back, but in
-    expandable segments the whole handles within them."""
+    """Free blocks in segments that other blocks keep in use: ``empty_cache`` cannot release them, except for
+    whole handles of expandable segments."""
     cached: int
-    """Segments that are wholly free: ``empty_cache`` gives them back."""
+    """Wholly free segments, which ``empty_cache`` releases."""
     allocated: int
-    """``torch.cuda.memory_allocated()``: the first three."""
+    """``torch.cuda.memory_allocated()``: the sum of the first three."""
     reserved: int
     """``torch.cuda.memory_reserved()``."""
 
@@ -44,7 +44,7 @@ class ReservedBytes:
         holes: int = 0,
         cached: int = 0,
     ) -> Self:
-        """Add up what is told apart."""
+        """Fill in the two sums."""
         allocated = requested + rounding + unsplit
         reserved = allocated + awaiting_free + holes + cached
         return cls(requested, rounding, unsplit, awaiting_free, holes, cached, allocated, reserved)
@@ -55,7 +55,7 @@ class ReservedBytes:
 
 @dataclass(frozen=True, slots=True)
 class PinningBlock:
-    """A block in use next to a hole: while it is there, its segment cannot be given back."""
+    """A block in use next to a hole: it keeps its segment from being released."""
 
     address: int
     size: int
@@ -64,7 +64,7 @@ class PinningBlock:
     state: str
     """``active_allocated`` or ``active_awaiting_free``."""
     born: ScriptLocation | None
-    """Where it was allocated; None if that was before the history."""
+    """Where the block was allocated; None if that was before the history."""
     freed: ScriptLocation | None
     """Where its free was requested; None if it was held to the end, or freed before the history."""
 
@@ -78,15 +78,15 @@ class Hole:
     kind: str
     """``small`` or ``large``: the pool."""
     segment: int
-    """Its address. Of expandable segments, each range that is mapped without a gap counts as one."""
+    """Address of the segment. In expandable segments, each contiguous mapped range counts as one."""
     segment_size: int
     expandable: bool
     blocks: int
     """Blocks in use in the segment."""
     in_use: int
-    """Bytes of them."""
+    """Bytes of these blocks."""
     pins: tuple[PinningBlock, ...]
-    """Those before and after the hole, in this order; none where the segment begins or ends with it."""
+    """The blocks before and after the hole, in this order; fewer at the ends of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +95,23 @@ class ReservedMemoryUse:
 
     name: str
     events: int
-    """How many events had happened."""
+    """Number of events that had happened."""
     place: ScriptLocation
     all: ReservedBytes
-    """Of both pools."""
+    """Both pools."""
     small: ReservedBytes
-    """Of the small pool: requests up to 1 MiB."""
+    """The small pool: requests up to 1 MiB."""
     large: ReservedBytes
     holes: tuple[Hole, ...]
-    """The largest few, largest first."""
+    """The largest holes, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """What is reserved and not asked for, and what keeps it from being given back."""
+    """What reserved bytes are used for, and what keeps unused ones from being released."""
 
     provenance: Provenance
-    """Of every figure but the totals reserved, which are exact as far as sizes are."""
+    """Provenance of all figures but the reserved totals, which are exact if sizes are."""
     not_applicable: str
-    """Why there are no moments; otherwise empty."""
+    """The reason if there are no moments; otherwise empty."""
     moments: tuple[ReservedMemoryUse, ...]

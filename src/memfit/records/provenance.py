@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Provenance(StrEnum):
-    """Where a figure comes from. Ordered from the surest; a total shows the worst of its terms."""
+    """Where a figure comes from, most certain first; a total has that of its least certain term."""
 
     EXACT = "exact"  # from the allocator's own history
     MEASURED = "measured"  # from a real device
@@ -14,7 +14,7 @@ class Provenance(StrEnum):
 
 
 def worst(*provenances: Provenance) -> Provenance:
-    """Return the provenance of a total: that of its least sure term.
+    """Return the provenance of a total: that of its least certain term.
 
     >>> worst(Provenance.EXACT, Provenance.MEASURED).value
     'measured'
@@ -33,17 +33,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something the reader of a figure must know."""
+    """A caveat of the figures."""
 
     provenance: Provenance
     text: str
     where: str = ""
     """``file:line``, or empty."""
     sizes: bool = False
-    """Whether bytes depend on it: figures that it touches are no surer than it is."""
+    """Whether byte counts depend on it: they are at most as certain as the note."""
     workspaces: bool = False
-    """Of those, whether it touches ``Category.WORKSPACE`` and totals alone."""
+    """With ``sizes``: whether it affects only ``Category.WORKSPACE`` and totals."""
     objects: bool = False
-    """Of those, whether it touches what live objects hold, too: parameters and all that follows them."""
+    """With ``sizes``: whether it also affects live objects: parameters and all that follows from them."""
     activations: bool = False
-    """Of ``workspaces``, whether graphs saved some: it touches ``Category.ACTIVATION``, too."""
+    """With ``workspaces``: whether graphs saved some, so that it also affects ``Category.ACTIVATION``."""

@@ -1,6 +1,6 @@
 """One run of a script as PyTorch's allocator saw it: events, and the tables that give them meaning.
 
-Bytes are ints, times are microseconds where PyTorch's history gives them and seconds elsewhere.
+Bytes are ints; times are microseconds if they are PyTorch's, otherwise seconds.
 """
 
 from __future__ import annotations  # numpy is named here and not imported: a script may yet set its threads
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 DEFAULT_POOL = (0, 0)
-"""How PyTorch numbers the pool that is no private one."""
+"""PyTorch's id of the default pool."""
 ARENA = "memfit.arena"
-"""``backend`` in the settings of a trace that ``memfit.arena`` has logged: all but segments."""
+"""``backend`` in the settings of a trace logged by ``memfit.arena``, which has no segments."""
 
 
 class Phase(StrEnum):
@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 class Category(IntEnum):
-    """What an allocation is for. Live objects told the first; ``explain`` tells the last from lifetimes."""
+    """What an allocation is for: the first come from live objects, the last from lifetimes (``explain``)."""
 
     UNKNOWN = 0
     PARAMETER = 1
@@ -45,19 +45,19 @@ class Category(IntEnum):
     OPTIMIZER_STATE = 3
     BUFFER = 4
     WORKSPACE = 5
-    """What a library works in (cuDNN), or keeps from a forward to its backward, in a size that it names."""
+    """Scratch memory of a library (cuDNN), or what it keeps from a forward to its backward, sized by it."""
     ACTIVATION = 6
     """Saved for the backward by autograd's graph."""
     INPUT = 7
-    """Made outside modules, before a forward: the batch, data."""
+    """Allocated outside modules, before a forward: the batch, data."""
     OUTPUT = 8
     """Computed in a forward or a loss, saved by no graph: the script holds it."""
     TEMPORARY = 9
-    """Gone before its phase is: what ops work in, gradients of activations."""
+    """Freed before its phase ends: scratch memory of ops, gradients of activations."""
     COMMUNICATION = 10
-    """What ``torch.distributed`` makes: buckets, gathered parameters, gradients to be scattered."""
+    """Allocated by ``torch.distributed``: buckets, gathered parameters, gradients to be scattered."""
     RECOMPUTED = 11
-    """An activation that a checkpoint did not keep, computed again for its backward."""
+    """An activation that a checkpoint discarded and recomputed for its backward."""
 
 
 class Action(IntEnum):
@@ -74,13 +74,13 @@ class Action(IntEnum):
     OOM = 8
     ANNOTATE = 9
     EARLIER = 10
-    """Not PyTorch's: an allocation that is older than the history and outlives it. It moves nothing; those of
-    a trace come first, and what is allocated counts up to what was there then."""
+    """memfit's own: an allocation older than the history, and alive when it begins. It moves no memory; these
+    events come first in a trace, and the allocated bytes add up to those at the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """The allocator's history in the order it happened, as columns of equal length ``n``."""
+    """The allocator's history in order, as columns of equal length ``n``."""
 
     action: npt.NDArray[np.uint8]
     """``Action``."""
@@ -94,17 +94,17 @@ class Events:
     time: npt.NDArray[np.int64]
     """Microseconds since the Unix epoch."""
     label: npt.NDArray[np.int32]
-    """Index into ``Trace.labels``; -1 where nothing is known."""
+    """Index into ``Trace.labels``; -1 if unknown."""
     stack: npt.NDArray[np.int32]
-    """Index into ``Trace.stacks``; -1 where Python had no frame."""
+    """Index into ``Trace.stacks``; -1 if Python had no frame."""
     category: npt.NDArray[np.uint8]
     """``Category`` of the block, on ``ALLOC`` and ``EARLIER`` events."""
     pool: npt.NDArray[np.int32] | None = None
-    """Index into ``Trace.pools``: the pool that the memory is of, or was asked from. None where the history
-    does not tell."""
+    """Index into ``Trace.pools``: the pool of the memory, or of the request. None if the history does not
+    record pools."""
     tensor: npt.NDArray[np.int32] | None = None
-    """Index into ``Trace.tensors``, on those events: what held it; -1 where nothing is known. None where
-    nobody asked."""
+    """Index into ``Trace.tensors``, on ``ALLOC`` and ``EARLIER`` events: what held the block; -1 if unknown.
+    None if owners were not recorded."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -112,16 +112,16 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the script was doing: shared by every event under it."""
+    """What the script was doing; shared by many events."""
 
     phase: Phase
     module: str
     """Path of the module, as ``named_modules`` spells it (``layers.0.mlp``); empty outside modules."""
     op: str
-    """In the backward, the autograd node (``MmBackward0``); elsewhere what a graph shows (``Addmm``), or what
-    of PyTorch was called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``); or empty."""
+    """In the backward, the autograd node (``MmBackward0``); elsewhere the op in autograd's graph (``Addmm``),
+    or the PyTorch function called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``); or empty."""
     stack: int
-    """In the backward, the forward's stack that made the node: index into ``Trace.stacks``, or -1."""
+    """In the backward, the forward's stack that created the node: index into ``Trace.stacks``, or -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +137,12 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What held an allocation, when it was asked."""
+    """The tensor that held an allocation when its owners were recorded."""
 
     module: str
-    """Whose it is, as in ``Label``; empty for what no module owns."""
+    """The module that owns it, as in ``Label``; empty if none does."""
     name: str
-    """``weight``, ``weight.grad``, ``weight.exp_avg``; for what a graph saved, ``mat1 of AddmmBackward0``."""
+    """``weight``, ``weight.grad``, ``weight.exp_avg``; of a saved tensor, ``mat1 of AddmmBackward0``."""
     dtype: str
     """``float32``, as ``torch`` spells it."""
     shape: tuple[int, ...]
@@ -155,9 +155,9 @@ class MarkKind(StrEnum):
     BACKWARD = "backward"  # a backward pass began
     OPTIMIZER_STEP = "optimizer step"  # an optimizer has stepped (or its scaler skipped it)
     TRAINING_STEP = "training step"  # every optimizer in use has stepped once more
-    CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is given back
+    CAPTURE_BEGIN = "capture begin"  # a CUDA graph: until it ends, no cached memory is released
     CAPTURE_END = "capture end"
-    MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is given back
+    MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is released
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
     EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
 
@@ -169,13 +169,13 @@ class Mark:
     position: int
     kind: MarkKind
     index: int
-    """Which optimizer, for ``OPTIMIZER_STEP``; which pool, for ``MEM_POOL_GONE``, as PyTorch numbers it:
-    (0, index); otherwise how many of this kind came before."""
+    """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
+    otherwise the number of earlier marks of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBlock:
-    """A piece of a segment at the end of the trace."""
+    """A block of a segment at the end of the trace."""
 
     address: int
     size: int
@@ -199,18 +199,18 @@ class Segment:
 
 
 class Machine(StrEnum):
-    """What a trace was made on."""
+    """The kind of machine a trace was made on."""
 
     GHOST = "ghost"  # a stand-in CUDA runtime: nothing was computed
     CARD = "card"  # a real GPU
-    REHEARSAL = "rehearsal"  # a recording with the ghost in the card's place: it measures nothing
-    UNKNOWN = "unknown"  # a snapshot does not say
-    CPU = "cpu"  # no GPU is meant: tensors of the CPU
+    REHEARSAL = "rehearsal"  # a recording with the ghost in place of the card: nothing was measured
+    UNKNOWN = "unknown"  # a snapshot, which does not record it
+    CPU = "cpu"  # CPU tensors, no GPU
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """The device a trace was made on, and what of it was taken before the allocator came."""
+    """The device a trace was made on, and its memory outside PyTorch's allocator."""
 
     name: str
     total: Figure
@@ -250,7 +250,7 @@ class Trace:
     device: DeviceUse
     end: ScriptEnd
     settings: Mapping[str, str]
-    """The allocator's settings in force, in the names of ``PYTORCH_ALLOC_CONF``; the whole string under
+    """The allocator settings in force, by their names in ``PYTORCH_ALLOC_CONF``; the whole string under
     ``conf``."""
     statistics: Mapping[str, int]
     """``torch.cuda.memory_stats()`` at the end, flat: the referee of every figure derived from the events."""
@@ -259,9 +259,9 @@ class Trace:
     notes: tuple[Note, ...] = ()
     pools: tuple[tuple[int, int], ...] = ()
     """As PyTorch numbers them: the default pool, then the private ones (of CUDA graphs and
-    ``torch.cuda.MemPool``) in the order in which they come. Empty where the history does not tell."""
+    ``torch.cuda.MemPool``) in order of first use. Empty if the history does not record pools."""
     tensors: tuple[TensorInfo, ...] = ()
-    """What held allocations."""
+    """The tensors that held allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class Timeline:
     """Bytes of the block of an ``ALLOC`` or ``EARLIER`` (rounded, with an unsplit remainder); 0 on other
     events."""
     freed_by: npt.NDArray[np.int64]
-    """For those, the index of their ``FREE_REQUESTED``; ``n`` if there was none; -1 elsewhere."""
+    """On ``ALLOC`` and ``EARLIER`` events, the index of the ``FREE_REQUESTED``, or ``n``; -1 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
