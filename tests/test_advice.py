@@ -71,7 +71,7 @@ def test_a_peak_in_the_optimizer(dry_run):
     assert run.answer["peak"]["process"] == one["needs"]["bytes"] + one["saves"]["bytes"]
 
 
-def test_who_follows_it_until_it_fits_gets_what_it_says(dry_run):
+def test_following_the_advice_gives_the_predicted_figures(dry_run):
     small = ("--memory", "1300MiB")
     run = dry_run(TRAIN, *LONG, options=("--advise", *small))
     assert run.answer["verdict"] == "out of memory"
@@ -106,7 +106,7 @@ def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
     assert again["peak"]["process"] == one["needs"]["bytes"]
 
 
-def test_a_script_that_does_not_run_again_alone_says_so(dry_run):
+def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     """It waits for an answer that is not given twice."""
     reader, writer = os.pipe()
     os.write(writer, b"y\n")
@@ -122,7 +122,7 @@ def test_a_script_that_does_not_run_again_alone_says_so(dry_run):
     assert run.err.count("the script runs again, silently, without input") == 1
 
 
-def test_explaining_a_trace_runs_nothing_and_tries_settings_alone(dry_run):
+def test_explain_reruns_nothing_and_tries_settings_only(dry_run):
     run = dry_run(TRAIN, *LONG, options=("-o", "run.memfit"))
     assert run.answer["advice"] is None
     (run.folder / "script.py").write_text("open('ran', 'w')")

@@ -40,7 +40,7 @@ def settings(done):
     return {row["setting"]: row for row in json.loads(done.stdout)["settings"]}
 
 
-def test_a_dry_run_under_a_setting_is_what_the_replay_said(trace, tmp_path):
+def test_a_dry_run_under_a_setting_equals_its_replay(trace, tmp_path):
     said = settings(memfit("allocator", trace, "--json", "-"))[CONF]
     done = dry_run(tmp_path, conf=CONF)
     assert (said["peak_allocated"], said["peak_reserved"]) == (
@@ -52,7 +52,7 @@ def test_a_dry_run_under_a_setting_is_what_the_replay_said(trace, tmp_path):
     assert dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)["verdict"] != "fits"
 
 
-def test_every_setting_has_its_row_and_its_price(trace):
+def test_every_setting_has_a_row_and_a_cost(trace):
     done = memfit("allocator", trace)
     assert done.returncode == 0, done.stderr
     for text in ("default", "  as recorded", CONF, "max_split_size_mb:128", "roundup_power2_divisions:8"):
@@ -63,7 +63,7 @@ def test_every_setting_has_its_row_and_its_price(trace):
     assert "simulated" in done.stdout
 
 
-def test_where_it_would_fail_is_named(trace):
+def test_the_failing_location_is_named(trace):
     done = memfit("replay", trace, "--memory", "900MiB", "--fail")
     assert done.returncode == 1
     assert "default: out of memory in step 1" in done.stdout
@@ -75,7 +75,7 @@ def test_where_it_would_fail_is_named(trace):
     assert row["failure"]["requested"] > row["failure"]["free"]
 
 
-def test_a_run_that_ran_out_of_memory_does_so_again_where_nothing_changed(tmp_path):
+def test_a_replay_of_an_out_of_memory_fails_at_the_same_place(tmp_path):
     path = tmp_path / "run.memfit"
     first = dry_run(tmp_path, "-o", path, "--memory", "900MiB")
     assert first["verdict"] == "out of memory"
@@ -97,7 +97,7 @@ kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(4
 """
 
 
-def test_what_the_script_sets_itself_holds_in_every_row(tmp_path):
+def test_settings_of_the_script_are_in_every_row(tmp_path):
     (tmp_path / "sets.py").write_text(SETS)
     path = tmp_path / "run.memfit"
     memfit("dry-run", "--memory", "1GiB", "-o", path, tmp_path / "sets.py")
@@ -124,7 +124,7 @@ def test_what_the_script_sets_itself_holds_in_every_row(tmp_path):
         "expandable_segments:False",
     ],
 )
-def test_what_the_environment_sets_is_not_the_scripts(tmp_path, conf):
+def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
     (tmp_path / "small.py").write_text('import torch\nx = torch.empty(3 << 20, device="cuda")\n')
     memfit("dry-run", "-o", tmp_path / "run.memfit", tmp_path / "small.py", PYTORCH_ALLOC_CONF=conf)
     said = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
@@ -146,7 +146,7 @@ def test_what_the_environment_sets_is_not_the_scripts(tmp_path, conf):
         ("expandable_segments:True,large_segment_size_mb:13", "a multiple of 2: with 13 PyTorch fails"),
     ],
 )
-def test_a_bad_setting_is_refused_in_words(trace, conf, words):
+def test_an_invalid_setting_is_an_error_message(trace, conf, words):
     done = memfit("replay", trace, "--alloc-conf", conf)
     assert done.returncode == 2
     assert words in done.stderr

@@ -42,7 +42,7 @@ def recorded(dry_run):
     return dry_run(TRAIN, options=("-o", "run.memfit"))
 
 
-def test_a_kept_trace_gives_the_same_answer_without_torch(recorded):
+def test_a_saved_trace_gives_the_same_result_without_torch(recorded):
     again = json.loads(explain(recorded.folder, "run.memfit", "--json", "-").stdout)
     assert {name: again[name] for name in recorded.answer} == recorded.answer
     assert again["held"]["allocated"] == recorded.answer["peak"]["allocated"]
@@ -50,7 +50,7 @@ def test_a_kept_trace_gives_the_same_answer_without_torch(recorded):
         assert sum(row["bytes"] for row in rows) == again["held"]["allocated"]
 
 
-def test_who_holds_the_memory_at_a_moment_and_by_what(recorded):
+def test_a_breakdown_at_a_moment_by_each_grouping(recorded):
     text = explain(recorded.folder, "run.memfit", "--at", "forward", "--by", "line").stdout
     assert "Allocated, by line: step 1 · forward · Linear" in text
     assert "script.py:3" in text
@@ -60,7 +60,7 @@ def test_who_holds_the_memory_at_a_moment_and_by_what(recorded):
     assert done.stderr.startswith("memfit: --at lunch: expected one of peak, setup, ")
 
 
-def test_both_commands_write_the_page(dry_run):
+def test_dry_run_and_explain_write_the_html_report(dry_run):
     run = dry_run(TRAIN, options=("-o", "run.memfit", "--html", "run.html"))
     explain(run.folder, "run.memfit", "--html", "explained.html")
     explain(run.folder, "run.memfit", "--html", "bare.html", "--no-source")
@@ -103,7 +103,7 @@ def test_the_ledger_of_one_linear_layer_is_what_a_real_gpu_showed(dry_run):
     ]
 
 
-def test_snapshots_go_both_ways(recorded):
+def test_snapshots_are_written_and_read(recorded):
     of_torch = json.loads(explain(recorded.folder, "own.pickle", "--json", "-").stdout)
     assert of_torch["verdict"] == "unknown"
     assert of_torch["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
@@ -114,7 +114,7 @@ def test_snapshots_go_both_ways(recorded):
     assert of_ours["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
 
 
-def test_fragmentation_comes_with_the_answer(recorded):
+def test_fragmentation_is_part_of_the_explanation(recorded):
     answer = json.loads(explain(recorded.folder, "run.memfit", "--fragmentation", "--json", "-").stdout)
     moments = {moment["name"]: moment for moment in answer.pop("fragmentation")["moments"]}
     assert moments["peak reserved"]["all"]["reserved"] == answer["peak"]["reserved"]
@@ -138,7 +138,7 @@ class Harmful:
     [b"", b"PK\x03\x04 no zip", b"\x80\x04.", pickle.dumps(Harmful()), b"\x00" * 4096, b"import os\n"],
     ids=["empty", "not a zip", "empty pickle", "code", "zeros", "text"],
 )
-def test_a_file_that_is_neither_gets_one_clear_error(tmp_path, content):
+def test_an_unknown_file_gives_one_clear_error(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     done = explain(tmp_path, "file")
     assert done.returncode == 2
@@ -148,7 +148,7 @@ def test_a_file_that_is_neither_gets_one_clear_error(tmp_path, content):
 
 
 @pytest.mark.parametrize("command", ["explain", "replay", "allocator"])
-def test_an_action_that_is_none_is_refused_by_every_command(tmp_path, command):
+def test_an_invalid_action_is_refused_by_every_command(tmp_path, command):
     unknown = max(Action) + 1
     write_trace(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 << 20), (unknown, BASE, 512)]), tmp_path / "file")
     done = memfit(tmp_path, command, "file")
@@ -158,7 +158,7 @@ def test_an_action_that_is_none_is_refused_by_every_command(tmp_path, command):
     assert "Traceback" not in done.stderr
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     done = explain(tmp_path, "nothing.memfit")
     assert done.returncode == 2
     assert "nothing.memfit" in done.stderr

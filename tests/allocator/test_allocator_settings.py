@@ -151,7 +151,7 @@ def memfits(conf):
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_a_string_is_read_alike(pytorchs, conf):
+def test_pytorch_and_memfit_parse_the_same_settings(pytorchs, conf):
     theirs, ours = pytorchs[conf], memfits(conf)
     if isinstance(theirs, str):
         assert ours is None, theirs
@@ -161,13 +161,13 @@ def test_a_string_is_read_alike(pytorchs, conf):
 
 
 @pytest.mark.parametrize("conf", BY_ACCIDENT)
-def test_what_pytorch_takes_by_accident(pytorchs, conf):
+def test_values_that_pytorch_accepts_by_accident_are_refused(pytorchs, conf):
     assert isinstance(pytorchs[conf], dict)
     with pytest.raises(UsageError, match=conf.split(":")[0]):
         AllocatorConfig.of(conf)
 
 
 @pytest.mark.parametrize("conf", OF_THE_HOST)
-def test_what_does_not_bear_on_device_memory(pytorchs, conf):
+def test_settings_that_do_not_affect_device_memory_are_accepted(pytorchs, conf):
     assert isinstance(pytorchs[conf], str)
     assert AllocatorConfig.of(conf) == AllocatorConfig()

@@ -37,7 +37,7 @@ def test_blocks_are_those_of_the_event_the_tracker_has_reached():
     assert tracker.change == [0, 512, MIB, -512, 0]
 
 
-def test_without_a_cache_there_is_what_is_in_use():
+def test_without_a_cache_only_blocks_in_use_are_reported():
     tracker = track(
         (Action.ALLOC, 0, 100),
         (Action.ALLOC, 512, 7),

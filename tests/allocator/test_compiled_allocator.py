@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("conf", TWIN_CONFS)
 @pytest.mark.parametrize("seed", range(6))
-def test_replays_are_equal(conf, seed):
+def test_compiled_and_python_replays_are_equal(conf, seed):
     assert compiled_allocator.load() is not None
     compare(conf, seed)
 
@@ -154,7 +154,7 @@ def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
     assert library.stat().st_size > 1000
 
 
-def test_under_sanitizers(tmp_path):
+def test_random_requests_under_sanitizers(tmp_path):
     sources = [CHECK, *sorted(compiled_allocator.LIBRARY.sources.glob("*.c"))]
     check = build(tmp_path / "check", sources, f"-I{compiled_allocator.LIBRARY.sources}")
     done = subprocess.run([str(check), "0", "40"], capture_output=True, text=True, check=False)

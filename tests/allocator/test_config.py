@@ -24,14 +24,14 @@ def test_white_space_is_dropped_everywhere():
     }
 
 
-def test_what_does_not_bear_on_sizes_passes():
+def test_settings_that_do_not_affect_sizes_are_accepted():
     assert parse("garbage_collection_threshold:0.8,pinned_use_background_threads:True") == {
         "garbage_collection_threshold": "0.8",
         "pinned_use_background_threads": "True",
     }
 
 
-def test_every_setting_is_read():
+def test_every_setting_is_parsed():
     config = AllocatorConfig.read(
         {"conf": "max_split_size_mb:64,large_segment_size_mb:48,expandable_segments:True"}
     )
@@ -40,7 +40,7 @@ def test_every_setting_is_read():
     assert config.expandable_segments
 
 
-def test_a_setting_in_force_outranks_the_string():
+def test_an_individual_setting_takes_precedence_over_the_string():
     settings = {"conf": "expandable_segments:True", "expandable_segments": "False"}
     assert not AllocatorConfig.read(settings).expandable_segments
 
@@ -48,7 +48,7 @@ def test_a_setting_in_force_outranks_the_string():
 @pytest.mark.parametrize(
     "settings", [{"conf": "backend:cudaMallocAsync"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}]
 )
-def test_back_ends_without_segments(settings):
+def test_backends_without_segments(settings):
     assert not AllocatorConfig.read(settings).has_segments
 
 
@@ -80,7 +80,7 @@ def test_roundup_power2_divisions(value, divisions):
         ("roundup_power2_divisions:[1:6]", "'6' is not a power of two"),
     ],
 )
-def test_what_pytorch_would_refuse(conf, words):
+def test_settings_that_pytorch_refuses_are_refused(conf, words):
     with pytest.raises(UsageError) as caught:
         AllocatorConfig.read({"conf": conf})
     assert words in str(caught.value)

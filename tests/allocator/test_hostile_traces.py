@@ -45,7 +45,7 @@ UNKNOWN = (Action.FREE_REQUESTED, 0x7000, 512, 0)
 WHOLE = [SEGMENT, ALLOC, FREE, FREED, GONE]
 
 
-def test_a_history_in_order():
+def test_a_consistent_history_is_replayed():
     assert outcome(trace_of(WHOLE)) == ""
     assert outcome(trace_of([])) == ""
 
@@ -69,7 +69,7 @@ def test_a_history_in_order():
         ([*WHOLE, (Action.OOM, 0, -(1 << 63), 0)], "event 5 of 6, oom, has -9,223,372,036,854,775,808 "),
     ],
 )  # fmt: skip
-def test_an_event_that_cannot_be_is_named(events, words):
+def test_an_impossible_event_is_named(events, words):
     assert words in outcome(trace_of(events, ()))
 
 
@@ -78,7 +78,7 @@ def test_a_failure_of_any_size_is_replayed():
 
 
 @pytest.mark.parametrize("size", [0, -1, -(1 << 70)])
-def test_a_block_of_no_size(size):
+def test_a_block_of_invalid_size_is_refused(size):
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     with pytest.raises(UsageError, match="bytes: PyTorch makes none"):
         allocator.malloc(size)
@@ -117,7 +117,7 @@ segments = st.builds(
 
 @given(st.lists(anything, max_size=12), st.lists(segments, max_size=2), st.lists(marks, max_size=2))
 @settings(deadline=None, max_examples=200)
-def test_any_events(events, at_end, marked):
+def test_random_events_are_replayed_or_refused(events, at_end, marked):
     refused = outcome(trace_of(events, at_end, marks=tuple(marked)))
     assert not refused or refused.startswith("Cannot replay this trace: ")
 
@@ -145,13 +145,13 @@ def histories(draw):
 
 @given(histories())
 @settings(deadline=None, max_examples=60)
-def test_what_is_in_order_is_replayed(history):
+def test_random_consistent_histories_are_replayed(history):
     assert outcome(trace_of(history, ())) == ""
 
 
 @given(histories(), st.data())
 @settings(deadline=None, max_examples=150)
-def test_one_event_that_is_wrong(history, data):
+def test_a_single_corrupt_event_is_replayed_or_refused(history, data):
     at = data.draw(st.integers(0, len(history) - 1))
     kind = data.draw(st.sampled_from(["lost", "twice", "moved", "resized"]))
     event = history[at]

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
-def test_a_history_that_begins_late(drive, situation):
+def test_a_late_history_gives_the_same_timeline(drive, situation):
     late = 700
     trace, operations, truth = drive(situation, history_from=late)
     start = initial_state(trace, AllocatorConfig.read(trace.settings))
@@ -50,19 +50,19 @@ def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
     return timeline(trace), initial_state(trace, AllocatorConfig())
 
 
-def test_a_block_from_before_is_taken_at_its_rounded_size():
+def test_an_earlier_block_is_assumed_to_have_its_rounded_size():
     derived, start = late(freed(BASE, 2 * MIB - 1), BASE)
     assert (start.allocated, start.reserved, start.uncertain) == (2 * MIB, 20 * MIB, MIB)
     assert derived.allocated.tolist() == [0, 0]
     assert derived.reserved.tolist() == [20 * MIB, 20 * MIB]
 
 
-def test_a_block_from_before_has_the_whole_of_a_small_rest():
+def test_an_earlier_block_keeps_a_remainder_too_small_to_split():
     _, start = late(freed(BASE, 19 * MIB), BASE)
     assert (start.allocated, start.uncertain) == (20 * MIB, 0)
 
 
-def test_a_block_from_before_reaches_to_where_another_began():
+def test_an_earlier_block_extends_to_the_start_of_the_next():
     """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
     beside = BASE + 5 * MIB // 2
     history = [(Action.ALLOC, beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
@@ -71,24 +71,24 @@ def test_a_block_from_before_reaches_to_where_another_began():
     assert derived.allocated.tolist() == [9 * MIB // 2, 5 * MIB // 2, 5 * MIB // 2, 0, 0]
 
 
-def test_a_block_of_the_history_leaves_no_doubt_about_the_one_before_it():
+def test_an_allocation_settles_the_size_of_the_block_before_it():
     history = [*freed(BASE, 20 * MIB), (Action.ALLOC, BASE, 2 * MIB), *freed(BASE, 2 * MIB)]
     _, start = late(history, BASE)
     assert (start.allocated, start.uncertain) == (20 * MIB, 0)
 
 
 @pytest.mark.parametrize("at", [0, 20 * MIB])
-def test_segments_from_before_that_touch_do_not_merge(at):
+def test_adjacent_earlier_segments_do_not_merge(at):
     history = [(Action.ALLOC, BASE + at, 39 * MIB // 2), *freed(BASE + at, 39 * MIB // 2)]
     derived, _ = late(history, BASE, BASE + 20 * MIB)
     assert derived.block_size.tolist() == [20 * MIB, 0, 0]
 
 
-def test_a_late_history_that_contradicts_its_end():
+def test_a_late_history_that_contradicts_its_end_is_refused():
     with pytest.raises(FileFormatError, match="event 1 of 2, free_completed"):
         late(freed(BASE, 512), BASE, state="active_allocated")
 
 
-def test_segments_at_the_end_that_overlap():
+def test_overlapping_segments_at_the_end_are_refused():
     with pytest.raises(FileFormatError, match="overlaps another"):
         late(freed(BASE, 512), BASE, BASE + MIB)

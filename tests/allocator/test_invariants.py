@@ -85,7 +85,7 @@ TestOperations.settings = settings(
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_a_long_run(conf):
+def test_a_long_random_run_violates_no_invariant(conf):
     watched = run(conf, 20261122, 1000)
     assert watched.allocator.num_device_alloc
 
@@ -230,7 +230,7 @@ def miscounted_pieces(allocator):
         (miscounted_pieces, Invariant.PIECES),
     ],
 )
-def test_a_rule_that_is_broken_between_operations(corrupt, expected):
+def test_a_corrupted_state_violates_its_invariant(corrupt, expected):
     allocator = allocator_of()
     corrupt(allocator)
     assert expected in broken_by(allocator)
@@ -239,14 +239,14 @@ def test_a_rule_that_is_broken_between_operations(corrupt, expected):
 @pytest.mark.parametrize(
     "corrupt", [wrong_stream, miscounted_allocated, not_merged, leaked, beyond_allowed, miscounted_pieces]
 )
-def test_what_is_not_broken_is_not_named(corrupt):
+def test_a_corruption_violates_no_other_invariant(corrupt):
     """Rules are told apart: one mistake is not a dozen."""
     allocator = allocator_of()
     corrupt(allocator)
     assert len(broken_by(allocator)) == 1
 
 
-def test_an_expandable_segment_that_is_mapped_by_half_handles():
+def test_half_mapped_handles_are_a_violation():
     allocator = allocator_of("expandable_segments:True")
     unmapped = allocator.large.unmapped[0][0]
     unmapped.address += MIB
@@ -255,7 +255,7 @@ def test_an_expandable_segment_that_is_mapped_by_half_handles():
     assert Invariant.TILED in broken_by(allocator)
 
 
-def test_memory_that_others_had_taken_is_not_the_allocators():
+def test_memory_taken_by_others_is_not_counted():
     allocator = CachingAllocator(DeviceMemory(GIB, used=100 * MIB), AllocatorConfig())
     allocator.malloc(1)
     assert check(allocator, taken=100 * MIB) == []
@@ -263,7 +263,7 @@ def test_memory_that_others_had_taken_is_not_the_allocators():
 
 
 @pytest.mark.parametrize(("changes"), [{"stream": 1}, {"size": 4 * MIB}, {"size": 1}, {}])
-def test_a_block_that_is_not_what_was_asked_for(changes):
+def test_a_block_unlike_the_request_is_a_violation(changes):
     allocator = allocator_of()
     block = allocator.malloc(3 * MIB)
     malloc = {"block": block, "size": 3 * MIB, "stream": 0, "fresh": False} | changes
@@ -271,7 +271,7 @@ def test_a_block_that_is_not_what_was_asked_for(changes):
     assert Invariant.SERVES in found if changes else found == set()
 
 
-def test_a_larger_block_than_need_be():
+def test_a_larger_block_than_the_best_fit_is_a_violation():
     allocator = allocator_of()
     small_hole = next(block for block in allocator.large.free.values() if block.size == 3 * MIB)
     allocator.large.remove(small_hole)  # out of sight of the search
@@ -281,7 +281,7 @@ def test_a_larger_block_than_need_be():
     assert [found.rule for found in check_choice(allocator, malloc)] == [Invariant.BEST_FIT]
 
 
-def test_new_memory_though_a_free_block_would_have_served():
+def test_new_memory_despite_a_fitting_free_block_is_a_violation():
     allocator = allocator_of()
     hidden = list(allocator.large.free.values())
     for block in hidden:
@@ -292,7 +292,7 @@ def test_new_memory_though_a_free_block_would_have_served():
     assert {found.rule for found in check_choice(allocator, malloc)} == {Invariant.BEST_FIT}
 
 
-def test_a_younger_block_of_the_same_size():
+def test_a_younger_block_of_equal_size_is_a_violation():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     blocks = [allocator.malloc(20 * MIB) for _ in range(2)]
     for block in blocks:
@@ -303,7 +303,7 @@ def test_a_younger_block_of_the_same_size():
     assert {found.rule for found in check_choice(allocator, malloc)} == {Invariant.BEST_FIT}
 
 
-def test_a_block_that_should_have_been_split():
+def test_a_block_left_unsplit_is_a_violation():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     block = allocator.malloc(19 * MIB)  # the whole of a new segment of 20 MiB
     assert check_choice(allocator, MallocResult(block, 19 * MIB, 0, fresh=True)) == []
@@ -312,7 +312,7 @@ def test_a_block_that_should_have_been_split():
     assert [found.rule for found in broken] == [Invariant.SPLIT]
 
 
-def test_a_rest_that_is_not_worth_a_block():
+def test_a_remainder_too_small_to_split_is_a_violation():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     block = allocator.malloc(9 * MIB)  # 11 MiB of the new segment are split off
     rest = block.next
@@ -324,20 +324,20 @@ def test_a_rest_that_is_not_worth_a_block():
     assert [found.rule for found in broken] == [Invariant.SPLIT]
 
 
-def test_a_refusal_though_the_device_has_enough():
+def test_a_refusal_with_enough_device_memory_is_a_violation():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     assert {found.rule for found in check_refusal(allocator, GIB - 2 * MIB)} == {Invariant.TRIED_ALL}
     assert check_refusal(allocator, GIB + 1) == []
 
 
-def test_a_refusal_with_a_segment_in_the_cache():
+def test_a_refusal_with_a_cached_segment_is_a_violation():
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
     allocator.free(allocator.malloc(600 * MIB))
     assert [found.rule for found in check_refusal(allocator, 500 * MIB)] == [Invariant.TRIED_ALL]
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
-def test_a_cache_that_was_not_emptied(conf):
+def test_a_cache_that_is_not_emptied_is_a_violation(conf):
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig.of(conf))
     allocator.free(allocator.malloc(1))
     assert [found.rule for found in check_emptied(allocator)] == [Invariant.EMPTIED]

@@ -74,13 +74,13 @@ def caught(attempt, *arguments):
     return False
 
 
-def test_a_recorded_run_replays(logs):
+def test_the_unchanged_allocator_replays_the_logs(logs):
     for log in logs:
         log.replay(Model(log.situation))
         replay_compiled(log)
 
 
-def test_by_what_pytorch_answered(logs):
+def test_the_comparison_with_pytorch_catches_each_mutant(logs):
     escaped = set()
     for mutant in LISTED:
         if mutant.compiled:
@@ -94,7 +94,7 @@ def test_by_what_pytorch_answered(logs):
 @pytest.mark.parametrize(
     "what", ["1 MiB is large", "ties go by address alone", "a waiting block stays active"]
 )
-def test_compiled_by_what_pytorch_answered(logs, what):
+def test_the_comparison_with_pytorch_catches_compiled_mutants(logs, what):
     with mutated_c(BY_NAME[f"compiled: {what}"]):
         assert any(caught(replay_compiled, log) for log in logs)
     replay_compiled(logs[0])
@@ -111,12 +111,12 @@ def test_compiled_by_what_pytorch_answered(logs, what):
         "the first event is enough",
     ],
 )
-def test_by_the_referee(what):
+def test_the_referee_catches_mutants(what):
     with mutated(BY_NAME[what]) as changed:
         assert any(caught(run, conf, seed, 250, changed) for seed in range(6) for conf in CONFS)
 
 
-def test_the_allocator_stays_as_it_was():
+def test_mutants_leave_the_real_allocator_unchanged():
     with mutated(LISTED[0]) as changed:
         assert changed is not caching_allocator
     assert sys.modules[caching_allocator.__name__] is caching_allocator

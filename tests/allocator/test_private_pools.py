@@ -85,7 +85,7 @@ def shape(segment):
     return segment.size, segment.stream, segment.kind, segment.pool, blocks
 
 
-def test_a_private_pool_keeps_to_itself():
+def test_private_pools_do_not_share_segments():
     """The same requests share one segment in the default pool, and take two in different ones."""
     size = 12 * MIB
     apart = [*used(A, size, 0), *used(B, size, 1)]
@@ -93,7 +93,7 @@ def test_a_private_pool_keeps_to_itself():
     assert [(segment.size, segment.pool) for segment in again.segments] == [(size, (0, 0)), (size, GRAPH)]
 
 
-def test_what_empty_cache_gave_back_was_no_longer_used():
+def test_a_private_pool_released_by_empty_cache_was_unused():
     events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), back(B, 12 * MIB, 0), back(A, 12 * MIB, 1)]
     trace = history(*events, marks=[(8, MarkKind.EMPTY_CACHE, 0)])
     wanted = ["MALLOC 1", "FREE", "MALLOC", "FREE", "RELEASE_POOL 1", "EMPTY_CACHE"]
@@ -104,7 +104,7 @@ def test_what_empty_cache_gave_back_was_no_longer_used():
     assert again.segments == ()
 
 
-def test_until_then_its_memory_stays():
+def test_memory_of_a_used_private_pool_stays():
     events = [*used(A, 12 * MIB, 1), *used(B, 12 * MIB, 0), back(B, 12 * MIB, 0)]
     (left,) = replayed(
         read_requests(history(*events, statistics=NEVER_SHORT)), AllocatorConfig(), total=GIB
@@ -112,7 +112,7 @@ def test_until_then_its_memory_stays():
     assert left.pool == GRAPH
 
 
-def test_memory_of_private_pools_alone_was_a_mem_pools():
+def test_a_release_from_private_pools_alone_ends_their_mem_pools():
     events = [*used(C, 12 * MIB, 0), *used(A, 12 * MIB, 2), back(A, 12 * MIB, 2)]
     trace = history(*events, statistics=NEVER_SHORT)
     assert asks(trace)[-2:] == ["RELEASE_POOL 2", "EMPTY_POOL 2"]
@@ -121,7 +121,7 @@ def test_memory_of_private_pools_alone_was_a_mem_pools():
     assert again.statistics["num_sync_all_streams"] == 1
 
 
-def test_a_mem_pools_end_that_is_marked_counts_though_nothing_was_given_back():
+def test_a_marked_end_of_a_mem_pool_counts_without_a_release():
     block = Event(Action.ALLOC, A, 12 * MIB, pool=2)
     trace = history(
         Event(Action.SEGMENT_ALLOC, A, 12 * MIB, pool=2), block, marks=[(2, MarkKind.MEM_POOL_GONE, 1)]
@@ -131,7 +131,7 @@ def test_a_mem_pools_end_that_is_marked_counts_though_nothing_was_given_back():
     assert read_requests(unheard_of).pools == (*POOLS, (0, 77))
 
 
-def test_a_malloc_that_is_short_gives_back_what_is_no_longer_used():
+def test_a_malloc_short_of_memory_releases_unused_pools():
     events = [*used(A, 40 * MIB, 1), back(A, 40 * MIB, 1), *used(B, 50 * MIB, 0)[:2]]
     trace = history(*events)  # of a device of which at most 50 MiB were seen
     assert asks(trace) == ["MALLOC 1", "FREE", "RELEASE_POOL 1", "MALLOC"]
@@ -140,14 +140,14 @@ def test_a_malloc_that_is_short_gives_back_what_is_no_longer_used():
     assert again.fits
 
 
-def test_a_malloc_of_the_pool_itself_gives_back_an_oversize_block_of_its_own():
+def test_a_malloc_in_a_pool_releases_an_oversize_block_of_that_pool():
     events = [*used(A, 100 * MIB, 1), back(A, 100 * MIB, 1), *used(B, 120 * MIB, 1)[:2]]
     marks = [(4, MarkKind.EMPTY_CACHE, 0), (4, MarkKind.CAPTURE_BEGIN, 0)]  # what is last in force
     trace = history(*events, marks=marks, settings={"conf": "max_split_size_mb:64"})
     assert asks(trace) == ["MALLOC 1", "FREE", "EMPTY_CACHE", "CAPTURE_BEGIN", "MALLOC 1"]
 
 
-def test_what_a_marked_call_waited_for_is_part_of_it():
+def test_frees_that_a_marked_call_waited_for_belong_to_it():
     waits = Event(Action.FREE_REQUESTED, B, 12 * MIB)
     is_over = Event(Action.FREE_COMPLETED, B, 12 * MIB)
     events = [*used(B, 12 * MIB, 0)[:2], waits, *used(A, 12 * MIB, 1), is_over, back(A, 12 * MIB, 1)]
@@ -156,13 +156,13 @@ def test_what_a_marked_call_waited_for_is_part_of_it():
     ]
 
 
-def test_what_is_given_back_next_to_each_other_is_told_apart_by_a_mark():
+def test_a_mark_separates_adjacent_releases():
     events = [*used(A, 12 * MIB, 2), *used(B, 12 * MIB, 0), back(A, 12 * MIB, 2), back(B, 12 * MIB, 0)]
     trace = history(*events, statistics=NEVER_SHORT, marks=[(9, MarkKind.EMPTY_CACHE, 0)])
     assert asks(trace)[-3:] == ["RELEASE_POOL 2", "EMPTY_POOL 2", "EMPTY_CACHE"]
 
 
-def test_after_a_marked_call_a_malloc_is_not_short_of_what_that_gave_back():
+def test_a_malloc_after_a_marked_release_is_not_short_of_memory():
     """Blocks whose streams went on meanwhile are free before the malloc, and not on its way."""
     waits = Event(Action.FREE_REQUESTED, B, 12 * MIB)
     is_over = Event(Action.FREE_COMPLETED, B, 12 * MIB)
@@ -175,7 +175,7 @@ def test_after_a_marked_call_a_malloc_is_not_short_of_what_that_gave_back():
     assert asks(history(*events))[-2:] == ["MALLOC", "GONE_ON"]
 
 
-def test_while_a_graph_is_captured_nothing_is_given_back():
+def test_a_capture_releases_no_memory():
     marks = [(4, MarkKind.CAPTURE_BEGIN, 0), (6, MarkKind.CAPTURE_END, 0)]
     events = [*used(A, 40 * MIB, 0), *used(B, 50 * MIB, 1)[:2]]
     free, captured = history(*events), history(*events, marks=marks)
@@ -185,7 +185,7 @@ def test_while_a_graph_is_captured_nothing_is_given_back():
     assert (failed.failure.event, failed.failure.requested) == (5, 50 * MIB)
 
 
-def test_what_was_freed_while_capturing_waits_until_after():
+def test_blocks_freed_during_a_capture_wait_for_its_end():
     events = [
         Event(Action.SEGMENT_ALLOC, A, 12 * MIB, pool=1),
         Event(Action.ALLOC, A, 12 * MIB, pool=1),
@@ -201,7 +201,7 @@ def test_what_was_freed_while_capturing_waits_until_after():
     assert [segment.size for segment in again.segments] == [12 * MIB, 12 * MIB]  # it was used again
 
 
-def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tells():
+def test_earlier_memory_has_the_stream_and_pool_of_its_end():
     old = SnapshotBlock(A, 12 * MIB, 12 * MIB, "active_allocated")
     trace = history(
         *freed(B, 12 * MIB, pool=2, stream=3),
@@ -222,12 +222,12 @@ def test_memory_older_than_the_history_has_the_stream_and_pool_that_its_end_tell
         {"marks": [Mark(0, MarkKind.MEM_POOL_GONE, 1)]},
     ],
 )
-def test_where_the_pools_of_events_are_not_told_it_is_refused(fields):
+def test_private_pools_without_recorded_pools_are_refused(fields):
     with pytest.raises(FileFormatError, match=r"private pools.*PyTorch 2\.12 and later say so"):
         read_requests(trace_of(used(A, 12 * MIB, 0), **fields))
 
 
-def test_no_caching_is_not_tried_where_graphs_are_captured():
+def test_no_caching_is_not_tried_with_captured_graphs():
     """PyTorch's cudaMalloc then fails on purpose: ``allocate``, c10/cuda/CUDACachingAllocator.cpp."""
     graphs, pools = history(*used(A, 12 * MIB, 1)), trace_of(used(A, 12 * MIB, 1), pools=((0, 0), MEM_POOL))
     tried = {

@@ -42,7 +42,7 @@ TOTAL = {
 
 
 @pytest.mark.parametrize("situation", TOTAL)
-def test_what_the_real_allocator_did_is_done_again(drive, situation):
+def test_a_replay_equals_the_real_allocator(drive, situation):
     trace, _, truth = drive(situation)
     config = AllocatorConfig.read(trace.settings)
     if situation == "garbage collection":  # the driver limits the device by a call, which no history tells
@@ -55,7 +55,7 @@ def test_what_the_real_allocator_did_is_done_again(drive, situation):
     assert sorted(map(shape, again.segments)) == sorted(map(shape, trace.segments))
 
 
-def test_a_block_that_another_stream_uses_waits_until_the_history_says():
+def test_a_block_used_by_another_stream_waits_for_its_completed_free():
     trace = trace_of(
         [
             (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
@@ -74,7 +74,7 @@ def test_a_block_that_another_stream_uses_waits_until_the_history_says():
     assert [block.state for block in segment.blocks] == ["active_allocated", "active_allocated", "inactive"]
 
 
-def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left():
+def test_empty_cache_is_recognised_by_a_mark_or_by_its_releases():
     events = (
         (Action.SEGMENT_ALLOC, 0x1000, 20 * MIB),
         (Action.ALLOC, 0x1000, 2 * MIB),
@@ -94,7 +94,7 @@ def test_emptying_the_cache_is_told_by_a_mark_or_by_what_it_left():
     assert asks(read_requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
 
 
-def test_a_free_of_nothing_names_the_event():
+def test_a_free_of_an_unknown_block_names_the_event():
     trace = trace_of([(Action.FREE_REQUESTED, 0x7000, 512)])
     with pytest.raises(FileFormatError, match=r"event 0 of 1, free_requested of 512 bytes at 0x7000"):
         read_requests(trace)
@@ -144,7 +144,7 @@ def test_the_smallest_capacity_is_found_from_above():
     assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
 
 
-def test_only_what_gains_is_recommended():
+def test_only_a_setting_that_gains_is_recommended():
     def row(reserved, seconds=0.0, *, fits=True, conf="expandable_segments:True"):
         failure = None if fits else FailedMalloc(0, 1, 0)
         done = changed(
@@ -161,7 +161,7 @@ def test_only_what_gains_is_recommended():
     assert recommended_outcome([best], row(100 * MIB, fits=False, conf="")) is best
 
 
-def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
+def test_pytorch_accepts_every_setting_that_is_tried():
     from memfit.allocator.setting_outcomes import setting_config, settings_worth_trying
 
     for version in ((2, 8), (2, 14)):
@@ -181,7 +181,7 @@ def test_every_setting_that_is_tried_is_one_that_pytorch_takes():
         )
 
 
-def test_blocks_of_one_size_are_told_apart_by_the_age_of_their_segment_since_2_12():
+def test_since_2_12_the_age_of_segments_orders_blocks_of_equal_size():
     from memfit.allocator.caching_allocator import CachingAllocator
     from memfit.allocator.device_memory import DeviceMemory
 

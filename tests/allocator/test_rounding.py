@@ -44,7 +44,7 @@ def test_each_interval_has_its_own_divisions():
 
 
 @given(sizes, divisions)
-def test_rounding_is_least_and_settled(size, each):
+def test_rounding_is_minimal_and_idempotent(size, each):
     config = AllocatorConfig(roundup_power2_divisions=each)
     rounded = round_size(size, config)
     assert rounded >= size

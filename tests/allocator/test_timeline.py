@@ -19,7 +19,7 @@ STATES = ("inactive", "active_allocated", "active_awaiting_free")
 # -- against the real allocator --------------------------------------------------------------------
 
 
-def test_every_operation_is_exact(drive, situation):
+def test_the_timeline_is_exact_after_every_operation(drive, situation):
     trace, operations, truth = drive(situation)
     derived = timeline(trace)
     at = np.searchsorted(operations, truth[:, 0], side="right") - 1
@@ -28,7 +28,7 @@ def test_every_operation_is_exact(drive, situation):
     assert disagreement(trace, derived) == ""
 
 
-def test_the_streams_met_shortages_and_shared_blocks(drive):
+def test_the_driven_streams_have_shortages_and_shared_blocks(drive):
     """The comparison above is worth what its histories hold."""
     trace, _, _ = drive("several streams")
     counts = np.bincount(trace.events.action, minlength=len(Action))
@@ -54,7 +54,7 @@ def block_sizes(*requests, whole=20 * MIB, conf=""):
     return sizes
 
 
-def test_what_is_older_than_the_history_is_no_change():
+def test_allocations_older_than_the_history_are_no_change():
     live = segment(
         BASE,
         2 * MIB,
@@ -78,7 +78,7 @@ def test_what_is_older_than_the_history_is_no_change():
         [(Action.ALLOC, BASE, 100), (Action.EARLIER, BASE, 100)],
     ],
 )
-def test_older_than_the_history_is_what_it_begins_with(rows):
+def test_earlier_events_need_blocks_at_the_beginning(rows):
     live = segment(
         BASE,
         2 * MIB,
@@ -116,7 +116,7 @@ def test_expandable_segments_split_at_512_bytes_in_both_pools():
 
 
 @pytest.mark.parametrize("order", [(0, 20 * MIB), (20 * MIB, 0)])
-def test_segments_that_touch_do_not_merge(order):
+def test_adjacent_segments_do_not_merge(order):
     size = 20 * MIB
     history = [
         (Action.SEGMENT_ALLOC, BASE, size),
@@ -134,7 +134,7 @@ def test_segments_that_touch_do_not_merge(order):
     assert derived.freed_by.tolist() == [-1, -1, *freed_by, -1, -1, -1, -1, -1, -1]
 
 
-def test_what_is_never_freed_is_freed_by_the_end():
+def test_allocations_never_freed_are_freed_at_the_end():
     derived = timeline(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 * MIB), (Action.ALLOC, BASE, 1)]))
     assert derived.freed_by.tolist() == [-1, 2]
 
@@ -205,7 +205,7 @@ def test_an_impossible_history_names_the_event(name):
         timeline(trace)
 
 
-def test_segments_at_the_end_that_the_events_outgrow():
+def test_events_that_reserve_more_than_the_end_are_refused():
     with pytest.raises(FileFormatError, match="2,097,152 bytes more than they release"):
         timeline(trace_of([SEGMENT, ALLOC], ()))
 
@@ -234,7 +234,7 @@ at_end = st.builds(
 
 
 @given(st.lists(st.tuples(actions, addresses, extents), max_size=12), st.lists(at_end, max_size=3))
-def test_whatever_a_forged_history_says(history, segments_):
+def test_a_forged_history_is_replayed_or_refused(history, segments_):
     for conf in ("", "expandable_segments:True"):
         with suppress(FileFormatError):
             derived = timeline(trace_of(history, segments_, settings={"conf": conf}))
@@ -257,7 +257,7 @@ def test_whatever_a_forged_history_says(history, segments_):
         ({"reserved_bytes.all.current": 0}, "counted 0 bytes reserved (current)"),
     ],
 )
-def test_the_referee(statistics, words):
+def test_a_disagreement_with_the_statistics_is_reported(statistics, words):
     history = [SEGMENT, ALLOC, (Action.ALLOC, BASE + 512, 1), (Action.FREE_REQUESTED, BASE + 512, 1)]
     trace = trace_of(history, statistics=statistics)
     found = disagreement(trace, timeline(trace))

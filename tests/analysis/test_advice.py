@@ -88,7 +88,7 @@ def told(answer):
     return [(one.what, one.saves.bytes // MIB, one.needs.bytes // MIB, one.fits) for one in answer.advice]
 
 
-def test_each_saves_beyond_those_above_it():
+def test_savings_are_beyond_those_of_earlier_advice():
     answer, tried = given(trace(400), trace(300), trace(50))
     assert told(answer) == [
         ("checkpoint the repeated blocks", 100, 400, True),
@@ -98,7 +98,7 @@ def test_each_saves_beyond_those_above_it():
     assert (answer.in_all.bytes, answer.untried) == (500 * MIB, None)
 
 
-def test_it_says_which_models_were_changed():
+def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
     assert [one.how for one in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
@@ -107,7 +107,7 @@ def test_it_says_which_models_were_changed():
     ]
 
 
-def test_what_saves_less_than_a_hundredth_or_fails_is_passed_over():
+def test_changes_that_save_under_one_percent_or_fail_are_skipped():
     answer, tried = given(trace(400), trace(396), trace(390), FAILED)
     assert told(answer) == [("offload activations", 10, 490, True)]
     assert answer.untried == FAILED
@@ -118,14 +118,14 @@ def test_what_saves_less_than_a_hundredth_or_fails_is_passed_over():
 
 
 @pytest.mark.parametrize(("total", "pieces"), [(450, 1), (300, 2), (600, 2)])
-def test_it_ends_when_the_run_fits_that_did_not(total, pieces):
+def test_advice_ends_once_the_run_fits(total, pieces):
     results = [trace(300), trace(50)][:pieces]
     answer, _ = given(trace(400, total=total), *results)
     assert len(answer.advice) == pieces
     assert answer.advice[-1].fits is True
 
 
-def test_a_peak_in_the_optimizer_asks_for_a_fused_one():
+def test_a_peak_in_the_optimizer_suggests_a_fused_one():
     temporaries = {"phase": 1, "category": Category.TEMPORARY}
     answer, (change,) = given(trace(400, **temporaries), trace(200, **temporaries))
     assert told(answer) == [("fused optimizer", 200, 300, True)]
@@ -143,11 +143,11 @@ def test_settings_are_replayed_not_run():
     assert tried == []
 
 
-def test_settings_that_are_there_already_are_no_advice():
+def test_settings_already_in_force_are_not_advised():
     assert given(trace(400, cached=300, conf="expandable_segments:True", **PARAMETERS))[0].advice == ()
 
 
-def test_what_settings_cost_is_what_the_replay_calls():
+def test_the_cost_of_settings_is_that_of_their_driver_calls():
     """A script that empties its cache in each step has its segments mapped anew in each."""
     history, marks = [], []
     blocks = [(BASE, 300 * MIB), (BASE + (1 << 40), 400 * MIB)]
@@ -167,7 +167,7 @@ def test_what_settings_cost_is_what_the_replay_calls():
     assert answer.advice[0].costs == "an unknown time: fewer than two steps completed"
 
 
-def test_at_most_three():
+def test_at_most_three_pieces_of_advice():
     """Of four that help: the last would be to offload."""
     answer, tried = given(trace(800, cached=300, phase=1), trace(700), trace(600))
     assert [one.what for one in answer.advice] == [
@@ -178,7 +178,7 @@ def test_at_most_three():
     assert tried[0].conf == tried[1].conf == "expandable_segments:True"
 
 
-def test_what_is_tried_next_is_about_the_peak_that_is_left():
+def test_the_next_change_targets_the_remaining_peak():
     answer, tried = given(trace(400, phase=1), trace(200, category=Category.PARAMETER))
     assert [one.what for one in answer.advice] == ["fused optimizer"]
     assert len(tried) == 1
@@ -187,13 +187,13 @@ def test_what_is_tried_next_is_about_the_peak_that_is_left():
 @pytest.mark.parametrize(
     "end", [ScriptEnd("exception", 1), ScriptEnd("interrupted", 130), ScriptEnd("end", 3)]
 )
-def test_half_a_run_gets_none_and_is_not_run_again(end):
+def test_an_interrupted_run_gets_no_advice_and_is_not_rerun(end):
     answer, tried = given(trace(400, end=end))
     assert (answer.advice, answer.in_all, answer.untried, tried) == ((), None, end, [])
 
 
 @pytest.mark.parametrize("end", [STEPS, ScriptEnd("out of memory", 1)])
-def test_what_memory_ran_out_for_is_run_whole_first(end):
+def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
     """Also if the script caught it: it may have done less since."""
     short = trace(200, oom=True, end=end, total=300)
     answer, tried = given(short, trace(400), trace(150))
@@ -206,7 +206,7 @@ def test_what_memory_ran_out_for_is_run_whole_first(end):
     assert find_advice(short, summarize(short)).advice == ()
 
 
-def test_who_interrupts_it_gets_what_was_found_by_then():
+def test_an_interrupt_keeps_the_advice_found_so_far():
     answer, _ = given(trace(400), trace(300), KeyboardInterrupt)
     assert told(answer) == [("checkpoint the repeated blocks", 100, 400, True)]
     assert answer.untried == ScriptEnd("interrupted", 130)
@@ -214,13 +214,13 @@ def test_who_interrupts_it_gets_what_was_found_by_then():
     assert exit_code(replace(answer, untried=FAILED), fail=False) == 0
 
 
-def test_what_cannot_be_replayed_says_why():
+def test_a_trace_that_cannot_be_replayed_gives_the_reason():
     answer, tried = given(trace(400, conf="backend:cudaMallocAsync"))
     assert (answer.advice, tried) == ((), [])
     assert "it was made with backend:cudaMallocAsync" in answer.untried.exception
 
 
-def test_figures_say_how_sure_they_are():
+def test_figures_carry_their_provenance():
     first = trace(400, cached=300, total=0)
     (one,) = find_advice(first, summarize(first)).advice
     assert (one.saves.provenance, one.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
@@ -231,7 +231,7 @@ def test_figures_say_how_sure_they_are():
     assert last.saves.provenance is Provenance.SIMULATED  # run without the settings, which are replayed
 
 
-def test_what_no_run_reserved_is_simulated():
+def test_a_peak_that_no_run_reached_is_simulated():
     """Where memory was short, the cache was given back; where it does not end, it is kept."""
     first = trace(4000, cached=2, given_back=True, total=4101)
     answer, _ = given(first, trace(200, **PARAMETERS))

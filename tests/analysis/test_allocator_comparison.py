@@ -29,19 +29,19 @@ CARD = find_device("RTX-3060")
         ({"device": CARD, "memory": GIB, "in_use": 1}, GIB, CARD.context_bytes + 1),
     ],
 )
-def test_the_device_is_the_traces_but_for_what_is_named(options, total, taken):
+def test_the_device_is_that_of_the_trace_unless_overridden(options, total, taken):
     found = compare_settings(trace_of(HISTORY, device=DEVICE), [], **options)
     assert (found.total, found.taken) == (total, taken)
 
 
-def test_a_trace_without_a_device_wants_one():
+def test_a_trace_without_a_device_needs_one_named():
     with pytest.raises(UsageError, match="Name one with --gpu, or its memory with --memory"):
         compare_settings(trace_of(HISTORY), [])
     assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
 @pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
-def test_where_nothing_is_left_nothing_is_replayed(memory, said):
+def test_no_memory_left_is_an_error(memory, said):
     words = f"of {said}, the CUDA context takes 512.0 MiB and other processes 100.0 MiB"
     with pytest.raises(UsageError, match=words):
         compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
@@ -74,18 +74,18 @@ def test_the_traces_own_settings_come_first_and_once():
         ),
     ],
 )
-def test_what_cannot_be_tried_is_refused(options, words):
+def test_invalid_options_are_refused(options, words):
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": options.pop("torch", "2.11.0")})
     with pytest.raises(UsageError, match=words):
         compare_settings(trace, options.pop("confs", []), **options)
 
 
-def test_one_conf_may_stand_alone():
+def test_a_single_conf_may_be_a_string():
     found = compare_settings(trace_of(HISTORY, device=DEVICE), "expandable_segments:True")
     assert [row.setting.name for row in found.outcomes] == ["", "expandable_segments:True"]
 
 
-def test_only_what_the_version_has_is_tried():
+def test_only_settings_of_the_version_are_tried():
     trace = trace_of(HISTORY, device=DEVICE, versions={"torch": "2.9.1"})
     tried = " ".join(row.setting.name for row in compare_settings(trace, None).outcomes)
     assert "max_split_size_mb" in tried
@@ -123,7 +123,7 @@ def test_a_harmful_setting_is_worth_unsetting():
     assert found.recommended is found.outcomes[1]
 
 
-def test_what_is_not_known_is_noted():
+def test_unknowns_are_noted():
     told = compare_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
     assert told.notes == ()
     late = [*freed(BASE, 2 * MIB), (Action.SEGMENT_FREE, BASE, 20 * MIB)]

@@ -112,21 +112,21 @@ def test_what_an_allocation_is_for(history, expected):
     assert Category(attribution.category[which]).name == expected
 
 
-def test_what_is_there_when_memory_runs_out_in_a_forward_was_there_to_stay():
+def test_allocations_alive_at_an_out_of_memory_count_as_kept():
     failing = Event(Action.OOM, 0, 4096, label=PHASES[F])
     history = (made(0, 100, F), made(1, 50, F), gone(1, 50, F), failing, gone(0, 100, F))
     assert categories(run(*history, end="out of memory")) == ["ACTIVATION", "TEMPORARY"]
     assert categories(run(*history)) == ["TEMPORARY", "TEMPORARY"]
 
 
-def test_where_an_event_has_no_label_nothing_can_be_told():
+def test_an_event_without_a_label_is_unknown():
     trace = run(made(0, 100, F)._replace(label=-1), made(1, 9, F), gone(0, 100, F))
     assert categories(trace)[0] == "UNKNOWN"
     saved = made(0, 100, F, Category.ACTIVATION)._replace(label=-1)
     assert categories(run(saved, made(1, 9, F)))[0] == "ACTIVATION"
 
 
-def test_a_phase_is_one_wherever_it_is_asked_for():
+def test_phases_agree_everywhere():
     trace = run(made(0, 1000, S), made(2, 9, F), made(3, 9, F)._replace(label=-1), made(4, 9, B))
     line = timeline(trace)
     attribution = attribute(trace, line)
@@ -155,7 +155,7 @@ HELD = (
 )
 
 
-def test_rows_of_every_kind_sum_to_what_is_allocated_at_every_event():
+def test_rows_of_every_kind_sum_to_the_allocated_bytes():
     trace = run(*HELD)
     line = timeline(trace)
     attribution = attribute(trace, line)
@@ -168,7 +168,7 @@ def test_rows_of_every_kind_sum_to_what_is_allocated_at_every_event():
             assert rows[-1].name == "rounding"
 
 
-def test_a_tensor_that_a_module_owns_is_that_modules():
+def test_a_tensor_belongs_to_the_module_that_owns_it():
     trace = run(*HELD)
     tensor = np.full(len(trace.events), -1, np.int32)
     tensor[1] = 0
@@ -188,20 +188,20 @@ def test_a_tensor_that_a_module_owns_is_that_modules():
 @pytest.mark.parametrize(
     ("at", "event"), [("peak", 10), ("setup", 1), ("forward", 3), ("optimizer", 10), ("1", 10), ("2", 13)]
 )
-def test_a_moment_is_when_most_is_held(at, event):
+def test_a_moment_is_the_peak_of_its_phase_or_step(at, event):
     trace = run(*HELD)
     line = timeline(trace)
     assert peak_event(trace, line, at) == event
 
 
 @pytest.mark.parametrize("at", ["3", "0", "lunch", "recompute", "9" * 5000])
-def test_a_moment_that_is_not_there_is_refused(at):
+def test_a_missing_moment_is_refused(at):
     trace = run(*HELD)
     with pytest.raises(UsageError, match=f"--at {at}"):
         peak_event(trace, timeline(trace), at)
 
 
-def test_the_ledger_says_what_each_phase_changed():
+def test_the_ledger_has_the_change_of_each_phase():
     trace = run(*HELD)
     line = timeline(trace)
     changes = phase_ledger(trace, line, attribute(trace, line))
@@ -225,7 +225,7 @@ def test_recomputation_is_part_of_its_backward_in_the_ledger():
     assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
 
 
-def test_of_a_trace_without_events_there_is_nothing_to_say():
+def test_a_trace_without_events_has_no_breakdown():
     trace = trace_of([])
     line = timeline(trace)
     attribution = attribute(trace, line)

@@ -80,7 +80,7 @@ def test_a_hole_and_the_blocks_that_pin_it():
     assert after.freed == ScriptLocation(2, Phase.OPTIMIZER, "", "", "")
 
 
-def test_a_block_that_waits_for_a_stream_is_no_hole_and_pins():
+def test_a_block_awaiting_a_stream_pins_and_is_no_hole():
     (moment,) = told(PINNED[:7], at={"now": 7}, marks=STEP).moments
     assert moment.all.awaiting_free == 8 * MIB
     assert moment.all.holes == 8 * MIB
@@ -90,14 +90,14 @@ def test_a_block_that_waits_for_a_stream_is_no_hole_and_pins():
     assert moment.holes[0].pins[1].freed.phase is Phase.OPTIMIZER
 
 
-def test_a_segment_that_is_wholly_free_is_cached_and_has_no_hole():
+def test_a_wholly_free_segment_is_cached_without_holes():
     history = (*PINNED, *free(0, 4 * MIB - 100))
     end = told(history).moments[-1]
     assert end.all == ReservedBytes.of(cached=20 * MIB)
     assert end.holes == ()
 
 
-def test_segments_that_touch_are_not_one():
+def test_adjacent_segments_are_separate():
     history = (*PINNED, event(Action.SEGMENT_ALLOC, 20 * MIB, 20 * MIB))
     end = told(history).moments[-1]
     assert (end.all.holes, end.all.cached) == (16 * MIB, 20 * MIB)
@@ -119,7 +119,7 @@ def test_a_peak_that_no_allocation_follows():
 
 
 @pytest.mark.parametrize(("size", "kind"), [(MIB, "small"), (MIB + 512, "large")])
-def test_mapped_memory_has_the_pool_of_what_is_in_it(size, kind):
+def test_mapped_memory_has_the_pool_of_its_blocks(size, kind):
     history = [event(Action.SEGMENT_MAP, 0, 20 * MIB), event(Action.ALLOC, 0, size)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
@@ -128,7 +128,7 @@ def test_mapped_memory_has_the_pool_of_what_is_in_it(size, kind):
 
 
 @pytest.mark.parametrize(("mapped", "kind"), [(2 * MIB, "small"), (20 * MIB, "large")])
-def test_mapped_memory_with_nothing_in_it_has_a_pool(mapped, kind):
+def test_empty_mapped_memory_has_a_pool(mapped, kind):
     history = [event(Action.SEGMENT_MAP, at, mapped) for at in range(0, 20 * MIB, mapped)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
     end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
@@ -136,7 +136,7 @@ def test_mapped_memory_with_nothing_in_it_has_a_pool(mapped, kind):
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
-def test_segments_without_a_history_are_told_apart(kind):
+def test_segments_without_a_history_have_a_pool(kind):
     """What was mapped before the history has the pool that it has at the end."""
     blocks = (SnapshotBlock(BASE, 20 * MIB, 0, "inactive"),)
     mapping = segment(BASE, 20 * MIB, kind, expandable=True, blocks=blocks)
@@ -158,20 +158,20 @@ def test_without_segments_it_does_not_apply(settings, named):
     assert named in found.not_applicable
 
 
-def test_figures_are_as_sure_as_sizes():
+def test_figures_have_the_provenance_of_sizes():
     note = Note(Provenance.ASSUMED, "a size", sizes=True)
     assert told(PINNED).provenance is Provenance.EXACT
     assert told(PINNED, notes=(note,)).provenance is Provenance.ASSUMED
 
 
 @pytest.mark.parametrize("events", [-1, 9])
-def test_there_is_no_such_moment(events):
+def test_a_moment_beyond_the_history_is_refused(events):
     with pytest.raises(UsageError, match=f"now: the number of events is from 0 to 8, not {events}"):
         told(PINNED, at={"now": events})
 
 
 @pytest.mark.parametrize("requested", [-1, 2 * MIB + 1])
-def test_a_block_that_has_not_what_was_asked_for(requested):
+def test_a_block_smaller_than_its_request_is_refused(requested):
     blocks = (SnapshotBlock(BASE, 2 * MIB, requested, "active_allocated"),)
     with pytest.raises(FileFormatError, match="were requested"):
         told([], [segment(BASE, 2 * MIB, "small", blocks=blocks)])
@@ -188,7 +188,7 @@ def test_a_block_made_before_rounding_was_set_has_no_more_rounding_than_bytes():
     assert end.all == ReservedBytes.of(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
 
 
-def test_blocks_that_lie_on_one_another():
+def test_overlapping_blocks_are_refused():
     """Memory that is handed out twice: each event is possible, and what they leave is not."""
     history = [
         event(Action.SEGMENT_ALLOC, 0, 20 * MIB),

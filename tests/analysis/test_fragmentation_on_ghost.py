@@ -110,7 +110,7 @@ def agree(moment, segments):
 # -- against the real allocator ----------------------------------------------------------------------
 
 
-def test_the_end_is_what_pytorch_says(drive, situation):
+def test_the_end_equals_pytorchs_snapshot(drive, situation):
     trace, _, _ = drive(situation)
     found = fragmentation(trace)
     end = found.moments[-1]
@@ -136,14 +136,14 @@ def test_the_end_is_what_pytorch_says(drive, situation):
         assert told == counted
 
 
-def test_the_peaks_are_pytorchs(drive, situation):
+def test_the_peaks_equal_pytorchs(drive, situation):
     trace, _, _ = drive(situation)
     peaks = {moment.name: moment.all for moment in fragmentation(trace).moments}
     assert peaks[PEAK_RESERVED].reserved == trace.statistics["reserved_bytes.all.peak"]
     assert peaks[PEAK_ALLOCATED].allocated == trace.statistics["allocated_bytes.all.peak"]
 
 
-def test_any_moment_is_what_its_columns_add_up_to(drive, situation):
+def test_every_moment_sums_to_the_timeline(drive, situation):
     trace, _, _ = drive(situation)
     dice = random.Random(20261122)  # noqa: S311
     at = {str(n): dice.randint(1, len(trace.events)) for n in range(15)}
@@ -151,7 +151,7 @@ def test_any_moment_is_what_its_columns_add_up_to(drive, situation):
         agree(moment, added_up(trace, moment.events))
 
 
-def test_any_moment_is_what_a_replay_has(drive, situation):
+def test_every_moment_equals_a_replay(drive, situation):
     """Up to where memory is first short: a replay needs the device's size, which a snapshot does not hold."""
     trace, _, _ = drive(situation)
     asked = read_requests(trace)
@@ -174,7 +174,7 @@ def test_any_moment_is_what_a_replay_has(drive, situation):
 
 
 @pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
-def test_a_history_that_begins_late_tells_as_much(drive, situation):
+def test_a_late_history_gives_the_same_fragmentation(drive, situation):
     whole, _, _ = drive(situation)
     trace, _, _ = drive(situation, history_from=700)
     missing = len(whole.events) - len(trace.events)

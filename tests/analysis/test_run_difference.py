@@ -38,7 +38,7 @@ def test_layers_are_folded_over_both_runs():
     assert found.reserved == (2 << 20, 2 << 20)
 
 
-def test_a_module_that_is_called_rounding_is_not_the_rounding():
+def test_a_module_named_rounding_is_not_the_row_rounding():
     found = compare_runs(run("rounding"), run("rounding", "head"), by=GroupBy.MODULE)
     assert sorted((row.name, row.before, row.after) for row in found.rows) == [
         ("head", 0, 600),
@@ -53,7 +53,7 @@ def test_rows_sum_to_what_is_allocated(by):
     assert (sum(row.before for row in found.rows), sum(row.after for row in found.rows)) == found.allocated
 
 
-def test_a_moment_that_one_of_them_lacks():
+def test_a_moment_that_one_run_lacks_is_refused():
     with pytest.raises(UsageError, match="no such phase"):
         compare_runs(run("a"), run("a"), "backward")
 
@@ -71,7 +71,7 @@ def test_folding():
     ]
 
 
-def test_folding_holds_no_more_than_the_paths_are_long():
+def test_folding_needs_memory_linear_in_the_paths():
     paths = [f"m{n}." + "a." * 4_000 + "b" for n in range(5)]
     tracemalloc.start()
     assert fold_module_paths(paths) == paths

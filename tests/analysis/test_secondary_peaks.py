@@ -36,7 +36,7 @@ def near(*levels, marks=()):
     ]
 
 
-def test_moments_are_apart_by_a_dip_and_not_far_below():
+def test_secondary_peaks_are_separated_by_a_dip():
     run = (90, Phase.FORWARD), (50, Phase.LOSS), (100, Phase.BACKWARD), (60, Phase.BETWEEN)
     assert near(*run, (80, Phase.OPTIMIZER), (10, Phase.INPUT)) == [
         (Phase.FORWARD, 90),
@@ -46,19 +46,19 @@ def test_moments_are_apart_by_a_dip_and_not_far_below():
 
 
 @pytest.mark.parametrize(("dip", "apart"), [(85, True), (86, False)])
-def test_a_slope_is_one_moment(dip, apart):
+def test_a_slope_has_one_peak(dip, apart):
     found = near((90, Phase.FORWARD), (dip, Phase.LOSS), (100, Phase.BACKWARD))
     assert found == [(Phase.FORWARD, 90)] * apart
 
 
-def test_moments_that_were_found_are_apart_from_one_another():
+def test_secondary_peaks_are_separated_from_each_other():
     """97 and 95 are one slope, after a deep dip from the peak."""
     fallen = (100, Phase.FORWARD), (50, Phase.LOSS), (97, Phase.BACKWARD)
     assert near(*fallen, (94, Phase.BETWEEN), (95, Phase.OPTIMIZER)) == [(Phase.BACKWARD, 97)]
     assert near(*fallen, (90, Phase.BETWEEN), (95, Phase.OPTIMIZER))[1:] == [(Phase.OPTIMIZER, 95)]
 
 
-def test_a_place_comes_once():
+def test_each_location_appears_once():
     found = near(*[(level, Phase.BACKWARD) for level in (100, 50, 99, 50, 98)])
     assert found == []
 
@@ -72,5 +72,5 @@ def test_other_steps_repeat_what_the_step_of_the_peak_shows():
     assert near(*levels, *other, marks=ends[:1]) == [(Phase.OPTIMIZER, 95)]
 
 
-def test_nothing_allocated_has_no_moments():
+def test_a_run_without_allocations_has_no_peaks():
     assert near() == []

@@ -97,7 +97,7 @@ def test_terms_are_blocks_alive_at_the_peak_and_sum_to_it():
 
 
 @pytest.mark.parametrize(("workspaces", "rest"), [(True, Provenance.EXACT), (False, Provenance.ASSUMED)])
-def test_an_assumed_size_shows_in_its_row_and_in_totals(workspaces, rest):
+def test_an_assumed_size_affects_its_row_and_totals(workspaces, rest):
     note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=workspaces)
     result = summarize(
         trace(
@@ -129,7 +129,7 @@ def test_an_assumed_size_that_a_graph_saved_shows_in_the_activations():
 
 
 @pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
-def test_a_figure_is_as_sure_as_the_least_sure_size_it_rests_on(others):
+def test_a_figure_has_the_least_certain_provenance_of_its_sizes(others):
     notes = [
         Note(provenance, f"size {i}", sizes=True, workspaces=True)
         for i, provenance in enumerate((Provenance.SIMULATED, *others))
@@ -209,13 +209,13 @@ def test_steady_names_the_first_of_the_equal_steps():
     assert summarize(steady).growth == Growth(2, 0, "", leak=False)
 
 
-def test_a_step_that_leaves_less_is_not_called_steady():
+def test_a_shrinking_step_is_not_steady():
     shrinking = trace(alloc(0, 100), *free(0, 100), marks=step_ends(2, 4))
     assert summarize(shrinking).growth == Growth(None, -100, "", leak=False)
 
 
 @pytest.mark.parametrize("ends", [(), (2,)])
-def test_one_step_says_nothing_about_growth(ends):
+def test_growth_needs_more_than_one_step(ends):
     assert summarize(trace(alloc(0, 100), marks=step_ends(*ends))).growth.steady_from is None
 
 
@@ -223,7 +223,7 @@ def oom(size, available):
     return Event(Action.OOM, available, size, label=FORWARD, stack=0)
 
 
-def test_the_failure_that_ended_the_script_is_the_last():
+def test_the_last_failure_is_reported_if_it_ended_the_script():
     failed = trace(
         oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("out of memory", 1, "OutOfMemoryError")
     )
@@ -234,7 +234,7 @@ def test_the_failure_that_ended_the_script_is_the_last():
     assert result.out_of_memory.place.line == "train.py:3"
 
 
-def test_a_failure_that_was_survived_is_the_first():
+def test_the_first_failure_is_reported_if_the_script_continued():
     result = summarize(trace(oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("end", 0)))
     assert result.verdict == "does not fit"
     assert result.out_of_memory.requested == 4 * MIB
@@ -248,12 +248,12 @@ def test_a_counter_that_disagrees_is_noted():
     assert "1,024" in summarize(differing).notes[0].text
 
 
-def test_a_script_without_steps_is_told_so():
+def test_a_script_without_steps_is_noted():
     (note,) = summarize(trace(alloc(0, 100), end=ScriptEnd("end", 0))).notes
     assert "no training step" in note.text
 
 
-def test_figures_are_no_surer_than_the_sizes_they_rest_on():
+def test_figures_are_at_most_as_certain_as_their_sizes():
     read = Note(Provenance.ASSUMED, "a value was read")
     sized = Note(Provenance.ASSUMED, "a size was taken at its upper bound", sizes=True)
     weights = alloc(0, 100, category=Category.PARAMETER)

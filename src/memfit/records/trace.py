@@ -118,8 +118,8 @@ class Label:
     module: str
     """Path of the module, as ``named_modules`` spells it (``layers.0.mlp``); empty outside modules."""
     op: str
-    """In the backward, the autograd node (``MmBackward0``); elsewhere the op in autograd's graph (``Addmm``),
-    or the PyTorch function called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``); or empty."""
+    """In the backward, the autograd node (``MmBackward0``); elsewhere the op in its graph (``Addmm``),
+    or the PyTorch function called (``AdamW.step (foreach)``, ``clip_grad_norm_/_get_total_norm``), or ""."""
     stack: int
     """In the backward, the forward's stack that created the node: index into ``Trace.stacks``, or -1."""
 
