@@ -1,4 +1,4 @@
-"""The smallest GPU that memfit names for a job: on the ghost it runs there, and 2 MiB below it does not.
+"""The smallest GPU that memfit finds for a job: on the ghost the job fits, and with 2 MiB less it does not.
 
     python benchmarks/allocator_capacity.py [--jobs 10] [--json FILE]
 
@@ -53,7 +53,7 @@ def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, t
 
 
 def main() -> int:
-    """Print a row a job; the exit code says whether all did as was said."""
+    """Print a row per job; the exit code is 1 if any prediction was wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,7 +92,7 @@ def main() -> int:
             flush=True,
         )
     good = sum(row["as_said"] for row in rows)
-    print(f"{good} of {len(rows)} as said")
+    print(f"{good} of {len(rows)} as predicted")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if good == len(rows) else 1

@@ -93,9 +93,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operations", type=int, default=50_000, help="of all situations together")
-    parser.add_argument("--seed", type=int, help="of everything random; a fresh one by default")
-    parser.add_argument("--python", default=sys.executable, help="an environment with another torch")
+    parser.add_argument("--operations", type=int, default=50_000, help="in all situations together")
+    parser.add_argument("--seed", type=int, help="of all randomness; a fresh one by default")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the Python of an environment with another torch"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Does a wrong rule get caught? Each rule of memfit's allocator is changed, one at a time.
+"""Are wrong rules caught? Each rule of memfit's allocator is changed, one at a time.
 
     python benchmarks/allocator_mutations.py [--operations 800] [--seed N] [--logs DIR] [--json FILE]
 
@@ -37,7 +37,7 @@ LONGEST = 60  # seconds that a changed allocator may take for a log
 
 
 def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
-    """Let the real allocator answer; logs that are there are read."""
+    """Record the real allocator's answers; existing logs are reused."""
     folder.mkdir(parents=True, exist_ok=True)
     logs = []
     with progress_line() as show:
@@ -84,7 +84,7 @@ def counted(mutant: Mutant, ways: dict[str, Iterator[Callable[[], object]]], eno
 
 
 def apart(attempt: Callable[[], object]) -> None:
-    """Do something in a process of its own: changed C may crash, or go on for ever.
+    """Do something in a process of its own: changed C may crash, or never return.
 
     Raises:
         RuntimeError: it failed.
@@ -118,7 +118,9 @@ def main() -> int:
     )
     parser.add_argument("--operations", type=int, default=800, help="in each situation")
     parser.add_argument("--seed", type=int, default=0, help="of the situations")
-    parser.add_argument("--logs", type=Path, help="keep PyTorch's answers here, and take those that are here")
+    parser.add_argument(
+        "--logs", type=Path, help="keep PyTorch's answers in this folder, and reuse those in it"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.operations < 1:

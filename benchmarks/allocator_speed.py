@@ -1,4 +1,4 @@
-"""How fast memfit's allocator is next to PyTorch's own, on the ghost: the same operations, in turns.
+"""The speed of memfit's allocator against PyTorch's own, on the ghost: the same operations, in turns.
 
     python benchmarks/allocator_speed.py [--operations 100000] [--runs 9] [--json FILE]
 
@@ -52,7 +52,7 @@ def random_operations(count: int) -> list[Operation]:
 
 
 def training_operations(count: int) -> list[Operation]:
-    """Return a training script's, as many times over as it takes."""
+    """Return a training script's operations, repeated as often as needed."""
     from memfit import api
 
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,7 @@ def training_operations(count: int) -> list[Operation]:
 
 
 def main() -> int:
-    """Run both in turns; print rates and the ratio; the exit code says whether the target is met."""
+    """Run both in turns; print rates and the ratio; the exit code is 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

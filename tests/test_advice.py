@@ -1,4 +1,4 @@
-"""What memfit advises was tried: who follows it to the letter gets what it says, to the byte."""
+"""Following memfit's advice literally gives the predicted figures, to the byte."""
 
 import json
 import os
@@ -41,11 +41,11 @@ TRAIN = """
 WIDE = ("1024", "512")
 """The peak is in the optimizer, and without its temporaries in the backward."""
 LONG = ("256", "32768")
-"""Nearly all is activations."""
+"""Nearly all memory is activations."""
 
 
 def followed(script, advice):
-    """Return the script, and the environment, as someone who does what the advice says."""
+    """Return the script and the environment of a user who follows the advice."""
     environment = dict(os.environ)
     for one in advice:
         how = one["how"]
@@ -92,7 +92,7 @@ def test_following_the_advice_gives_the_predicted_figures(dry_run):
 
 
 def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
-    """What is advised is written for the model, and goes into what is compiled."""
+    """The advice is for the model, and applies to the compiled one."""
     begin, net, rest = TRAIN.partition("class Net")
     script = begin + net + rest.replace("forward", "training_step")
     script = script.replace("while", 'step = torch.compile(model.training_step, backend="eager")\n    while')
@@ -107,7 +107,7 @@ def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
 
 
 def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
-    """It waits for an answer that is not given twice."""
+    """It waits for input that is not given twice."""
     reader, writer = os.pipe()
     os.write(writer, b"y\n")
     script = "answer = input()\n" + textwrap.dedent(TRAIN)

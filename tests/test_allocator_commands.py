@@ -1,4 +1,4 @@
-"""`memfit replay` and `memfit allocator`: what they say is what a dry run then does."""
+"""`memfit replay` and `memfit allocator`: a dry run then does what they predict."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def memfit(*arguments, **environment):
 
 
 def dry_run(folder, *options, conf=""):
-    """Run the example as it would be run, and return the answer."""
+    """Run the example as a user would, and return the result."""
     answer = folder / "answer.json"
     memfit("dry-run", "--json", answer, *options, EXAMPLE, "--steps", "3", PYTORCH_ALLOC_CONF=conf)
     return json.loads(answer.read_text())

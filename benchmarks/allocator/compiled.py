@@ -1,4 +1,4 @@
-"""Memfit's compiled allocator, compared with PyTorch's answers as ``model.py`` compares ``caching.py``."""
+"""Memfit's compiled allocator, compared with PyTorch's as ``model.py`` compares ``caching_allocator.py``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +73,7 @@ def replay_compiled(log: Log) -> None:
 
 @contextmanager
 def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel]:
-    """Make one, for operations with numbers below that."""
+    """Create one for operations whose block numbers are below a limit."""
     config = AllocatorConfig.of(situation.conf)
     if situation.fraction is not None:
         config = replace(config, per_process_memory_fraction=situation.fraction)

@@ -37,14 +37,14 @@ BY_STEPS = [
 
 
 class Kind(IntEnum):
-    """What is asked for."""
+    """The kind of an operation."""
 
     ALLOCATE = 0
     FREE = 1
     USE = 2
-    """A tensor, on another stream."""
+    """Use a tensor on another stream."""
     HOLD = 3
-    """Let streams stand still, or go on."""
+    """Pause streams, or resume them."""
     EMPTY_CACHE = 4
 
 
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
     kind: int
     number: int = 0
-    """Of the tensor."""
+    """Number of the tensor."""
     size: int = 0
     """Bytes."""
     stream: int = 0
@@ -68,24 +68,24 @@ Piece = tuple[int, int, str, int]
 
 @dataclass(frozen=True)
 class Situation:
-    """What the operations are done in."""
+    """The settings and the device of a run of operations."""
 
     version: tuple[int, int]
-    """Of PyTorch, major and minor."""
+    """PyTorch's version, major and minor."""
     conf: str
     total: int
     """Bytes of the device, as cudaMemGetInfo reports them."""
     fraction: float | None
     streams: list[int]
-    """PyTorch's numbers for them."""
+    """PyTorch's ids of the streams."""
     pools: list[tuple[int, int]]
-    """And for private pools."""
+    """PyTorch's ids of the private pools."""
     shares: bool
     """Whether tensors are used on several streams."""
 
 
 class DifferenceError(Exception):
-    """The two differ."""
+    """PyTorch's allocator and memfit's differ."""
 
 
 class Model:

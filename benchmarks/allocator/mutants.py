@@ -1,4 +1,4 @@
-"""Memfit's allocator with one rule changed, for one test: ``mutants.toml`` lists the changes."""
+"""Mutation testing of memfit's allocator: one rule changed at a time, as ``mutants.toml`` lists them."""
 
 import shutil
 import sys
@@ -38,7 +38,7 @@ class Mutant(NamedTuple):
     module: str
     """Of ``memfit.allocator``, or one of its C files."""
     line: str
-    """As it is: once, in that module."""
+    """The original line; it occurs once in the module."""
     instead: str
 
     @property
@@ -48,17 +48,17 @@ class Mutant(NamedTuple):
 
 
 def mutants() -> tuple[list[Mutant], dict[str, str]]:
-    """Return all, and why some cannot be told from the original, by ``what``."""
+    """Return all mutants, and the equivalent ones with the reason, by ``what``."""
     table = tomllib.loads(_TABLE.read_text())
     return [Mutant(*row) for row in table["mutants"]], table["equal"]
 
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[ModuleType]:
-    """Give the module ``caching`` of an allocator that is changed: the real modules stay as they are.
+    """Yield the module ``caching_allocator`` of the mutant; the real modules stay unchanged.
 
     Raises:
-        ValueError: the line is not there, or more than once.
+        ValueError: the line does not occur exactly once.
     """
     package = import_module(_PACKAGE)
     names = [f"{_PACKAGE}.{module}" for module in _MODULES]
@@ -75,10 +75,10 @@ def mutated(mutant: Mutant) -> Iterator[ModuleType]:
 
 @contextmanager
 def mutated_c(mutant: Mutant) -> Iterator[None]:
-    """Have replays use a compiled allocator that is changed.
+    """Make replays use the compiled allocator with the mutant's change.
 
     Raises:
-        ValueError: the line is not there, or more than once.
+        ValueError: the line does not occur exactly once.
     """
     with TemporaryDirectory() as folder:
         sources = Path(shutil.copytree(compiled_allocator.LIBRARY.sources, Path(folder) / "c"))
@@ -94,7 +94,7 @@ def _replaced(mutant: Mutant, source: str) -> str:
     if times != 1:
         raise ValueError(
             f"{mutant.what!r}: {mutant.line!r} is {times} times in {mutant.module}. "
-            f"Write it anew in {_TABLE.name}."
+            f"Update it in {_TABLE.name}."
         )
     return source.replace(mutant.line, mutant.instead)
 

@@ -1,4 +1,4 @@
-"""The compiled allocator and ``caching.py``, given the same requests: all that a script may ask for."""
+"""The compiled allocator and ``caching_allocator.py``, given the same random requests."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ SELDOM += 4 * [RequestKind.GONE_ON]
 
 
 class Script:
-    """Asks for whatever a script may ask for."""
+    """Makes random requests of every kind."""
 
     def __init__(self, dice: random.Random) -> None:
         self.asked = Requests(pools=POOLS)
@@ -45,7 +45,7 @@ class Script:
         self._capturing, self._pool = False, 0
 
     def go_on(self, event: int) -> None:
-        """Ask for one more thing."""
+        """Add a random request."""
         dice, few = self._dice, len(self._live) < self._many
         kinds = {"malloc": 65 if few else 35, "free": 35 if few else 65, "use": 2, "seldom": 4}
         (kind,) = dice.choices(tuple(kinds), tuple(kinds.values()))
@@ -83,7 +83,7 @@ class Script:
 
 
 def random_requests(dice: random.Random, count: int) -> Requests:
-    """Return what a script may ask for."""
+    """Return random requests."""
     script = Script(dice)
     for event in range(count):
         script.go_on(event)
@@ -91,7 +91,7 @@ def random_requests(dice: random.Random, count: int) -> Requests:
 
 
 def both(asked: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
-    """Replay requests by the compiled allocator and in Python."""
+    """Replay requests with the compiled allocator and in Python."""
     compiled = replay(asked, config, **options)
     with mock.patch.object(compiled_allocator, "load", return_value=None):
         return compiled, replay(asked, config, **options)

@@ -1,4 +1,4 @@
-"""An allocator with the referee behind it: every operation is checked, no torch is needed."""
+"""An allocator under the referee: every operation is checked, without torch."""
 
 import random
 from types import ModuleType
@@ -50,7 +50,7 @@ _WHEN_FULL = (35, 53, *tuple(_WEIGHTS.values())[2:])
 
 
 class BrokenError(Exception):
-    """The referee found broken rules."""
+    """The referee found violated invariants."""
 
     def __init__(self, broken: list[Violation]) -> None:
         super().__init__("; ".join(f"{found.rule.name}: {found.where}" for found in broken))
@@ -73,7 +73,7 @@ class Watched:
         self.allocator = caching.CachingAllocator(memory, AllocatorConfig.of(conf))
         self.live: list[Block] = []
         self.private = False
-        """Whether allocations go to a private pool."""
+        """Whether allocations use a private pool."""
         self._pool_id = 0, 1
         self._out_of_memory = caching.SimulatedOutOfMemoryError
 
@@ -101,7 +101,7 @@ class Watched:
         self._check()
 
     def stream_is_done(self, stream: int) -> None:
-        """Let a stream go on."""
+        """Complete the work of a stream."""
         self.allocator.stream_is_done(stream)
         self._check()
 
@@ -111,19 +111,19 @@ class Watched:
         self._check([] if self.allocator.captures else check_emptied(self.allocator))
 
     def begin_private(self, *, capture: bool) -> None:
-        """Allocate to a private pool from now on, as a capture does or a ``MemPool``."""
+        """Allocate from a private pool from now on, as a capture or a ``MemPool`` does."""
         self.allocator.begin_allocate_to_pool(self._pool_id)
         self.allocator.captures += capture
         self.private = True
 
     def end_private(self) -> None:
-        """End that."""
+        """Stop allocating from a private pool."""
         self.allocator.captures = 0
         self.allocator.end_allocate_to_pool(self._pool_id)
         self.private = False
 
     def release_private(self) -> None:
-        """Let the graphs or the ``MemPool`` go: no other one may use that pool again.
+        """Delete the graphs or the ``MemPool`` of a pool: nothing uses that pool again.
 
         Not of expandable segments: of those PyTorch counts growths and unmappings, which need not be as many,
         and forgets a released pool at a count of 0 though it may yet hold memory.
@@ -177,6 +177,6 @@ def _do(kind: str, watched: Watched, dice: random.Random) -> None:
 
 
 def random_size(dice: random.Random) -> int:
-    """Return bytes to ask for: of any size, and beside every threshold."""
+    """Return a request size in bytes: any size, or one next to a threshold."""
     kind = dice.choice(("small", "middle", "large", "edge"))
     return size_of(kind, dice, largest=120 * MIB, edges=EDGES, beside=BESIDE)

@@ -1,4 +1,4 @@
-"""Drive PyTorch's real allocator on the ghost and write down its history and its own statistics.
+"""Drive PyTorch's real allocator on the ghost and record its history and its own statistics.
 
     python drive_allocator.py OUT '{"operations": 1500, "seed": 1, ...}'
 

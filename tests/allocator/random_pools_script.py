@@ -1,4 +1,4 @@
-"""A script that asks for memory at random: from private pools, while capturing graphs, until none is left.
+"""A script that allocates at random: from private pools, during graph captures, until memory runs out.
 
     python random_pools_script.py SEED OPERATIONS [keep]
 

@@ -1,4 +1,4 @@
-"""Settings, read by PyTorch's own parser on the ghost and by memfit's: taken, or refused, by both."""
+"""Settings, parsed by PyTorch on the ghost and by memfit: both accept or both refuse them."""
 
 import json
 import os
@@ -121,7 +121,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def pytorchs():
-    """Return what PyTorch made of each string: its settings, or its error."""
+    """Return PyTorch's result for each string: its settings, or its error."""
     confs = [*CONFS, *BY_ACCIDENT, *OF_THE_HOST]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(confs)],
@@ -135,7 +135,7 @@ def pytorchs():
 
 
 def memfits(conf):
-    """Return the same of memfit's; None if it refuses."""
+    """Return memfit's settings; None if it refuses the string."""
     try:
         config = AllocatorConfig.of(conf)
     except UsageError:

@@ -1,4 +1,4 @@
-"""Allocator settings as PyTorch writes and reads them."""
+"""Allocator settings in PyTorch's grammar."""
 
 import pytest
 

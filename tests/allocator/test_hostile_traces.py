@@ -1,4 +1,4 @@
-"""Whatever a trace says, it is replayed or refused by name: never another exception, never a hang."""
+"""Any trace is replayed or refused with a named error: never another exception, never a hang."""
 
 import pytest
 from hypothesis import given, settings
@@ -124,7 +124,7 @@ def test_random_events_are_replayed_or_refused(events, at_end, marked):
 
 @st.composite
 def histories(draw):
-    """Draw a history that is in order: blocks in segments of their own, begun and ended in turns."""
+    """Draw a consistent history: blocks in segments of their own, allocated and freed in turns."""
     blocks = []
     for number in range(draw(st.integers(1, 5))):
         address, stream = BASE + number * 64 * MIB, draw(streams)

@@ -1,4 +1,4 @@
-"""What a history that begins late says of what was there before: against PyTorch's figures, and by hand."""
+"""The state before a history that begins late: against PyTorch's figures, and by hand."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_a_late_history_gives_the_same_timeline(drive, situation):
 
 
 def late(history, *segment_addresses, size=20 * MIB, state="inactive"):
-    """Return the timeline of a history that ends with segments of one block each, and its beginning."""
+    """Return the timeline of a history that ends with segments of one block each, and its initial state."""
     at_end = [
         segment(address, size, blocks=[SnapshotBlock(address, size, size, state)])
         for address in segment_addresses
@@ -63,7 +63,7 @@ def test_an_earlier_block_keeps_a_remainder_too_small_to_split():
 
 
 def test_an_earlier_block_extends_to_the_start_of_the_next():
-    """Its 2 MiB lay in 2.5 MiB of which the rest was too small to split off."""
+    """Its 2 MiB were in a block of 2.5 MiB, whose remainder was too small to split off."""
     beside = BASE + 5 * MIB // 2
     history = [(Action.ALLOC, beside, 2 * MIB), *freed(beside, 2 * MIB), *freed(BASE, 2 * MIB)]
     derived, start = late(history, BASE)

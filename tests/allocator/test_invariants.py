@@ -1,4 +1,4 @@
-"""The allocator under the referee after every operation, and each rule broken on purpose."""
+"""The allocator under the referee after every operation, and each invariant violated on purpose."""
 
 from collections import deque
 
@@ -240,7 +240,7 @@ def test_a_corrupted_state_violates_its_invariant(corrupt, expected):
     "corrupt", [wrong_stream, miscounted_allocated, not_merged, leaked, beyond_allowed, miscounted_pieces]
 )
 def test_a_corruption_violates_no_other_invariant(corrupt):
-    """Rules are told apart: one mistake is not a dozen."""
+    """Invariants are independent: one mistake violates only its own."""
     allocator = allocator_of()
     corrupt(allocator)
     assert len(broken_by(allocator)) == 1

@@ -1,4 +1,4 @@
-"""A wrong rule is caught: a sample of what benchmarks/allocator_mutations.py does with all of them."""
+"""Wrong rules are caught: a sample of benchmarks/allocator_mutations.py, which covers all of them."""
 
 import json
 import os

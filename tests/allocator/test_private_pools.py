@@ -1,4 +1,4 @@
-"""What a history tells of private pools: which allocations are theirs, and when their memory goes back."""
+"""Private pools in a history: which allocations are theirs, and when their memory is released."""
 
 import os
 from dataclasses import replace
@@ -23,7 +23,7 @@ POOLS = ((0, 0), GRAPH, MEM_POOL)
 
 
 def used(address, size, pool, stream=0):
-    """Return the events of a segment that is made for a block and stays when that is freed."""
+    """Return the events of a segment made for a block, which stays when the block is freed."""
     made = [
         Event(action, address, size, pool=pool, stream=stream)
         for action in (Action.SEGMENT_ALLOC, Action.ALLOC)
@@ -36,7 +36,7 @@ def back(address, size, pool):
 
 
 def asks(trace):
-    """Return what is asked for, with the number of its pool where there is one."""
+    """Return the requests, with the number of their private pool if any."""
     found = read_requests(trace)
     rows = zip(found.ask, found.pool, strict=True)
     return [f"{RequestKind(ask).name} {pool}" if pool else RequestKind(ask).name for ask, pool in rows]
@@ -53,7 +53,7 @@ NEVER_SHORT = {"num_alloc_retries": 0}
     ("conf", "more"), [("", ()), ("expandable_segments:True", ("keep",)), ("max_split_size_mb:64", ())]
 )
 def test_random_scripts_replay_to_every_figure(dry_run, conf, more, tmp_path):
-    """On a device that is often full; addresses hang on the order in which streams give segments back.
+    """On a device that is often full; addresses depend on the order in which streams release segments.
 
     With ``MEMFIT_SEED=N`` other scripts than the ones that were seen to be equal.
     """
@@ -86,7 +86,7 @@ def shape(segment):
 
 
 def test_private_pools_do_not_share_segments():
-    """The same requests share one segment in the default pool, and take two in different ones."""
+    """The same requests share one segment in the default pool, and take two in different pools."""
     size = 12 * MIB
     apart = [*used(A, size, 0), *used(B, size, 1)]
     again = replayed(read_requests(history(*apart)), AllocatorConfig(), total=GIB)
@@ -163,7 +163,7 @@ def test_a_mark_separates_adjacent_releases():
 
 
 def test_a_malloc_after_a_marked_release_is_not_short_of_memory():
-    """Blocks whose streams went on meanwhile are free before the malloc, and not on its way."""
+    """Blocks whose streams completed meanwhile are free before the malloc, not during it."""
     waits = Event(Action.FREE_REQUESTED, B, 12 * MIB)
     is_over = Event(Action.FREE_COMPLETED, B, 12 * MIB)
     events = [*used(B, 12 * MIB, 0)[:2], *used(A, 40 * MIB, 0), back(A, 40 * MIB, 0), is_over]

@@ -1,4 +1,4 @@
-"""Tests that ask for a situation get each of them; ``drive`` drives PyTorch's real allocator in it."""
+"""Tests with a parameter ``situation`` run in each; ``drive`` drives PyTorch's real allocator in it."""
 
 from support.allocator_situations import drive, pytest_generate_tests
 

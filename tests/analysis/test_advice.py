@@ -1,4 +1,4 @@
-"""Which advice is given, and when it ends: cheapest first, what saves a hundredth, until the run fits."""
+"""Which advice is given: cheapest first, at least one percent saved, until the run fits."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def trace(  # noqa: PLR0913 - each test is about one or two
 ):
     """Return a run that holds so many MiB at its peak.
 
-    Before that it has cached others that do not serve it, and gives them back where memory is short.
+    Before the peak it has cached blocks that are too small for it, and releases them if memory is short.
     """
     history, segments = [], []
     for index, mib in enumerate((cached, size)):
@@ -67,8 +67,8 @@ def trace(  # noqa: PLR0913 - each test is about one or two
     return trace_of(history, segments, labels=LABELS, device=device(total), end=end, settings=settings)
 
 
-def given(first, *others):
-    """Return the answer where each thing tried leads to one of some traces or ends, and what was tried."""
+def advice_for(first, *others):
+    """Return the answer if each trial results in the next of ``others``, and what was tried."""
     results, tried = list(others), []
 
     def run(change, _what):
@@ -83,14 +83,14 @@ def given(first, *others):
     return answer, tried
 
 
-def told(answer):
-    """Return advice: what, MiB that it saves, MiB needed then, whether that fits."""
+def rows(answer):
+    """Return each piece of advice: what, MiB saved, MiB then needed, whether the run fits."""
     return [(one.what, one.saves.bytes // MIB, one.needs.bytes // MIB, one.fits) for one in answer.advice]
 
 
 def test_savings_are_beyond_those_of_earlier_advice():
-    answer, tried = given(trace(400), trace(300), trace(50))
-    assert told(answer) == [
+    answer, tried = advice_for(trace(400), trace(300), trace(50))
+    assert rows(answer) == [
         ("checkpoint the repeated blocks", 100, 400, True),
         ("offload activations", 250, 150, True),
     ]
@@ -108,27 +108,27 @@ def test_advice_names_the_models_it_applies_to():
 
 
 def test_changes_that_save_under_one_percent_or_fail_are_skipped():
-    answer, tried = given(trace(400), trace(396), trace(390), FAILED)
-    assert told(answer) == [("offload activations", 10, 490, True)]
+    answer, tried = advice_for(trace(400), trace(396), trace(390), FAILED)
+    assert rows(answer) == [("offload activations", 10, 490, True)]
     assert answer.untried == FAILED
     both = ("offload", "checkpointing")
     assert [change.strategies for change in tried] == [("checkpointing",), ("offload",), both]
-    answer, _ = given(trace(400), FAILED, ScriptEnd("end", 3))
+    answer, _ = advice_for(trace(400), FAILED, ScriptEnd("end", 3))
     assert (answer.advice, answer.untried) == ((), FAILED)
 
 
 @pytest.mark.parametrize(("total", "pieces"), [(450, 1), (300, 2), (600, 2)])
 def test_advice_ends_once_the_run_fits(total, pieces):
     results = [trace(300), trace(50)][:pieces]
-    answer, _ = given(trace(400, total=total), *results)
+    answer, _ = advice_for(trace(400, total=total), *results)
     assert len(answer.advice) == pieces
     assert answer.advice[-1].fits is True
 
 
 def test_a_peak_in_the_optimizer_suggests_a_fused_one():
     temporaries = {"phase": 1, "category": Category.TEMPORARY}
-    answer, (change,) = given(trace(400, **temporaries), trace(200, **temporaries))
-    assert told(answer) == [("fused optimizer", 200, 300, True)]
+    answer, (change,) = advice_for(trace(400, **temporaries), trace(200, **temporaries))
+    assert rows(answer) == [("fused optimizer", 200, 300, True)]
     assert change.fused
 
 
@@ -136,19 +136,19 @@ PARAMETERS = {"category": Category.PARAMETER}
 
 
 def test_settings_are_replayed_not_run():
-    """Expandable segments grow into what was cached. Settings that are there already stay."""
-    answer, tried = given(trace(400, cached=300, conf="max_split_size_mb:128", **PARAMETERS))
-    assert told(answer) == [("expandable segments", 300, 500, True)]
+    """Expandable segments reuse the cached memory. Settings already in force stay."""
+    answer, tried = advice_for(trace(400, cached=300, conf="max_split_size_mb:128", **PARAMETERS))
+    assert rows(answer) == [("expandable segments", 300, 500, True)]
     assert answer.advice[0].how == "PYTORCH_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True"
     assert tried == []
 
 
 def test_settings_already_in_force_are_not_advised():
-    assert given(trace(400, cached=300, conf="expandable_segments:True", **PARAMETERS))[0].advice == ()
+    assert advice_for(trace(400, cached=300, conf="expandable_segments:True", **PARAMETERS))[0].advice == ()
 
 
 def test_the_cost_of_settings_is_that_of_their_driver_calls():
-    """A script that empties its cache in each step has its segments mapped anew in each."""
+    """A script that empties its cache each step maps its segments again each step."""
     history, marks = [], []
     blocks = [(BASE, 300 * MIB), (BASE + (1 << 40), 400 * MIB)]
     for step in range(3):
@@ -161,15 +161,15 @@ def test_the_cost_of_settings_is_that_of_their_driver_calls():
         row.seconds_per_step for row in compare_settings(first, "expandable_segments:True").outcomes
     )
     assert after - before > 0.5e-3
-    (one,) = given(first)[0].advice
+    (one,) = advice_for(first)[0].advice
     assert one.costs == f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
-    answer, _ = given(trace(400, cached=300, **PARAMETERS))
+    answer, _ = advice_for(trace(400, cached=300, **PARAMETERS))
     assert answer.advice[0].costs == "an unknown time: fewer than two steps completed"
 
 
 def test_at_most_three_pieces_of_advice():
-    """Of four that help: the last would be to offload."""
-    answer, tried = given(trace(800, cached=300, phase=1), trace(700), trace(600))
+    """Four changes would help; the last would be offloading."""
+    answer, tried = advice_for(trace(800, cached=300, phase=1), trace(700), trace(600))
     assert [one.what for one in answer.advice] == [
         "expandable segments",
         "fused optimizer",
@@ -179,7 +179,7 @@ def test_at_most_three_pieces_of_advice():
 
 
 def test_the_next_change_targets_the_remaining_peak():
-    answer, tried = given(trace(400, phase=1), trace(200, category=Category.PARAMETER))
+    answer, tried = advice_for(trace(400, phase=1), trace(200, category=Category.PARAMETER))
     assert [one.what for one in answer.advice] == ["fused optimizer"]
     assert len(tried) == 1
 
@@ -188,34 +188,34 @@ def test_the_next_change_targets_the_remaining_peak():
     "end", [ScriptEnd("exception", 1), ScriptEnd("interrupted", 130), ScriptEnd("end", 3)]
 )
 def test_an_interrupted_run_gets_no_advice_and_is_not_rerun(end):
-    answer, tried = given(trace(400, end=end))
+    answer, tried = advice_for(trace(400, end=end))
     assert (answer.advice, answer.in_all, answer.untried, tried) == ((), None, end, [])
 
 
 @pytest.mark.parametrize("end", [STEPS, ScriptEnd("out of memory", 1)])
 def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
-    """Also if the script caught it: it may have done less since."""
+    """Even if the script caught the exception: it may have done less since."""
     short = trace(200, oom=True, end=end, total=300)
-    answer, tried = given(short, trace(400), trace(150))
-    assert told(answer) == [("checkpoint the repeated blocks", 250, 250, True)]
+    answer, tried = advice_for(short, trace(400), trace(150))
+    assert rows(answer) == [("checkpoint the repeated blocks", 250, 250, True)]
     assert tried[0] == ScriptChange()
     assert answer.in_all.bytes == 500 * MIB
     assert (answer.verdict, answer.peak_reserved) == (summarize(short).verdict, 200 * MIB)
-    answer, _ = given(short, FAILED)
+    answer, _ = advice_for(short, FAILED)
     assert (answer.advice, answer.in_all, answer.untried) == ((), None, FAILED)
     assert find_advice(short, summarize(short)).advice == ()
 
 
 def test_an_interrupt_keeps_the_advice_found_so_far():
-    answer, _ = given(trace(400), trace(300), KeyboardInterrupt)
-    assert told(answer) == [("checkpoint the repeated blocks", 100, 400, True)]
+    answer, _ = advice_for(trace(400), trace(300), KeyboardInterrupt)
+    assert rows(answer) == [("checkpoint the repeated blocks", 100, 400, True)]
     assert answer.untried == ScriptEnd("interrupted", 130)
     assert exit_code(answer, fail=False) == 130
     assert exit_code(replace(answer, untried=FAILED), fail=False) == 0
 
 
 def test_a_trace_that_cannot_be_replayed_gives_the_reason():
-    answer, tried = given(trace(400, conf="backend:cudaMallocAsync"))
+    answer, tried = advice_for(trace(400, conf="backend:cudaMallocAsync"))
     assert (answer.advice, tried) == ((), [])
     assert "it was made with backend:cudaMallocAsync" in answer.untried.exception
 
@@ -225,16 +225,16 @@ def test_figures_carry_their_provenance():
     (one,) = find_advice(first, summarize(first)).advice
     assert (one.saves.provenance, one.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
     assert one.fits is None
-    (one,) = given(trace(400), trace(200, **PARAMETERS))[0].advice
+    (one,) = advice_for(trace(400), trace(200, **PARAMETERS))[0].advice
     assert one.saves.provenance is Provenance.EXACT
-    *_, last = given(trace(400, cached=300), trace(300), trace(100))[0].advice
+    *_, last = advice_for(trace(400, cached=300), trace(300), trace(100))[0].advice
     assert last.saves.provenance is Provenance.SIMULATED  # run without the settings, which are replayed
 
 
 def test_a_peak_that_no_run_reached_is_simulated():
-    """Where memory was short, the cache was given back; where it does not end, it is kept."""
+    """When memory was short, the cache was released; with unlimited memory it is kept."""
     first = trace(4000, cached=2, given_back=True, total=4101)
-    answer, _ = given(first, trace(200, **PARAMETERS))
+    answer, _ = advice_for(first, trace(200, **PARAMETERS))
     (one,) = answer.advice
     assert (answer.in_all.bytes, one.saves.bytes) == (4120 * MIB, 3820 * MIB)
     assert one.saves.provenance is Provenance.SIMULATED

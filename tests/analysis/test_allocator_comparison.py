@@ -1,4 +1,4 @@
-"""On which device a trace is replayed, with which settings, and what is said of it."""
+"""The device and the settings a trace is replayed under, and the notes on the result."""
 
 import pytest
 

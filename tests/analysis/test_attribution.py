@@ -1,4 +1,4 @@
-"""Whose each allocation is, on traces small enough to work out by hand."""
+"""What each allocation is for, on traces small enough to check by hand."""
 
 import dataclasses
 

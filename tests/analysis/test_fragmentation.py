@@ -1,4 +1,4 @@
-"""What reserved bytes are used for, in histories small enough to work out by hand."""
+"""What reserved bytes are used for, in histories small enough to check by hand."""
 
 import pytest
 
@@ -189,7 +189,7 @@ def test_a_block_made_before_rounding_was_set_has_no_more_rounding_than_bytes():
 
 
 def test_overlapping_blocks_are_refused():
-    """Memory that is handed out twice: each event is possible, and what they leave is not."""
+    """Memory allocated twice: each event is possible, but their result is not."""
     history = [
         event(Action.SEGMENT_ALLOC, 0, 20 * MIB),
         event(Action.ALLOC, 0, 20 * MIB),

@@ -16,7 +16,7 @@ from memfit.records import Action, Provenance, Segment, SnapshotBlock
 
 MIB = 1 << 20
 NEVER_SHORT = {"captured graphs", "captured graphs, expandable"}
-"""Of memory: what they gave back was asked for, as ``torch.cuda.graph`` does."""
+"""Situations whose releases were requested, as ``torch.cuda.graph`` does."""
 
 
 # -- referees ----------------------------------------------------------------------------------------

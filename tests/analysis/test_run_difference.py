@@ -1,4 +1,4 @@
-"""What changed between two runs, and how modules that repeat are named for it."""
+"""The difference of two runs, and the folding of repeated modules."""
 
 import json
 import tracemalloc

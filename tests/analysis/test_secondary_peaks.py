@@ -1,4 +1,4 @@
-"""The moments just below the peak: apart from it by a dip, in its own step, each place once."""
+"""Secondary peaks: separated by a dip, in the peak's own step, each location once."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_slope_has_one_peak(dip, apart):
 
 
 def test_secondary_peaks_are_separated_from_each_other():
-    """97 and 95 are one slope, after a deep dip from the peak."""
+    """97 and 95 are on one slope, after a deep dip from the peak."""
     fallen = (100, Phase.FORWARD), (50, Phase.LOSS), (97, Phase.BACKWARD)
     assert near(*fallen, (94, Phase.BETWEEN), (95, Phase.OPTIMIZER)) == [(Phase.BACKWARD, 97)]
     assert near(*fallen, (90, Phase.BETWEEN), (95, Phase.OPTIMIZER))[1:] == [(Phase.OPTIMIZER, 95)]

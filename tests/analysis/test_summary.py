@@ -1,4 +1,4 @@
-"""From a trace to the answer, on traces small enough to work out by hand."""
+"""Summaries of traces small enough to check by hand."""
 
 import dataclasses
 
