@@ -19,7 +19,7 @@ from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import ForkPool, PoolJob
 
 TARGET = 0.15  # seconds
-CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_candidates.py"
+CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_targets.py"
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ def memfit(*arguments, **options):
     )
 
 
-def test_doctor_finds_everything_here():
+def test_doctor_passes_every_check_on_this_machine():
     done = memfit("doctor", "--gaps")
     assert done.returncode == 0, done.stdout
     for found in ("python", "torch", "compiler", "ghost", "gaps", "cudnn", "gpu"):
@@ -22,14 +22,14 @@ def test_doctor_finds_everything_here():
     assert any(gap.name in done.stdout for gap in gaps)
 
 
-def test_doctor_says_what_is_missing_and_what_would_mend_it(tmp_path):
+def test_doctor_names_a_missing_compiler_and_how_to_install_one(tmp_path):
     done = memfit("doctor", env={"PATH": str(tmp_path), "MEMFIT_CACHE": str(tmp_path / "cache")})
     assert done.returncode == 3
     assert "FAILS compiler" in done.stdout
     assert "Install one" in done.stdout
 
 
-def test_every_gpu_is_listed_by_a_name_that_finds_it():
+def test_gpus_lists_every_gpu_by_a_name_that_find_device_accepts():
     rows = memfit("gpus").stdout.splitlines()[1:]
     listed = [row.split()[0] for row in rows[: len(all_devices())]]
     assert [find_device(name) for name in listed] == list(all_devices())

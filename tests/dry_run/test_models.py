@@ -49,7 +49,7 @@ def test_a_padded_batch_in_nn_transformer_stays_padded(dry_run):
     """
     run = dry_run(script)
     assert "shape (8, 32, 64)" in run.out, run.err
-    assert any("a padded batch was taken to stay padded" in note["text"] for note in run.answer["notes"])
+    assert any("a padded batch is assumed to stay padded" in note["text"] for note in run.answer["notes"])
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")

@@ -1,4 +1,4 @@
-"""What the ghost's tests need: a script run under it, in a process of its own."""
+"""Fixtures that run scripts and evaluate expressions on the ghost, each in its own process."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ghost.configure(DEVICE)
 
 @pytest.fixture
 def on_ghost(tmp_path):
-    """Return a function that runs lines of Python on the configured ghost, and returns what they print."""
+    """Return a function that runs Python code on the configured ghost and returns its output."""
 
     def run(script, *, torch=True, **environment):
         path = tmp_path / "script.py"
@@ -48,13 +48,13 @@ def on_ghost(tmp_path):
 
 
 @pytest.fixture
-def told(on_ghost):
-    """Return a function that evaluates expressions on the ghost and returns the answers."""
+def evaluate(on_ghost):
+    """Return a function that evaluates expressions on the ghost and returns their values."""
 
-    def run(expressions, before="", choices=""):
+    def run(expressions, before="", options=""):
         script = INSTALL_VALUES + textwrap.dedent(
             f"""
-            values = install({choices!r})
+            values = install({options!r})
             d = "cuda"
             x = torch.randn(4, 10, device=d)
             whole = torch.arange(5, device=d)

@@ -1,4 +1,4 @@
-"""The warm process: every candidate gets a fresh fork, and the same figures as a process of its own."""
+"""The fork pool: every job runs in a fork of its own, with the same figures as a separate process."""
 
 import json
 import subprocess
@@ -14,12 +14,12 @@ from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import ForkPool, PoolJob
 
-CANDIDATES = str(Path(__file__).with_name("fork_pool_candidates.py"))
+TARGETS = str(Path(__file__).with_name("fork_pool_targets.py"))
 GIB = 1 << 30
 
 
 def target(name):
-    return f"{CANDIDATES}:{name}"
+    return f"{TARGETS}:{name}"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pool(device):
         yield pool
 
 
-def test_peaks_are_those_of_a_process_of_its_own(pool, device):
+def test_peaks_equal_those_of_a_separate_process(pool, device):
     code = f"""
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -42,22 +42,22 @@ from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.load import load
 load(build()).configure(GhostDevice.of(find_device("A100-80GB")))
-import fork_pool_candidates
-print(json.dumps(fork_pool_candidates.gpt2_small(batch=2)))
+import fork_pool_targets
+print(json.dumps(fork_pool_targets.gpt2_small(batch=2)))
 sys.stdout.flush()
 import os; os._exit(0)
 """
     alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = json.loads(alone.stdout)
-    answers = pool.map([PoolJob(target("gpt2_small"), {"batch": 2})] * 3)
-    assert answers == [expected] * 3
+    results = pool.map([PoolJob(target("gpt2_small"), {"batch": 2})] * 3)
+    assert results == [expected] * 3
 
 
-def test_each_candidate_has_a_process_to_itself(pool):
+def test_each_job_runs_in_its_own_process(pool):
     assert len(set(pool.map([PoolJob(target("process"))] * 4))) == 4
 
 
-def test_a_candidate_may_have_its_own_device_and_settings(pool, device):
+def test_a_job_can_set_its_device_and_environment(pool, device):
     small = replace(device, total_bytes=4 * GIB, name="a smaller one")
     assert pool.run(PoolJob(target("one_tensor"), {"size": 5 * GIB})) == 5 * GIB
     assert pool.run(PoolJob(target("one_tensor"), {"size": 5 * GIB}, device=small)) is None
@@ -69,9 +69,9 @@ def test_a_candidate_may_have_its_own_device_and_settings(pool, device):
     assert pool.run(PoolJob(target("settings")))["expandable"] is False
 
 
-def test_a_failure_says_what_failed(pool):
+def test_a_failed_job_raises_with_its_traceback_and_the_pool_continues(pool):
     with pytest.raises(TargetError, match=r"fails failed: ValueError: this one cannot work[\s\S]*line \d+"):
         pool.run(PoolJob(target("fails")))
-    with pytest.raises(TargetError, match="died without an answer"):
+    with pytest.raises(TargetError, match="died without a result"):
         pool.run(PoolJob(target("dies")))
     assert pool.run(PoolJob(target("one_tensor"), {"size": 512})) == 512

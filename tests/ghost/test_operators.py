@@ -68,8 +68,8 @@ def test_linear_algebra_runs_forward_and_backward(on_ghost):
     assert out == '("cuSOLVER workspace, as large as LAPACK documents",)\n'
 
 
-def test_work_space_is_allocated(on_ghost):
-    """What the Jacobi rule says, a copy of the matrix and its rotations, is what PyTorch allocates."""
+def test_the_workspace_of_a_solver_is_allocated(on_ghost):
+    """PyTorch allocates what the Jacobi rule gives: a copy of the matrix and its rotations."""
     out = on_ghost("""
         a = torch.eye(700, device="cuda", dtype=torch.float64)
         torch.cuda.memory._record_memory_history()
@@ -103,7 +103,7 @@ SPARSE = """
 """
 
 
-def test_sparse_matrices_run_and_their_products_have_all_entries_they_can(on_ghost):
+def test_sparse_matrices_run_and_their_products_have_the_largest_possible_number_of_entries(on_ghost):
     counts, reached = on_ghost(INSTALL_VALUES + "values = install()\n" + textwrap.dedent(SPARSE)).splitlines()
     assert counts == f"3 {3 * 3} {3 + 2} {64 * 64}"
     assert "cuSPARSE work space" in reached
@@ -111,9 +111,9 @@ def test_sparse_matrices_run_and_their_products_have_all_entries_they_can(on_gho
     assert reached.count(",") == 3, reached
 
 
-def test_checks_inside_operators_pass(told):
+def test_checks_inside_operators_pass(evaluate):
     check(
-        told,
+        evaluate,
         {
             "torch.allclose(x, x + 1, 1e-3, 1e-5, False)": True,  # all positional, as torch.linalg calls it
             "list(torch.linalg.eig(torch.randn(5, 5, device=d))[0].shape)": [5],
@@ -126,15 +126,15 @@ def test_checks_inside_operators_pass(told):
     )
 
 
-def test_cov_can_be_differentiated(told):
-    """A check that the degrees of freedom are not used up must not be told that they are."""
+def test_cov_can_be_differentiated(evaluate):
+    """The value read by the check of the degrees of freedom must not make it fail."""
     before = "c = x.clone().requires_grad_(); torch.cov(c).sum().backward()"
-    check(told, {"list(c.grad.shape)": [4, 10]}, before=before)
+    check(evaluate, {"list(c.grad.shape)": [4, 10]}, before=before)
 
 
 @pytest.mark.timeout(900)
 def test_a_sample_of_pytorchs_operators_runs(tmp_path):
-    """300 of them, with two inputs each; all of them: python benchmarks/ops.py."""
+    """Run 300 operators with two inputs each; python benchmarks/ops.py runs all of them."""
     pytest.importorskip("expecttest", reason="PyTorch's database of operators imports it")
     results = tmp_path / "results.json"
     command = [sys.executable, OPS, "--sample", "300", "--seed", "0", "--inputs", "2", "--json", results]

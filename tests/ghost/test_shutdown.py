@@ -1,41 +1,68 @@
-"""Waiting for autograd's threads, with a thread that only bears their name."""
+"""Waiting for autograd's threads, with the kernel's status of each thread replaced."""
 
 import ctypes
 import threading
-import time
 
-from memfit.ghost.shutdown import wait_for_autograd
+import pytest
 
-BUSY = 0.15  # seconds; far below the longest wait
+from memfit.ghost import shutdown
+
+RUNNING, SLEEPING = "State:\tR (running)", "State:\tS (sleeping)\nswitches: 1"
+SLEEPING_AGAIN = "State:\tS (sleeping)\nswitches: 2"
 
 
-def test_waits_while_such_a_thread_works():
+@pytest.fixture
+def polls(monkeypatch):
+    """Return a function that sets the status of each poll, and a list that counts the sleeps in between."""
+    sleeps = []
+    monkeypatch.setattr(shutdown.time, "sleep", sleeps.append)
+
+    def set_statuses(*statuses):
+        remaining = iter(statuses)
+        monkeypatch.setattr(shutdown, "_autograd_threads", lambda: next(remaining))
+
+    return set_statuses, sleeps
+
+
+def test_it_returns_once_every_thread_slept_for_two_polls_in_a_row(polls):
+    set_statuses, sleeps = polls
+    set_statuses([RUNNING], [RUNNING], [SLEEPING, RUNNING], [SLEEPING], [SLEEPING_AGAIN], [SLEEPING_AGAIN])
+    shutdown.wait_for_autograd()
+    assert len(sleeps) == 5
+
+
+def test_it_returns_without_a_sleep_if_there_are_no_such_threads(polls):
+    set_statuses, sleeps = polls
+    set_statuses([])
+    shutdown.wait_for_autograd()
+    assert not sleeps
+
+
+def test_it_gives_up_on_a_thread_that_never_sleeps(polls, monkeypatch):
+    _, sleeps = polls
+    clock = iter(range(10))
+    monkeypatch.setattr(shutdown.time, "monotonic", lambda: next(clock) / 4)
+    monkeypatch.setattr(shutdown, "_autograd_threads", lambda: [RUNNING])
+    shutdown.wait_for_autograd()
+    assert len(sleeps) == 3  # a second, in steps of a quarter
+
+
+def test_threads_are_found_by_name_and_read_as_sleeping_while_they_wait():
     ready, leave = threading.Event(), threading.Event()
-    idle_since = []
 
     def work():
         ctypes.CDLL(None).pthread_setname_np(
             ctypes.c_ulong(threading.get_ident()), ctypes.c_char_p(b"pt_autograd_9")
         )
         ready.set()
-        until = time.monotonic() + BUSY
-        while time.monotonic() < until:
-            pass
-        idle_since.append(time.monotonic())
         leave.wait()
 
+    assert shutdown._autograd_threads() == []
     thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
-    wait_for_autograd()
-    returned = time.monotonic()
+    shutdown.wait_for_autograd()
+    (status,) = shutdown._autograd_threads()
     leave.set()
     thread.join()
-    assert idle_since
-    assert idle_since[0] <= returned
-
-
-def test_returns_at_once_without_them():
-    start = time.monotonic()
-    wait_for_autograd()
-    assert time.monotonic() - start < BUSY
+    assert "S (sleeping)" in status

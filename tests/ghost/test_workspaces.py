@@ -1,4 +1,4 @@
-"""The rules for work space, and the questions they answer."""
+"""The sizes of workspaces by rule and from cuDNN, and the notes about them."""
 
 import json
 import tomllib
@@ -68,7 +68,7 @@ def answer():
     return lambda asked: workspaces.answer(json.dumps(asked).encode())[0].workspace
 
 
-def test_every_rule_has_a_source_and_says_what_it_is_about():
+def test_every_rule_has_a_source_and_a_subject():
     rules = tomllib.loads(RULES.read_text())
     for rule in (*rules["convolution"], *rules["recurrent"].values()):
         assert rule["source"]
@@ -77,7 +77,7 @@ def test_every_rule_has_a_source_and_says_what_it_is_about():
         assert rule["bytes"] > 0
 
 
-def test_the_published_convolution_and_no_other(answer):
+def test_the_rule_applies_to_the_published_convolution_only(answer):
     assert answer(convolution()) == 58_720_256
     for changes in (
         {"operation": "forward"},
@@ -101,7 +101,7 @@ def test_published_sizes_of_recurrent_networks(answer, cell, reserve, work):
     assert answer(recurrent(cell, "work")) == work
 
 
-def test_recurrent_sizes_grow_with_what_they_should(answer):
+def test_recurrent_sizes_scale_with_dtype_elements_and_directions(answer):
     whole = answer(recurrent("LSTM", "reserve"))
     assert answer(recurrent("LSTM", "reserve", bytes=2)) == whole / 2
     assert answer(recurrent("LSTM", "reserve", elements=12_500)) == whole / 2
@@ -119,18 +119,18 @@ OTHERS = [
 ]
 
 
-def test_what_has_no_rule_is_0_and_said_in_one_sentence():
+def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
     workspaces = Workspaces.read()
     for asked in OTHERS:
         assert workspaces.answer(json.dumps(asked).encode()) == (EngineConfig(0),)
     ((provenance, note),) = workspaces.notes()
     assert provenance is Provenance.ASSUMED
-    assert "count as 0 bytes" in note
+    assert "counted as 0 bytes" in note
     for subject in ("batch normalization", "dropout", "CTC", "attention"):
         assert subject in note
 
 
-def test_notes_name_the_rules_that_were_used_once_each():
+def test_each_applied_rule_is_noted_once_with_its_largest_size():
     workspaces = Workspaces.read()
     assert list(workspaces.notes()) == []
     for asked in (recurrent("GRU", "work"), recurrent("GRU", "work", batch=1), convolution(), convolution()):
@@ -142,29 +142,29 @@ def test_notes_name_the_rules_that_were_used_once_each():
     assert "58,720,256" in convolutions
 
 
-# ---- Asking cuDNN first -----------------------------------------------------------------------------
+# ---- Querying cuDNN first ---------------------------------------------------------------------------
 
-OFFERS = (EngineConfig(5 << 20, 38, 1), EngineConfig(0))
+CONFIGS = (EngineConfig(5 << 20, 38, 1), EngineConfig(0))
 
 
-class Cudnn:
-    """Stands in for CudnnClient: gives every question one answer, or a reason for none."""
+class FakeCudnn:
+    """A CudnnClient that answers every question alike, or refuses every one."""
 
-    def __init__(self, offers=OFFERS, refusal=""):
-        self.offers, self.refusal, self.asked, self.missed = offers, refusal, [], set()
+    def __init__(self, configs=CONFIGS, refusal=""):
+        self.configs, self.refusal, self.asked, self.missed = configs, refusal, [], set()
 
     def answer(self, question):
         self.asked.append(question)
         if self.refusal:
             raise NoAnswerError(self.refusal)
-        return HeuristicsResult(92_400, self.offers)
+        return HeuristicsResult(92_400, self.configs)
 
 
-def plan(tree):
+def engine_query(tree):
     return b'{"kind":"plan","descriptor":' + tree + b"}"
 
 
-def asking(cudnn, source=WorkspaceSource.CUDNN):
+def querying(cudnn, source=WorkspaceSource.CUDNN):
     return Workspaces.read(source, lambda: cudnn)
 
 
@@ -172,12 +172,12 @@ def notes_of(workspaces):
     return [(provenance, text) for provenance, text in workspaces.notes()]
 
 
-def test_cudnn_is_asked_once_for_each_convolution_and_its_offers_are_passed_on():
-    cudnn = Cudnn()
-    workspaces = asking(cudnn)
+def test_cudnn_is_queried_once_per_convolution_and_its_configurations_are_returned():
+    cudnn = FakeCudnn()
+    workspaces = querying(cudnn)
     assert notes_of(workspaces) == []
     for _ in range(2):
-        assert workspaces.answer(plan(convolution_tree("forward"))) == OFFERS
+        assert workspaces.answer(engine_query(convolution_tree("forward"))) == CONFIGS
     (asked,) = cudnn.asked
     assert json.loads(asked) == json.loads(convolution_tree("forward"))
     ((provenance, note),) = notes_of(workspaces)
@@ -185,12 +185,12 @@ def test_cudnn_is_asked_once_for_each_convolution_and_its_offers_are_passed_on()
     assert "cuDNN 9.24.0" in note
 
 
-def test_cudnn_is_not_asked_about_anything_else():
-    cudnn = Cudnn()
-    workspaces = asking(cudnn)
+def test_cudnn_is_queried_for_graph_convolutions_only():
+    cudnn = FakeCudnn()
+    workspaces = querying(cudnn)
     older_api = json.dumps(convolution()).encode()
     for question in (
-        plan(attention()),
+        engine_query(attention()),
         older_api,
         *(json.dumps(other).encode() for other in OTHERS),
     ):
@@ -200,52 +200,53 @@ def test_cudnn_is_not_asked_about_anything_else():
 
 
 @pytest.mark.parametrize("source", [WorkspaceSource.RULES, WorkspaceSource.NONE])
-def test_nor_when_another_source_was_chosen(source):
-    cudnn = Cudnn()
-    workspaces = asking(cudnn, source)
+def test_cudnn_is_not_queried_if_another_source_was_chosen(source):
+    cudnn = FakeCudnn()
+    workspaces = querying(cudnn, source)
     rule = {WorkspaceSource.RULES: 58_720_256, WorkspaceSource.NONE: 0}[source]
     for question in (
-        plan(convolution_tree("weight gradient")),
+        engine_query(convolution_tree("weight gradient")),
         json.dumps(convolution()).encode(),
     ):
         assert workspaces.answer(question)[0].workspace == rule
     assert not cudnn.asked
     ((provenance, note),) = notes_of(workspaces)
     assert provenance is Provenance.ASSUMED
-    assert ("as asked for" in note) == (source is WorkspaceSource.NONE)
+    assert ("as requested" in note) == (source is WorkspaceSource.NONE)
 
 
-def test_without_an_answer_the_rules_hold_and_the_reason_is_told_once():
-    workspaces = asking(Cudnn(refusal="it is of another opinion"))
+def test_without_an_answer_from_cudnn_the_rules_apply_and_the_reason_is_noted_once():
+    workspaces = querying(FakeCudnn(refusal="status 3000"))
     for images in (1, 2):
-        workspaces.answer(plan(convolution_tree("weight gradient", images=images)))
-    first, *_ = workspaces.answer(plan(convolution_tree("weight gradient")))
+        workspaces.answer(engine_query(convolution_tree("weight gradient", images=images)))
+    first, *_ = workspaces.answer(engine_query(convolution_tree("weight gradient")))
     assert first == EngineConfig(58_720_256)
     notes = notes_of(workspaces)
     assert {provenance for provenance, _ in notes} == {Provenance.ASSUMED}
-    assert [text for _, text in notes if "it is of another opinion" in text] == [
-        "The installed cuDNN did not say what 2 kinds of convolutions work in: it is of another opinion."
+    assert [text for _, text in notes if "status 3000" in text] == [
+        "The installed cuDNN returned no workspace size for 2 distinct convolutions (reason: status 3000), so "
+        "memfit's rules were applied."
     ]
     assert any("58,720,256" in text for _, text in notes)
 
 
-def test_no_engine_is_an_answer_until_it_is_the_last():
-    workspaces = asking(Cudnn(offers=()))
-    assert workspaces.answer(plan(convolution_tree("forward"))) == ()
-    last = plan(convolution_tree("forward", mode=FALLBACK))
-    assert workspaces.answer(last) == (EngineConfig(0),), "the script is not made to fail by a guess"
+def test_an_empty_list_of_engines_is_returned_except_for_the_last_list():
+    workspaces = querying(FakeCudnn(configs=()))
+    assert workspaces.answer(engine_query(convolution_tree("forward"))) == ()
+    last = engine_query(convolution_tree("forward", mode=FALLBACK))
+    assert workspaces.answer(last) == (EngineConfig(0),), "an assumption must not make the script fail"
     assert any("no engine" in text for _, text in notes_of(workspaces))
 
 
-def test_what_cudnn_missed_is_told():
-    cudnn = Cudnn()
+def test_functions_that_cudnn_did_not_find_are_noted():
+    cudnn = FakeCudnn()
     cudnn.missed.add("cuNewFunction")
-    workspaces = asking(cudnn)
-    workspaces.answer(plan(convolution_tree("forward")))
+    workspaces = querying(cudnn)
+    workspaces.answer(engine_query(convolution_tree("forward")))
     assert any("cuNewFunction" in text for _, text in notes_of(workspaces))
 
 
-def test_a_convolution_is_read_out_of_its_tree():
+def test_a_convolution_is_read_from_its_descriptors():
     read = operation_of(msgspec.json.decode(convolution_tree("weight gradient"), type=Descriptor))
     assert msgspec.to_builtins(read) == {
         **convolution(),

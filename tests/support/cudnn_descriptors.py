@@ -1,4 +1,4 @@
-"""Trees of cuDNN's descriptors as runtime/cudnn_graph.c writes them down, for one convolution."""
+"""Trees of cuDNN descriptors for one convolution, as the runtime's cudnn_graph.c records them."""
 
 import json
 
@@ -14,7 +14,7 @@ _OPERATIONS = {
 
 
 def convolution(operation, *, images=1, width=224, channels=64, mode=INSTANT, data_type=FLOAT):
-    """A 3x3 convolution with padding 1 that keeps the number of channels: a question for cuDNN."""
+    """Return the question for a 3x3 convolution with padding 1 that keeps the number of channels."""
     image = [images, channels, width, width]
     kind, alpha, beta, description, w, x, y = _OPERATIONS[operation]
     parts = [(x, image, "x"), (w, [channels, channels, 3, 3], "w"), (y, image, "y")]
@@ -28,7 +28,7 @@ def convolution(operation, *, images=1, width=224, channels=64, mode=INSTANT, da
 
 
 def attention():
-    """A graph of one operation that is no convolution."""
+    """Return the question for a graph of one operation that is not a convolution."""
     graph = _descriptor(15, [[801, 15, [_descriptor(19, [])]]])
     return json.dumps(_descriptor(4, [[201, 15, [graph]], [200, 8, [INSTANT]]])).encode()
 

@@ -1,4 +1,4 @@
-"""Scripts and readings that several tests share."""
+"""Scripts that several tests run, and helpers that read their answers."""
 
 TRAIN = """
     import torch
@@ -33,31 +33,34 @@ WATCHED = """
             optimizer.step()
             optimizer.zero_grad()
 """
-"""A model of 821,248 parameters, 4 bytes each, and training steps of it."""
+"""A model of 821,248 parameters of 4 bytes each, and a function that trains it."""
 
 
 def figures(answer):
-    """Return the terms of a JSON answer: bytes by name."""
+    """Return the terms of a JSON answer as bytes by name."""
     return {term["name"]: term["bytes"] for term in answer["terms"]}
 
 
 INSTALL_VALUES = """
 import json, math
 import torch.nn.functional as F
-from memfit.ghost import values as values_module
+from memfit.ghost.values import gpu_reads
+from memfit.ghost.values.value_options import ValueOptions
 
 notes = []
 
-def install(choices=""):
-    return values_module.install(
-        ghost, values_module.ValueChoices.parse(choices), lambda *note, sizes=False: notes.append(note),
+def install(options=""):
+    return gpu_reads.install(
+        ghost, ValueOptions.parse(options), lambda *note, sizes=False: notes.append(note),
         fallback_where=lambda: "layers.0",
     )
 """
 
 
-def check(told, expected, **options):
-    """Compare what expressions on the ghost are told with what they should be."""
-    answers = told(expected, **options)
-    wrong = {line: answer for line, answer in zip(expected, answers, strict=True) if answer != expected[line]}
-    assert not wrong
+def check(evaluate, expected, **arguments):
+    """Assert that expressions evaluated on the ghost have the expected values."""
+    answers = evaluate(expected, **arguments)
+    differing = {
+        line: answer for line, answer in zip(expected, answers, strict=True) if answer != expected[line]
+    }
+    assert not differing

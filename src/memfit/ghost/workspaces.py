@@ -252,8 +252,9 @@ class Workspaces:
         if unknown:
             chosen = self._source is WorkspaceSource.NONE
             reason = "as requested" if chosen else "no sizes are published"
-            text = f"cuDNN's workspaces for {', '.join(unknown)} are counted as 0 bytes ({reason})"
-            yield Provenance.ASSUMED, f"{text}; on a card they can take tens of MiB."
+            subjects = ", ".join(unknown)
+            text = f"cuDNN's workspaces for {subjects} are counted as 0 bytes ({reason}); on a card they can"
+            yield Provenance.ASSUMED, f"{text} take tens of MiB."
 
     def _notes_on_cudnn(self, answers: list[_WorkspaceAnswer]) -> Iterator[tuple[Provenance, str]]:
         for version in sorted({answer.version for answer in answers if answer.version}):

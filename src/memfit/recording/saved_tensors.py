@@ -94,8 +94,8 @@ class Checkpoints:
 
     def watch(self, hooks: LiftedHooks) -> None:
         """From now on know each checkpoint, as long as its backward is to come."""
-        give_up = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
-        hooks.on_removal(give_up)
+        cancel = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
+        hooks.on_removal(cancel)
 
     def inputs(self) -> Iterator[Saved]:
         """Yield what checkpoints keep until their backward."""

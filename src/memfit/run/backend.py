@@ -148,7 +148,7 @@ class GhostBackend:
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.")
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
-        for reason in self.ghost.extensions.turned_away:
+        for reason in self.ghost.extensions.rejections:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
         for provenance, text in self.ghost.workspaces.notes():
             self._recorder.note(provenance, text, sizes=True, workspaces=True)
@@ -181,12 +181,12 @@ class GhostBackend:
         return notes
 
     def _gaps_reached(self) -> list[str]:
-        known = {gap.name for gap in self._settings.build.gaps} | self.ghost.extensions.wanted_by.keys()
+        known = {gap.name for gap in self._settings.build.gaps} | self.ghost.extensions.imported_by.keys()
         return [name for name in self.ghost.gaps_reached() if name in known]
 
     def _named(self, gap: str) -> str:
-        wanted_by = self.ghost.extensions.wanted_by.get(gap)
-        return f"{gap} of {wanted_by}" if wanted_by else gap
+        imported_by = self.ghost.extensions.imported_by.get(gap)
+        return f"{gap} of {imported_by}" if imported_by else gap
 
 
 class CardBackend:

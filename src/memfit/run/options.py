@@ -29,7 +29,7 @@ class RunOptions:
     in_use: int = 0
     """Bytes of device memory that other processes hold."""
     values: str = ""
-    """What the ghost returns when the script reads a GPU value, as ``ValueChoices.parse`` reads it."""
+    """What the ghost returns when the script reads a GPU value, as ``ValueOptions.parse`` reads it."""
     host_memory: bool = True
     """Skip the filling of large CPU tensors, so that their pages take no host memory."""
     weights: bool = True

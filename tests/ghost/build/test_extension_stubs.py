@@ -1,4 +1,4 @@
-"""Libraries that import more of NVIDIA's than PyTorch: they load, and what is lacking is refused by name."""
+"""Extensions that import more NVIDIA functions than PyTorch: they load, and missing functions return errors."""
 
 import ctypes
 import subprocess
@@ -29,7 +29,7 @@ MODULE = "void *PyInit_extension(void) { return 0; }"  # Python: "initialization
 
 
 class Workshop:
-    """Compiles libraries as their authors would, against NVIDIA's: none of which is there afterwards."""
+    """Compiles libraries as their authors would, against NVIDIA libraries that are deleted afterwards."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -78,7 +78,7 @@ def workshop(tmp_path):
     return Workshop(tmp_path)
 
 
-def test_what_a_library_wants_is_read_from_its_file(workshop):
+def test_nvidia_imports_are_read_from_the_librarys_file(workshop):
     (wanted,) = nvidia_imports(workshop.extension(), set())
     assert {library.soname: versions for library, versions in wanted.libraries.items()} == {
         "libnvjpeg.so.13": {"libnvjpeg.so.13"},
@@ -105,7 +105,7 @@ def test_what_a_library_wants_is_read_from_its_file(workshop):
         ("libnvme.so.1", None),
     ],
 )
-def test_nvidias_libraries_are_told_by_name(soname, family):
+def test_nvidias_libraries_are_recognised_by_name(soname, family):
     found = nvidia_library(soname)
     assert (found and found.family) == family
 
@@ -118,11 +118,11 @@ print(extension.known(), extension.of_a_sibling(), extension.text().decode())
 print(*ghost.gaps_reached())
 print(extension.unknown(), extension.of_the_driver())
 print(*ghost.gaps_reached())
-print(ghost.extensions.wanted_by["cuMadeUp"])
+print(ghost.extensions.imported_by["cuMadeUp"])
 """
 
 
-def test_it_loads_and_what_is_lacking_is_refused_when_called(on_ghost, workshop):
+def test_an_extension_loads_and_missing_functions_fail_when_called(on_ghost, workshop):
     printed = on_ghost(CALLS.format(path=str(workshop.extension())), torch=False).splitlines()
     assert printed == [
         "0 7 not supported by memfit's ghost",
@@ -133,7 +133,7 @@ def test_it_loads_and_what_is_lacking_is_refused_when_called(on_ghost, workshop)
     ]
 
 
-def test_two_extensions_have_refusals_of_their_own(on_ghost, workshop):
+def test_two_extensions_have_separate_stubs(on_ghost, workshop):
     first = workshop.extension("first.so")
     source = SOURCE.replace("cuMadeUp", "cuAnotherOne")
     second = workshop.extension("second.so", source)
@@ -158,13 +158,13 @@ def test_the_dry_run_names_the_function_and_the_library(dry_run, workshop):
     run = dry_run(script)
     texts = [note["text"] for note in run.answer["notes"]]
     assert any("called nvjpegCreateSimple of extension.so, a known gap" in text for text in texts)
-    assert not any("cuMadeUp" in text for text in texts)  # imported, and never called
-    sure = {term["name"]: term["provenance"] for term in run.answer["terms"]}
-    assert sure["allocated"] == "assumed"  # who knows what it would have done
+    assert not any("cuMadeUp" in text for text in texts)  # imported, but never called
+    provenance = {term["name"]: term["provenance"] for term in run.answer["terms"]}
+    assert provenance["allocated"] == "assumed"  # the function might have allocated memory
 
 
-def test_functions_looked_up_in_the_driver_are_told_in_one_note(dry_run):
-    """A library with a CUDA runtime of its own inside looks up hundreds."""
+def test_missing_driver_functions_share_one_note(dry_run):
+    """A library that contains a CUDA runtime looks up hundreds of them."""
     script = """
         import ctypes
         import torch
@@ -182,7 +182,7 @@ def test_functions_looked_up_in_the_driver_are_told_in_one_note(dry_run):
     assert "functions that the ghost does not have (2, the first cuMadeUp)" in text
 
 
-def test_an_imported_module_is_looked_at_too(on_ghost, workshop):
+def test_an_imported_extension_module_gets_stubs_too(on_ghost, workshop):
     workshop.extension("extension.so", SOURCE + MODULE)
     script = f"""
         import sys
@@ -191,7 +191,7 @@ def test_an_imported_module_is_looked_at_too(on_ghost, workshop):
             import extension
         except SystemError as error:
             print(type(error).__name__)
-        print(sorted(ghost.extensions.wanted_by))
+        print(sorted(ghost.extensions.imported_by))
     """
     assert on_ghost(script, torch=False).splitlines() == [
         "SystemError",
@@ -199,7 +199,7 @@ def test_an_imported_module_is_looked_at_too(on_ghost, workshop):
     ]
 
 
-def test_one_made_for_another_cuda_is_not_loaded(dry_run, workshop):
+def test_an_extension_built_for_another_cuda_version_is_not_loaded(dry_run, workshop):
     cudart = workshop.versioned("libcudart.so.12", "int cudaMalloc(void **p, unsigned long n) { return 0; }")
     path = workshop.extension(cudart=cudart)
     script = f"""
@@ -214,7 +214,7 @@ def test_one_made_for_another_cuda_is_not_loaded(dry_run, workshop):
     assert any("extension.so was not loaded" in note["text"] for note in run.answer["notes"])
 
 
-def test_the_ghosts_own_process_is_left_alone(workshop):
-    """Outside a ghost nothing is stood in for: the loader speaks for itself."""
+def test_a_process_without_a_ghost_is_unchanged(workshop):
+    """Without a loaded ghost there are no stubs, and the loader raises its own error."""
     with pytest.raises(OSError, match=r"libnvjpeg\.so\.13|libcudart\.so\.13|libcuda\.so\.1"):
         ctypes.CDLL(str(workshop.extension()))

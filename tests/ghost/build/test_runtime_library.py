@@ -1,4 +1,4 @@
-"""Building the ghost: found in the cache, safe at first use, refused with a reason."""
+"""Building the ghost: the cache, concurrent first use, and errors for unsuitable environments."""
 
 import platform
 import shutil
@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake_torch(tmp_path):
-    """Return a function that makes a package folder that says it is some PyTorch."""
+    """Return a function that creates a package folder with the version of some PyTorch."""
 
     def make(version, cuda="'13.0'"):
         folder = tmp_path / "site-packages" / "torch"
@@ -40,7 +40,7 @@ def fake_torch(tmp_path):
     return make
 
 
-def test_builds_once_and_then_finds_it(cache):
+def test_the_ghost_is_built_once_and_then_found_in_the_cache(cache):
     said = []
     first = build(report=said.append)
     second = build(report=said.append)
@@ -58,7 +58,7 @@ def test_builds_once_and_then_finds_it(cache):
     }
 
 
-def test_everything_torch_imports_is_there(cache):
+def test_every_function_that_torch_imports_is_defined(cache):
     done = build()
     wanted = scan_imports(TORCH).symbols
     assert len(wanted) > 500
@@ -71,7 +71,7 @@ def test_everything_torch_imports_is_there(cache):
     assert "cuMulticastCreate" in known  # looked up by name
 
 
-def test_the_library_carries_what_the_sonames_promise(cache):
+def test_the_empty_libraries_have_their_soname_and_versions(cache):
     done = build()
     for soname, versions in scan_imports(TORCH).sonames.items():
         with ElfFile(done.folder / soname) as empty:
@@ -80,7 +80,7 @@ def test_the_library_carries_what_the_sonames_promise(cache):
         assert all(version.encode() in text for version in versions)
 
 
-def test_first_use_by_four_processes(cache):
+def test_four_processes_can_build_at_the_same_time(cache):
     script = (
         "from memfit.ghost.build.runtime_library import build\n"
         "b = build(); print(b.built, b.library.exists())"
@@ -92,13 +92,13 @@ def test_first_use_by_four_processes(cache):
     assert answers == ["False True\n"] * 3 + ["True True\n"]
 
 
-def test_a_half_written_build_is_made_anew(cache):
+def test_an_incomplete_build_is_rebuilt(cache):
     first = build()
     (first.folder / "build.json").unlink()
     assert build().built
 
 
-def test_changed_torch_or_flags_build_elsewhere(cache, tmp_path, monkeypatch):
+def test_another_torch_or_other_flags_have_their_own_folder(cache, tmp_path, monkeypatch):
     first = build()
     copy = tmp_path / "site-packages" / "torch"
     (copy / "lib").mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_changed_torch_or_flags_build_elsewhere(cache, tmp_path, monkeypatch):
     assert other.folder != first.folder
 
 
-def test_versions_are_those_torch_was_made_for():
+def test_reported_versions_are_those_torch_was_built_for():
     assert TORCH.made_for("nvidia-cudnn-cu")
     assert TORCH.made_for("nvidia-nccl-cu")
     assert TORCH.made_for("nvidia-nonsense-cu") is None
@@ -128,14 +128,14 @@ def test_versions_are_those_torch_was_made_for():
         ("2.7.1+cu128", "'12.8'", ["2.7.1+cu128", "2.8 or newer"]),
     ],
 )
-def test_unsuitable_torch(cache, fake_torch, version, cuda, words):
+def test_an_unsuitable_torch_is_refused_with_a_remedy(cache, fake_torch, version, cuda, words):
     with pytest.raises(UnsuitableEnvironmentError) as refused:
         build(fake_torch(version, cuda))
     assert all(word in str(refused.value) for word in words)
     assert not cache.exists()
 
 
-def test_torch_not_installed():
+def test_a_missing_torch_is_reported():
     script = (
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
@@ -154,13 +154,13 @@ def test_building_does_not_import_torch(cache):
     assert done.stdout == "False\n"
 
 
-def test_other_platforms(monkeypatch):
+def test_another_platform_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(UnsuitableEnvironmentError, match=r"aarch64.*needs Linux on x86-64"):
         build()
 
 
-def test_no_compiler(cache, monkeypatch):
+def test_a_missing_compiler_is_reported_with_a_remedy(cache, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnsuitableEnvironmentError, match="looked for cc, gcc, clang"):
@@ -170,7 +170,7 @@ def test_no_compiler(cache, monkeypatch):
         build()
 
 
-def test_a_compiler_that_fails(cache, tmp_path, monkeypatch):
+def test_a_failing_compiler_is_reported_with_its_output(cache, tmp_path, monkeypatch):
     compiler = tmp_path / "brokencc"
     compiler.write_text("#!/bin/sh\necho 'internal compiler error: broken' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -180,14 +180,14 @@ def test_a_compiler_that_fails(cache, tmp_path, monkeypatch):
     assert [path.suffix for path in (cache / "ghost").iterdir()] == [".lock"]  # nothing half-written
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_read_only_cache_folder_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(GhostError, match="Set MEMFIT_CACHE to a folder that can be written"):
+    with pytest.raises(GhostError, match="Set MEMFIT_CACHE to a writable folder"):
         build()
 
 
-def test_only_elf_files_are_read(tmp_path):
+def test_files_other_than_elf_are_rejected(tmp_path):
     path = tmp_path / "libfake.so"
     path.write_bytes(b"MZ" + bytes(64))
     with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
@@ -195,7 +195,7 @@ def test_only_elf_files_are_read(tmp_path):
 
 
 def test_elf_reader_agrees_with_the_loader():
-    """What this process has loaded of libc is what the file says it defines."""
+    """The symbols that this process can look up in libc are those that the file defines."""
     libc = next(
         Path(line.split()[-1])
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -206,7 +206,7 @@ def test_elf_reader_agrees_with_the_loader():
         assert [name for name in library.needed() if name.startswith("ld-linux")]
 
 
-def test_a_damaged_build_is_made_anew(cache):
+def test_a_damaged_build_is_rebuilt(cache):
     first = build()
     first.library.write_bytes(first.library.read_bytes()[:1000])
     assert build().built
@@ -215,6 +215,6 @@ def test_a_damaged_build_is_made_anew(cache):
     assert not build().built
 
 
-def test_the_compiler_may_be_a_command_with_options(monkeypatch):
+def test_cc_can_be_a_command_with_options(monkeypatch):
     monkeypatch.setenv("CC", "cc -O1")
     assert find_compiler()[1:] == ("-O1",)

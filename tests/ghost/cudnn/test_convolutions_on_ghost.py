@@ -1,4 +1,4 @@
-"""What PyTorch makes of cuDNN's offers on the ghost: it chooses among them as it would on a card."""
+"""PyTorch chooses among cuDNN's engine configurations on the ghost as it would on a card."""
 
 import json
 
@@ -12,8 +12,8 @@ labels = itertools.count(1)
 settings = ("allow_tf32", "deterministic", "benchmark")
 defaults = {name: getattr(torch.backends.cudnn, name) for name in settings}
 
-def worked_in(width, **settings):
-    "Bytes that a convolution's forward and its two gradients work in, once chosen."
+def workspaces(width, **settings):
+    "Workspace bytes of a convolution's forward and its two gradients, after PyTorch's choice."
     for name, value in (defaults | settings).items():
         setattr(torch.backends.cudnn, name, value)
     x = torch.zeros(1, 64, 224, width, device="cuda", requires_grad=True)
@@ -28,29 +28,29 @@ def worked_in(width, **settings):
 def firsts():
     return [answer.configurations[0].workspace for answer in ghost.workspaces._answers.values()]
 
-told = {
-    "default": worked_in(224),
-    "no TF32": worked_in(224, allow_tf32=False),
-    "neither TF32 nor chance": worked_in(224, allow_tf32=False, deterministic=True),
+results = {
+    "default": workspaces(224),
+    "no TF32": workspaces(224, allow_tf32=False),
+    "no TF32, deterministic": workspaces(224, allow_tf32=False, deterministic=True),
 }
 known = len(firsts())
-told["timed"] = worked_in(225, benchmark=True)
-told["first of the timed"] = firsts()[known::2]  # each is asked with the fallbacks behind it
-told["version"] = max(answer.version for answer in ghost.workspaces._answers.values())
-told["notes"] = list(ghost.workspaces.notes())
-print(json.dumps(told))
+results["timed"] = workspaces(225, benchmark=True)
+results["first of the timed"] = firsts()[known::2]  # every second question asks for the fallbacks
+results["version"] = max(answer.version for answer in ghost.workspaces._answers.values())
+results["notes"] = list(ghost.workspaces.notes())
+print(json.dumps(results))
 """
 
 
-def test_pytorch_takes_the_first_that_its_own_settings_allow(on_ghost):
-    told = json.loads(on_ghost(CHOICES).splitlines()[-1])
-    if not told["version"]:
-        pytest.skip(f"the installed cuDNN cannot be asked: {told['notes']}")
-    assert told["timed"] == told["first of the timed"], "what takes as long as any is the first"
-    assert [provenance for provenance, _ in told["notes"]] == ["simulated", "assumed"]
-    assert "benchmark" in told["notes"][1][1]
-    if told["version"] != 92_400:
-        pytest.skip(f"the figures are those of cuDNN 9.24.0; here it is {told['version']}")
-    assert told["default"] == [12_992_528, 25_837_584, 28_787_243]
-    assert told["no TF32"] == [409_856, 409_856]  # and 0 for the weight gradient, by atomic additions
-    assert told["neither TF32 nor chance"] == [409_856, 409_856, 288]
+def test_pytorch_chooses_the_first_engine_that_its_settings_allow(on_ghost):
+    results = json.loads(on_ghost(CHOICES).splitlines()[-1])
+    if not results["version"]:
+        pytest.skip(f"the installed cuDNN cannot be queried: {results['notes']}")
+    assert results["timed"] == results["first of the timed"], "all take equally long: the first is chosen"
+    assert [provenance for provenance, _ in results["notes"]] == ["simulated", "assumed"]
+    assert "benchmark" in results["notes"][1][1]
+    if results["version"] != 92_400:
+        pytest.skip(f"the figures are those of cuDNN 9.24.0; the installed version is {results['version']}")
+    assert results["default"] == [12_992_528, 25_837_584, 28_787_243]
+    assert results["no TF32"] == [409_856, 409_856]  # and 0 for the weight gradient, by atomic additions
+    assert results["no TF32, deterministic"] == [409_856, 409_856, 288]

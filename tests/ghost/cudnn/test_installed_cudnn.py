@@ -1,4 +1,4 @@
-"""What the installed cuDNN answers: figures of one version, as it gave them; no card has confirmed them."""
+"""Answers of the installed cuDNN: figures of one version, which no card has confirmed."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ from memfit.ghost.device import GhostDevice
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import FALLBACK, convolution
 
-# As cuDNN 9.24.0 answers: bytes of its first choice for 64 to 64 channels, 3x3, on 1x64x224x224 in float32.
+# cuDNN 9.24.0: workspace bytes of its first choice for 64 to 64 channels, 3x3, on 1x64x224x224 in float32.
 FIRST_CHOICE = {
     "A100-80GB": {"forward": 12_992_528, "data gradient": 25_837_584, "weight gradient": 28_787_243},
     "H100-80GB": {"forward": 12_992_528, "data gradient": 25_837_715, "weight gradient": 27_754_640},
@@ -27,7 +27,7 @@ FIRST_CHOICE = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Answers of this very run, not of an earlier one; the ghost itself is built already."""
+    """Use an empty cache, so that no answer is from an earlier run; the ghost itself is built already."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "ghost").symlink_to(build().folder.parent)
     with pytest.MonkeyPatch.context() as patch:
@@ -40,26 +40,26 @@ def installed(gpu):
     try:
         version = client.answer(convolution("forward")).version
     except NoAnswerError as error:
-        pytest.skip(f"the installed cuDNN cannot be asked: {error}")
+        pytest.skip(f"the installed cuDNN cannot be queried: {error}")
     assert version >= OLDEST
     return client, version
 
 
 @pytest.mark.parametrize("gpu", FIRST_CHOICE)
-def test_first_choices_are_those_of_this_version(gpu):
+def test_first_choices_of_cudnn_9_24(gpu):
     client, version = installed(gpu)
     if version != 92_400:
-        pytest.skip(f"the figures are those of cuDNN 9.24.0, and this is {version}")
+        pytest.skip(f"the figures are those of cuDNN 9.24.0; the installed version is {version}")
     for operation, size in FIRST_CHOICE[gpu].items():
         first, *others = client.answer(convolution(operation)).configurations
         assert first.workspace == size
-        assert others, "PyTorch has something to fall back on"
+        assert others, "PyTorch has engines to fall back on"
 
 
-def test_fallbacks_need_next_to_nothing():
+def test_some_fallback_engine_needs_no_workspace():
     client, _ = installed("A100-80GB")
-    offers = client.answer(convolution("weight gradient", mode=FALLBACK)).configurations
-    assert min(offer.workspace for offer in offers) == 0
+    configs = client.answer(convolution("weight gradient", mode=FALLBACK)).configurations
+    assert min(config.workspace for config in configs) == 0
 
 
 DECOY = """
@@ -71,8 +71,8 @@ int cuInit(unsigned flags) { (void)flags; return 0; }
 
 
 @pytest.mark.parametrize("shielded", [True, False])
-def test_no_driver_of_the_machine_is_ever_loaded(tmp_path, monkeypatch, shielded):
-    """While the stand-in is loaded; without it, cuDNN takes what it finds."""
+def test_the_machines_driver_is_never_loaded(tmp_path, monkeypatch, shielded):
+    """The substitute for libcuda.so.1 prevents it; without the substitute, cuDNN loads what it finds."""
     (tmp_path / "decoy.c").write_text(DECOY)
     for name in ("libcuda.so.1", "libcuda.so"):
         subprocess.run(
@@ -86,13 +86,13 @@ def test_no_driver_of_the_machine_is_ever_loaded(tmp_path, monkeypatch, shielded
         unshielded = dataclasses.replace(build(), no_device=tmp_path / "none.so")
         monkeypatch.setattr(sys.modules[__name__], "build", lambda: unshielded)
     client, _ = installed("A100-80GB")
-    # Not answered before; among the fallbacks are engines that are compiled at run time.
+    # A question that is not cached; the fallbacks include engines that are compiled at run time.
     client.answer(convolution("forward", images=3 + shielded, mode=FALLBACK))
     assert (tmp_path / "loaded").exists() != shielded
-    assert bool(client.missed) != shielded, "the stand-in has every function that cuDNN looks for"
+    assert bool(client.missed) != shielded, "the substitute has every function that cuDNN looks up"
 
 
-def test_the_library_beside_torch_comes_first(tmp_path, monkeypatch):
+def test_the_library_installed_with_torch_is_found_first(tmp_path, monkeypatch):
     torch = tmp_path / "site-packages" / "torch"
     elsewhere = tmp_path / "system"
     beside = torch.parent / "nvidia" / "cudnn" / "lib"

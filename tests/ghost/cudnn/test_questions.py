@@ -1,26 +1,26 @@
-"""What PyTorch asks of cuDNN on the ghost: every operation in full, whichever API it takes.
+"""The questions that PyTorch's cuDNN calls become on the ghost: each operation in full, by either API.
 
-One process costs seconds, so each script here shows several things and prints them under their names.
+A process takes seconds to start, so each script shows several things and prints them by name.
 """
 
 import json
 
 import pytest
 
-ASKED = """
+RECORD_QUESTIONS = """
 import json
 from torch import nn
 import torch.nn.functional as F
 import msgspec
-from memfit.ghost.cudnn.cache import Configuration
+from memfit.ghost.cudnn.cache import EngineConfig
 from memfit.ghost.cudnn.descriptors import operation_of
-from memfit.ghost.workspaces import Plan, Question
+from memfit.ghost.workspaces import EngineQuery, Question
 questions, shown, ANSWER = [], {}, 0
 def remember(question):
     asked = msgspec.json.decode(question, type=Question)
-    operation = operation_of(asked.descriptor) if isinstance(asked, Plan) else asked
+    operation = operation_of(asked.descriptor) if isinstance(asked, EngineQuery) else asked
     questions.append(msgspec.json.decode(msgspec.json.encode(operation)))
-    return [Configuration(ANSWER), Configuration(0)]
+    return [EngineConfig(ANSWER), EngineConfig(0)]
 ghost.answer_with(remember)
 d = "cuda"
 """
@@ -30,7 +30,7 @@ d = "cuda"
 def shown(on_ghost):
     """Return a function that runs a script and returns what it put into `shown`."""
     return lambda script, **environment: json.loads(
-        on_ghost(ASKED + script + "\nprint(json.dumps(shown))", **environment).splitlines()[-1]
+        on_ghost(RECORD_QUESTIONS + script + "\nprint(json.dumps(shown))", **environment).splitlines()[-1]
     )
 
 
@@ -58,7 +58,7 @@ def workspace(width):
         with torch.no_grad():
             y = layer(x)
         rises.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
-        assert torch.cuda.memory_allocated() - before == y.numel() * 4, "the workspace is given back"
+        assert torch.cuda.memory_allocated() - before == y.numel() * 4, "the workspace is released"
         del y
     ANSWER = 0
     return rises
@@ -73,16 +73,16 @@ shown["spaces"] = sorted({(space.size, space.label) for space in ghost.workspace
 
 
 @pytest.mark.parametrize(("api", "benchmark"), [("graph", False), ("older", True)])
-def test_convolutions(shown, api, benchmark):
+def test_questions_and_workspaces_of_convolutions(shown, api, benchmark):
     environment = {"TORCH_CUDNN_V8_API_DISABLED": "1"} if api == "older" else {}
-    told = shown(CONVOLUTIONS.replace("BENCHMARK", str(benchmark)), **environment)
-    the_question_says_all(told["questions"])
-    assert len(told["rises"]) == 4
-    assert all(rise >= 3 << 20 for rise in told["rises"])
-    assert told["spaces"] == [[3 << 20, 5], [3 << 20, 6]]
+    results = shown(CONVOLUTIONS.replace("BENCHMARK", str(benchmark)), **environment)
+    assert_questions_are_complete(results["questions"])
+    assert len(results["rises"]) == 4
+    assert all(rise >= 3 << 20 for rise in results["rises"])
+    assert results["spaces"] == [[3 << 20, 5], [3 << 20, 6]]
 
 
-def the_question_says_all(asked):
+def assert_questions_are_complete(asked):
     directions = {"forward", "data gradient", "weight gradient"}
     strided = [q for q in asked if q["w"]["sizes"] == [16, 2, 3, 3]]
     assert {q["operation"] for q in strided} == directions
@@ -133,25 +133,25 @@ shown["ctc"] = [(q["kind"], q["probabilities"]["sizes"], q["longest"]) for q in 
 shown["of CTC"] = len(ghost.workspace_uses())
 
 questions.clear()
-ghost.set_label(1)  # so that nothing is taken for a repetition
+ghost.set_label(1)  # so that no use counts as a repetition
 nn.BatchNorm2d(16).to(d)(torch.zeros(8, 16, 4, 4, device=d, requires_grad=True)).sum().backward()
 shown["batch norm"] = sorted(q["space"] for q in questions if q["kind"] == "batch norm")
 shown["of batch norm"] = len(ghost.workspace_uses())
 """
 
 
-def test_other_operations(shown):
-    told = shown(OTHERS)
-    assert told["fused"] == [["forward", True]]
-    assert told["too large"] == [[2, 8, 18, 28], 0]  # PyTorch falls back on an engine that needs none
-    kept, left = told["reserve space"]
+def test_questions_and_workspaces_of_other_operations(shown):
+    results = shown(OTHERS)
+    assert results["fused"] == [["forward", True]]
+    assert results["too large"] == [[2, 8, 18, 28], 0]  # PyTorch falls back to an engine without a workspace
+    kept, left = results["reserve space"]
     assert kept >= 1 << 20  # until the backward
     assert left < 1 << 20
-    assert told["of GRU"] == [1 << 20] * 3  # work and reserve of the forward; work of the backward, once
-    assert told["ctc"] == [["ctc", [50, 16, 20], 10]]
-    assert told["of CTC"] == 3 + 1
-    assert told["batch norm"] == ["backward", "forward", "reserve"]
-    assert told["of batch norm"] == 4 + 3
+    assert results["of GRU"] == [1 << 20] * 3  # work and reserve of the forward; work of the backward, once
+    assert results["ctc"] == [["ctc", [50, 16, 20], 10]]
+    assert results["of CTC"] == 3 + 1
+    assert results["batch norm"] == ["backward", "forward", "reserve"]
+    assert results["of batch norm"] == 4 + 3
 
 
 NETWORKS = """
@@ -188,13 +188,17 @@ shown["gaps"] = ghost.gaps_reached()
 """
 
 
-def test_recurrent_networks(shown):
-    told = shown(NETWORKS)
-    assert told["gaps"] == []
-    for q in told["asked"]:
+def test_questions_of_recurrent_networks(shown):
+    results = shown(NETWORKS)
+    assert results["gaps"] == []
+    for q in results["asked"]:
         facts = {"cell": 2, "input": 13, "hidden": 20, "projection": 7, "layers": 2, "directions": 2}
         assert facts.items() <= q.items()
         assert (q["batch"], q["longest"], q["elements"], q["bytes"]) == (4, 5, 11, 4)
         # Two layers of two directions: four gates over input and projection, and the projection.
         assert q["matrices"] == 2 * (4 * 20 * (13 + 7) + 7 * 20) + 2 * (4 * 20 * (14 + 7) + 7 * 20)
-    assert {(q["space"], q["training"]) for q in told["asked"]} == {("work", 1), ("reserve", 1), ("work", 0)}
+    assert {(q["space"], q["training"]) for q in results["asked"]} == {
+        ("work", 1),
+        ("reserve", 1),
+        ("work", 0),
+    }

@@ -16,7 +16,7 @@ def printed(on_ghost):
     return lambda script: on_ghost(INSTALL + script).splitlines()
 
 
-def test_large_random_tensors_read_as_zeros_and_cost_nothing(printed):
+def test_large_random_tensors_read_as_zeros_and_use_no_memory(printed):
     script = """
 before = resident()
 weights = torch.empty(64 << 20).normal_()
@@ -32,7 +32,7 @@ print(resident() - before < 16, weights[::4099].abs().sum().item(), matrix[5].ab
     assert printed(script) == ["True 0.0 0.0"]
 
 
-def test_what_follows_from_hollow_tensors_costs_nothing_either(printed):
+def test_copies_casts_and_scalings_of_zero_tensors_use_no_memory_either(printed):
     script = """
 import copy
 model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8)))
@@ -50,7 +50,7 @@ print(resident() - before < 64, weight.dtype, moved[0].weight.dtype, weight[::41
     assert printed(script) == ["True torch.float16 torch.bfloat16 0.0"]
 
 
-def test_zeros_of_the_script_stay_exact(printed):
+def test_arithmetic_on_zero_tensors_is_exact(printed):
     script = """
 zeros = torch.zeros(2000, 1000)
 print(zeros.sum().item(), zeros.add_(2).sum().item(), zeros.zero_().add_(1).mul_(3).sum().item())
@@ -58,8 +58,8 @@ numbers = torch.zeros(2000, 1000, dtype=torch.long)
 print(numbers.add_(1).sum().item(), torch.empty(2000, 1000).uniform_().long().add_(1).sum().item())
 random = torch.empty(2000, 1000).normal_()
 print(random.add_(1).sum().item(), torch.empty(2000, 1000).normal_().clamp_(min=1).sum().item())
-hollow, other = torch.empty(2000, 1000).normal_(), torch.empty(2000, 1000).normal_()
-print(hollow.mul_(float("inf"))[0, 0].item(), other.div_(0)[0, 0].item())
+first, other = torch.empty(2000, 1000).normal_(), torch.empty(2000, 1000).normal_()
+print(first.mul_(float("inf"))[0, 0].item(), other.div_(0)[0, 0].item())
 """
     assert printed(script) == [
         "0.0 4000000.0 6000000.0",
@@ -69,7 +69,7 @@ print(hollow.mul_(float("inf"))[0, 0].item(), other.div_(0)[0, 0].item())
     ]
 
 
-def test_whatever_writes_into_a_hollow_tensor_makes_it_ordinary(printed):
+def test_any_write_to_a_zero_tensor_makes_it_ordinary(printed):
     script = """
 import numpy
 def after(write):
@@ -94,7 +94,7 @@ for write in (edge, numpy_write, data_write, view_write, index_write, copied, po
     assert printed(script) == ["[1.0, 1.0, 2.0, 2.0]"] * 7
 
 
-def test_ordinary_tensors_are_pytorchs_own(printed):
+def test_small_and_unowned_tensors_behave_as_in_plain_pytorch(printed):
     script = """
 def work():
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ print((torch.empty(2000, 1000).normal_().std() > 0.9).item())
     assert printed(script) == ["True True", "True"]
 
 
-def test_memory_of_others_is_not_given_back(printed):
+def test_memory_of_other_owners_is_not_released(printed):
     script = """
 import numpy, tempfile
 array = numpy.ones((2000, 1000), numpy.float32)
@@ -137,7 +137,7 @@ print(pinned.std().item() > 0.9)
     assert printed(script) == ["True"] * 3
 
 
-def test_autograd_on_the_cpu_works_on_hollow_parameters(printed):
+def test_autograd_on_the_cpu_works_on_zero_parameters(printed):
     script = """
 layer = torch.nn.Linear(2000, 1000)
 optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -179,7 +179,7 @@ def test_a_large_model_built_on_the_cpu_does_not_fill_host_memory(printed):
     assert printed(BUILD_LLAMA) == ["True", "True"]  # 7 GiB of parameters, on the GPU with what trains them
 
 
-def test_data_that_is_made_anew_is_real_and_passing_over_is_noted(printed):
+def test_new_random_tensors_are_real_and_a_skipped_fill_is_noted(printed):
     script = """
 from memfit.ghost.host_memory.skip_random_fills import install
 notes = []

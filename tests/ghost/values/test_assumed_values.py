@@ -1,4 +1,4 @@
-"""What a script is told when it reads the ghost: stand-ins, sizes, checks; and that nothing else changes."""
+"""The values a script reads on the ghost: assumed values, sizes, checks; and that nothing else changes."""
 
 import pytest
 
@@ -7,21 +7,21 @@ from memfit.ghost.values.value_options import ValueOptions
 from support.scripts import INSTALL_VALUES, check
 
 
-def test_stand_ins_answer_what_nobody_computed(told):
-    check(told, {"x.sum().item()": 1.0, "int(whole.max())": 1, "bool(x.sum() > 3)": False})
+def test_unknown_values_are_assumed_by_dtype_or_as_chosen(evaluate):
+    check(evaluate, {"x.sum().item()": 1.0, "int(whole.max())": 1, "bool(x.sum() > 3)": False})
     check(
-        told,
+        evaluate,
         {
             "x.sum().item()": 0.5,
             "int(whole.max())": 7,
             "bool(x.sum() > 3)": True,
             "(x > 0).any().item()": True,
         },
-        choices="float=0.5,int=7,bool=true",
+        options="float=0.5,int=7,bool=true",
     )
 
 
-def test_sizes_are_upper_bounds_or_as_chosen(told):
+def test_data_dependent_sizes_are_upper_bounds_or_as_chosen(evaluate):
     upper = {
         "x[x > 0].numel()": 40,
         "list(x.nonzero().shape)": [40, 2],
@@ -51,12 +51,12 @@ def test_sizes_are_upper_bounds_or_as_chosen(told):
         where = torch.zeros(2, 6, dtype=torch.long, device=d)
         return torch.sparse_coo_tensor(where, torch.ones(6, device=d), (4, 4), check_invariants=False)
     """
-    check(told, upper, before=sparse)
-    check(told, {"x[x > 0].numel()": 10, "torch.unique(x).numel()": 10}, choices="count=0.25")
-    check(told, {"x[x > 0].numel()": 3, "F.one_hot(whole).size(-1)": 3}, choices="count=3")
+    check(evaluate, upper, before=sparse)
+    check(evaluate, {"x[x > 0].numel()": 10, "torch.unique(x).numel()": 10}, options="count=0.25")
+    check(evaluate, {"x[x > 0].numel()": 3, "F.one_hot(whole).size(-1)": 3}, options="count=3")
 
 
-def test_a_count_that_cannot_be_answered_is_said(on_ghost):
+def test_a_count_that_cannot_be_set_is_noted(on_ghost):
     script = """
 install()
 found = len(torch.empty(2**31 + 5, dtype=torch.bool, device="cuda").nonzero())
@@ -65,9 +65,9 @@ print(found, f"nonzero of 2,147,483,653 elements found {found:,}" in notes[-1][1
     assert on_ghost(INSTALL_VALUES + script) == "0 True\n"
 
 
-def test_ordinary_checks_run(told):
+def test_common_checks_on_values_pass(evaluate):
     check(
-        told,
+        evaluate,
         {
             "torch.isfinite(x).all().item()": True,
             "bool(torch.isnan(x.sum()))": False,
@@ -139,7 +139,7 @@ for model in (gpt2.cuda().eval(), llama.cuda().eval()):
 """
 
 
-def test_generation_ends_after_the_tokens_asked_for(on_ghost):
+def test_generation_ends_after_the_requested_tokens(on_ghost):
     pytest.importorskip("transformers")
     assert on_ghost(INSTALL_VALUES + GENERATE).splitlines() == ["(3, 17)"] * 8
 
@@ -171,7 +171,7 @@ class Block(torch.nn.Module):
         x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         x = x + self.dropout(self.mlp(self.norms[1](x)))
         doubled = x * 2
-        return doubled - Passes.apply(x)  # its gradient arrives first, and the other is added to it
+        return doubled - Passes.apply(x)  # the gradient of Passes arrives first, and the other is added to it
 
 model = torch.nn.Sequential(
     torch.nn.Embedding(100, 64), Block(64), Block(64), torch.nn.Linear(64, 100)).cuda()
@@ -196,7 +196,7 @@ print({key: stats[key] for key in stats if key.startswith(exact)})  # splits dep
 """
 
 
-def test_answers_change_no_allocation(on_ghost):
+def test_answering_reads_changes_no_allocation(on_ghost):
     plain = on_ghost(INSTALL_VALUES + TRAIN_GPT)
     answered = on_ghost(INSTALL_VALUES + "values = install()\n" + TRAIN_GPT)
     assert "allocated_bytes.all.peak" in plain
@@ -235,7 +235,7 @@ for run in (inside, around, made_before):
 """
 
 
-def test_inference_mode_allocates_as_pytorchs_own(on_ghost):
+def test_inference_mode_allocates_like_pytorchs_own(on_ghost):
     assert on_ghost(INFER) == on_ghost(INSTALL_VALUES + "values = install()\n" + INFER)
 
 
@@ -263,7 +263,9 @@ print(values.last_reads()[0].kind, values.last_reads()[-1].kind, values.hint().s
     lines = on_ghost(INSTALL_VALUES + script).splitlines()
     assert lines[1:5] == ["assumed item", "assumed mask", "assumed finite", "assumed copy"]
     assert len(lines) == 6
-    assert lines[5] == "float zeros GPU values to the CPU: zeros, as nothing is computed on the ghost."
+    assert (
+        lines[5] == "float zeros GPU values to the CPU. The ghost computes nothing, so the copy holds zeros."
+    )
 
 
 def test_a_read_on_the_autograd_thread_falls_back_to_the_module(on_ghost):
@@ -277,7 +279,7 @@ print(sorted({note[2].rpartition("/")[2].partition(":")[0] for note in notes}))
     assert on_ghost(INSTALL_VALUES + script) == "['layers.0', 'script.py']\n"
 
 
-def test_a_loop_without_end_is_ended_with_its_line(on_ghost):
+def test_an_endless_loop_over_gpu_values_raises_with_its_line(on_ghost):
     script = """
 from memfit.errors import TargetError
 values = install()
@@ -326,23 +328,23 @@ print(values.known.get(torch.full((3,), 2.0)).value, torch.zeros(2).device.type,
     ("text", "complaint"),
     [
         ("float=x", "'x' is not a number"),
-        ("int=1.5", "'1.5' is not a whole number"),
-        ("bool=1", "true or false"),
+        ("int=1.5", "'1.5' is not an integer"),
+        ("bool=1", "'1' is neither true nor false"),
         ("count=0.0", "fraction"),
         ("count=1.5", "fraction"),
         ("count=-1", "fraction"),
         ("count=many", "fraction"),
-        ("size=3", "'size' is not something a script reads"),
+        ("size=3", "unknown key 'size'"),
         ("float=1,float=2", "given twice"),
         ("float", "'' is not a number"),
     ],
 )
-def test_choices_that_cannot_be_are_refused(text, complaint):
+def test_invalid_values_options_are_rejected(text, complaint):
     with pytest.raises(UsageError, match=complaint):
         ValueOptions.parse(text)
 
 
-def test_choices_are_read_as_the_command_line_spells_them():
+def test_values_options_are_parsed_with_defaults_spaces_and_any_case():
     assert ValueOptions.parse("") == ValueOptions()
     assert ValueOptions.parse(" float=-2e3, all=FALSE ,count=1.0") == ValueOptions(
         number=-2000.0, all=False, count=1.0

@@ -1,11 +1,11 @@
-"""What is known of values is right, and is forgotten whenever it might not be."""
+"""Known values are right, and are forgotten as soon as they might not be."""
 
 from support.scripts import INSTALL_VALUES, check
 
 
-def test_constants_of_the_script_are_known_through_kernels_and_views(told):
+def test_constants_of_the_script_stay_known_through_kernels_and_views(evaluate):
     check(
-        told,
+        evaluate,
         {
             "torch.full((3,), 7.0, device=d).max().item()": 7.0,
             "torch.full((3,), fill_value=0.1, dtype=torch.half, device=d)[1].item()": 0.0999755859375,
@@ -31,17 +31,17 @@ def test_constants_of_the_script_are_known_through_kernels_and_views(told):
     )
 
 
-def test_masks_written_by_index_select_no_more_than_was_written(told):
-    """The rest of the mask is as it was made; what was written, and read since, is not known."""
+def test_masks_written_by_index_select_at_most_the_written_elements(evaluate):
+    """The rest of the mask keeps its value; the written elements are unknown."""
     check(
-        told,
+        evaluate,
         {
             "len(picked.nonzero())": 4,
             "len((picked | other).nonzero())": 7,
             "len((picked & unknown).nonzero())": 4,
             "len((picked & other).nonzero())": 3,
             "len((picked > 0).nonzero())": 4,
-            "len((~(picked == 1)).nonzero())": 100,  # nearly all are the other way round
+            "len((~(picked == 1)).nonzero())": 100,  # inverted: nearly all are nonzero
             "len(picked.to(torch.bool).nonzero())": 4,
             "len(picked[:50].nonzero())": 4,
             "len(picked[2:4].nonzero())": 2,
@@ -73,12 +73,12 @@ def test_masks_written_by_index_select_no_more_than_was_written(told):
         masked = zeros(100)
         masked[unknown > 3] = 1
         """,
-        choices="int=9,bool=true,all=false",
+        options="int=9,bool=true,all=false",
     )
 
 
-def test_a_stale_answer_is_impossible(told):
-    """What wrote into a tensor, by whatever way, makes it unknown: the stand-in 9 appears."""
+def test_a_known_value_is_never_stale(evaluate):
+    """Every kind of write makes a tensor unknown: a read returns the assumed value 9."""
     writes = {
         "y.add_(1)": 9.0,
         "y[1:].add_(1)": 9.0,
@@ -132,14 +132,14 @@ def test_a_stale_answer_is_impossible(told):
         return y.max().item()
     """
     check(
-        told,
+        evaluate,
         {f"after({write!r})": answer for write, answer in writes.items()},
         before=before,
-        choices="float=9",
+        options="float=9",
     )
 
 
-def test_an_address_that_is_used_again_is_unknown(told):
+def test_a_new_tensor_at_a_reused_address_is_unknown(evaluate):
     before = """
     def reused():
         first = torch.full((3,), 7.0, device=d)
@@ -151,16 +151,16 @@ def test_an_address_that_is_used_again_is_unknown(told):
         return second.max().item()
     """
     check(
-        told,
+        evaluate,
         {"reused()": 9.0, "[reused() for _ in range(50)] == [9.0] * 50": True},
         before=before,
-        choices="float=9",
+        options="float=9",
     )
 
 
-def test_views_that_read_bytes_otherwise_are_unknown(told):
+def test_views_with_another_dtype_or_range_are_unknown(evaluate):
     check(
-        told,
+        evaluate,
         {
             "torch.ones(4, device=d).view(torch.int32)[0].item()": 5,
             "torch.full((4,), 1.0, device=d)[::2].max().item()": 1.0,
@@ -172,7 +172,7 @@ def test_views_that_read_bytes_otherwise_are_unknown(told):
         head = base[:4].fill_(2)
         part = base[2:6]
         """,
-        choices="float=9,int=5",
+        options="float=9,int=5",
     )
 
 

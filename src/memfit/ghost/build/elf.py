@@ -1,11 +1,11 @@
-"""What a shared library needs and imports, read from the file itself.
+"""Read a shared library's dependencies and imported symbols from its ELF file.
 
     .dynamic        NEEDED libcudart.so.13, SONAME ...
     .gnu.version_r  libcudart.so.13: version "libcudart.so.13" is number 7
     .dynsym         cudaMalloc, undefined, version number 7  ->  imported from libcudart.so.13
 
-A user has a compiler at most, so binutils is not asked. Only 64-bit little-endian files, which is
-what x86-64 has. Source: System V ABI, chapters 4 and 5; the LSB on symbol versioning.
+Does not use binutils, which users may not have installed. Reads only 64-bit little-endian files, the format
+of x86-64. Source: System V ABI, chapters 4 and 5; the LSB on symbol versioning.
 """
 
 import mmap
@@ -30,22 +30,22 @@ _HIDDEN = 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A symbol that a library wants from elsewhere."""
+    """A symbol that a library imports."""
 
     name: str
     soname: str
-    """The library it must come from, or "" where the linker recorded none."""
+    """The library that must define it, or "" if the linker recorded none."""
     version: str
 
 
 class ElfFile:
-    """A shared library, mapped rather than read: PyTorch's are half a gigabyte each.
+    """A shared library, memory-mapped: PyTorch's are half a gigabyte each.
 
     Args:
         path: the library.
 
     Raises:
-        ValueError: it is no 64-bit little-endian ELF file.
+        ValueError: the file is not a 64-bit little-endian ELF file.
 
     """
 
@@ -54,7 +54,7 @@ class ElfFile:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if self._bytes[:6] != b"\x7fELF\x02\x01":
             self._bytes.close()
-            raise ValueError(f"{path} is no 64-bit little-endian ELF file")
+            raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
         (table,) = struct.unpack_from("<Q", self._bytes, 40)
         entry, count = struct.unpack_from("<HH", self._bytes, 58)
         self._sections = [_SECTION.unpack_from(self._bytes, table + i * entry) for i in range(count)]
@@ -66,16 +66,16 @@ class ElfFile:
         self._bytes.close()
 
     def needed(self) -> list[str]:
-        """Return the libraries it needs, by SONAME, in the file's order."""
+        """Return the SONAMEs of its NEEDED entries, in the file's order."""
         return self._dynamic(_DT_NEEDED)
 
     def search_paths(self) -> list[str]:
-        """Return the folders it names for what it needs; ``$ORIGIN`` stands for its own."""
+        """Return its RUNPATH, or else its RPATH; ``$ORIGIN`` stands for the library's own folder."""
         found = self._dynamic(_DT_RUNPATH) or self._dynamic(_DT_RPATH)
         return [folder for text in found for folder in text.split(":") if folder]
 
     def imports(self) -> list[Import]:
-        """Return the symbols it leaves to others to define."""
+        """Return the symbols that it does not define itself."""
         versions, numbers = self._versions_needed(), self._version_numbers()
         found = []
         for data, names in self._of_type(_SHT_DYNSYM):
@@ -86,7 +86,7 @@ class ElfFile:
         return found
 
     def defines(self, wanted: set[str]) -> set[str]:
-        """Return which of these names it defines itself."""
+        """Return which of these names it defines."""
         sought = {name.encode() for name in wanted}
         found = set()
         for data, names in self._of_type(_SHT_DYNSYM):
@@ -104,7 +104,7 @@ class ElfFile:
         return []
 
     def _of_type(self, kind: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the bytes of each section of a type, and where its strings start in the file."""
+        """Yield the bytes of each section of a type, and the file offset of its strings."""
         for _, type_, _, _, offset, size, link, _, _, _ in self._sections:
             if type_ == kind:
                 strings = self._sections[link][4] if link < len(self._sections) else 0
@@ -119,7 +119,7 @@ class ElfFile:
         return ()
 
     def _versions_needed(self) -> dict[int, tuple[str, str]]:
-        """Version number in this file -> the library and the version's name."""
+        """Return the required versions: number in this file -> library and version name."""
         versions = {}
         for data, names in self._of_type(_SHT_GNU_VERNEED):
             at = 0

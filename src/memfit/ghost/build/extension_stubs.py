@@ -1,15 +1,16 @@
-"""Libraries that are loaded after PyTorch: what they want of NVIDIA's and the ghost lacks is refused by name.
+"""Stubs for NVIDIA functions that extensions import and the ghost does not implement.
 
-    import flash_attn  ──audit hook──>  which NVIDIA functions, from which SONAMEs (wants.py)
-                                        what the ghost lacks of them ──cc──> functions that refuse
-    dlopen goes on     <──────────────  loaded for everyone to see: it finds all it wants
+    import flash_attn  ──audit hook──>  which NVIDIA functions, from which SONAMEs (imported_symbols.py)
+                                        those that the ghost lacks ──cc──> stubs that return an error
+    dlopen continues   <──────────────  stubs loaded with RTLD_GLOBAL: every symbol resolves
 
-The ghost is built with what PyTorch imports. bitsandbytes, xformers or an extension of the user's may import
-more; without it the loader's "undefined symbol" ends the import for functions that may never be called. So a
-function is refused when it is called: with its library's own "not supported", and its name in the result.
+The ghost implements the functions that PyTorch imports. bitsandbytes, xformers or the user's own extension may
+import more; without stubs, the loader's "undefined symbol" would end the import because of functions that may
+never be called. A stub fails only when it is called: with its library's own "not supported" status, and the
+result names the function.
 
-A library made for another CUDA than PyTorch was is not loaded at all: it would find functions of the right
-names, whose structures are laid out differently.
+A library that was built for another CUDA version than PyTorch is not loaded: it would find functions of the
+right names whose structures have another layout.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from memfit.ghost.build.nvidia_names import NvidiaLibrary, nvidia_library
 from memfit.ghost.build.runtime_library import INCLUDES, Build, make_empty_libraries
 from memfit.native_build import COMPILE_FLAGS, find_compiler, run_compiler
 
-# How the functions of a library say "not supported", or else the nearest they have. Sources: driver_types.h,
+# The status "not supported" of each library, or the closest one it has. Sources: driver_types.h,
 # cuda.h, cublas_api.h, cudnn_graph.h, cufft.h, curand.h, cusolver_common.h, cusparse.h, cutensor/types.h,
 # nccl.h, nvml.h, nvjpeg.h, nvrtc.h.
 _NOT_SUPPORTED = {
@@ -50,27 +51,27 @@ _GIVES_TEXT = re.compile(r"(Error|Status|Result)_?(String|Name|Text)$")
 
 
 class ExtensionStubs:
-    """What was lacking of the libraries that were loaded since ``watch``.
+    """The stubs for libraries loaded since ``watch``.
 
     Attributes:
-        wanted_by: function that is refused -> file of the library that imports it.
-        turned_away: why libraries were not loaded, one sentence each.
+        imported_by: stub function -> file of the library that imports it.
+        rejections: why libraries were not loaded, one message each.
     """
 
     def __init__(self, build: Build, runtime: ctypes.CDLL) -> None:
-        self.wanted_by: dict[str, str] = {}
-        self.turned_away: list[str] = []
+        self.imported_by: dict[str, str] = {}
+        self.rejections: list[str] = []
         self._build = build
         self._runtime = runtime
-        self._served = {library.stem: library for library in map(nvidia_library, build.sonames) if library}
+        self._provided = {library.stem: library for library in map(nvidia_library, build.sonames) if library}
         self._sonames = set(build.sonames)
         self._seen: set[Path] = set()
 
     def watch(self) -> None:
-        """Look at every library that Python loads from now on, for the life of the process."""
-        sys.addaudithook(self._hear)
+        """Inspect every library that Python loads from now on, for the life of the process."""
+        sys.addaudithook(self._audit)
 
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
         if event == "import" and isinstance(arguments[1], str):
             self._prepare(arguments[1], ImportError)
         elif event == "ctypes.dlopen" and isinstance(arguments[0], str) and os.sep in arguments[0]:
@@ -80,47 +81,47 @@ class ExtensionStubs:
         path = Path(file).resolve()
         if path.is_relative_to(self._build.folder):
             return
-        wanting = nvidia_imports(path, self._seen)
+        imported = nvidia_imports(path, self._seen)
         try:
-            for wanted in wanting:
-                self._check_cuda(wanted)
-            self._refuse_what_is_lacking(wanting)
+            for imports in imported:
+                self._check_cuda(imports)
+            self._load_stubs(imported)
         except MemfitError as error:
-            self.turned_away.append(str(error))
+            self.rejections.append(str(error))
             raise refusal(str(error)) from None
 
-    def _check_cuda(self, wanted: NvidiaImports) -> None:
-        """Raise for a library that was made for another CUDA than PyTorch was."""
-        for library in wanted.libraries:
-            served = self._served.get(library.stem, library)
-            if library.major != served.major:
+    def _check_cuda(self, imports: NvidiaImports) -> None:
+        """Raise for a library that was built for another CUDA version than PyTorch."""
+        for library in imports.libraries:
+            provided = self._provided.get(library.stem, library)
+            if library.major != provided.major:
                 raise GhostError(
-                    f"{wanted.path.name} was not loaded: it needs {library.soname}, and the ghost stands in "
-                    f"for {served.soname}, which PyTorch {self._build.torch_version} was made for. Install "
-                    f"a build of it for CUDA {self._build.cuda_version}. ({wanted.path})"
+                    f"{imports.path.name} was not loaded: it needs {library.soname}, and the ghost provides "
+                    f"{provided.soname}, which PyTorch {self._build.torch_version} was built for. Install a "
+                    f"build of it for CUDA {self._build.cuda_version}. ({imports.path})"
                 )
 
-    def _refuse_what_is_lacking(self, wanting: Sequence[NvidiaImports]) -> None:
+    def _load_stubs(self, imported: Sequence[NvidiaImports]) -> None:
         refusals: dict[str, str] = {}
         sonames: dict[str, list[str]] = {}
-        for wanted in wanting:
-            for name, library in wanted.functions.items():
-                if name not in self.wanted_by and not hasattr(self._runtime, name):
-                    refusals[name] = _refusal(name, library)
-                    self.wanted_by[name] = wanted.path.name
-            for library, versions in wanted.libraries.items():
+        for imports in imported:
+            for name, library in imports.functions.items():
+                if name not in self.imported_by and not hasattr(self._runtime, name):
+                    refusals[name] = _stub_result(name, library)
+                    self.imported_by[name] = imports.path.name
+            for library, versions in imports.libraries.items():
                 if library.soname not in self._sonames:
                     sonames[library.soname] = sorted(versions | set(sonames.get(library.soname, ())))
         if refusals or sonames:
             folder = self._built(_source(refusals), dict(sorted(sonames.items())))
-            for name in (_REFUSALS, *sonames):
+            for name in (_STUBS, *sonames):
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
             self._sonames |= sonames.keys()
 
     def _built(self, source: str, sonames: Mapping[str, Sequence[str]]) -> Path:
-        """Return the folder of the libraries that serve, compiled on first use and then kept."""
+        """Return the folder of the stub libraries, compiled on first use and then cached."""
         name = hashlib.sha256(f"{source}{sonames}".encode()).hexdigest()[:16]
-        folder = self._build.folder / "extensions" / name
+        folder = self._build.folder / "extension_stubs" / name
         if folder.is_dir():
             return folder
         try:
@@ -132,22 +133,22 @@ class ExtensionStubs:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
         except OSError as error:
-            if not folder.is_dir():  # another process may have put it there meanwhile
+            if not folder.is_dir():  # another process may have built it in the meantime
                 raise GhostError(
                     f"Cannot write to {folder.parent}: {error.strerror or error}. "
-                    "Set MEMFIT_CACHE to a folder that can be written."
+                    "Set MEMFIT_CACHE to a writable folder."
                 ) from error
         return folder
 
 
-_REFUSALS = "librefusals.so"
+_STUBS = "libstubs.so"
 
 
 def _compile(work: Path, source: str, sonames: Mapping[str, Sequence[str]], ghost: Path) -> None:
-    """Compile the functions that refuse, and an empty library for each SONAME that nobody stands for."""
-    file, library = work / "refusals.c", work / _REFUSALS
+    """Compile the stubs, and an empty library for each SONAME that the ghost does not provide yet."""
+    file, library = work / "stubs.c", work / _STUBS
     file.write_text(source)
-    # Its SONAME is the source's, as another extension's refusals are in a library of the same file name.
+    # The SONAME is the source's digest: another extension's stubs are in a library of the same file name.
     soname = f"-Wl,-soname,{hashlib.sha256(source.encode()).hexdigest()}"
     compiler = find_compiler()
     options = (*COMPILE_FLAGS, *INCLUDES, "-shared", soname)
@@ -156,7 +157,7 @@ def _compile(work: Path, source: str, sonames: Mapping[str, Sequence[str]], ghos
 
 
 def _source(refusals: Mapping[str, str]) -> str:
-    """Write the C of the functions that refuse; ``ghost/build/runtime_library.py`` on what they return."""
+    """Return the C source of the stubs; ``memfit.ghost.build.runtime_library`` explains their signature."""
     functions = (
         f'API long {name}(void) {{ return ghost_gap_called("{name}", {refusal}); }}'
         for name, refusal in sorted(refusals.items())
@@ -164,8 +165,8 @@ def _source(refusals: Mapping[str, str]) -> str:
     return "\n".join(('#include "core/ghost.h"', *functions, ""))
 
 
-def _refusal(name: str, library: NvidiaLibrary | None) -> str:
-    """Return what a function returns, as C: a status, or a text where it gives texts."""
+def _stub_result(name: str, library: NvidiaLibrary | None) -> str:
+    """Return a stub's result as C: a status, or a string if the function returns strings."""
     if _GIVES_TEXT.search(name):
         return '(long)"not supported by memfit\'s ghost"'
     return str(_NOT_SUPPORTED.get(library.family if library else "cuda", _NOT_SUPPORTED["cuda"]))

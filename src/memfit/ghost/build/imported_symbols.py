@@ -1,8 +1,8 @@
-"""What a library that is about to be loaded wants of NVIDIA's, read from its file.
+"""The NVIDIA functions that a library imports, read from its file before it is loaded.
 
 flash_attn_2_cuda.so   NEEDED libcudart.so.13    imports cudaMalloc@libcudart.so.13
-                       NEEDED libcuda.so.1       imports cuTensorMapEncodeTiled (no version: told by its name)
-                       NEEDED libfa.so, in a folder it names: looked at the same way
+                       NEEDED libcuda.so.1       imports cuTensorMapEncodeTiled (no version: matched by name)
+                       NEEDED libfa.so, in its RUNPATH: read the same way
 """
 
 from collections.abc import Iterator
@@ -17,26 +17,26 @@ _BUILT_ON_TORCH = ("libtorch", "libc10_cuda")
 
 @dataclass(frozen=True, slots=True)
 class NvidiaImports:
-    """What one library wants."""
+    """The NVIDIA libraries and functions that one library needs."""
 
     path: Path
     libraries: dict[NvidiaLibrary, frozenset[str]]
-    """Those of NVIDIA's it needs, with the symbol versions they must have."""
+    """The NVIDIA libraries it needs, with the symbol versions they must have."""
     functions: dict[str, NvidiaLibrary | None]
-    """The functions it imports, and from where; None where the file does not say."""
+    """The functions it imports, and their libraries; None if the file names no library."""
 
 
 def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
-    """Say what a library, and those it brings along in folders it names, want of NVIDIA's.
+    """Return the NVIDIA imports of a library and of the libraries in its own search paths.
 
     Args:
-        path: the library's file; one that cannot be read wants nothing: the loader has its own words for it.
-        seen: files not to look at; those looked at are added.
+        path: the library's file. An unreadable file has no imports: the loader will report it.
+        seen: files to skip; the files read here are added.
 
     Returns:
-        One entry for each that wants something.
+        One entry for each library that has any.
     """
-    files = list(_brought(path, seen))
+    files = list(_with_dependencies(path, seen))
     found = [wanted for file in files if (wanted := _of(file))]
     own = _defined(
         files, {name for wanted in found for name, library in wanted.functions.items() if not library}
@@ -49,9 +49,9 @@ def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
     ]
 
 
-def _brought(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yield a library and those it needs from folders it names, as the loader would find them."""
-    if path in seen or _is_served_already(path):
+def _with_dependencies(path: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield a library and those it needs from its own search paths, as the loader would find them."""
+    if path in seen or _is_provided(path):
         return
     seen.add(path)
     try:
@@ -64,11 +64,11 @@ def _brought(path: Path, seen: set[Path]) -> Iterator[Path]:
     for soname in needed:
         found = next((folder / soname for folder in folders if (folder / soname).is_file()), None)
         if found and not nvidia_library(soname):
-            yield from _brought(found.resolve(), seen)
+            yield from _with_dependencies(found.resolve(), seen)
 
 
-def _is_served_already(path: Path) -> bool:
-    """Say whether it is PyTorch's own, which the ghost was built for, or NVIDIA's, which is never reached."""
+def _is_provided(path: Path) -> bool:
+    """Return whether a library is PyTorch's, which the ghost was built for, or NVIDIA's, which it replaces."""
     torch = path.parent.name == "lib" and path.parent.parent.name == "torch"
     return torch or nvidia_library(path.name) is not None
 

@@ -1,4 +1,4 @@
-"""NVIDIA's libraries and functions, told by their names."""
+"""Recognise NVIDIA's libraries and functions by name."""
 
 import re
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ _FUNCTION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class NvidiaLibrary:
-    """A library of NVIDIA's, told by its SONAME."""
+    """A library of NVIDIA's, recognised by its SONAME."""
 
     soname: str
     stem: str
-    """``cudart``, ``cublasLt``, ``cudnn_ops``: what it is, in whichever version and packaging."""
+    """``cudart``, ``cublasLt``, ``cudnn_ops``: its name without version and packaging."""
     family: str
-    """``cudart``, ``cublas``, ``cudnn``: whose status values its functions return."""
+    """``cudart``, ``cublas``, ``cudnn``: the API whose status values its functions return."""
     major: str
 
 
 def nvidia_library(soname: str) -> NvidiaLibrary | None:
-    """Return which library of NVIDIA's a SONAME or file name stands for, if it does.
+    """Return the NVIDIA library of a SONAME or file name, or None.
 
     >>> nvidia_library("libcudnn_ops.so.9").family, nvidia_library("libcurl.so.4")
     ('cudnn', None)
@@ -38,7 +38,7 @@ def nvidia_library(soname: str) -> NvidiaLibrary | None:
 
 
 def is_nvidia_function(name: str) -> bool:
-    """Whether a function that a library imports, without saying from where, is one of NVIDIA's.
+    """Return whether a function imported without a library's name is one of NVIDIA's.
 
     >>> is_nvidia_function("cuTensorMapEncodeTiled"), is_nvidia_function("curl_easy_init")
     (True, False)

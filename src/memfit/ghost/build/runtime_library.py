@@ -1,13 +1,13 @@
-"""Build the ghost runtime for the PyTorch that is installed, once.
+"""Build the ghost runtime for the installed PyTorch, on first use.
 
-    torch/lib/*.so ──scan──> which NVIDIA functions it imports, from which SONAMEs
-    runtime/**/*.c ─────────> those that are written          ─┐
-    gaps.txt       ─────────> those that are refused           ├─> libghost.so
-    the rest       ─────────> stubs that return success       ─┘
-    each SONAME    ─────────> an empty library of that name, whose symbols libghost.so has
+    torch/lib/*.so ──scan──> the NVIDIA functions it imports, and their SONAMEs
+    runtime/**/*.c ─────────> the functions that are implemented  ─┐
+    gaps.txt       ─────────> the functions that return an error   ├─> libghost.so
+    the rest       ─────────> stubs that return success           ─┘
+    each SONAME    ─────────> an empty library of that name, whose symbols are in libghost.so
 
-The result is kept in the user's cache folder, per PyTorch and source, and is put there whole or not
-at all: so first use by several processes at once is safe.
+The result is stored in the user's cache folder, per PyTorch and source. It is moved there only when complete,
+so several processes can build it at the same time.
 """
 
 import hashlib
@@ -61,19 +61,19 @@ class Build:
     library: Path
     """The runtime itself."""
     no_device: Path
-    """A libcuda.so.1 that knows of no device, for asking the real cuDNN."""
+    """A libcuda.so.1 that reports no device, for querying the real cuDNN."""
     sonames: tuple[str, ...]
-    """The empty libraries beside it, which stand for NVIDIA's."""
+    """The empty libraries in the same folder, which replace NVIDIA's."""
     torch_version: str
     cuda_version: str
     gaps: tuple[Gap, ...]
-    """The known gaps of this PyTorch: what it imports or looks up and the ghost refuses."""
+    """The known gaps: functions that this PyTorch imports or looks up and the ghost refuses."""
     sizes: dict[str, int]
     """Bytes of each library, by file name."""
     seconds: float
-    """What building took, whenever that was."""
+    """The duration of the build, in this process or an earlier one."""
     built: bool
-    """Whether it was built now, rather than found."""
+    """Whether this process built it, rather than finding it in the cache."""
 
 
 def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | None = None) -> Build:
@@ -81,10 +81,10 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
 
     Args:
         torch_folder: PyTorch's package folder; by default the one this interpreter would import.
-        report: called with one line for each thing that takes a while.
+        report: called with one line of progress before a build.
 
     Raises:
-        UnsuitableEnvironmentError: the platform, PyTorch or the compiler does not serve.
+        UnsuitableEnvironmentError: the platform, PyTorch or the compiler is unsuitable.
         GhostError: the compiler failed, or the cache folder cannot be written.
 
     Example:
@@ -111,12 +111,12 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
     except OSError as error:
         raise GhostError(
             f"Cannot build the ghost in {folder.parent}: {error.strerror or error}. "
-            "Set MEMFIT_CACHE to a folder that can be written."
+            "Set MEMFIT_CACHE to a writable folder."
         ) from error
 
 
 def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
-    """Tell the runtime which versions to answer with: those this PyTorch was made for."""
+    """Return the compiler flags for the versions that the runtime reports: those this PyTorch was built for."""
     major, minor = (int(part) for part in torch.cuda.split(".")[:2])
     flags = [f"-DCUDA_VERSION={1000 * major + 10 * minor}"]
     for macro, package in (("CUDNN_VERSION", "nvidia-cudnn-cu"), ("NCCL_VERSION", "nvidia-nccl-cu")):
@@ -127,7 +127,7 @@ def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
 
 
 def _fingerprint(torch: TorchInstall, flags: Sequence[str]) -> str:
-    """Name what a build depends on: our sources, and this PyTorch's files."""
+    """Return a digest of all inputs of a build: memfit's sources and this PyTorch's files."""
     digest = hashlib.sha256(repr((COMPILE_FLAGS, flags)).encode())
     here = Path(__file__)
     ours = [Path(native_build.__file__), here, here.with_name("elf.py"), here.with_name("torch_install.py")]
@@ -148,16 +148,16 @@ def _read(folder: Path) -> Build | None:
     try:
         text = (folder / _DONE).read_bytes()
         kept = msgspec.json.decode(text, type=Build, dec_hook=lambda kind, value: kind(value))
-    except (OSError, msgspec.DecodeError):  # not there, or not ours: it is built, or says why not
+    except (OSError, msgspec.DecodeError):  # missing or unreadable: it is built again
         return None
-    # Whoever tidies caches may have taken a library away, or left half of it.
+    # A cache cleaner may have deleted or truncated a library.
     for name in (kept.library.name, kept.no_device.name, *kept.sonames):
         path = folder / name
         if not path.is_file() or path.stat().st_size != kept.sizes.get(name):
             return None
     return replace(
         kept, folder=folder, library=folder / kept.library.name, no_device=folder / kept.no_device.name
-    )  # the cache may have been moved
+    )  # the cache folder may have been moved
 
 
 def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compiler: Sequence[str]) -> Build:
@@ -168,7 +168,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
         gaps = _compile_runtime(work, wanted, flags, compiler)
         make_empty_libraries(work, wanted.sonames, work / "libghost.so", compiler)
         _make_no_device(work, compiler)
-        # Triton links its launcher with -lcuda, and looks for it in $TRITON_LIBCUDA_PATH.
+        # Triton links its launcher with -lcuda, which it searches in $TRITON_LIBCUDA_PATH.
         (work / "libcuda.so").symlink_to("libcuda.so.1")
         done = Build(
             folder=folder,
@@ -183,7 +183,7 @@ def _build_into(folder: Path, torch: TorchInstall, flags: Sequence[str], compile
             built=False,
         )
         (work / _DONE).write_bytes(msgspec.json.encode(done, enc_hook=str))
-        shutil.rmtree(folder, ignore_errors=True)  # without build.json it is nobody's
+        shutil.rmtree(folder, ignore_errors=True)  # a folder without build.json is not in use
         work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -216,14 +216,14 @@ def _compile_runtime(
     )
     for path in objects:
         path.unlink()
-    by_name = re.compile(r"cu[A-Z]")  # looked up by name at run time: PyTorch does not import them
+    by_name = re.compile(r"cu[A-Z]")  # driver functions, which PyTorch looks up at run time, not imports
     return tuple(gap for gap in gaps if gap.name in wanted.symbols or by_name.match(gap.name))
 
 
 def _linked_without_stubs(
     work: Path, objects: Sequence[Path], wanted: TorchImports, compiler: Sequence[str]
 ) -> set[str]:
-    """Return which functions the sources define, by linking them once and reading the result."""
+    """Return the functions that the sources define, by linking them once and reading the result."""
     library = work / "written.so"
     run_compiler(*compiler, "-shared", "-o", str(library), *map(str, objects))
     with ElfFile(library) as linked:
@@ -233,7 +233,7 @@ def _linked_without_stubs(
 
 
 def read_gaps() -> tuple[tuple[Gap, ...], dict[str, int]]:
-    """Read ``runtime/gaps.txt``: the gaps in order, and the status each is refused with."""
+    """Read ``runtime/gaps.txt``: the gaps in order, and the status that each returns."""
     gaps, refusals = [], {}
     library, status, reason = "", 0, ""
     for line in (RUNTIME / "gaps.txt").read_text(encoding="utf-8").splitlines():
@@ -247,7 +247,7 @@ def read_gaps() -> tuple[tuple[Gap, ...], dict[str, int]]:
 
 
 def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
-    """Write the C of the generated functions.
+    """Return the C source of the generated functions.
 
     They take no arguments and return a long: on x86-64 the caller clears its own arguments away, and
     reads as much of the result as it expects.
@@ -266,16 +266,16 @@ def _stubs(plain: frozenset[str], refusals: dict[str, int]) -> str:
 def make_empty_libraries(
     work: Path, sonames: Mapping[str, Sequence[str]], behind: Path, compiler: Sequence[str]
 ) -> None:
-    """Make one library per SONAME: nothing inside, the right versions, ``behind`` behind it.
+    """Build one empty library per SONAME, with the right symbol versions and a dependency on ``behind``.
 
-    Who needs a library names its SONAME and a symbol version; the loader checks both, and then finds the
-    symbol itself in the library behind, which was loaded for everyone to see.
+    A library's dependency names a SONAME and a symbol version; the loader checks both, and then finds the
+    symbol itself in ``behind``, which was loaded with RTLD_GLOBAL.
 
     Args:
-        work: the folder to make them in.
-        sonames: each library's, with the symbol versions it must have.
-        behind: the library that has the symbols.
-        compiler: its command.
+        work: the folder to build them in.
+        sonames: SONAME of each library -> the symbol versions it must have.
+        behind: the library that defines the symbols.
+        compiler: the compiler's command.
 
     Raises:
         GhostError: the compiler failed.
@@ -296,6 +296,6 @@ def make_empty_libraries(
 
 
 def _make_no_device(work: Path, compiler: Sequence[str]) -> None:
-    """Make the libcuda.so.1 that knows of no device, under a file name of its own."""
+    """Build the libcuda.so.1 that reports no device, under another file name."""
     link = ("-shared", "-Wl,-soname,libcuda.so.1", "-o", str(work / "libnodevice.so"))
     run_compiler(*compiler, *COMPILE_FLAGS, str(NO_DEVICE), *link)

@@ -1,7 +1,7 @@
-"""The PyTorch that is installed: where it is, what it was made for, what it wants from NVIDIA.
+"""The installed PyTorch: its folder, its versions, and its imports from NVIDIA's libraries.
 
-Found and read without importing it: import costs seconds, and on a machine without NVIDIA's
-libraries it would fail before the ghost is there.
+All of it is read without importing PyTorch: that takes seconds, and on a machine without NVIDIA's libraries it
+would fail before the ghost is loaded.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from memfit.ghost.build.elf import ElfFile
 from memfit.ghost.build.nvidia_names import is_nvidia_function, nvidia_library
 
 OLDEST = (2, 8)
-"""The oldest PyTorch the ghost was tried with."""
+"""The oldest PyTorch release that the ghost was tested with."""
 
 _LOADED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
@@ -37,10 +37,10 @@ class TorchInstall:
         return sorted((self.folder / "lib").glob("*.so*"))
 
     def made_for(self, package: str) -> tuple[int, int, int] | None:
-        """Return the version of an NVIDIA package that this PyTorch pins, if its metadata says.
+        """Return the version of an NVIDIA package that this PyTorch's metadata pins, or None.
 
         Args:
-            package: the beginning of its name: "nvidia-cudnn-cu".
+            package: the beginning of its name, such as "nvidia-cudnn-cu".
 
         """
         for metadata in self.folder.parent.glob("torch-*.dist-info/METADATA"):
@@ -53,21 +53,21 @@ class TorchInstall:
 
 @dataclass(frozen=True, slots=True)
 class TorchImports:
-    """What an installation wants from NVIDIA's libraries."""
+    """The NVIDIA libraries and functions that an installation imports."""
 
     sonames: dict[str, tuple[str, ...]]
-    """Each library by SONAME, and the symbol versions it must have."""
+    """SONAME of each library -> the symbol versions it must have."""
     symbols: frozenset[str]
 
 
 def find_torch(folder: Path | None = None) -> TorchInstall:
-    """Find PyTorch and make sure the ghost can stand under it.
+    """Find PyTorch and check that it can run on the ghost.
 
     Args:
         folder: the package folder; by default the one this interpreter would import.
 
     Raises:
-        UnsuitableEnvironmentError: the platform, or PyTorch, does not serve; says what would.
+        UnsuitableEnvironmentError: the platform or PyTorch cannot run on the ghost; the message says what can.
 
     """
     _check_platform()
@@ -79,28 +79,28 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     version = _assigned(text, "__version__")
     if version is None:
         raise UnsuitableEnvironmentError(
-            f"Cannot run on the ghost: {folder / 'version.py'} names no version of PyTorch. Reinstall torch."
+            f"Cannot run on the ghost: {folder / 'version.py'} contains no version. Reinstall torch."
         )
     cuda = _assigned(text, "cuda")
     if cuda is None:
         build = "ROCm" if _assigned(text, "hip") else "CPU"
         raise UnsuitableEnvironmentError(
-            f"Cannot run on the ghost: PyTorch here is the {build} build ({version}). "
+            f"Cannot run on the ghost: the installed PyTorch is the {build} build ({version}). "
             "Install the CUDA build (pip install torch; no GPU is needed)."
         )
     if _release(version) < OLDEST:
         raise UnsuitableEnvironmentError(
-            f"Cannot run on the ghost: PyTorch here is {version}, "
+            f"Cannot run on the ghost: the installed PyTorch is {version}, "
             f"and the ghost needs {OLDEST[0]}.{OLDEST[1]} or newer. Upgrade it: pip install -U torch."
         )
     return TorchInstall(folder, version, cuda)
 
 
 def scan_imports(torch: TorchInstall) -> TorchImports:
-    """Read from PyTorch's libraries what they want from NVIDIA's."""
+    """Read the NVIDIA libraries and functions that PyTorch's libraries import."""
     sonames: dict[str, set[str]] = {name: set() for name in _LOADED_BY_NAME}
     symbols: set[str] = set()
-    unversioned: set[str] = set()  # libcuda.so.1 has no symbol versions: its functions are told by name
+    unversioned: set[str] = set()  # libcuda.so.1 has no symbol versions: its functions are matched by name
     for path in torch.libraries():
         with ElfFile(path) as library:
             for needed in library.needed():
@@ -125,7 +125,7 @@ def _check_platform() -> None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise UnsuitableEnvironmentError(
             f"Cannot run on the ghost: this is {platform.system()} on {platform.machine()}, "
-            "and the ghost needs Linux on x86-64 (WSL and containers serve)."
+            "and the ghost needs Linux on x86-64 (WSL and containers work)."
         )
 
 
@@ -134,13 +134,13 @@ def _package_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise UnsuitableEnvironmentError(
             f"Cannot run on the ghost: PyTorch is not installed for {sys.executable}. "
-            "Install its CUDA build there (pip install torch; no GPU is needed)."
+            "Install its CUDA build for this Python (pip install torch; no GPU is needed)."
         )
     return Path(spec.submodule_search_locations[0])
 
 
 def _assigned(text: str, name: str) -> str | None:
-    """Return the string that version.py assigns to a name, if it assigns one."""
+    """Return the string that version.py assigns to a name, or None."""
     found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
 

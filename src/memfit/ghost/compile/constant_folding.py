@@ -1,8 +1,8 @@
 """Compute the constants that Inductor folds on the CPU, because the ghost computes nothing.
 
 Inductor replaces a tensor of one repeated value by that value: it runs the operators that create the tensor
-on tensors of one element and reads the result. A wrong value would change the program (a multiplication by 1
-is removed), so the same operators also run on the CPU.
+on tensors of one element and reads the result. A wrong value would change the program (a multiplication by
+1 is removed), so the same operators also run on the CPU.
 
 Source: ``UniformValueConstantFolder`` in torch/_inductor/fx_passes/joint_graph.py, PyTorch 2.14.1.
 """

@@ -1,4 +1,4 @@
-"""What the pool's tests and its benchmark try on the ghost: functions of JSON that return JSON."""
+"""Target functions for the fork pool's tests and benchmark: JSON arguments, JSON results."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 def gpt2_small(batch=4, steps=2, dtype="bfloat16"):
-    """Train GPT-2 small for a few steps; return peaks in bytes."""
+    """Train GPT-2 small for a few steps and return the peaks in bytes."""
     from gpt import GPT
 
     with torch.device("meta"):
@@ -31,7 +31,7 @@ def gpt2_small(batch=4, steps=2, dtype="bfloat16"):
 
 
 def one_tensor(size):
-    """Allocate and report; out of memory is an answer."""
+    """Allocate a tensor and return its size, or None if out of memory."""
     try:
         kept = torch.empty(size, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError:
@@ -40,7 +40,7 @@ def one_tensor(size):
 
 
 def settings():
-    """Return what the allocator was told, and the device's name."""
+    """Return an allocator setting and the device's name."""
     torch.ones(1, device="cuda")
     snapshot = torch.cuda.memory._snapshot()
     return {
@@ -50,15 +50,15 @@ def settings():
 
 
 def fails():
-    """Raise."""
+    """Raise an exception."""
     raise ValueError("this one cannot work")
 
 
 def dies():
-    """End the process without an answer."""
+    """Kill the process without a result."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def process():
-    """Return this process."""
+    """Return the process ID."""
     return os.getpid()
