@@ -26,7 +26,7 @@ GIB = 1 << 30
 every_device = pytest.mark.parametrize("device", EVERY, ids=lambda device: device.name)
 
 
-def test_the_cards_that_were_asked_for_are_there():
+def test_the_table_has_every_required_card():
     wanted = """GTX 1660, RTX 3060, RTX 3090, RTX 4060, RTX 4070, RTX 4080, RTX 4090, RTX 5090, T4, V100, A10,
         L4, L40S, A6000, A100 40GB, A100 80GB, H100, H200, B200"""
     assert len({find_device(name.strip()).name for name in wanted.split(",")}) == 19
@@ -68,7 +68,7 @@ def test_rates_rise_as_dtypes_shrink_and_only_where_there_are_tensor_cores(devic
     assert device.rate("float128") == device.rate("fp32")
 
 
-def test_cards_without_matrix_units_for_a_dtype_say_so():
+def test_fast_is_false_for_dtypes_without_matrix_units():
     assert not find_device("GTX 1660").tensor_cores
     assert find_device("T4").fast("fp16")
     assert not find_device("T4").fast("bf16")
@@ -97,7 +97,7 @@ def test_cards_without_matrix_units_for_a_dtype_say_so():
         ("B200", "bf16", 2250e12),
     ],
 )
-def test_derived_rates_meet_the_makers_own(name, dtype, published):
+def test_derived_rates_equal_the_published_ones(name, dtype, published):
     assert find_device(name).rate(dtype) == pytest.approx(published, rel=0.005)
 
 
@@ -105,7 +105,7 @@ def test_derived_rates_meet_the_makers_own(name, dtype, published):
     ("name", "published"),
     [("T4", 320e9), ("A100-40GB", 1555e9), ("A100-80GB", 2039e9), ("H100", 3350e9), ("H200", 4800e9)],
 )
-def test_derived_bandwidth_meets_the_makers_own(name, published):
+def test_derived_bandwidth_equals_the_published_one(name, published):
     assert find_device(name).memory_bandwidth == pytest.approx(published, rel=0.002)
 
 
@@ -115,7 +115,7 @@ def test_every_figure_has_a_source_or_a_rule(device: Device):
     words = {"name", "reported_as", "tensor_cores", "sources", "approximate"}
     assert set(device.sources) == set(Device.__dataclass_fields__) - limits - words | {"limits"}
     documents, rules = set(TABLE["sources"].values()), set(TABLE["rules"].values())
-    assert "seen after work on " in device.sources["context_bytes"] or ":" in device.name
+    assert "observed after work on " in device.sources["context_bytes"] or ":" in device.name
     for figure, source in device.sources.items():
         if figure == "context_bytes":
             continue
@@ -123,7 +123,7 @@ def test_every_figure_has_a_source_or_a_rule(device: Device):
         assert source in rules or source.partition("; CUDA ")[0] in documents, figure
 
 
-def test_the_table_has_no_key_that_nothing_reads():
+def test_every_key_of_the_table_is_used():
     rows = TABLE["device"].values()
     used = {"devicequery", *TABLE["source"].values()} | {row["log"] for row in rows if "log" in row}
     used |= {key for row in rows for key in row.get("sources", {}).values()}
@@ -139,7 +139,7 @@ def test_the_table_has_no_key_that_nothing_reads():
     assert {key for row in rows for key in row} == set(known.split())
 
 
-def test_a_context_nobody_saw_is_the_other_cards_in_proportion():
+def test_an_unobserved_context_is_scaled_from_another_card():
     likes = {name: row["context_like"] for name, row in TABLE["device"].items() if "context_like" in row}
     assert likes["RTX 3060"] == "RTX A6000"
     for name, like in likes.items():
@@ -151,7 +151,7 @@ def test_a_context_nobody_saw_is_the_other_cards_in_proportion():
     assert find_device("A100-40GB").context_bytes == find_device("A100-80GB").context_bytes
 
 
-def test_what_was_seen_with_the_newest_torch_counts_and_of_equals_the_most():
+def test_the_largest_context_observed_with_the_newest_torch_is_used():
     # Three for the RTX 4090 (495 with 2.6; 473 and 504 with an unnamed 2), two for the T4 (150, 135).
     assert find_device("RTX 4090").context_bytes == 495 << 20
     assert find_device("T4").context_bytes == 150 << 20
@@ -169,12 +169,12 @@ def test_what_was_seen_with_the_newest_torch_counts_and_of_equals_the_most():
         ("A100", "NCCL, 2 ranks", 544, "", ""),
     ],
 )
-def test_published_figures_are_there_as_they_were_published(card, what, mib, torch, cuda):
+def test_published_observations_are_in_the_table(card, what, mib, torch, cuda):
     seen = [o for o in observations() if (o.card, o.what, o.torch, o.cuda) == (card, what, torch, cuda)]
     assert [o.bytes for o in seen] == [mib << 20]
 
 
-def test_every_observation_says_where_it_was_made():
+def test_every_observation_has_a_source():
     keys = {"card", "what", "mib", "torch", "cuda", "driver", "source"}
     for row, seen in zip(TABLE["outside"]["seen"], observations(), strict=True):
         assert set(row) <= keys
@@ -188,7 +188,7 @@ def test_names_round_trip(device: Device):
     assert find_device(device.name.lower()).name == device.name
 
 
-def test_no_two_cards_answer_to_one_name():
+def test_every_name_belongs_to_one_card():
     rows = TABLE["device"]
     names = [
         {_key(known) for known in (name, row["reported_as"], *row.get("aliases", ()))}
@@ -203,7 +203,7 @@ def test_no_two_cards_answer_to_one_name():
     st.lists(st.booleans(), min_size=40, max_size=40),
     st.sampled_from(["", "NVIDIA ", "nvidia-", "NVIDIA GeForce ", "Tesla_", "rtx "]),
 )
-def test_case_spaces_dashes_and_the_makers_words_do_not_matter(device, gaps, upper, prefix):
+def test_case_spaces_dashes_and_brand_names_do_not_matter(device, gaps, upper, prefix):
     letters = [letter for letter in device.name if letter not in " -_"]
     spelt = "".join(
         gap + (letter.upper() if big else letter.lower())
@@ -227,11 +227,11 @@ def test_case_spaces_dashes_and_the_makers_words_do_not_matter(device, gaps, upp
         ("a100:3G.40GB", "A100-80GB:3g.40gb"),
     ],
 )
-def test_short_and_driver_names(short, name):
+def test_short_names_and_driver_names_are_found(short, name):
     assert find_device(short).name == name
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_three():
+def test_an_unknown_name_raises_with_the_three_nearest():
     with pytest.raises(UnknownDeviceError) as refused:
         find_device("RTX 3095")
     message = str(refused.value)
@@ -245,7 +245,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_three():
 
 
 @given(st.text())
-def test_any_other_text_is_refused_and_nothing_worse(text):
+def test_any_text_raises_unknown_device_error_at_worst(text):
     try:
         device = find_device(text)
     except UnknownDeviceError as refused:
@@ -254,16 +254,16 @@ def test_any_other_text_is_refused_and_nothing_worse(text):
         assert device in EVERY
 
 
-def test_an_unknown_slice_names_the_slices_there_are():
-    with pytest.raises(UnknownDeviceError, match=r"A100-80GB has no MIG slice called '1g\.5gb'.*:1g\.10gb"):
+def test_an_unknown_slice_raises_with_the_cards_slices():
+    with pytest.raises(UnknownDeviceError, match=r"A100-80GB has no MIG slice named '1g\.5gb'.*:1g\.10gb"):
         find_device("a100:1g.5gb")
     with pytest.raises(
-        UnknownDeviceError, match=r"RTX 4090 has no MIG slice called '1g.10gb'\. Its slices: none"
+        UnknownDeviceError, match=r"RTX 4090 has no MIG slice named '1g.10gb'\. Its slices: none"
     ):
         find_device("rtx 4090:1g.10gb")
 
 
-def test_a_slice_is_its_parent_in_proportion():
+def test_a_slices_figures_are_its_parents_scaled():
     parent, piece = find_device("A100-80GB"), find_device("A100-80GB:3g.40gb")
     assert piece.total_bytes == 42_412_802_048  # as CUDA reported it inside a 4g.40gb
     assert find_device("a100:1g.10gb").total_bytes == 9728 << 20  # as torch reported it inside one
@@ -282,7 +282,7 @@ def test_a_slice_is_its_parent_in_proportion():
 @pytest.mark.parametrize(
     "device", [d for d in all_devices() if mig_slices(d)], ids=lambda device: device.name
 )
-def test_slices_fit_the_card_they_are_cut_from(device: Device):
+def test_slices_fit_on_their_card(device: Device):
     for piece in mig_slices(device):
         profile = piece.name.partition(":")[2]
         compute, gigabytes = int(profile[0]), int(profile.partition(".")[2].removesuffix("gb"))
@@ -319,7 +319,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
 CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 
-def test_a_v100_is_refused_by_name_under_cuda_13_and_told_what_serves_it():
+def test_a_v100_is_refused_under_cuda_13_with_the_builds_that_support_it():
     message = refusal(find_device("v100"), CUDA_13, "2.14.1+cu130")
     assert message is not None
     for part in ("PyTorch 2.14.1+cu130", "V100-32GB", "7.0", "sm_75, sm_80", "CUDA 12.6", "+cu126", "--gpu"):
@@ -327,7 +327,7 @@ def test_a_v100_is_refused_by_name_under_cuda_13_and_told_what_serves_it():
     assert refusal(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
 
 
-def test_cuda_13_serves_every_other_card_and_cuda_12_6_all_but_blackwell():
+def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
     refused = {device.name for device in EVERY if refusal(device, CUDA_13, "2.14.1+cu130")}
     assert refused == {"V100-16GB", "V100-32GB"}
     refused = {device.name for device in all_devices() if refusal(device, CUDA_12_6, "2.14.1+cu126")}

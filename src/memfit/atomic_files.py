@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, and check early that it can be written."""
+"""Write files atomically, and check early that they can be written."""
 
 import os
 import secrets
@@ -10,19 +10,19 @@ from memfit.errors import UsageError
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file beside its final place and move it there when it is complete and on the disk.
+    """Write a temporary file in the same folder, and rename it to ``path`` once it is complete and on disk.
 
     Args:
-        path: where the file goes; a file that is there is replaced.
-        write: writes the content to the open file it is given.
+        path: the file's path; an existing file is replaced.
+        write: writes the content to the open file passed to it.
 
     Raises:
-        UsageError: the file cannot be written there. Nothing is left behind, whatever goes wrong.
+        UsageError: the file cannot be written there. No temporary file is left behind after any error.
     """
-    # Replacing works on any name: /dev/null would become an ordinary file.
+    # A rename replaces any kind of file: /dev/null would become an ordinary one.
     if path.exists() and not path.is_file():
         raise UsageError(f"Cannot write {path}: it is not an ordinary file. Name a file to write to.")
-    path = path.resolve()  # through a link, which stays one
+    path = path.resolve()  # writes through a symbolic link, which is kept
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -57,10 +57,10 @@ def check_output(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; what is not an ordinary file (``/dev/stdout``) is written to.
+    """Write a file atomically, or write to it directly if it is not an ordinary one (``/dev/stdout``).
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the file cannot be written there.
     """
     if not path.exists() or path.is_file():
         write_atomically(path, lambda file: file.write(content))

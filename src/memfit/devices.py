@@ -1,12 +1,12 @@
-"""The GPUs memfit knows: what a script would find on each, and how sure every figure is.
+"""The GPUs in memfit's table: their figures, and the source of each.
 
     devices.toml   a row per card, a table per compute capability and chip, a source per figure,
-                   and what people saw a process hold outside PyTorch's allocator
-         |  read once, no torch
+                   and observations of a process's memory outside PyTorch's allocator
+         |  read once, without torch
     find_device("rtx 4090")             -> Device
-    find_device("A100-80GB:1g.10gb")    -> Device    a MIG slice: its parent's row, in proportion
+    find_device("A100-80GB:1g.10gb")    -> Device    a MIG slice: its parent's row, scaled
 
-The figures and their sources live in ``devices.toml``; this file only reads and derives.
+The figures and their sources are in ``devices.toml``; this module reads them and derives others.
 """
 
 import difflib
@@ -21,14 +21,14 @@ from typing import Any
 from memfit.errors import UnknownDeviceError
 
 DEFAULT = "A100-80GB"
-"""The card a run is for when ``--gpu`` is not given."""
+"""The card of a run without ``--gpu``."""
 NO_LIMIT = 2 << 40
-"""Bytes of a card on which anything fits. Of more, expandable segments find no addresses on the ghost: they
-take some for several times as much."""
+"""Bytes of a card that stands for unlimited memory. With more, expandable segments would exhaust the ghost's
+addresses: they reserve several times the capacity."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_MEMORY_SLICES = 8  # MIG deals memory, its bus and the L2 cache in eighths
-_MAKERS_WORDS = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx)+(?=.)")
+_MEMORY_SLICES = 8  # MIG divides memory, its bus and the L2 cache into eighths
+_BRAND_NAMES = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx)+(?=.)")
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 
@@ -37,9 +37,9 @@ class Device:
     """One GPU, or one MIG slice of one. Bytes, bits, hertz, bytes/s and FLOP/s."""
 
     name: str
-    """As memfit writes it and ``--gpu`` takes it: ``A100-80GB``, ``A100-80GB:1g.10gb``."""
+    """The name in memfit's output and for ``--gpu``: ``A100-80GB``, ``A100-80GB:1g.10gb``."""
     reported_as: str
-    """As the driver names it: ``NVIDIA A100-SXM4-80GB``."""
+    """The driver's name: ``NVIDIA A100-SXM4-80GB``."""
     compute_capability: tuple[int, int]
     total_bytes: int
     """Bytes as ``cudaMemGetInfo`` and ``torch.cuda.get_device_properties`` report them."""
@@ -47,7 +47,7 @@ class Device:
     max_threads_per_multiprocessor: int
     max_blocks_per_multiprocessor: int
     shared_memory_per_block: int
-    """Bytes a block gets without asking; ``shared_memory_per_block_optin`` is what it can ask for."""
+    """Bytes available to a block by default; ``shared_memory_per_block_optin`` is the maximum on request."""
     shared_memory_per_block_optin: int
     shared_memory_per_multiprocessor: int
     l2_cache: int
@@ -56,20 +56,20 @@ class Device:
     memory_bandwidth: float
     clock: int
     rates: Mapping[str, float] = field(hash=False)
-    """Dense FLOP/s by dtype, accumulating in fp32. Use ``rate``, which knows what an absent one does."""
+    """Dense FLOP/s by dtype, accumulating in fp32. Use ``rate``, which covers missing dtypes."""
     tensor_cores: frozenset[str]
-    """The dtypes that have matrix units. On a GTX 1660 none, on a T4 not bf16."""
+    """The dtypes with matrix units: none on a GTX 1660, not bf16 on a T4."""
     host_bandwidth: int
     """Bytes/s between host and device, one direction."""
     context_bytes: int
-    """Bytes a process holds outside PyTorch's allocator once it has trained a step. Always assumed."""
+    """Bytes a process holds outside PyTorch's allocator after a training step. Always assumed."""
     sources: Mapping[str, str] = field(hash=False, repr=False)
-    """Where each figure comes from, by field; ``limits`` is for those of one multiprocessor or block."""
+    """The source of each figure, by field; ``limits`` covers the limits of a multiprocessor or block."""
     approximate: frozenset[str]
-    """The keys of ``sources`` whose figure is derived by a rule; the rule is the source."""
+    """The keys of ``sources`` whose figure is derived by a rule; their source states the rule."""
 
     def rate(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products in a dtype; one without a rate of its own runs as fp32.
+        """Return the dense FLOP/s of matrix products in a dtype; that of fp32 if the dtype has no rate.
 
         >>> find_device("T4").rate("bf16") == find_device("T4").rate("fp32")
         True
@@ -77,7 +77,7 @@ class Device:
         return self.rates.get(dtype, self.rates["fp32"])
 
     def fast(self, dtype: str) -> bool:
-        """Whether the card has matrix units for a dtype; without, it saves memory but not time.
+        """Return whether the card has matrix units for a dtype; without them, it saves memory but not time.
 
         >>> find_device("GTX 1660").fast("fp16"), find_device("A100").fast("bf16")
         (False, True)
@@ -87,28 +87,28 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What somebody saw a process hold on a card outside PyTorch's allocator."""
+    """An observation of the memory that a process held on a card outside PyTorch's allocator."""
 
     card: str
-    """As in the table, or another card."""
+    """A name of the table, or another card."""
     what: str
-    """``bare`` (after the first tensor), ``after work`` (a script has computed), or what was looked at."""
+    """``bare`` (after the first tensor), ``after work`` (after a script has computed), or a description."""
     bytes: int
     torch: str
-    """Empty, as the two below, where the source does not say; ``2``: some PyTorch 2."""
+    """Empty if the source does not give it, as for the next two fields; ``2`` is any PyTorch 2."""
     cuda: str
     driver: str
     source: str
 
     def __str__(self) -> str:
         versions = ("torch", self.torch), ("CUDA", self.cuda), ("driver", self.driver)
-        told = "".join(f", {name} {version}" for name, version in versions if version)
-        return f"seen {self.what} on {self.card}{told}: {self.source}"
+        known = "".join(f", {name} {version}" for name, version in versions if version)
+        return f"observed {self.what} on {self.card}{known}: {self.source}"
 
 
 @functools.cache
 def observations() -> tuple[Observation, ...]:
-    """Everything that was seen, in the table's order.
+    """Return all observations, in the table's order.
 
     >>> {seen.what for seen in observations() if seen.card == "RTX 3090"} == {"bare", "after work"}
     True
@@ -126,7 +126,7 @@ def observations() -> tuple[Observation, ...]:
 
 @functools.cache
 def all_devices() -> tuple[Device, ...]:
-    """Every card in the table, in its order; slices are left to ``mig_slices``.
+    """Return every card in the table, in its order; ``mig_slices`` returns their slices.
 
     >>> len(all_devices()) >= 20
     True
@@ -136,10 +136,10 @@ def all_devices() -> tuple[Device, ...]:
 
 @functools.cache
 def mig_slices(device: Device) -> tuple[Device, ...]:
-    """List the slices a card can be cut into, smallest first; none for a card without MIG.
+    """Return a card's MIG slices, smallest first; empty for a card without MIG.
 
-    Multiprocessors and memory are the driver's own listing. Bus and L2 cache follow the eighths of
-    memory (a ``1g`` slice has one eighth of the cache whatever its memory), rates and context the
+    Multiprocessors and memory are as the driver lists them. Bus and L2 cache are proportional to the eighths
+    of memory (a ``1g`` slice has one eighth of the cache whatever its memory), rates and context to the
     multiprocessors.
 
     Source: NVIDIA Multi-Instance GPU User Guide, supported profiles; see ``devices.toml``.
@@ -156,16 +156,16 @@ def mig_slices(device: Device) -> tuple[Device, ...]:
 def find_device(name: str) -> Device:
     """Find a card or a MIG slice by name.
 
-    Case, spaces, dashes, underscores and the maker's words (NVIDIA, GeForce, Tesla, RTX, ...) do not
-    matter. A short name that fits several cards gives the one that ``devices.toml`` lists it under
-    (``a100`` is ``A100-80GB``, ``v100`` is ``V100-32GB``): the result's name says which.
+    Case, spaces, dashes, underscores and brand names (NVIDIA, GeForce, Tesla, RTX, ...) do not matter.
+    A short name that matches several cards returns the card that ``devices.toml`` lists it under
+    (``a100`` is ``A100-80GB``, ``v100`` is ``V100-32GB``); the result has the full name.
 
     Args:
         name: ``A100-80GB``, ``rtx4090``, ``3090``, ``NVIDIA H100 80GB HBM3``; a slice is its card's
             name, a colon and the profile: ``a100:1g.10gb``.
 
     Raises:
-        UnknownDeviceError: no such card or slice; the message names the nearest.
+        UnknownDeviceError: no such card or slice; the message suggests similar names.
 
     >>> find_device("a100").name, find_device("NVIDIA GeForce RTX 4090").name
     ('A100-80GB', 'RTX 4090')
@@ -175,8 +175,8 @@ def find_device(name: str) -> Device:
     if device is None:
         nearest = ", ".join(_nearest(card))
         raise UnknownDeviceError(
-            f"No GPU called {card!r} is in the table. Nearest: {nearest}. `memfit gpus` lists them all; "
-            "for a card with more or less memory, name one of its generation and add --memory 12GiB."
+            f"memfit has no GPU named {card!r}. Nearest: {nearest}. `memfit gpus` lists all of them; "
+            "for another card, name one of the same generation and add its memory: --memory 12GiB."
         )
     if not profile:
         return device
@@ -186,21 +186,21 @@ def find_device(name: str) -> Device:
             return piece
     known = ", ".join(piece.name for piece in slices) or "none"
     raise UnknownDeviceError(
-        f"{device.name} has no MIG slice called {profile!r}. Its slices: {known}. "
+        f"{device.name} has no MIG slice named {profile!r}. Its slices: {known}. "
         "`memfit gpus` lists every card."
     )
 
 
 def supported_by(device: Device, architectures: Sequence[str]) -> bool:
-    """Whether code built for these architectures runs on a device.
+    """Return whether code built for these architectures runs on a device.
 
     Binary code (``sm_86``) runs on its own compute capability and on later ones of the same major
-    version; PTX (``compute_90``) is compiled by the driver for any later one. The suffix ``a`` ties
+    version; PTX (``compute_90``) is compiled by the driver for any later one. The suffix ``a`` restricts
     either to exactly its own capability, and ``f`` to its major version.
 
     Args:
         device: from ``find_device``.
-        architectures: as ``torch.cuda.get_arch_list()`` gives them.
+        architectures: as ``torch.cuda.get_arch_list()`` returns them.
 
     Source: CUDA C++ Programming Guide, binary compatibility, PTX compatibility, feature sets.
 
@@ -213,7 +213,7 @@ def supported_by(device: Device, architectures: Sequence[str]) -> bool:
 
 
 def refusal(device: Device, architectures: Sequence[str], torch_version: str) -> str | None:
-    """Say why the installed PyTorch cannot serve a device, and what would.
+    """Return why the installed PyTorch has no kernels for a device, and which version has.
 
     Args:
         device: from ``find_device``.
@@ -221,7 +221,7 @@ def refusal(device: Device, architectures: Sequence[str], torch_version: str) ->
         torch_version: ``torch.__version__``.
 
     Returns:
-        The message a user reads, or None where PyTorch carries the kernels.
+        The message for the user, or None if PyTorch has the kernels.
 
     >>> print(refusal(find_device("V100"), ["sm_75", "sm_80"], "2.14.1+cu130"))  # doctest: +ELLIPSIS
     PyTorch 2.14.1+cu130 has no kernels for V100-32GB (compute capability 7.0): ...
@@ -297,7 +297,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Device:
 
 
 def _context(name: str, row: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the bytes that a process holds outside PyTorch's allocator once it has worked, and why."""
+    """Return the bytes that a process holds outside PyTorch's allocator after work, and their source."""
     like = row.get("context_like", name)
     seen = max(
         (seen for seen in observations() if (seen.card, seen.what) == (like, "after work")),
@@ -340,8 +340,8 @@ def _slice(
 
 
 def _key(name: str) -> str:
-    """Strip a name of case, spaces, dashes, underscores and the maker's words."""
-    return _MAKERS_WORDS.sub("", re.sub(r"[\s_-]+", "", name.casefold()))
+    """Return a name without case, spaces, dashes, underscores and brand names."""
+    return _BRAND_NAMES.sub("", re.sub(r"[\s_-]+", "", name.casefold()))
 
 
 @functools.cache
@@ -355,6 +355,6 @@ def _by_key() -> dict[str, Device]:
 
 
 def _nearest(name: str, count: int = 3) -> list[str]:
-    """Name the cards that a misspelt name resembles most."""
+    """Return the names of the cards that are most similar to a misspelt name."""
     ranked = difflib.get_close_matches(_key(name), _by_key(), n=len(_by_key()), cutoff=0)
     return list(dict.fromkeys(_by_key()[key].name for key in ranked))[:count]

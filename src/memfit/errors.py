@@ -1,41 +1,41 @@
-"""Every exception memfit raises on purpose.
+"""The exceptions that memfit raises deliberately.
 
     MemfitError                    exit code
-     ├─ UsageError                     2      the command, an option or a name was wrong
-     │   └─ UnknownDeviceError         2      no such GPU in the table; names the nearest
-     ├─ FileFormatError                2      a trace or snapshot could not be trusted or read
-     ├─ TornUpdateError                3      memory ran out inside an optimizer's step
+     ├─ UsageError                     2      the command, an option or a name is invalid
+     │   └─ UnknownDeviceError         2      no such GPU in the table; suggests similar names
+     ├─ FileFormatError                2      a trace or snapshot cannot be read or is not trustworthy
+     ├─ TornUpdateError                3      out of memory inside an optimizer's step
      └─ TargetError                    3      the script could not be run
-         ├─ DivergenceError            3      a recomputation did not do what the forward did
+         ├─ DivergenceError            3      a recomputation differs from the forward
          ├─ NotSentError               3      a live object cannot be copied to the ghost's process
-         ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform does not serve
+         ├─ UnsuitableEnvironmentError 3      torch, the compiler or the platform is unsuitable
          └─ GhostError                 3      the ghost could not be built, loaded or reached
 
 A message says what failed, where, and what to do about it.
 """
 
 INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended."""
+"""The exit code of a program ended by Ctrl-C."""
 
 
 class MemfitError(Exception):
-    """The root of memfit's own exceptions; ``exit_code`` is what the command line ends with."""
+    """The base class of memfit's exceptions; ``exit_code`` is the exit code of the command line."""
 
     exit_code = 3
 
 
 class UsageError(MemfitError, ValueError):
-    """The command, an option or a name was wrong; nothing was run."""
+    """The command, an option or a name is invalid; nothing was run."""
 
     exit_code = 2
 
 
 class UnknownDeviceError(UsageError):
-    """No GPU of that name is in the table; the message names the nearest."""
+    """No GPU of that name is in the table; the message suggests similar names."""
 
 
 class FileFormatError(MemfitError, ValueError):
-    """A trace or snapshot file is unreadable, foreign, damaged or not plain data."""
+    """A trace or snapshot file is unreadable, in another format, damaged or not plain data."""
 
     exit_code = 2
 
@@ -49,15 +49,15 @@ class TargetError(MemfitError):
 
 
 class DivergenceError(TargetError):
-    """What checkpointing computed again is not what was computed; the message names the operation."""
+    """A recomputation by checkpointing differs from the forward; the message names the operation."""
 
 
 class NotSentError(TargetError):
-    """Something that hangs on a live model cannot be copied to the ghost's process; the message names it."""
+    """An object referenced by a live model cannot be copied to the ghost's process; the message names it."""
 
 
 class UnsuitableEnvironmentError(TargetError):
-    """The platform, torch or the compiler cannot run the ghost; the message says which, and what would."""
+    """The platform, torch or the compiler cannot run the ghost; the message gives the cause and a remedy."""
 
 
 class GhostError(TargetError):

@@ -1,11 +1,11 @@
-"""The code of ``python -c`` that runs one of memfit's modules in a process of its own."""
+"""The code for ``python -c`` that runs one of memfit's modules in a separate process."""
 
 
 def python_code(module: str) -> str:
-    """Return what ``python -c`` needs to run a module's ``main`` in a process of its own.
+    """Return the code for ``python -c`` that runs a module's ``main``.
 
-    Not ``python -m``: that searches the working folder first, where a ``platform.py`` of the user's
-    would stand in for the standard library's.
+    Not ``python -m``, which searches the working folder first, where a user's ``platform.py`` would replace
+    the standard library's.
     """
     return f"""
 import sys

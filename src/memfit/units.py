@@ -1,4 +1,4 @@
-"""Bytes as people write and read them; everywhere else in memfit a byte count is an int.
+"""Parse and format byte counts; everywhere else in memfit a byte count is an int.
 
 >>> parse_bytes("12GiB")
 12884901888
@@ -23,7 +23,7 @@ _LARGEST = 1 << 62  # beyond any machine, and still a signed 64-bit integer afte
 
 
 def parse_bytes(text: str) -> int:
-    """Read a byte count: ``12GiB``, ``1.5 GB``, ``800M`` or a bare number of bytes.
+    """Parse a byte count: ``12GiB``, ``1.5 GB``, ``800M`` or a plain number of bytes.
 
     Args:
         text: a non-negative number and an optional unit. ``KiB MiB GiB TiB`` and the
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
         Bytes, rounded down.
 
     Raises:
-        UsageError: the text is not a byte count, or is too large to be one.
+        UsageError: the text is not a byte count, or exceeds 4 EiB.
 
     >>> parse_bytes("1.5 GB"), parse_bytes("512")
     (1500000000, 512)
@@ -44,12 +44,12 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"{text!r} is not an amount of memory. Write it like 12GiB, 800MiB or 1.5GB.")
     amount = int(Decimal(match[1]) * factor)
     if amount > _LARGEST:
-        raise UsageError(f"{text!r} is more memory than any device has.")
+        raise UsageError(f"{text!r} is more memory than any device has. Write an amount like 12GiB.")
     return amount
 
 
 def format_gib(amount: int) -> str:
-    """Print bytes in GiB with two decimals, the one unit of every summary.
+    """Format bytes in GiB with two decimals, the unit of every summary.
 
     >>> format_gib(3 * GIB // 2)
     '1.50 GiB'
@@ -58,7 +58,7 @@ def format_gib(amount: int) -> str:
 
 
 def format_bytes(amount: int) -> str:
-    """Print bytes in the largest binary unit that leaves a number of at least one.
+    """Format bytes in the largest binary unit in which the number is at least one.
 
     >>> format_bytes(2_097_152), format_bytes(512), format_bytes(-1536)
     ('2.0 MiB', '512 B', '-1.5 KiB')

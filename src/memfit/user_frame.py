@@ -1,4 +1,4 @@
-"""Which line of the user's script is being carried out."""
+"""Find the line of the user's script that is being executed."""
 
 import functools
 import os
@@ -12,22 +12,22 @@ from types import FrameType
 GENERATED = re.compile(
     r"<eval_with_key>.*|.*[/\\](?:torchinductor_[^/\\]*|compiled[/\\]inductor)[/\\].*", re.DOTALL
 )
-"""Files that torch.compile wrote: by default in the temporary folder, under memfit in its cache."""
+"""Files that torch.compile writes: by default to the temporary folder, under memfit to memfit's cache."""
 
 _OWN = f"{Path(__file__).parent}{os.sep}"
 
 
 def user_line(start: FrameType | None = None) -> str:
-    """Name the innermost line of Python that is neither PyTorch's, memfit's nor the standard library's.
+    """Return the innermost line of Python code outside PyTorch, memfit and the standard library.
 
-    A line outside ``site-packages`` is preferred: a loss computed inside ``transformers`` belongs to the
-    line of the script that called it. Without one, the innermost line of an installed package is named.
+    A line outside ``site-packages`` takes precedence: a loss computed inside ``transformers`` belongs to the
+    line of the script that called it. Without one, return the innermost line of an installed package.
 
     Args:
         start: frame to search outwards from; the caller's by default.
 
     Returns:
-        ``file:line``, or an empty string where Python has no such frame (PyTorch's autograd thread).
+        ``file:line``, or an empty string if Python has no such frame (on PyTorch's autograd thread).
 
     >>> user_line().endswith(":1")  # this line, as doctest numbers it
     True
@@ -45,14 +45,18 @@ def user_line(start: FrameType | None = None) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Say whether a source file is the user's own: not the standard library's, not an installed package's."""
+    """Return whether a source file is the user's own: outside the standard library and installed packages.
+
+    >>> is_user_file("/home/ada/train.py"), is_user_file(re.__file__)
+    (True, False)
+    """
     return _kind(file) == "user"
 
 
 @functools.cache
 def _kind(file: str) -> str:
-    """Say whose a source file is: ``user``, ``installed`` (a third-party package) or ``internal``."""
-    # Generated code and python -c have no file to look into.
+    """Return the origin of a source file: ``user``, ``installed`` (a third-party package) or ``internal``."""
+    # Generated code and python -c have no source file.
     if file.startswith((_OWN, "<frozen", "<string>")) or GENERATED.fullmatch(file):
         return "internal"
     for root in _package_roots():
@@ -65,7 +69,7 @@ def _kind(file: str) -> str:
 def _package_roots() -> tuple[str, ...]:
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
     torch = sys.modules.get("torch")
-    if torch is not None and torch.__file__:  # wherever it was installed, --target folders included
+    if torch is not None and torch.__file__:  # wherever it is installed, including --target folders
         paths.add(str(Path(torch.__file__).parents[1]))
     return tuple(path + os.sep for path in paths | {*site.getsitepackages()} if path)
 

@@ -1,4 +1,4 @@
-"""The versions that a trace's figures may depend on."""
+"""The versions of memfit, PyTorch, CUDA and Python, which a trace's figures may depend on."""
 
 import platform
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Return those that every process knows; a backend adds its own."""
+    """Return the versions that are known in every process; a backend adds its own."""
     import torch
 
     return {
