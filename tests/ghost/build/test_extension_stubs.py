@@ -1,4 +1,4 @@
-"""Extensions that import more NVIDIA functions than PyTorch: they load, and missing functions return errors."""
+"""Extensions that import more NVIDIA functions than PyTorch: they load; missing functions return errors."""
 
 import ctypes
 import subprocess

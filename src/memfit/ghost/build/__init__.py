@@ -1,1 +1,1 @@
-"""Compiles the ghost runtime for the installed PyTorch, once."""
+"""Compile the ghost runtime for the installed PyTorch, and stubs for its extensions."""

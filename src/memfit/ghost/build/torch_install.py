@@ -1,7 +1,7 @@
 """The installed PyTorch: its folder, its versions, and its imports from NVIDIA's libraries.
 
-All of it is read without importing PyTorch: that takes seconds, and on a machine without NVIDIA's libraries it
-would fail before the ghost is loaded.
+All of it is read without importing PyTorch: that takes seconds, and on a machine without NVIDIA's libraries
+it would fail before the ghost is loaded.
 """
 
 import importlib.util
@@ -67,7 +67,7 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
         folder: the package folder; by default the one this interpreter would import.
 
     Raises:
-        UnsuitableEnvironmentError: the platform or PyTorch cannot run on the ghost; the message says what can.
+        UnsuitableEnvironmentError: the ghost cannot run on this platform or with this PyTorch.
 
     """
     _check_platform()
