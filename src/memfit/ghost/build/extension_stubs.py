@@ -5,8 +5,8 @@
     dlopen continues   <──────────────  stubs loaded with RTLD_GLOBAL: every symbol resolves
 
 The ghost implements the functions that PyTorch imports. bitsandbytes, xformers or the user's own extension
-may import more; without stubs, the loader's "undefined symbol" would end the import because of functions that may
-never be called. A stub fails only when it is called: with its library's own "not supported" status, and the
+may import more; without stubs, the loader's "undefined symbol" would end the import because of functions that
+may never be called. A stub fails only when it is called: with its library's own "not supported" status, and the
 result names the function.
 
 A library that was built for another CUDA version than PyTorch is not loaded: it would find functions of the

@@ -68,7 +68,7 @@ def _with_dependencies(path: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _is_provided(path: Path) -> bool:
-    """Return whether a library is PyTorch's, for which the ghost was built, or one that the ghost replaces."""
+    """Return whether a library is PyTorch's, which the ghost was built for, or replaced by the ghost."""
     torch = path.parent.name == "lib" and path.parent.parent.name == "torch"
     return torch or nvidia_library(path.name) is not None
 

@@ -116,7 +116,7 @@ def build(torch_folder: Path | None = None, *, report: Callable[[str], None] | N
 
 
 def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
-    """Return the compiler flags for the versions that the runtime reports: those this PyTorch was built for."""
+    """Return the compiler flags for the versions that the runtime reports: those of this PyTorch."""
     major, minor = (int(part) for part in torch.cuda.split(".")[:2])
     flags = [f"-DCUDA_VERSION={1000 * major + 10 * minor}"]
     for macro, package in (("CUDNN_VERSION", "nvidia-cudnn-cu"), ("NCCL_VERSION", "nvidia-nccl-cu")):
