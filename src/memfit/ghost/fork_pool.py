@@ -86,7 +86,7 @@ class ForkPool:
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
-        self._control.sendall(_framed(msgspec.json.encode(build, enc_hook=str)))
+        self._control.sendall(_frame(msgspec.json.encode(build, enc_hook=str)))
         if self._control.recv(len(_READY)) != _READY:
             self.close()
             raise GhostError("The ghost pool's warm process did not start; its error is printed above.")
@@ -107,8 +107,8 @@ class ForkPool:
                     socket.send_fds(self._control, [_JOB], [theirs.fileno()])
                 except OSError as error:
                     raise GhostError("The ghost pool's warm process has ended; start a new pool.") from error
-            ours.sendall(_framed(msgspec.json.encode(job)))
-            reply = _received(ours)
+            ours.sendall(_frame(msgspec.json.encode(job)))
+            reply = _receive_message(ours)
         if reply is None:
             raise TargetError(f"The process that ran {job.target} died without a result.")
         result = msgspec.json.decode(reply, type=_ChildResult)
@@ -137,7 +137,7 @@ class ForkPool:
 
 def _serve(control: socket.socket) -> None:
     """Run the warm process: fork a child for every socket received, until the pool is closed."""
-    request = _received(control)
+    request = _receive_message(control)
     if request is None:
         return
     ghost = load(msgspec.json.decode(request, type=Build, dec_hook=lambda kind, value: kind(value)))
@@ -166,10 +166,10 @@ def _warm_up() -> None:
 def _run_child(channel: socket.socket, ghost: Ghost) -> None:
     """Run one job in this child, send its result, and exit without finalising the interpreter."""
     try:
-        request = _received(channel)
+        request = _receive_message(channel)
         if request is not None:
             channel.sendall(
-                _framed(msgspec.json.encode(_call_target(msgspec.json.decode(request, type=PoolJob), ghost)))
+                _frame(msgspec.json.encode(_call_target(msgspec.json.decode(request, type=PoolJob), ghost)))
             )
     finally:
         sys.stdout.flush()
@@ -213,17 +213,17 @@ def _reap() -> None:
         return
 
 
-def _framed(message: bytes) -> bytes:
+def _frame(message: bytes) -> bytes:
     return len(message).to_bytes(8, "little") + message
 
 
-def _received(channel: socket.socket) -> bytes | None:
+def _receive_message(channel: socket.socket) -> bytes | None:
     """Receive one framed message; None if the other end has closed."""
-    header = _exactly(channel, 8)
-    return None if header is None else _exactly(channel, int.from_bytes(header, "little"))
+    header = _receive_exactly(channel, 8)
+    return None if header is None else _receive_exactly(channel, int.from_bytes(header, "little"))
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
     message = bytearray()
     while len(message) < size:
         try:

@@ -277,34 +277,34 @@ class Workspaces:
             case _:
                 return WorkspaceRule()
 
-    def _convolution(self, asked: Convolution) -> WorkspaceRule:
+    def _convolution(self, operation: Convolution) -> WorkspaceRule:
         facts = {
-            "operation": asked.operation,
-            "data_type": _DATA_TYPES.get(asked.x.data_type, ""),
-            "x": list(asked.x.sizes),
-            "w": list(asked.w.sizes),
-            "y": list(asked.y.sizes),
-            "padding": list(asked.padding),
-            "stride": list(asked.stride),
-            "dilation": list(asked.dilation),
-            "fused": asked.fused,
+            "operation": operation.operation,
+            "data_type": _DATA_TYPES.get(operation.x.data_type, ""),
+            "x": list(operation.x.sizes),
+            "w": list(operation.w.sizes),
+            "y": list(operation.y.sizes),
+            "padding": list(operation.padding),
+            "stride": list(operation.stride),
+            "dilation": list(operation.dilation),
+            "fused": operation.fused,
         }
         for rule in self._rules["convolution"]:
             if all(rule[name] == fact for name, fact in facts.items() if name in rule):
                 return WorkspaceRule(rule["bytes"], f"cuDNN's workspace of {rule['name']}", rule["source"])
         return WorkspaceRule()
 
-    def _recurrent(self, asked: Recurrent) -> WorkspaceRule:
-        cell = _CELLS[asked.cell]
+    def _recurrent(self, operation: Recurrent) -> WorkspaceRule:
+        cell = _CELLS[operation.cell]
         rule = self._rules["recurrent"][cell]
-        layers = asked.layers * asked.directions
-        if asked.space == "reserve":
-            vectors = asked.elements * (rule["kept"] * layers - asked.directions)
-            elements = vectors * asked.hidden
+        layers = operation.layers * operation.directions
+        if operation.space == "reserve":
+            vectors = operation.elements * (rule["kept"] * layers - operation.directions)
+            elements = vectors * operation.hidden
         else:
-            elements = asked.matrices + layers * asked.batch * rule["work"] * asked.hidden
+            elements = operation.matrices + layers * operation.batch * rule["work"] * operation.hidden
         return WorkspaceRule(
-            elements * asked.bytes, f"cuDNN's {asked.space} space of {cell} layers", rule["source"]
+            elements * operation.bytes, f"cuDNN's {operation.space} space of {cell} layers", rule["source"]
         )
 
 

@@ -100,10 +100,10 @@ class GhostBackend:
             self._host = skip_random_fills.install(recorder.note)
 
     def _follow_folding(self) -> None:
-        from memfit.ghost.compile.constant_folding import follow_folding
+        from memfit.ghost.compile.constant_folding import track_folded_constants
 
         if self._values is not None:
-            follow_folding(self._values.known)
+            track_folded_constants(self._values.known)
 
     def _patch_weight_loading(self) -> None:
         from memfit.ghost import pretrained_weights

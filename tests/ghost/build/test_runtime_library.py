@@ -113,9 +113,9 @@ def test_another_torch_or_other_flags_have_their_own_folder(cache, tmp_path, mon
 
 
 def test_reported_versions_are_those_torch_was_built_for():
-    assert TORCH.made_for("nvidia-cudnn-cu")
-    assert TORCH.made_for("nvidia-nccl-cu")
-    assert TORCH.made_for("nvidia-nonsense-cu") is None
+    assert TORCH.pinned_version("nvidia-cudnn-cu")
+    assert TORCH.pinned_version("nvidia-nccl-cu")
+    assert TORCH.pinned_version("nvidia-nonsense-cu") is None
 
 
 # ---- Refusals --------------------------------------------------------------------------------------

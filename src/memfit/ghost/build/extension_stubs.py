@@ -6,8 +6,8 @@
 
 The ghost implements the functions that PyTorch imports. bitsandbytes, xformers or the user's own extension
 may import more; without stubs, the loader's "undefined symbol" would end the import because of functions that
-may never be called. A stub fails only when it is called: with its library's own "not supported" status, and the
-result names the function.
+may never be called. A stub fails only when it is called: with its library's own "not supported" status. The
+report then names the function.
 
 A library that was built for another CUDA version than PyTorch is not loaded: it would find functions of the
 right names whose structures have another layout.
@@ -113,12 +113,12 @@ class ExtensionStubs:
                 if library.soname not in self._sonames:
                     sonames[library.soname] = sorted(versions | set(sonames.get(library.soname, ())))
         if refusals or sonames:
-            folder = self._built(_source(refusals), dict(sorted(sonames.items())))
+            folder = self._stub_folder(_source(refusals), dict(sorted(sonames.items())))
             for name in (_STUBS, *sonames):
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
             self._sonames |= sonames.keys()
 
-    def _built(self, source: str, sonames: Mapping[str, Sequence[str]]) -> Path:
+    def _stub_folder(self, source: str, sonames: Mapping[str, Sequence[str]]) -> Path:
         """Return the folder of the stub libraries, compiled on first use and then cached."""
         name = hashlib.sha256(f"{source}{sonames}".encode()).hexdigest()[:16]
         folder = self._build.folder / "extension_stubs" / name

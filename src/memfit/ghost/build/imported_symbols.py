@@ -37,7 +37,7 @@ def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
         One entry for each library that has any.
     """
     files = list(_with_dependencies(path, seen))
-    found = [wanted for file in files if (wanted := _of(file))]
+    found = [wanted for file in files if (wanted := _imports_of(file))]
     own = _defined(
         files, {name for wanted in found for name, library in wanted.functions.items() if not library}
     )
@@ -73,7 +73,7 @@ def _is_provided(path: Path) -> bool:
     return torch or nvidia_library(path.name) is not None
 
 
-def _of(path: Path) -> NvidiaImports | None:
+def _imports_of(path: Path) -> NvidiaImports | None:
     with ElfFile(path) as file:
         needed = file.needed()
         libraries = {soname: library for soname in needed if (library := nvidia_library(soname))}

@@ -120,7 +120,7 @@ def _version_flags(torch: TorchInstall) -> tuple[str, ...]:
     major, minor = (int(part) for part in torch.cuda.split(".")[:2])
     flags = [f"-DCUDA_VERSION={1000 * major + 10 * minor}"]
     for macro, package in (("CUDNN_VERSION", "nvidia-cudnn-cu"), ("NCCL_VERSION", "nvidia-nccl-cu")):
-        version = torch.made_for(package)
+        version = torch.pinned_version(package)
         if version:
             flags.append(f"-D{macro}={10000 * version[0] + 100 * version[1] + version[2]}")
     return tuple(flags)

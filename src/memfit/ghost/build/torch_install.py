@@ -36,7 +36,7 @@ class TorchInstall:
         """Return PyTorch's own shared libraries."""
         return sorted((self.folder / "lib").glob("*.so*"))
 
-    def made_for(self, package: str) -> tuple[int, int, int] | None:
+    def pinned_version(self, package: str) -> tuple[int, int, int] | None:
         """Return the version of an NVIDIA package that this PyTorch's metadata pins, or None.
 
         Args:

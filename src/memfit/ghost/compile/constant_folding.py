@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.ghost.values.known_values import Known, KnownValues, is_plain
 
 
-def follow_folding(known: KnownValues) -> None:
+def track_folded_constants(known: KnownValues) -> None:
     """Record the values of the constants that Inductor folds, from now on. Inductor must be imported.
 
     Args:
@@ -30,11 +30,11 @@ def follow_folding(known: KnownValues) -> None:
     run = folder.run
 
     @functools.wraps(run)
-    def run_followed(self: Any) -> Any:
+    def run_tracked(self: Any) -> Any:
         with _OnCpuToo(known):
             return run(self)
 
-    folder.run = run_followed  # type: ignore[method-assign]
+    folder.run = run_tracked  # type: ignore[method-assign]
 
 
 class _OnCpuToo(TorchDispatchMode):  # type: ignore[no-untyped-call]

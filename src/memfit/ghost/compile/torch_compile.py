@@ -159,15 +159,15 @@ class CompilerPatches:
         from torch._inductor.runtime import benchmarking
 
         for benchmarker in (benchmarking.TritonBenchmarker, benchmarking.InductorBenchmarker):
-            benchmarker.benchmark_gpu = self._tied(benchmarker.benchmark_gpu)  # type: ignore[method-assign]
+            benchmarker.benchmark_gpu = self._skip_timing(benchmarker.benchmark_gpu)  # type: ignore[method-assign]
 
     def _skip_triton_timing(self) -> None:
         import triton.testing as timing  # type: ignore[import-untyped]
 
         for name in ("do_bench", "do_bench_cudagraph"):
-            setattr(timing, name, self._tied(getattr(timing, name)))
+            setattr(timing, name, self._skip_timing(getattr(timing, name)))
 
-    def _tied(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
+    def _skip_timing(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that times a kernel, so that all kernels take equally long."""
 
         @functools.wraps(benchmark)

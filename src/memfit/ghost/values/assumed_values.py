@@ -57,11 +57,11 @@ class AssumedValues:
         self._reads: deque[GpuRead] = deque(maxlen=8)
         self._assumed: Counter[str] = Counter()
         self._thread = threading.local()
-        self._kept: tuple[object, ...] = ()
+        self._referenced: tuple[object, ...] = ()
 
-    def keep(self, *kept: object) -> None:
+    def keep(self, *objects: object) -> None:
         """Hold references to objects that must live as long as this one."""
-        self._kept = kept
+        self._referenced = objects
 
     def last_reads(self) -> list[GpuRead]:
         """Return the last few reads of unknown values, oldest first."""

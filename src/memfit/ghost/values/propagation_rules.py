@@ -54,11 +54,11 @@ PropagationRule = Callable[..., Known | None]
 """``rule(inputs, *arguments, **keywords)`` returns the value of the op's first result, or None."""
 
 
-def _same(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
+def _unchanged(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
     return inputs.of(tensor)
 
 
-def _spread(known: Known, operand: object, operands: Sequence[object]) -> Known:
+def _broadcast(known: Known, operand: object, operands: Sequence[object]) -> Known:
     """Return an operand's known value once broadcast to the shape of an elementwise result."""
     if not known.exceptions or not isinstance(operand, torch.Tensor):
         return known
@@ -70,7 +70,7 @@ def _spread(known: Known, operand: object, operands: Sequence[object]) -> Known:
 def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
     """Return the known value of each operand of an elementwise op, broadcast to its result."""
     known = ((inputs.mostly(operand), operand) for operand in operands)
-    return [fact and _spread(fact, operand, operands) for fact, operand in known]
+    return [fact and _broadcast(fact, operand, operands) for fact, operand in known]
 
 
 def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> Known | None:
@@ -133,7 +133,7 @@ def _test(function: Callable[[float], bool], usual: bool, inputs: KnownInputs, t
     return Known(usual, Basis.FINITE) if known is None else Known(function(known.value), known.basis)
 
 
-def _absent(_facts: KnownInputs, *_: object, **__: object) -> Known:
+def _assume_absent(_facts: KnownInputs, *_: object, **__: object) -> Known:
     return Known(False, Basis.CHECKED)
 
 
@@ -205,12 +205,12 @@ RULES: Mapping[str, PropagationRule] = {
     },
     "logical_not": _not,
     "bitwise_not": _invert,
-    "max": _same,
-    "max.dim": _same,
-    "amax": _same,
-    "min": _same,
-    "min.dim": _same,
-    "amin": _same,
+    "max": _unchanged,
+    "max.dim": _unchanged,
+    "amax": _unchanged,
+    "min": _unchanged,
+    "min.dim": _unchanged,
+    "amin": _unchanged,
     "all": partial(_reduce, "all"),
     "_is_all_true": partial(_reduce, "all"),
     "all.dim": partial(_reduce, "all"),
@@ -223,7 +223,7 @@ RULES: Mapping[str, PropagationRule] = {
     "isfinite": partial(_test, math.isfinite, True),
     "isnan": partial(_test, math.isnan, False),
     "isinf": partial(_test, math.isinf, False),
-    "isin.Tensor_Tensor": _absent,
-    "isin.Tensor_Scalar": _absent,
+    "isin.Tensor_Tensor": _assume_absent,
+    "isin.Tensor_Scalar": _assume_absent,
 }
 """ATen op -> its rule; ``unscaled`` and ``updated_scale`` cover the two ops that write several arguments."""
