@@ -5,7 +5,7 @@
  *     int64_t *last = array_append(&numbers);    NULL: the host is out of memory; the array is unchanged
  *
  * The macros evaluate their arguments more than once. Memory is malloc's: memfit hooks the malloc of
- * libc10.so at most (arenas/c/cpu.c), never its own.
+ * libc10.so at most (arenas/c/cpu_allocator.c), never its own.
  */
 #ifndef MEMFIT_ARRAY_H
 #define MEMFIT_ARRAY_H

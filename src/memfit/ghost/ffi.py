@@ -122,8 +122,8 @@ class Ghost:
         library.ghost_configure.argtypes = (ctypes.POINTER(_DeviceStruct), ctypes.c_int, ctypes.c_uint64)
         library.ghost_counter.argtypes = (ctypes.c_char_p,)
         library.ghost_counter.restype = ctypes.c_uint64
-        library.ghost_take.argtypes = (ctypes.c_int64,)
-        library.ghost_own.argtypes = (ctypes.c_uint64,)
+        library.ghost_change_others.argtypes = (ctypes.c_int64,)
+        library.ghost_set_context_bytes.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_counts.argtypes = (ctypes.c_uint64,)
         library.ghost_answer_elapsed.argtypes = (ctypes.c_float,)
         library.ghost_gaps_reached.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
@@ -131,9 +131,9 @@ class Ghost:
         library.ghost_allocation_log.argtypes = (ctypes.POINTER(_LogEventStruct), ctypes.c_size_t)
         library.ghost_allocation_log.restype = ctypes.c_size_t
         library.ghost_set_label.argtypes = (ctypes.c_uint64,)
-        library.ghost_answer_with.argtypes = (_WORKSPACE_CALLBACK,)
-        library.ghost_spaces.argtypes = (ctypes.POINTER(_WorkspaceUseStruct), ctypes.c_size_t)
-        library.ghost_spaces.restype = ctypes.c_size_t
+        library.ghost_set_answerer.argtypes = (_WORKSPACE_CALLBACK,)
+        library.ghost_workspace_uses.argtypes = (ctypes.POINTER(_WorkspaceUseStruct), ctypes.c_size_t)
+        library.ghost_workspace_uses.restype = ctypes.c_size_t
         self._library = library
         self._thread = threading.local()
         self._build = build
@@ -167,7 +167,7 @@ class Ghost:
             raise GhostError(
                 f"Cannot configure the ghost as {device.name}: {_CONFIGURE_ERRORS.get(status, status)}."
             )
-        self._library.ghost_own(own)
+        self._library.ghost_set_context_bytes(own)
         self.workspaces = Workspaces.read(workspaces, lambda: installed_cudnn(device, self._build))
         self.answer_with(self.workspaces.answer)
 
@@ -183,7 +183,7 @@ class Ghost:
 
     def take(self, size: int) -> None:
         """Simulate another process that takes bytes of the current device, or releases them if negative."""
-        self._library.ghost_take(size)
+        self._library.ghost_change_others(size)
 
     def hold_events(self, hold: bool) -> None:
         """Hold events recorded from now on at "not ready" until a synchronisation, or stop holding them."""
@@ -200,7 +200,7 @@ class Ghost:
         finally:
             self._thread.count = outer
             if outer is None:
-                self._library.ghost_answer_nothing()
+                self._library.ghost_stop_answering_counts()
             else:
                 self._library.ghost_answer_counts(outer)
 
@@ -253,13 +253,13 @@ class Ghost:
             return len(configs)
 
         self._callback = _WORKSPACE_CALLBACK(write)  # referenced here: the runtime holds only its address
-        self._library.ghost_answer_with(self._callback)
+        self._library.ghost_set_answerer(self._callback)
 
     def workspace_uses(self) -> list[WorkspaceUse]:
         """Return every use of a workspace by a library, in order, without repetitions."""
-        length = self._library.ghost_spaces(None, 0)
+        length = self._library.ghost_workspace_uses(None, 0)
         uses = (_WorkspaceUseStruct * length)()
-        length = min(length, self._library.ghost_spaces(uses, length))
+        length = min(length, self._library.ghost_workspace_uses(uses, length))
         return [WorkspaceUse(use.address, use.size, use.label) for use in uses[:length]]
 
     def allocation_log(self) -> list[LogEvent]:

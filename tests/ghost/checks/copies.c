@@ -196,7 +196,7 @@ void answered_counts(void)
     cudaMemcpy(&shorter, memory, 4, 2);
     CHECK(longest == INT64_MAX && shorter == INT32_MAX);
     CHECK(read_back(memory, 9) && host[8] == 9); /* longer than a count */
-    ghost_answer_nothing();
+    ghost_stop_answering_counts();
     CHECK(read_back(memory, 8) && host[0] == 9);
     cudaFree(memory);
 }

@@ -96,7 +96,7 @@ void question_bounds(void)
     struct ghost_configuration only = {.workspace = 1};
     CHECK(ghost_ask("{}", &only, 1) == 1 && only.workspace == 0); /* no answerer: the size is assumed */
     CHECK(ghost_gaps_reached(NULL, 0) > 1);
-    ghost_answer_with(remember);
+    ghost_set_answerer(remember);
     CHECK(ghost_ask("{}", &only, 1) == 1 && only.workspace == 4096);
     CHECK(ghost_ask("{}", NULL, 0) == 0);
     struct text question = begin_question("a");
@@ -154,7 +154,7 @@ void graph_questions(void)
     const double endless = INFINITY;
     void *nothing = NULL;
     configure(GIB);
-    ghost_answer_with(remember);
+    ghost_set_answerer(remember);
     void *heuristics = heuristics_over(tensor_of(INT64, sizes, 3));
     CHECK(questions == 0);
     CHECK(cudnnBackendFinalize(heuristics) == SUCCESS && cudnnBackendFinalize(heuristics) == SUCCESS);
@@ -180,7 +180,7 @@ void graph_choices(void)
     int64_t found = 0, size = -1, engine = -1;
     int notes[4] = {-1, -1, -1, -1};
     configure(GIB);
-    ghost_answer_with(remember);
+    ghost_set_answerer(remember);
     void *heuristics = heuristics_over(tensor_of(INT64, sizes, 1));
     void *configs[300], *first = made(ENGINE), *memory = allocated(4096);
     for (int i = 0; i < 300; i++)
@@ -216,10 +216,10 @@ void graph_choices(void)
     struct ghost_workspace_use space;
     cudnnBackendSetAttribute(pack, 1003, POINTER, 1, &memory);
     cudnnBackendExecute(NULL, frugal, pack);
-    CHECK(ghost_spaces(NULL, 0) == 0);
+    CHECK(ghost_workspace_uses(NULL, 0) == 0);
     ghost_set_label(7);
     cudnnBackendExecute(NULL, plan, pack);
-    CHECK(ghost_spaces(&space, 1) == 1);
+    CHECK(ghost_workspace_uses(&space, 1) == 1);
     CHECK(space.address == (uint64_t)memory && space.size == 4096 && space.label == 7);
 
     size_t before = ghost_gaps_reached(NULL, 0);
@@ -239,11 +239,11 @@ void workspace_log(void)
 {
     struct ghost_workspace_use spaces[4];
     ghost_workspace_used(NULL, 8), ghost_workspace_used(spaces, 0);
-    CHECK(ghost_spaces(NULL, 0) == 0);
+    CHECK(ghost_workspace_uses(NULL, 0) == 0);
     for (uint64_t i = 0; i < 1000; i++)
         for (int again = 0; again < 3; again++)
             ghost_workspace_used(spaces, 1 + i);
-    CHECK(ghost_spaces(spaces, 2) == 1000 && spaces[1].size == 2);
+    CHECK(ghost_workspace_uses(spaces, 2) == 1000 && spaces[1].size == 2);
 }
 
 /* ---- Recurrent networks ---------------------------------------------------------------------- */

@@ -35,7 +35,7 @@ void running_processes(void)
     unsigned count = 2, none = 0;
     struct ghost_device device = {.name = "small", .total_bytes = GIB};
     CHECK(ghost_configure(&device, 1, 300 * MIB) == 0);
-    ghost_own(100 * MIB);
+    ghost_set_context_bytes(100 * MIB);
     CHECK(cuDeviceGetPCIBusId(bus_id, 4, 0) != SUCCESS && cuDeviceGetPCIBusId(bus_id, 16, 1) != SUCCESS);
     CHECK(cuDeviceGetPCIBusId(bus_id, 16, 0) == SUCCESS);
     CHECK(nvmlDeviceGetHandleByPciBusId_v2(bus_id, &card) == SUCCESS);

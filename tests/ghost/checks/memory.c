@@ -80,11 +80,11 @@ void configuring(void)
     ghost_set_capacity(2 * GIB);
     void *more = allocated(GIB);
     CHECK(ghost_counter("capacity") == 2 * GIB && ghost_counter("used") == 2 * GIB);
-    ghost_take(-100 * (int64_t)MIB);
+    ghost_change_others(-100 * (int64_t)MIB);
     CHECK(ghost_counter("used") == 2 * GIB - 100 * MIB);
-    ghost_take(-(int64_t)GIB); /* others can release only 412 MiB */
+    ghost_change_others(-(int64_t)GIB); /* others can release only 412 MiB */
     CHECK(ghost_counter("used") == 1536 * MIB);
-    ghost_take((int64_t)GIB);
+    ghost_change_others((int64_t)GIB);
     CHECK(cudaMalloc(&refused, 512) == OUT_OF_MEMORY);
     cudaFree(kept), cudaFree(more);
     CHECK(ghost_configure(&small, 2, 0) == 0);

@@ -127,9 +127,9 @@ API uint64_t ghost_counter(const char *name);
 API void ghost_set_capacity(uint64_t total);
 /* How much of the bytes in use from the start is this process's own context, per device: NVML reports it
  * as held by the process. */
-API void ghost_own(uint64_t bytes);
+API void ghost_set_context_bytes(uint64_t bytes);
 /* Another process on the card takes (or, if negative, releases) bytes of the current device. */
-API void ghost_take(int64_t bytes);
+API void ghost_change_others(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronizes or the hold ends. */
 API void ghost_hold_events(int on);
 /* Report this duration for every pair of events that this thread asks about; 0: the host's own time again. */
@@ -138,7 +138,7 @@ API void ghost_answer_elapsed(float milliseconds);
  * endian, saturated at the copy's width as a signed integer; those of 16 bytes, with which Thrust's
  * searches end, return "found, at 0". */
 API void ghost_answer_counts(uint64_t value);
-API void ghost_answer_nothing(void);
+API void ghost_stop_answering_counts(void);
 /* 1 if this thread's last device-to-host copy was answered entirely from remembered bytes. */
 API int ghost_last_read_known(void);
 /* Names of known gaps that were called, one per line. Returns the bytes needed, including the final 0;
@@ -167,9 +167,9 @@ struct ghost_configuration {
  * callback writes at most `room` configurations in the order of preference and returns their number.
  * Without a callback there is one configuration of 0 bytes, which is recorded as assumed. */
 typedef int (*ghost_answerer)(const char *question, struct ghost_configuration *out, int room);
-API void ghost_answer_with(ghost_answerer answer);
+API void ghost_set_answerer(ghost_answerer answer);
 /* The uses of workspaces so far. Returns their number; writes the first `capacity` of them. */
-API size_t ghost_spaces(struct ghost_workspace_use *out, size_t capacity);
+API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity);
 
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 

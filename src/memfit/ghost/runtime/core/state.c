@@ -99,7 +99,7 @@ API void ghost_set_capacity(uint64_t total)
     ghost_unlock();
 }
 
-API void ghost_own(uint64_t bytes)
+API void ghost_set_context_bytes(uint64_t bytes)
 {
     ghost_lock();
     for (int i = 0; i < MAX_DEVICES; i++)
@@ -107,7 +107,7 @@ API void ghost_own(uint64_t bytes)
     ghost_unlock();
 }
 
-API void ghost_take(int64_t bytes)
+API void ghost_change_others(int64_t bytes)
 {
     ghost_lock();
     uint64_t *others = &ghost_devices[ghost_current_device].others;

@@ -19,7 +19,7 @@ API void ghost_answer_counts(uint64_t value)
     answer = value;
 }
 
-API void ghost_answer_nothing(void) { answering = false; }
+API void ghost_stop_answering_counts(void) { answering = false; }
 
 API int ghost_last_read_known(void) { return last_read_known; }
 

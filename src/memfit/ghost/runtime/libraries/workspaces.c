@@ -11,7 +11,7 @@
 
 static ghost_answerer answerer;
 
-API void ghost_answer_with(ghost_answerer answer) { answerer = answer; }
+API void ghost_set_answerer(ghost_answerer answer) { answerer = answer; }
 
 int ghost_ask(const char *question, struct ghost_configuration *out, int room)
 {
@@ -45,7 +45,7 @@ void ghost_workspace_used(const void *address, uint64_t size)
     ghost_unlock();
 }
 
-API size_t ghost_spaces(struct ghost_workspace_use *out, size_t capacity)
+API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity)
 {
     ghost_lock();
     for (size_t i = 0; i < uses.count && i < capacity; i++)
