@@ -33,12 +33,16 @@ MESSAGES = {
     "out_of_memory": (
         "CUDA out of memory. Tried to allocate 64.00 MiB.",
         "GPU 0 has a total capacity of 81152.75 MiB of which 48.00 MiB is free.",
-        "memfit.arena holds 0.00 MiB for its plan and 16.00 MiB for all else, of which 16.00 MiB is in use.",
-        "All that could be regained was.",
+        "memfit.arena holds 0.00 MiB for its plan and 16.00 MiB for other allocations,",
+        "of which 16.00 MiB is in use.",
+        "All unused memory was released first.",
         "CUDA out of memory. Tried to allocate 1099511627776.00 MiB.",
         "48 16.0 0 16",
     ),
-    "capture_out_of_memory": ("A CUDA graph is being captured, so free memory could not be regained.", "14"),
+    "capture_out_of_memory": (
+        "A CUDA graph is being captured, so unused memory could not be released.",
+        "14",
+    ),
     "two_captures": ("memfit.arena: two CUDA graphs are being captured at once on one GPU.",),
     "fraction": ("limited by torch.cuda.set_per_process_memory_fraction.", "True"),
     "benchmark": (

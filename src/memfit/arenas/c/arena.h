@@ -5,8 +5,7 @@
  *   a step is placed         the k-th allocation gets its offset, if its size matches and the place is free
  *
  * Every allocation that does not match the plan goes to the ordinary allocator, and is counted. Memory in
- * use is never given out again: a place is taken only if no live allocation overlaps it, whatever the plan
- * says.
+ * use is never given out again: a wrong plan cannot place an allocation over a live one.
  */
 #ifndef MEMFIT_ARENA_H
 #define MEMFIT_ARENA_H

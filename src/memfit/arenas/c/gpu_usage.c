@@ -34,13 +34,11 @@ void describe_out_of_memory(char *out, size_t room, int64_t size, int device, co
     int is_limited = g && g->allowed_pages != INT64_MAX;
     snprintf(out, room,
              "CUDA out of memory. Tried to allocate %.2f MiB. GPU %d has a total capacity of %.2f MiB of "
-             "which %.2f MiB "
-             "is free. memfit.arena holds %.2f MiB for its plan and %.2f MiB for all else, of which %.2f MiB "
-             "is in use. "
-             "%s%s",
+             "which %.2f MiB is free. memfit.arena holds %.2f MiB for its plan and %.2f MiB for other "
+             "allocations, of which %.2f MiB is in use. %s%s",
              (double)size / mib, device, (double)total / mib, (double)left / mib, (double)f.arena / mib,
              (double)f.heaps / mib, (double)f.in_heaps / mib,
-             captures_open() ? "A CUDA graph is being captured, so free memory could not be regained."
-                             : "All that could be regained was.",
+             captures_open() ? "A CUDA graph is being captured, so unused memory could not be released."
+                             : "All unused memory was released first.",
              is_limited ? " The process is limited by torch.cuda.set_per_process_memory_fraction." : "");
 }
