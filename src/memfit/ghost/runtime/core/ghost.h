@@ -175,8 +175,7 @@ API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity
 
 /* A library call that returns success: it may have written to the device. */
 long ghost_stub_called(void);
-/* A known gap was called: record its name, a string that outlives the process's use of it, and return
- * `refusal`. */
+/* A known gap was called: record its name, a string that must stay valid, and return `refusal`. */
 API long ghost_gap_called(const char *name, long refusal);
 
 /* A handle or descriptor that is only passed back in, and how it is destroyed. */
@@ -184,7 +183,7 @@ API long ghost_gap_called(const char *name, long refusal);
     API status create(void **handle) { return ghost_new_handle(handle, 64); }                                \
     API status destroy(void *handle) { return ghost_end_handle(handle); }
 
-/* ---- Shared state (core/state.c) ------------------------------------------------------------------ */
+/* ---- Shared state (core/state.c) ------------------------------------------------------------- */
 
 struct device_memory {
     uint64_t allocated; /* by this process */
@@ -207,12 +206,18 @@ extern _Thread_local int ghost_current_device;
 void ghost_lock(void);
 void ghost_unlock(void);
 
+/* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock
+ * held. */
+uint64_t capacity_used(int device);
+bool capacity_take(int device, uint64_t bytes);
+void capacity_release(int device, uint64_t bytes);
+
 /* Relaxed counting, safe from any thread without the lock. */
 #define COUNT(counter) __atomic_fetch_add(&ghost_counts.counter, 1, __ATOMIC_RELAXED)
 
 /* Allocate a zeroed handle of `size` bytes into *out. */
 status ghost_new_handle(void **out, size_t size);
-/* Free a handle made by it. */
+/* Free a handle that ghost_new_handle made. */
 status ghost_end_handle(void *handle);
 /* Bytes of one element. Source: library_types.h 13.0, cudaDataType. */
 size_t data_type_width(int data_type);
@@ -224,13 +229,8 @@ int64_t ghost_now_us(void);
 int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was passed a workspace of the size that it had reported. */
 void ghost_workspace_used(const void *address, uint64_t size);
-/* The capacity of a device: bytes used, take some (false: not enough left), release some; with the lock
- * held. */
-uint64_t capacity_used(int device);
-bool capacity_take(int device, uint64_t bytes);
-void capacity_release(int device, uint64_t bytes);
 
-/* ---- Device addresses (core/addresses.c) ---------------------------------------------------------- */
+/* ---- Device addresses (core/addresses.c) ----------------------------------------------------- */
 
 enum arena_kind { ARENA_MALLOC, ARENA_VIRTUAL };
 
@@ -241,7 +241,7 @@ bool addresses_reserved(void);
 uint64_t address_take(enum arena_kind arena, uint64_t size);
 void address_release(enum arena_kind arena, uint64_t address, uint64_t size);
 
-/* ---- Bytes of device memory that are known (core/remembered_bytes.c) -------------------------- */
+/* ---- Bytes of device memory that are known (core/remembered_bytes.c) ------------------------- */
 
 #define LONGEST_REMEMBERED (64 * KIB) /* bytes of one copy */
 
@@ -259,19 +259,19 @@ bool recall_copy(void *to, uint64_t from, uint64_t size);
 /* A library's result of `size` bytes at an address on either side: zeros on the host. */
 void write_result(void *result, size_t size);
 
-/* ---- Gaps and assumptions (core/gaps.c) ------------------------------------------------------- */
+/* ---- Gaps and assumptions (core/gaps.c) ------------------------------------------------------ */
 
 /* Record, like a gap, that a size or answer was assumed rather than known. */
 void ghost_assumed(const char *name);
 
-/* ---- The allocation log (core/allocation_log.c); with the lock held ---------------------------- */
+/* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 
 void log_allocation(enum ghost_action action, int device, uint64_t address, uint64_t size,
                     const void *stream);
 /* The label that this thread set with ghost_set_label; needs no lock. */
 uint64_t ghost_label(void);
 
-/* ---- What the files of cuda/ offer to others -------------------------------------------------- */
+/* ---- What the files of cuda/ offer to others ------------------------------------------------- */
 
 /* errors.c: record `error` as this thread's last error, as the runtime API does, and return it. */
 status ghost_fail(status error);
