@@ -36,12 +36,12 @@ from memfit.packing.best_packing import Packing, pack
 from memfit.packing.buffers import Buffers, sections
 from memfit.packing.csv_table import read_buffers
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
-from memfit.packing.partition import lives_always
-from memfit.packing.validator import wrong
+from memfit.packing.partition import always_live
+from memfit.packing.validator import find_violation
 from memfit.records import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.known_packings import cut
+from support.known_packings import gapless_problem
 
 JOB = Path(__file__).with_name("packing") / "job.py"
 BATCHES = {
@@ -78,7 +78,7 @@ def instances(folder: Path) -> Iterator[dict[str, Any]]:
         begin = time.perf_counter()
         found = pack(buffers, capacity, seconds=SECONDS)
         seconds = time.perf_counter() - begin
-        fault = wrong(buffers, found.offset, capacity)
+        fault = find_violation(buffers, found.offset, capacity)
         row = {"name": path.name, "buffers": len(buffers), "bound": found.bound, "height": found.height}
         print(
             f"{path.name:18} {len(buffers):4} buffers  {found.height:9,} of {capacity:9,}  {seconds:5.2f} s"
@@ -140,7 +140,7 @@ def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
     for name, (mode, claim) in itertools.product(names, CLAIMS.items()):
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
         found = api.pack(traced(name, mode, *options, workspaces="none"), seconds=SECONDS)
-        always = sum(int(part.size[lives_always(sections(part))].sum()) for part, _ in found.parts)
+        always = sum(int(part.size[always_live(sections(part))].sum()) for part, _ in found.parts)
         blobs = (found.height - always) / (found.unshared - always)
         shares = {"all memory": found.height / found.unshared, "what does not live always": blobs}
         if mode == "inference":
@@ -164,7 +164,7 @@ def large() -> Iterator[dict[str, Any]]:
         (buffers,) = lifetimes(asked).values()
         step = last_step(asked)
         yield many(job, one_step(buffers, *step[1:]) if step else buffers, CLOSE)
-    yield many("cut from a rectangle", cut(1, CUT), math.inf)
+    yield many("cut from a rectangle", gapless_problem(1, CUT), math.inf)
 
 
 def many(name: str, buffers: Buffers, close: float) -> dict[str, Any]:

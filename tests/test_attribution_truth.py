@@ -1,4 +1,4 @@
-"""Who holds the memory, against an independent truth: two examples of benchmarks/attribution.py."""
+"""Owners of memory, against independent figures: two examples of benchmarks/attribution.py."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def benchmark():
-    """Import benchmarks/attribution.py, which is a script and in no package."""
+    """Import benchmarks/attribution.py, a script outside any package."""
     spec = importlib.util.spec_from_file_location("attribution", ROOT / "benchmarks/attribution.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""`memfit pack`: what it says of a run and of a table, and the offsets that it writes."""
+"""`memfit pack`: its output for a run and for a table, and the offsets that it writes."""
 
 import csv
 import json
@@ -39,12 +39,12 @@ def problem(tmp_path):
     return tmp_path / "problem.csv"
 
 
-def test_a_run_is_packed_at_what_lives_at_once(trace, tmp_path):
+def test_a_run_is_packed_close_to_its_live_peak(trace, tmp_path):
     done = memfit("pack", trace, "--json", "-", "--csv", tmp_path / "packed.csv")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["step"] == 3
-    # Above what lives at once by what is kept until its successor is there: it has two places.
+    # A tensor kept until its successor exists needs two buffers, which raises the bound above the peak.
     live, bound, planned, unshared = (
         answer[name]["amount"] for name in ("live", "bound", "planned", "unshared")
     )
@@ -52,7 +52,7 @@ def test_a_run_is_packed_at_what_lives_at_once(trace, tmp_path):
     assert [row["setting"] for row in answer["reserved"]] == ["", "expandable_segments:True"]
     assert planned < min(row["amount"] for row in answer["reserved"])
     assert planned < unshared
-    # cuDNN's workspaces are not known for sure, and every sum says so.
+    # The sizes of cuDNN's workspaces are assumed, and so is every sum that includes them.
     assert {answer[name]["provenance"] for name in ("live", "bound", "planned", "unshared")} == {"assumed"}
     rows = table(tmp_path / "packed.csv")
     assert len(rows) == sum(arena["buffers"] for arena in answer["arenas"])
@@ -61,7 +61,7 @@ def test_a_run_is_packed_at_what_lives_at_once(trace, tmp_path):
     assert all(int(row[name]) % 512 == 0 for row in rows for name in ("offset", "size"))
 
 
-def test_what_it_prints_of_a_run(trace):
+def test_the_report_of_a_run(trace):
     done = memfit("pack", trace)
     assert done.stdout.startswith("PACKED   ")
     assert str(pack(trace)).split() == done.stdout.split()
@@ -70,19 +70,19 @@ def test_what_it_prints_of_a_run(trace):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "code", "said"),
+    ("capacity", "code", "first_line"),
     [
         ("12", 0, "FITS   12 of 12, proven minimal"),
         ("13", 0, "FITS   12 of 13, proven minimal"),
         ("11", 1, "DOES NOT FIT   11: no packing fits; the smallest found is 12, proven minimal"),
     ],
 )
-def test_a_table_and_a_capacity(problem, capacity, code, said):
+def test_a_table_and_a_capacity(problem, capacity, code, first_line):
     done = memfit("pack", problem, "--capacity", capacity, "--fail")
-    assert (done.returncode, done.stdout.splitlines()[0]) == (code, said)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (code, first_line)
 
 
-def test_a_table_comes_back_with_offsets(problem, tmp_path):
+def test_a_table_is_written_with_offsets(problem, tmp_path):
     done = memfit("pack", problem, "--csv", tmp_path / "packed.csv", "--json", "-")
     twelve = {"amount": 12, "provenance": "exact"}
     assert json.loads(done.stdout) == {
@@ -109,9 +109,9 @@ def test_a_table_comes_back_with_offsets(problem, tmp_path):
     rows = table(tmp_path / "packed.csv")
     assert [row.pop("id") for row in rows] == ["b1", "b2", "b3", "b4", "b5"]
     for moment in range(21):
-        alive = [int(row["offset"]) for row in rows if int(row["lower"]) <= moment < int(row["upper"])]
-        assert len(alive) == len(set(alive))
-        assert set(alive) <= {0, 4, 8}
+        offsets = [int(row["offset"]) for row in rows if int(row["lower"]) <= moment < int(row["upper"])]
+        assert len(offsets) == len(set(offsets))
+        assert set(offsets) <= {0, 4, 8}
 
 
 def test_json_reports_whether_the_capacity_suffices(problem):
@@ -122,9 +122,9 @@ def test_json_reports_whether_the_capacity_suffices(problem):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["x.csv"], "Cannot read x.csv: line 1: 'a,b' names no column id, lower, upper, size"),
+        (["x.csv"], "Cannot read x.csv: line 1: 'a,b' has no column id, lower, upper, size"),
         (["missing.csv"], "Cannot read missing.csv: No such file or directory"),
         (["problem.csv", "--fail"], "--fail needs a capacity"),
         (["problem.csv", "--seconds", "nan"], "must be 0 seconds or more, not nan"),
@@ -133,8 +133,8 @@ def test_json_reports_whether_the_capacity_suffices(problem):
         (["problem.csv", "--csv", "."], "Cannot write .: it is a folder"),
     ],
 )
-def test_what_is_refused(problem, arguments, said):
+def test_invalid_arguments_and_files_are_rejected(problem, arguments, message):
     (problem.parent / "x.csv").write_text("a,b\n1,2\n")
     done = memfit("pack", *arguments, cwd=problem.parent)
     assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
+    assert message in done.stderr

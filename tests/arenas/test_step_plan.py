@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memfit.arenas.native import LIVES, SHARED
 from memfit.arenas.step_plan import lifetimes, plan_step
-from memfit.packing.validator import wrong
+from memfit.packing.validator import find_violation
 
 
 def step(*rows):
@@ -64,5 +64,5 @@ def test_a_plan_is_as_small_as_can_be():
     once = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
     plan = plan_step(once, once, follows=True, alignment=64)
     buffers, which = lifetimes(once, once, follows=True, alignment=64)
-    assert not wrong(buffers, plan.offset[which], plan.height)
+    assert not find_violation(buffers, plan.offset[which], plan.height)
     assert (plan.height, plan.bound, plan.unshared) == (384, 384, 512)

@@ -1,4 +1,4 @@
-"""The best packing: against every order of small problems, and against problems whose answer is known."""
+"""The best packing: against every order of small problems, and against problems with a known optimum."""
 
 import itertools
 import time
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from memfit.packing import exhaustive_search
 from memfit.packing.best_packing import pack
-from memfit.packing.buffers import Buffers, joined, sections
-from memfit.packing.exhaustive_search import Answer
+from memfit.packing.buffers import Buffers, concatenate, sections
+from memfit.packing.exhaustive_search import SearchStatus
 from memfit.packing.greedy import ORDERS, packings
-from memfit.packing.validator import wrong
-from support.known_packings import cut
+from memfit.packing.validator import find_violation
+from support.known_packings import gapless_problem
 
 
 def buffers(*rows: tuple[int, int, int]) -> Buffers:
@@ -24,7 +24,7 @@ def buffers(*rows: tuple[int, int, int]) -> Buffers:
 
 
 def smallest(problem: Buffers) -> int:
-    """Return the height of the smallest packing: in some order, each buffer falls onto those before it."""
+    """Return the height of the smallest packing: try every order, stacking each buffer on earlier ones."""
     period = problem.period or 100
     moments = [
         {moment % period for moment in range(lower, upper)}
@@ -34,8 +34,8 @@ def smallest(problem: Buffers) -> int:
     for order in itertools.permutations(range(len(problem))):
         ends: dict[int, int] = {}
         for index in order:
-            at = max((end for other, end in ends.items() if moments[other] & moments[index]), default=0)
-            ends[index] = at + int(problem.size[index])
+            offset = max((end for placed, end in ends.items() if moments[placed] & moments[index]), default=0)
+            ends[index] = offset + int(problem.size[index])
         best = min(best, max(ends.values()))
     return best
 
@@ -47,25 +47,27 @@ rows = st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6)).map(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(rows, min_size=1, max_size=6), st.sampled_from((0, 10)))
-def test_it_finds_the_smallest_and_proves_it(given_rows, period):
+def test_the_smallest_packing_is_found_and_proved_optimal(given_rows, period):
     problem = replace(buffers(*given_rows), period=period)
     found = pack(problem, seconds=60)
     assert found.height == smallest(problem)
     assert found.is_smallest
-    below = exhaustive_search.find(problem, sections(problem), found.height - 1, time.monotonic() + 60)
-    assert below.answer is Answer.INFEASIBLE
+    below = exhaustive_search.search_within(
+        problem, sections(problem), found.height - 1, time.monotonic() + 60
+    )
+    assert below.status is SearchStatus.INFEASIBLE
 
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 30), (2, 60), (3, 90), (4, 120), (5, 150)])
-def test_it_packs_without_a_gap_what_was_cut_without_one(seed, count):
-    problem = cut(seed, count)
+def test_problems_with_a_gapless_packing_are_packed_without_gaps(seed, count):
+    problem = gapless_problem(seed, count)
     found = pack(problem, seconds=120)
     assert found.height == found.bound == 10_000
-    assert wrong(problem, found.offset, 10_000) == ""
+    assert find_violation(problem, found.offset, 10_000) == ""
 
 
-def test_what_no_fast_packer_solves_is_searched():
-    problem = cut(4, 90)
+def test_a_problem_that_no_greedy_packer_solves_is_searched():
+    problem = gapless_problem(4, 90)
     assert all(
         (offset + problem.size).max() > 10_000
         for _, offset in packings(problem, sections(problem), float("inf"))
@@ -81,21 +83,21 @@ def rotated(problem: Buffers) -> Buffers:
 @pytest.mark.parametrize(
     ("problem", "nodes"),
     [
-        (cut(1, 60), 774),
-        (cut(6, 60), 1_470),
-        (cut(0, 70).where(np.arange(70) % 8 > 0), 237_921),  # with gaps
-        (rotated(cut(0, 40)), 75),
+        (gapless_problem(1, 60), 774),
+        (gapless_problem(6, 60), 1_470),
+        (gapless_problem(0, 70).where(np.arange(70) % 8 > 0), 237_921),  # with gaps
+        (rotated(gapless_problem(0, 40)), 75),
     ],
 )
-def test_the_search_looks_at_no_more_than_it_did(problem, nodes):
-    """Each thing that keeps it small can be left out and the answer is the same, some day."""
-    found = exhaustive_search.find(problem, sections(problem), 10_000, time.monotonic() + 60)
-    assert found.answer is Answer.FOUND
+def test_the_search_visits_no_more_nodes_than_it_used_to(problem, nodes):
+    """Without any one of its pruning rules, the search would still give the same answer, only much later."""
+    found = exhaustive_search.search_within(problem, sections(problem), 10_000, time.monotonic() + 60)
+    assert found.status is SearchStatus.FOUND
     assert found.nodes <= nodes
 
 
-def test_a_capacity_is_enough():
-    problem = cut(3, 90)
+def test_a_packing_within_the_capacity_is_not_improved():
+    problem = gapless_problem(3, 90)
     easy = pack(problem, 20_000)
     assert easy.how != "by search"
     assert 10_000 < easy.height <= 20_000
@@ -103,8 +105,8 @@ def test_a_capacity_is_enough():
     assert too_little.height == too_little.bound == 10_000
 
 
-def test_what_no_packing_reaches_is_proved():
-    """Each two of three meet, and never all three: two live at once, and there must be room for three."""
+def test_a_bound_above_the_peak_is_proved():
+    """Each pair overlaps, but never all three: two are live at once, yet each needs an offset of its own."""
     three = replace(buffers((0, 2, 1), (1, 3, 1), (2, 4, 1)), period=3)
     assert sections(three).bound == 2
     for capacity in (None, 2, 3):
@@ -112,19 +114,19 @@ def test_what_no_packing_reaches_is_proved():
         assert (found.height, found.is_smallest or capacity == 3) == (3, True)
 
 
-def test_what_is_between_the_bound_and_the_fast_packers_is_found():
-    dice = np.random.default_rng(17)
-    lower, length, size = dice.integers(0, 10, 10), dice.integers(3, 8, 10), dice.integers(1, 30, 10)
+def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
+    rng = np.random.default_rng(17)
+    lower, length, size = rng.integers(0, 10, 10), rng.integers(3, 8, 10), rng.integers(1, 30, 10)
     problem = Buffers(lower, lower + length, size, tuple("abcdefghij"), 10)
-    cut_up = sections(problem)
-    fast = min((offset + size).max() for _, offset in packings(problem, cut_up, float("inf")))
+    found_cut = sections(problem)
+    greedy = min((offset + size).max() for _, offset in packings(problem, found_cut, float("inf")))
     found = pack(problem, seconds=60)
-    assert cut_up.bound < found.height < fast
+    assert found_cut.bound < found.height < greedy
     assert found.is_smallest
 
 
-def test_one_above_the_bound_is_searched_as_well():
-    problem = cut(0, 16, length=30, height=12)
+def test_a_greedy_packing_one_above_the_bound_is_improved():
+    problem = gapless_problem(0, 16, length=30, height=12)
     heights = [
         (offset + problem.size).max() for _, offset in packings(problem, sections(problem), float("inf"))
     ]
@@ -132,40 +134,40 @@ def test_one_above_the_bound_is_searched_as_well():
     assert pack(problem, seconds=60).height == 12
 
 
-def test_what_lives_always_takes_its_part_of_a_capacity():
-    hard = cut(4, 90)
+def test_always_live_buffers_use_up_part_of_the_capacity():
+    hard = gapless_problem(4, 90)
     weight = buffers((0, 200, 1_000))
-    problem = joined([hard, weight])
+    problem = concatenate([hard, weight])
     assert pack(problem, 20_000).how != "by search"
     assert pack(problem, 11_000, seconds=60).height == 11_000
 
 
-def test_each_fast_packer_packs():
-    problem = cut(6, 400)
+def test_every_greedy_packing_is_valid():
+    problem = gapless_problem(6, 400)
     names = []
     for name, offset in packings(problem, sections(problem), float("inf")):
-        assert wrong(problem, offset, int((offset + problem.size).max())) == ""
+        assert find_violation(problem, offset, int((offset + problem.size).max())) == ""
         names.append(name)
     assert len(names) == len(set(names)) == 2 * len(ORDERS)
 
 
-def test_time_ends_the_search_with_the_best_there_is():
-    problem = cut(7, 3000)
-    begun = time.monotonic()
+def test_when_the_time_is_up_the_best_packing_so_far_is_returned():
+    problem = gapless_problem(7, 3000)
+    started = time.monotonic()
     found = pack(problem, seconds=0.2)
-    assert time.monotonic() - begun < 60  # far from the hours that the search would take
-    assert wrong(problem, found.offset, found.height) == ""
+    assert time.monotonic() - started < 60  # the full search would take hours
+    assert find_violation(problem, found.offset, found.height) == ""
     assert found.bound == 10_000 < found.height
 
 
-def test_a_search_that_is_too_large_is_not_begun(monkeypatch):
-    monkeypatch.setattr(exhaustive_search, "MOST", 29)
-    problem = cut(1, 30)
-    answer = exhaustive_search.find(problem, sections(problem), 10_000, time.monotonic() + 60)
-    assert (answer.answer, answer.nodes) == (Answer.UNKNOWN, 0)
+def test_a_problem_with_too_many_buffers_is_not_searched(monkeypatch):
+    monkeypatch.setattr(exhaustive_search, "MAX_BUFFERS", 29)
+    problem = gapless_problem(1, 30)
+    found = exhaustive_search.search_within(problem, sections(problem), 10_000, time.monotonic() + 60)
+    assert (found.status, found.nodes) == (SearchStatus.UNKNOWN, 0)
 
 
-def test_sections_are_the_moments_that_matter():
+def test_sections_are_the_moments_with_maximal_sets_of_live_buffers():
     found = sections(buffers((0, 3, 4), (3, 9, 4), (0, 9, 4), (9, 21, 4), (0, 21, 4)))
     assert found.count == 3
     assert found.live.tolist() == [12, 12, 8]
@@ -181,7 +183,7 @@ def test_sections_are_the_moments_that_matter():
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(rows, min_size=1, max_size=20), st.sampled_from((0, 10)))
-def test_the_bound_is_the_peak_of_what_lives(given_rows, period):
+def test_the_bound_of_the_sections_is_the_peak_of_live_bytes(given_rows, period):
     live = [0] * (period or 20)
     for lower, upper, size in given_rows:
         for moment in range(lower, upper):

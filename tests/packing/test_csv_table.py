@@ -1,4 +1,4 @@
-"""Tables of buffers: what is read, what is refused, and that offsets come back."""
+"""CSV tables of buffers: reading, rejected tables, and writing offsets."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ def written(tmp_path):
     return write
 
 
-def test_what_is_read_comes_back(written):
+def test_a_table_that_was_read_is_written_with_offsets(written):
     path = written("id,lower,upper,size\nb1,0,3,4\n" + '"b, 2",-3,9,4\n')
     found = read_buffers(path)
     assert found.names == ("b1", "b, 2")
@@ -29,7 +29,7 @@ def test_what_is_read_comes_back(written):
     assert rows[1] == {"id": "b, 2", "lower": "-3", "upper": "9", "size": "4", "offset": "4"}
 
 
-def test_columns_come_in_any_order_with_others_among_them(written):
+def test_columns_may_be_in_any_order_and_other_columns_are_ignored(written):
     found = read_buffers(written("size,note,upper,lower,id\n4,x,3,0,b1\n", encoding="utf-8-sig"))
     assert (found.size[0], found.upper[0], found.names) == (4, 3, ("b1",))
 
@@ -38,49 +38,52 @@ HEADER = "id,lower,upper,size\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("", "it is empty. Its first line is id,lower,upper,size"),
+        ("", "it is empty. The first line must be id,lower,upper,size"),
         ("\n\n", "it is empty"),
-        ("a;b\n", "line 1: 'a;b' names no column id, lower, upper, size; it must name id,lower,upper,size"),
-        ("id,lower,upper\nb,0,1\n", "line 1: 'id,lower,upper' names no column size"),
-        ("id,lower,upper,size,size\nb,0,1,4,5\n", "names more than one column size"),
-        (HEADER, "it holds no buffer"),
-        (HEADER + "b,0,1\n", "line 2: 3 columns, where the first line has 4"),
-        (HEADER + "b,0,1,4,096\n", "line 2: 5 columns, where the first line has 4"),
-        (HEADER + '"b,0,1,4\n', "line 2: 1 columns, where the first line has 4"),
-        (HEADER + "b,0,1,4.5\n", "line 2: column size is '4.5', which is no integer"),
-        (HEADER + "b,0,1,NaN\n", "line 2: column size is 'NaN', which is no integer"),
-        (HEADER + "b,0,1,4KiB\n", "line 2: column size is '4KiB', which is no integer"),
+        (
+            "a;b\n",
+            "line 1: 'a;b' has no column id, lower, upper, size; the header must have id,lower,upper,size",
+        ),
+        ("id,lower,upper\nb,0,1\n", "line 1: 'id,lower,upper' has no column size"),
+        ("id,lower,upper,size,size\nb,0,1,4,5\n", "repeats column size"),
+        (HEADER, "it contains no buffers"),
+        (HEADER + "b,0,1\n", "line 2: 3 columns, but the header has 4"),
+        (HEADER + "b,0,1,4,096\n", "line 2: 5 columns, but the header has 4"),
+        (HEADER + '"b,0,1,4\n', "line 2: 1 columns, but the header has 4"),
+        (HEADER + "b,0,1,4.5\n", "line 2: column size is '4.5', which is not an integer"),
+        (HEADER + "b,0,1,NaN\n", "line 2: column size is 'NaN', which is not an integer"),
+        (HEADER + "b,0,1,4KiB\n", "line 2: column size is '4KiB', which is not an integer"),
         (HEADER + "b,0,1," + "9" * 5000, "line 2: column size is '9999"),
         (HEADER.replace("\n", "\r\n") + "\r\na,0,1,4\r\nb,x,3,4\r\n", "line 4: column lower is 'x'"),
         (HEADER + '"a\nb",0,3,4\nc,0,x,4\n', "line 4: column upper is 'x'"),
         (HEADER + ",0,1,4\n", "line 2: column id is empty"),
-        (HEADER + "a,0,1,4\nb,0,1,4\na,2,3,4\n", "line 4: column id is 'a', which line 2 has as well"),
-        (HEADER + "a,0,1,1\nb,3,3,4\n", "line 3: column upper is 3, and must be more than lower, 3"),
-        (HEADER + "b,5,3,4\n", "line 2: column upper is 3, and must be more than lower, 5"),
-        (HEADER + "b,0,1,0\n", "line 2: column size is 0, and must be at least 1"),
-        (HEADER + "b,0,1,-4\n", "line 2: column size is -4, and must be at least 1"),
-        (HEADER + f"b,0,1,{1 << 62}\n", f"line 2: column size is {1 << 62}, which is beyond 2^62"),
-        (HEADER + f"b,0,{1 << 63},4\n", "column upper is 9223372036854775808, which is beyond 2^62"),
-        (HEADER + f"b,{-1 << 62},0,4\n", "column lower is -4611686018427387904, which is beyond 2^62"),
+        (HEADER + "a,0,1,4\nb,0,1,4\na,2,3,4\n", "line 4: column id is 'a', which line 2 already uses"),
+        (HEADER + "a,0,1,1\nb,3,3,4\n", "line 3: column upper is 3, but must be greater than lower (3)"),
+        (HEADER + "b,5,3,4\n", "line 2: column upper is 3, but must be greater than lower (5)"),
+        (HEADER + "b,0,1,0\n", "line 2: column size is 0, but must be at least 1"),
+        (HEADER + "b,0,1,-4\n", "line 2: column size is -4, but must be at least 1"),
+        (HEADER + f"b,0,1,{1 << 62}\n", f"line 2: column size is {1 << 62}, but its magnitude must be below"),
+        (HEADER + f"b,0,{1 << 63},4\n", "column upper is 9223372036854775808, but its magnitude must be"),
+        (HEADER + f"b,{-1 << 62},0,4\n", "column lower is -4611686018427387904, but its magnitude must be"),
         (HEADER + f"a,0,1,{1 << 61}\nb,0,1,{1 << 61}\n", "sizes add up to 2^62 or more"),
         (HEADER + "b," + "0" * 200_000 + ",1,4\n", "line 2: field larger than field limit"),
     ],
 )
-def test_what_is_refused(written, text, said):
-    with pytest.raises(FileFormatError, match=r"Cannot read .*problem\.csv") as refusal:
+def test_an_invalid_table_is_rejected_with_its_line_and_column(written, text, message):
+    with pytest.raises(FileFormatError, match=r"Cannot read .*problem\.csv") as error:
         read_buffers(written(text))
-    assert said in str(refusal.value)
+    assert message in str(error.value)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
+def test_a_file_that_is_not_utf_8_is_rejected(tmp_path):
     (tmp_path / "problem.csv").write_bytes(b"id,lower,upper,size\n\xff,0,1,4\n")
-    with pytest.raises(FileFormatError, match="it is not text"):
+    with pytest.raises(FileFormatError, match="it is not UTF-8 text"):
         read_buffers(tmp_path / "problem.csv")
 
 
-def test_the_largest_that_is_taken(written):
+def test_the_largest_accepted_numbers(written):
     edge = (1 << 62) - 1
     found = read_buffers(written(f"{HEADER}b,{-edge},{edge},{edge}\n"))
     assert (found.lower[0], found.upper[0], found.size[0]) == (-edge, edge, edge)
@@ -96,12 +99,12 @@ def test_the_largest_that_is_taken(written):
         HEADER + "b1,0,3,4\n\n",
     ],
 )
-def test_what_spreadsheets_and_editors_make_of_it(written, text):
+def test_line_ends_blank_lines_and_spaces_of_spreadsheets_and_editors_are_accepted(written, text):
     found = read_buffers(written(text))
     assert (found.names, found.lower[0], found.upper[0], found.size[0]) == (("b1",), 0, 3, 4)
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_and_a_directory_are_rejected(tmp_path):
     with pytest.raises(FileFormatError, match=r"x\.csv: No such file or directory"):
         read_buffers(tmp_path / "x.csv")
     (tmp_path / "folder.csv").mkdir()

@@ -1,14 +1,14 @@
-"""A graph's memory, packed: each device's by itself, and nothing of what is given to it."""
+"""Packing a graph: each device by itself, without the graph's inputs."""
 
 import pytest
 
 from memfit.errors import UsageError
 from memfit.packing.graph_packing import pack_graph
-from memfit.packing.validator import wrong
+from memfit.packing.validator import find_violation
 from memfit.records import Dataflow, GraphValue
-from support.known_packings import cut
+from support.known_packings import gapless_problem
 
-CHAIN = (  # two live at once, three come
+CHAIN = (  # three values, at most two live at once
     GraphValue("x", 0, 2, 4096, "cuda:0", given=True),
     GraphValue("a", 1, 3, 1000, "cuda:0", given=False),
     GraphValue("b", 2, 4, 1000, "cuda:0", given=False),
@@ -16,23 +16,23 @@ CHAIN = (  # two live at once, three come
 )
 
 
-def test_two_that_never_meet_share():
+def test_values_with_disjoint_lifetimes_share_memory():
     found = pack_graph(Dataflow(CHAIN, ()), seconds=10)
     assert (found.height, found.bound, found.live) == (2048, 2048, 2048)
     assert found.unshared == 3072
     assert found.given == 4096
     ((buffers, offset),) = found.parts
     assert buffers.names == ("a", "b", "c")
-    assert wrong(buffers, offset, found.height) == ""
+    assert find_violation(buffers, offset, found.height) == ""
 
 
-def test_values_that_share_are_one_buffer():
+def test_an_alias_set_is_one_buffer():
     found = pack_graph(Dataflow(CHAIN, ((1, 2),)), seconds=10)
     ((buffers, _),) = found.parts
     assert (buffers.names, buffers.lower.tolist(), buffers.upper.tolist()) == (("a", "c"), [1, 3], [4, 5])
 
 
-def test_each_device_has_its_own_arena():
+def test_each_device_has_its_own_packing():
     values = (*CHAIN, GraphValue("seed", 2, 4, 8, "cpu", given=False))
     found = pack_graph(Dataflow(values, ()), seconds=10)
     assert [(arena.device, arena.packing.height) for arena in found.arenas] == [
@@ -43,13 +43,13 @@ def test_each_device_has_its_own_arena():
     assert {int(offset.min()) for _, offset in found.parts} == {0, 2048}
 
 
-def test_what_has_no_bytes_is_no_buffer():
+def test_an_empty_value_is_not_a_buffer():
     values = (*CHAIN, GraphValue("empty", 2, 4, 0, "cuda:0", given=False))
     assert pack_graph(Dataflow(values, ()), seconds=10).parts[0][0].names == ("a", "b", "c")
 
 
-def test_a_capacity_is_enough():
-    problem = cut(3, 90)  # which is packed at 10,000 by search alone
+def test_a_packing_within_the_capacity_is_not_improved():
+    problem = gapless_problem(3, 90)  # only the search packs it at 10,000
     rows = zip(problem.lower.tolist(), problem.upper.tolist(), problem.size.tolist(), strict=True)
     values = tuple(
         GraphValue("a", lower, upper, 512 * size, "cpu", given=False) for lower, upper, size in rows
@@ -60,6 +60,6 @@ def test_a_capacity_is_enough():
 
 
 @pytest.mark.parametrize("values", [(), CHAIN[:1]])
-def test_nothing_of_its_own_is_nothing_to_pack(values):
+def test_a_graph_that_allocates_nothing_is_rejected(values):
     with pytest.raises(UsageError, match="nothing to pack"):
         pack_graph(Dataflow(values, ()), seconds=10)

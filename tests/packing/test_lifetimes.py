@@ -1,4 +1,4 @@
-"""Lives read from what a script asked: streams and pools apart, sizes as blocks are, one step as a circle."""
+"""Lifetimes from requests: one group per stream and pool, rounded sizes, and one step in circular time."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from memfit.packing.buffers import Buffers, sections
 from memfit.packing.lifetimes import last_step, lifetimes, one_step
 
 
-def asked(*rows, pools=((0, 0),)):
+def requests_of(*rows, pools=((0, 0),)):
     found = Requests(pools=pools)
     for event, (ask, block, size, *where) in enumerate(rows):
         found.add(ask, 10 * event, block, size, *where)
@@ -20,9 +20,9 @@ def columns(buffers):
     )
 
 
-def test_the_picture_in_the_docstring():
+def test_the_example_of_the_module_docstring():
     found = lifetimes(
-        asked(
+        requests_of(
             (RequestKind.MALLOC, 0, 1),
             (RequestKind.MALLOC, 1, 512),
             (RequestKind.MALLOC, 2, 513),
@@ -36,9 +36,9 @@ def test_the_picture_in_the_docstring():
     assert columns(found[0, 0]) == [("0", 0, 3, 512), ("10", 1, 5, 512), ("20", 2, 7, 1024)]
 
 
-def test_streams_and_pools_are_apart():
+def test_each_stream_and_pool_is_a_group():
     found = lifetimes(
-        asked(
+        requests_of(
             (RequestKind.MALLOC, 0, 512),
             (RequestKind.MALLOC, 1, 512, 1),
             (RequestKind.MALLOC, 2, 512, 1, 1),
@@ -51,23 +51,27 @@ def test_streams_and_pools_are_apart():
     assert columns(found[1, 0]) == [("10", 1, 3, 512)]
 
 
-def test_a_malloc_that_failed_is_no_buffer():
-    found = lifetimes(asked((RequestKind.FAILED, -1, 512), (RequestKind.MALLOC, 0, 512)))
+def test_a_failed_malloc_is_not_a_buffer():
+    found = lifetimes(requests_of((RequestKind.FAILED, -1, 512), (RequestKind.MALLOC, 0, 512)))
     assert columns(found[0, 0]) == [("10", 1, 2, 512)]
 
 
-def test_nothing_asked_is_nothing_to_pack():
-    assert lifetimes(asked((RequestKind.STEP, -1, 0))) == {}
+def test_without_requests_there_are_no_buffers():
+    assert lifetimes(requests_of((RequestKind.STEP, -1, 0))) == {}
 
 
 def test_the_last_full_step():
     step = (RequestKind.STEP, -1, 0)
-    assert last_step(asked((RequestKind.MALLOC, 0, 512), step)) is None
-    assert last_step(asked(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))) == (2, 0, 2)
+    assert last_step(requests_of((RequestKind.MALLOC, 0, 512), step)) is None
+    assert last_step(requests_of(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))) == (
+        2,
+        0,
+        2,
+    )
 
 
-def test_one_step_as_the_docstring_draws_it():
-    """Step 3 is [100, 200); what is of step 2 or 4 alone is no part of it."""
+def test_one_step_as_drawn_in_its_docstring():
+    """Step 3 is [100, 200); buffers of only step 2 or 4 are not part of it."""
     rows = {
         "weight": (0, 300),
         "gradient of step 2": (60, 110),
@@ -87,24 +91,24 @@ def test_one_step_as_the_docstring_draws_it():
     lives = dict(zip(found.names, zip(found.lower.tolist(), found.upper.tolist(), strict=True), strict=True))
     assert lives == {
         "weight": (0, 100),
-        "gradient of step 3": (60, 110),  # from here over the end to the next step's 10
+        "gradient of step 3": (60, 110),  # wraps around to 10 of the next step
         "activation": (20, 50),
         "loss of step 2": (0, 100),
         "loss of step 3": (0, 100),
         "kept from step 3": (70, 130),
     }
     assert found.period == 100
-    assert sections(found).bound == 1 + 2 + 3 + 3 + 5  # the activation is gone when the gradient comes
+    assert sections(found).bound == 1 + 2 + 3 + 3 + 5  # the activation is freed before the gradient exists
 
 
-def test_what_has_no_twin_lives_as_far_as_it_is_seen():
+def test_a_buffer_without_a_counterpart_is_live_only_where_seen():
     rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
     found = one_step(rows, 100, 200)
     assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]
 
 
-def test_twins_are_paired_as_they_come():
-    """The first of the step before with the first of this one, which may begin just when that ends."""
+def test_counterparts_are_paired_in_order():
+    """The first left by the previous step pairs with the first of this one, which may begin as that ends."""
     lower, upper = np.array([60, 70, 110, 130]), np.array([110, 130, 220, 230])
     rows = Buffers(lower, upper, np.array([4, 4, 4, 4]), ("old a", "old b", "a", "b"))
     found = one_step(rows, 100, 200)

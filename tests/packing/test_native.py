@@ -12,7 +12,7 @@ import pytest
 
 from memfit.packing import native
 from memfit.packing.buffers import Buffers, sections
-from support.known_packings import cut
+from support.known_packings import gapless_problem
 from support.sanitized_build import build
 
 CHECK = Path(__file__).with_name("check_packers.c")
@@ -59,15 +59,15 @@ def test_each_buffer_goes_where_a_naive_search_places_it(is_circle, tightest):
         lower, length, size = (dice.integers(1, most, 60) for most in (29, dice.integers(2, 9), 20))
         problem = Buffers(lower, lower + length, size, names, 30 if is_circle else 0)
         order = dice.permutation(60)
-        found = native.place(problem, sections(problem), order, tightest=tightest)
+        found = native.place_greedily(problem, sections(problem), order, tightest=tightest)
         assert found.tolist() == naive(problem, order.tolist(), tightest=tightest)
 
 
 def test_ctrl_c_ends_a_search():
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "from support.known_packings import cut\nfrom memfit.packing.best_packing import pack\n"
-        "print('begun', flush=True)\npack(cut(7, 3000), 10_000, seconds=600)"
+        "from support.known_packings import gapless_problem\nfrom memfit.packing.best_packing import pack\n"
+        "print('begun', flush=True)\npack(gapless_problem(7, 3000), 10_000, seconds=600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -89,6 +89,6 @@ def test_running_out_of_host_memory_raises_a_memory_error(monkeypatch):
             return native.NO_HOST_MEMORY
 
     monkeypatch.setattr(native, "load", OutOfMemoryLibrary)
-    problem = cut(1, 30)
+    problem = gapless_problem(1, 30)
     with pytest.raises(MemoryError):
-        native.place(problem, sections(problem), problem.size, tightest=True)
+        native.place_greedily(problem, sections(problem), problem.size, tightest=True)

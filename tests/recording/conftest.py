@@ -1,16 +1,16 @@
-"""A script's own account of its memory, beside memfit's."""
+"""A fixture that compares a script's own account of its memory with memfit's."""
 
 import pytest
 
-from support.attribution_scripts import all_told
+from support.attribution_scripts import run_and_attribute
 
 
 @pytest.fixture
-def told(dry_run):
-    """Return a function that runs a script: what every allocation is, and the script's own truth."""
+def attributed(dry_run):
+    """Return a function that runs a script, and returns its attributed allocations and its own figures."""
 
     def run(script, **options):
-        found, _, truth = all_told(dry_run, script, **options)
+        found, _, truth = run_and_attribute(dry_run, script, **options)
         return found, truth
 
     return run

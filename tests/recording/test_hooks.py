@@ -1,32 +1,32 @@
-"""Hooks that compiled code must not see are gone while it runs, and stand where they stood afterwards."""
+"""Installed hooks: suspending them around compiled code, and removing them."""
 
 import pytest
 import torch
 from torch.nn.modules import module as tables
 from torch.nn.modules.module import register_module_forward_hook
 
-from memfit.recording.hooks import LiftedHooks
+from memfit.recording.hooks import InstalledHooks
 
 
 @pytest.fixture
-def called():
-    """Put a hook that can be lifted before one of the script's; return who was called."""
+def hooks_and_calls():
+    """Yield hooks with one that is installed before a hook of the script, and the names of called hooks."""
     names = []
     own = register_module_forward_hook(lambda *_: names.append("own"), always_call=True)
     scripts = register_module_forward_hook(lambda *_: names.append("script"))
-    hooks = LiftedHooks()
+    hooks = InstalledHooks()
     hooks.add(own)
     yield hooks, names
     own.remove()
     scripts.remove()
 
 
-def test_lifted_hooks_are_not_called_and_come_back_first(called):
-    hooks, names = called
+def test_suspended_hooks_are_not_called_and_come_first_again_on_resuming(hooks_and_calls):
+    hooks, names = hooks_and_calls
     layer, x = torch.nn.Identity(), torch.ones(1)
     layer(x)
-    with hooks.out_of_sight():
-        assert hooks.lifted
+    with hooks.suspended():
+        assert hooks.are_suspended
         assert len(tables._global_forward_hooks) == 1
         assert not tables._global_forward_hooks_always_called
         layer(x)
@@ -35,39 +35,42 @@ def test_lifted_hooks_are_not_called_and_come_back_first(called):
     assert tables._global_forward_hooks_always_called
 
 
-def test_regions_nest(called):
-    hooks, names = called
+def test_suspensions_nest(hooks_and_calls):
+    hooks, names = hooks_and_calls
     layer, x = torch.nn.Identity(), torch.ones(1)
-    with hooks.out_of_sight():
-        with hooks.out_of_sight():
+    with hooks.suspended():
+        with hooks.suspended():
             layer(x)
         layer(x)
-    assert not hooks.lifted
+    assert not hooks.are_suspended
     assert names == ["script", "script"]
 
 
 class Owner:
-    """What is wrapped."""
+    """A class with a method to wrap."""
 
-    def say(self):
-        """Say who was called."""
+    def method(self):
+        """Return the names of the functions that were called."""
         return ["original"]
 
 
-def test_what_was_wrapped_is_as_it_was_and_what_others_put_there_stays():
-    hooks, original = LiftedHooks(), Owner.say
-    hooks.wrap(Owner, "say", lambda original, owner: ["ours", *original(owner)])
-    ours = Owner.say
-    assert Owner().say() == ["ours", "original"]
+def test_removal_restores_originals_but_keeps_replacements_by_other_code():
+    hooks, original = InstalledHooks(), Owner.method
+    hooks.wrap(Owner, "method", lambda original, owner: ["ours", *original(owner)])
+    ours = Owner.method
+    assert Owner().method() == ["ours", "original"]
     try:
-        Owner.say = lambda owner: ["theirs", *ours(owner)]
+        Owner.method = lambda owner: ["theirs", *ours(owner)]
         hooks.remove()
-        assert Owner().say() == ["theirs", "original"]  # they have kept ours, which does nothing any more
+        assert Owner().method() == [
+            "theirs",
+            "original",
+        ]  # our wrapper now does nothing
     finally:
-        Owner.say = original
-    hooks = LiftedHooks()
-    hooks.wrap(Owner, "say", lambda original, owner: ["ours", *original(owner)])
+        Owner.method = original
+    hooks = InstalledHooks()
+    hooks.wrap(Owner, "method", lambda original, owner: ["ours", *original(owner)])
     hooks.replace(Owner, "new", 1)
     hooks.remove()
-    assert Owner.say is original
+    assert Owner.method is original
     assert not hasattr(Owner, "new")

@@ -1,4 +1,4 @@
-"""What a user must be able to tell apart, on the ghost: each script says its own truth, in bytes."""
+"""Attribution of memory on the ghost, against figures that each script reports itself, in bytes."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.breakdown import category_provenance
 from memfit.records import Category, Provenance
-from support.attribution_scripts import all_told, bytes_of
+from support.attribution_scripts import bytes_of, run_and_attribute
 
 GROUP = """
 import torch.distributed as dist
@@ -17,8 +17,8 @@ torch.cuda.set_device(0)
 MLP = "nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).cuda()"
 
 
-def test_what_an_optimizer_works_in_says_how_it_steps(told):
-    found, truth = told(
+def test_temporaries_of_an_optimizer_are_labelled_with_its_implementation(attributed):
+    found, truth = attributed(
         f"""
 net = {MLP}
 for optimizer in (
@@ -33,21 +33,21 @@ truth(parameters=size(net.parameters()))
 """
     )
     steps = Counter()
-    for one in found:
-        if one.born.phase == "optimizer":
-            steps[one.category, one.op] += one.requested
+    for row in found:
+        if row.born.phase == "optimizer":
+            steps[row.category, row.op] += row.requested
     assert steps == {
         ("optimizer state", "AdamW.step"): 2 * truth["parameters"],
         ("temporaries", "AdamW.step (foreach)"): truth["parameters"],
         ("optimizer state", "Adam.step"): 4 * truth["parameters"]
-        + 4 * 4,  # of two; a fused one counts on the GPU
+        + 4 * 4,  # of two optimizers; fused Adam keeps its step counts on the GPU
         ("temporaries", "Adam.step (for-loop)"): 2 * truth["parameters"],
         ("temporaries", "SGD.step (foreach)"): truth["parameters"],
     }
 
 
-def test_clipping_and_scaling_between_backward_and_optimizer_are_named(told):
-    found, truth = told(
+def test_gradient_clipping_and_scaling_are_named(attributed):
+    found, truth = attributed(
         f"""
 net = {MLP}
 optimizer, scaler = torch.optim.AdamW(net.parameters(), fused=FUSED), torch.amp.GradScaler()
@@ -60,19 +60,19 @@ for _ in range(2):
 truth(parameters=len(list(net.parameters())))
 """.replace("FUSED", "True")
     )
-    ops = Counter(one.op for one in found if one.born.phase == "between")
+    ops = Counter(row.op for row in found if row.born.phase == "between")
     assert "" not in ops
     assert {"unscale_", "clip_grad_norm_/_get_total_norm", "clip_grad_norm_/_clip_grads_with_norm_"} <= set(
         ops
     )
     norms = bytes_of(found, op="clip_grad_norm_/_get_total_norm", category="temporaries")
-    assert norms >= 2 * 4 * truth["parameters"]  # one number of each gradient, in two steps
-    names = {one.name for one in found if one.category == "buffers"}
-    assert names == {"loss scale", "loss scale's growth", "whether a gradient is infinite"}
+    assert norms >= 2 * 4 * truth["parameters"]  # one norm per gradient, in two steps
+    names = {row.name for row in found if row.category == "buffers"}
+    assert names == {"loss scale", "loss scale growth tracker", "found_inf flag"}
 
 
-def test_averages_that_never_run_and_optimizers_that_run_the_model(told):
-    found, truth = told(
+def test_averaged_models_that_never_run_and_optimizers_that_run_the_model(attributed):
+    found, truth = attributed(
         f"""
 import copy
 net = {MLP}
@@ -90,15 +90,15 @@ truth(parameters=size(net.parameters()), inputs=size([x]))
 """
     )
     assert bytes_of(found, category="parameters") == 3 * truth["parameters"]
-    assert {one.module for one in found if one.category == "parameters"} == {
+    assert {row.module for row in found if row.category == "parameters"} == {
         *("Sequential.0", "Sequential.2", "AveragedModel.module.0", "AveragedModel.module.2")
     }
     assert bytes_of(found, category="inputs") == truth["inputs"]
-    assert {one.op for one in found if one.born.phase == "optimizer"} == {"LBFGS.step"}
+    assert {row.op for row in found if row.born.phase == "optimizer"} == {"LBFGS.step"}
 
 
-def test_autocasts_copies_are_named_saved_or_not(told):
-    found, truth = told(
+def test_autocast_copies_are_named_whether_saved_or_not(attributed):
+    found, truth = attributed(
         """
 net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).cuda()
 teacher = nn.Linear(256, 64).cuda()
@@ -115,11 +115,11 @@ truth(saved=size(saved) // 2, others=size(others) // 2, inputs=size([x]))
     saved = bytes_of(found, category="activations", name="autocast's copy of weight", module="2")
     assert saved == truth["saved"]
     assert bytes_of(found, category="temporaries", op="autocast's copy of a parameter") == truth["others"]
-    assert bytes_of(found, category="inputs") == truth["inputs"]  # what follows the teacher is no input
+    assert bytes_of(found, category="inputs") == truth["inputs"]  # the target of the teacher is not an input
 
 
-def test_a_copy_that_the_script_made_itself_is_not_autocasts(told):
-    found, truth = told(
+def test_a_cast_by_the_script_is_not_attributed_to_autocast(attributed):
+    found, truth = attributed(
         """
 class Half(nn.Linear):
     def forward(self, x):
@@ -131,7 +131,7 @@ truth(copy=size([net.weight]) // 2, input=size([x]))
 """
     )
     assert bytes_of(found, category="activations", name="copy of weight") == truth["copy"]
-    assert bytes_of(found, category="gradients", name="grad") == truth["input"]  # nobody else asks for it
+    assert bytes_of(found, category="gradients", name="grad") == truth["input"]  # of the input
 
 
 CHECKPOINT = """
@@ -160,17 +160,17 @@ truth(kept=2 * kept, recomputed=3 * 64 * 1024 * 4, out=3 * kept)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_are_apart_from_what_checkpoints_keep(told, reentrant):
-    found, truth = told(CHECKPOINT.replace("REENTRANT", str(reentrant)))
+def test_recomputed_activations_are_distinguished_from_checkpoint_inputs(attributed, reentrant):
+    found, truth = attributed(CHECKPOINT.replace("REENTRANT", str(reentrant)))
     name = "CheckpointFunctionBackward" if reentrant else "input of a checkpoint"
-    assert bytes_of(found, category="activations", name=name) == truth["kept"]  # the first has the input
-    # A reentrant checkpoint computes its output, too, which the other one knows to leave out.
-    again = truth["recomputed"] + (truth["out"] if reentrant else 0)
-    assert bytes_of(found, category="recomputed activations") == again
+    assert bytes_of(found, category="activations", name=name) == truth["kept"]  # the first keeps the input
+    # A reentrant checkpoint recomputes its output, too; a non-reentrant one stops before it.
+    recomputed = truth["recomputed"] + (truth["out"] if reentrant else 0)
+    assert bytes_of(found, category="recomputed activations") == recomputed
     assert not bytes_of(found, category="activations", phase="recompute")
 
 
-def test_nested_checkpoints_keep_and_recompute(told):
+def test_nested_checkpoints_recompute_activations_and_inner_inputs(attributed):
     nested = """
 inner = net.blocks
 def outer(x):
@@ -180,9 +180,9 @@ def outer(x):
 checkpoint(outer, x, use_reentrant=False).sum().backward()
 """
     script = CHECKPOINT.replace("REENTRANT", "False")
-    found, truth = told(script.replace("net(x).sum().backward()", nested))
+    found, truth = attributed(script.replace("net(x).sum().backward()", nested))
     inside = bytes_of(found, category="recomputed activations")
-    assert inside == truth["recomputed"] + truth["kept"]  # inner checkpoints' inputs are recomputed, too
+    assert inside == truth["recomputed"] + truth["kept"]
 
 
 DDP = """
@@ -205,26 +205,26 @@ truth(buckets=sum(map(int, data["bucket_sizes"].split(", "))),
 
 
 @pytest.mark.parametrize(("backend", "view"), [("nccl", False), ("gloo", True)])
-def test_buckets_of_ddp_are_communication_or_the_gradients_themselves(told, backend, view):
-    found, truth = told(DDP.replace("BACKEND", repr(backend)).replace("VIEW", str(view)))
+def test_ddp_buckets_are_communication_or_gradients(attributed, backend, view):
+    found, truth = attributed(DDP.replace("BACKEND", repr(backend)).replace("VIEW", str(view)))
     assert truth["buckets"] == truth["rebuilt"] == truth["gradients"]
     category = "gradients" if view else "communication"
     made, rebuilt = (
-        [one for one in found if one.op == op and one.category == category and one.requested > 1024]
+        [row for row in found if row.op == op and row.category == category and row.requested > 1024]
         for op in ("_ddp_init_helper", "forward/_pre_forward")
     )
-    assert sum(one.requested for one in made) == truth["buckets"]
-    assert sum(one.requested for one in rebuilt) == truth["rebuilt"]
+    assert sum(row.requested for row in made) == truth["buckets"]
+    assert sum(row.requested for row in rebuilt) == truth["rebuilt"]
     if view:
-        assert {one.name for one in (*made, *rebuilt)} == {"0.weight.grad and 5 more"}
-        assert {one.shape for one in made} == {(truth["gradients"] // 4,)}
+        assert {row.name for row in (*made, *rebuilt)} == {"0.weight.grad and 5 more"}
+        assert {row.shape for row in made} == {(truth["gradients"] // 4,)}
         assert bytes_of(found, category="gradients") == truth["buckets"] + truth["rebuilt"]
     else:
         assert bytes_of(found, category="gradients") == 3 * truth["gradients"]
 
 
-def test_what_fsdp_keeps_gathers_and_reduces(told):
-    found, truth = told(
+def test_fsdp_shards_and_communication_buffers(attributed):
+    found, truth = attributed(
         GROUP
         + """
 from torch.distributed.fsdp import fully_shard
@@ -244,18 +244,18 @@ truth(whole=whole, own=own, gradients=size(one.grad.to_local() for one in net.pa
     assert 2 * truth["own"] == truth["whole"]
     assert bytes_of(found, category="parameters") == truth["own"]
     assert bytes_of(found, category="gradients") == truth["gradients"] == truth["own"]
-    moments = [one for one in found if one.name.startswith("weight.exp_avg")]
+    moments = [row for row in found if row.name.startswith("weight.exp_avg")]
     assert len(moments) == 8
-    assert {one.shape for one in found if one.name == "weight (this rank's)"} == {(512, 256), (128, 1024)}
+    assert {row.shape for row in found if row.name == "weight (this rank's)"} == {(512, 256), (128, 1024)}
     by_op = Counter()
-    for one in found:
-        if one.category == "communication":
-            by_op[one.op] += one.requested
-    # Gathered for the forward and for the backward, into flat buffers and the parameters themselves.
+    for row in found:
+        if row.category == "communication":
+            by_op[row.op] += row.requested
+    # All-gathers for the forward and the backward, into flat buffers and the parameters themselves.
     assert by_op["foreach_all_gather/allocate"] == 2 * truth["whole"]
     assert by_op["foreach_all_gather_copy_out/init_all_gather_outputs"] == truth["whole"]
     assert by_op["alloc_all_gather_outputs/alloc_storage"] == truth["whole"]
-    assert by_op["foreach_reduce/allocate"] == truth["whole"]  # before it is reduced and scattered
+    assert by_op["foreach_reduce/allocate"] == truth["whole"]  # input of the reduce-scatter
 
 
 SHARED = """
@@ -288,9 +288,9 @@ truth(parameters=sum(storages.values()), recurrent=size(net.recurrent.parameters
 """
 
 
-def test_shared_memory_counts_once_and_goes_by_all_names(dry_run):
-    found, trace, truth = all_told(dry_run, SHARED)
-    parameters = {one.name: (one.module, one.requested) for one in found if one.category == "parameters"}
+def test_shared_memory_counts_once_and_has_all_names(dry_run):
+    found, trace, truth = run_and_attribute(dry_run, SHARED)
+    parameters = {row.name: (row.module, row.requested) for row in found if row.category == "parameters"}
     assert sum(size for _, size in parameters.values()) == truth["parameters"]
     assert parameters == {
         "weight = head.weight": ("embedding", 256_000),
@@ -300,12 +300,12 @@ def test_shared_memory_counts_once_and_goes_by_all_names(dry_run):
     }
     assert bytes_of(found, category="optimizer state") == truth["states"]
     assert bytes_of(found, name="weight.grad = head.weight.grad") == 256_000
-    # What cuDNN keeps for its backward: its size is memfit's rule, and so is the sum of which it is a part.
+    # cuDNN's reserve space: its size follows a rule of memfit's, so the sum that includes it is assumed, too.
     assert bytes_of(found, category="activations", name="result3 of CudnnRnnBackward0", module="recurrent")
-    assert {one.name for one in found if one.category == "workspaces"} <= {"", "cuBLAS workspace"}
+    assert {row.name for row in found if row.category == "workspaces"} <= {"", "cuBLAS workspace"}
     assert category_provenance(trace)[Category.ACTIVATION] is Provenance.ASSUMED
     assert category_provenance(trace)[Category.INPUT] is Provenance.EXACT
-    # Written to in place: one allocation each, made by a layer, last computed by what came after it.
+    # Modified in place: one allocation each, made by a layer, and last written by the op after it.
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]
         assert bytes_of(found, category="activations", module=module, op=op) == truth["hidden"]

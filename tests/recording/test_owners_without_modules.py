@@ -1,4 +1,4 @@
-"""What is computed outside modules, by hand or of gradients: each script says its own truth, in bytes."""
+"""Attribution of computations outside modules, against figures that each script reports itself, in bytes."""
 
 from support.attribution_scripts import bytes_of
 
@@ -31,15 +31,15 @@ truth(saved=2 * 2 * hidden + size([given]), inputs=size([x, given]), products=2 
 """
 
 
-def test_a_forward_of_functions_is_one_after_a_frozen_module_and_on_a_thread_of_its_own(told):
-    found, truth = told(FUNCTIONS)
+def test_a_functional_forward_is_detected_after_a_frozen_module_and_on_another_thread(attributed):
+    found, truth = attributed(FUNCTIONS)
     assert bytes_of(found, category="activations", phase="forward") == truth["saved"]
     assert bytes_of(found, category="activations") == truth["saved"]
     assert bytes_of(found, category="inputs") == truth["inputs"]
     assert bytes_of(found, category="temporaries", phase="forward") == truth["products"]
     assert bytes_of(found, category="outputs") == truth["losses"]
-    given = [one.name for one in found if one.category == "inputs"]
-    assert {one.op for one in found if one.category in ("inputs", "parameters")} == {""}
+    given = [row.name for row in found if row.category == "inputs"]
+    assert {row.op for row in found if row.category in ("inputs", "parameters")} == {""}
     assert "self of MmBackward0" in given
 
 
@@ -57,22 +57,22 @@ index = torch.ones(32, dtype=torch.long, device="cuda")
 words(index).sum().backward()
 sparse = words.weight.grad
 hidden = 32 * 128 * 4
-# Of the forward, the tanh; of its gradients, what comes to the tanh and what leaves it, and the first of all.
+# The forward saves the tanh; its gradients save the input and output of the tanh backward, and the root.
 truth(saved=2 * hidden + size([slope]) + 2 * hidden + 4, inputs=size([x, index]), gradients=size(seen),
       sparse=size([sparse._values(), sparse._indices()]))
 optimizer.step()
 """
 
 
-def test_the_graph_of_a_gradient_is_activations_and_a_sparse_gradient_is_one(told):
-    found, truth = told(GRADIENTS)
+def test_the_graph_of_a_gradient_is_activations_and_sparse_gradients_are_gradients(attributed):
+    found, truth = attributed(GRADIENTS)
     assert bytes_of(found, category="activations") == truth["saved"]
     parts = [
         bytes_of(found, name=f"weight.grad.{part}", module="Embedding") for part in ("values", "indices")
     ]
     assert sum(parts) == truth["sparse"]
     assert bytes_of(found, category="gradients") == truth["gradients"] + truth["sparse"]
-    # Two graphs wanted the gradient of the batch, and no optimizer has it.
+    # The batch requires a gradient in two graphs, but an optimizer exists and does not update it.
     assert bytes_of(found, category="inputs") == truth["inputs"]
 
 
@@ -94,8 +94,8 @@ for _ in range(3):
 """
 
 
-def test_leaves_that_are_updated_by_hand_are_parameters_and_a_batch_is_none(told):
-    found, truth = told(BY_HAND, steps=2)  # it is ended at the third backward
+def test_leaves_updated_by_hand_are_parameters_and_batches_are_not(attributed):
+    found, truth = attributed(BY_HAND, steps=2)  # ended at the third backward
     assert bytes_of(found, category="parameters") == truth["parameters"]
     assert bytes_of(found, category="activations") == truth["saved"]
-    assert bytes_of(found, category="inputs") == truth["inputs"]  # with what was kept of the step before
+    assert bytes_of(found, category="inputs") == truth["inputs"]  # with the norms of the previous steps

@@ -1,4 +1,4 @@
-"""Who allocated what: phases, modules and lines, forward, backward and recomputed."""
+"""Labels of allocations: phases, modules and lines, in forward, backward and recomputation."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ NET = """
 
 @pytest.fixture
 def trace_of(dry_run):
-    """Return a function that records a script and gives its trace, whose own figures must agree."""
+    """Return a function that records a script and returns its trace, after checking its statistics."""
 
     def record(script, *options):
         run = dry_run(script, options=("-o", "run.memfit", *options))
@@ -57,7 +57,7 @@ def trace_of(dry_run):
 
 
 def allocations(trace):
-    """Yield (label, lines from the innermost out) of every allocation; the label is None if unknown."""
+    """Yield the label of every allocation (None if unknown) and its lines, innermost first."""
     events = trace.events
     for position in range(len(events)):
         if events.action[position] == Action.ALLOC:
@@ -75,18 +75,18 @@ def modules(trace, phase):
     )
 
 
-def test_every_allocation_has_its_module_forward_and_backward(trace_of):
+def test_every_allocation_is_labelled_with_its_module_in_forward_and_backward(trace_of):
     trace = trace_of(NET + "    train(Net().cuda())\n")
     assert all(label is not None for label, _ in allocations(trace))
     forward, backward = modules(trace, Phase.FORWARD), modules(trace, Phase.BACKWARD)
     for module in ("first", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "last.0", "last.1"):
         assert forward[module], module
         assert backward[module], module
-    assert backward.keys() <= forward.keys() | {""}  # the loss stands outside every module
+    assert backward.keys() <= forward.keys() | {""}  # the loss is computed outside modules
     assert backward[""] >= 2
 
 
-def test_backward_allocations_name_a_line_of_the_forward(trace_of):
+def test_backward_allocations_have_the_line_of_their_forward(trace_of):
     trace = trace_of(NET + "    train(Net().cuda())\n")
     for label, lines in allocations(trace):
         if label.phase is Phase.BACKWARD and label.module.endswith("fc"):
@@ -95,23 +95,23 @@ def test_backward_allocations_name_a_line_of_the_forward(trace_of):
             assert label.op
 
 
-def test_marks_and_categories(trace_of):
+def test_steps_are_marked_and_owners_have_categories(trace_of):
     trace = trace_of(NET + "    train(Net().cuda())\n")
     kinds = Counter(mark.kind for mark in trace.marks)
     assert kinds[MarkKind.TRAINING_STEP] == kinds[MarkKind.OPTIMIZER_STEP] == kinds[MarkKind.BACKWARD] == 2
     assert [mark.position for mark in trace.marks] == sorted(mark.position for mark in trace.marks)
-    held = Counter(trace.events.category[trace.events.action == Action.ALLOC].tolist())
+    categories = Counter(trace.events.category[trace.events.action == Action.ALLOC].tolist())
     tensors = 8  # four linear layers
-    assert held[Category.PARAMETER] == tensors
-    assert held[Category.GRADIENT] == 2 * tensors
-    assert held[Category.OPTIMIZER_STATE] == 2 * tensors
+    assert categories[Category.PARAMETER] == tensors
+    assert categories[Category.GRADIENT] == 2 * tensors
+    assert categories[Category.OPTIMIZER_STATE] == 2 * tensors
 
 
-def test_workspaces_are_told_from_allocations_of_their_size_and_place(trace_of):
+def test_workspaces_are_distinguished_from_allocations_with_their_size_and_address(trace_of):
     script = """
     import torch
     from torch import nn
-    size = 58_720_256  # what the one rule for a convolution says
+    size = 58_720_256  # by the rule for convolutions
     x = torch.zeros(1, 64, 224, 224, device="cuda", requires_grad=True)
     layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_workspaces_are_told_from_allocations_of_their_size_and_place(trace_of):
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-def test_recomputation_is_told_apart_and_labels_come_back(trace_of, how):
+def test_recomputation_has_its_own_phase_and_labels_are_restored(trace_of, how):
     trace = trace_of(NET + f"    train(Net({how!r}).cuda())\n")
     assert set(modules(trace, Phase.RECOMPUTE)) >= {"blocks.0.fc", "blocks.1.fc", "blocks.0"}
     backward = modules(trace, Phase.BACKWARD)
@@ -140,7 +140,7 @@ def test_recomputation_is_told_apart_and_labels_come_back(trace_of, how):
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_labels_change_nothing_that_is_measured(trace_of, how):
+def test_recording_labels_does_not_change_figures(trace_of, how):
     script = NET + f"    train(Net({how!r}).cuda(), steps=3)\n"
     with_labels, without = trace_of(script), trace_of(script, "--no-labels")
     for column in ("action", "size"):
@@ -148,7 +148,7 @@ def test_labels_change_nothing_that_is_measured(trace_of, how):
     assert dict(with_labels.statistics) == dict(without.statistics)
 
 
-def test_an_exception_inside_a_module_leaves_the_labels_right(trace_of):
+def test_an_exception_inside_a_module_restores_the_labels(trace_of):
     script = (
         NET
         + """
@@ -168,7 +168,7 @@ def test_an_exception_inside_a_module_leaves_the_labels_right(trace_of):
     assert not any(module.startswith("Sequential.0.") for module in forward)
 
 
-def test_modules_keep_their_names_when_copied_or_called_in_part(trace_of):
+def test_submodules_of_copies_and_submodules_called_directly_keep_their_names(trace_of):
     script = (
         NET
         + """
@@ -183,7 +183,7 @@ def test_modules_keep_their_names_when_copied_or_called_in_part(trace_of):
     )
 
 
-def test_two_models_are_both_named(trace_of):
+def test_names_of_two_models_include_their_classes(trace_of):
     script = (
         NET
         + """
@@ -196,7 +196,7 @@ def test_two_models_are_both_named(trace_of):
     assert {"Critic.first", "Net.first"} <= set(modules(trace_of(script), Phase.FORWARD))
 
 
-def test_the_history_of_a_script_that_records_its_own_is_whole(trace_of):
+def test_calls_of_record_memory_history_by_the_script_are_ignored(trace_of):
     script = (
         NET
         + """
@@ -211,7 +211,7 @@ def test_the_history_of_a_script_that_records_its_own_is_whole(trace_of):
     assert any("_record_memory_history" in note.text for note in trace.notes)
 
 
-def test_peaks_since_a_reset_agree(trace_of):
+def test_peaks_after_a_reset_agree_with_the_statistics(trace_of):
     script = (
         NET
         + """
@@ -226,7 +226,7 @@ def test_peaks_since_a_reset_agree(trace_of):
     assert trace.statistics["allocated_bytes.all.peak"] < 4 << 28
 
 
-def test_parameters_under_torch_func_are_passed_over(trace_of):
+def test_parameters_under_torch_func_are_skipped(trace_of):
     script = (
         NET
         + """
@@ -241,7 +241,7 @@ def test_parameters_under_torch_func_are_passed_over(trace_of):
     assert len(trace_of(script).events) > 20
 
 
-def test_labels_do_not_make_gradients_add_out_of_place(trace_of):
+def test_recording_labels_keeps_gradient_accumulation_in_place(trace_of):
     script = (
         NET
         + """
@@ -258,18 +258,18 @@ def test_labels_do_not_make_gradients_add_out_of_place(trace_of):
     assert dict(with_labels.statistics) == dict(without.statistics)
 
 
-def test_a_pytorch_without_strings_on_its_events_gives_the_same_labels(trace_of):
-    """PyTorch 2.8 has no ``_cuda_setMemoryMetadata``: its events are dated by how many there were."""
+def test_a_pytorch_without_event_metadata_gives_the_same_labels(trace_of):
+    """PyTorch 2.8 has no ``_cuda_setMemoryMetadata``: serials are dated by the event count."""
 
-    def told(beginning):
+    def record(beginning):
         trace = trace_of(f"{NET}    {beginning}\n    train(Net('reentrant').to('cuda'))\n", "--steps", "2")
         events = trace.events
-        who = [trace.labels[label] for label in events.label]
+        labels = [trace.labels[label] for label in events.label]
         return [
             (int(action), int(size), int(category), label.phase, label.module, label.op)
             for action, size, category, label in zip(
-                events.action, events.size, events.category, who, strict=True
+                events.action, events.size, events.category, labels, strict=True
             )
         ], [(mark.position, mark.kind) for mark in trace.marks]
 
-    assert told("del torch._C._cuda_setMemoryMetadata") == told("pass")
+    assert record("del torch._C._cuda_setMemoryMetadata") == record("pass")

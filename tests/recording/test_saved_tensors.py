@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward, read from its graph: on the CPU, where the graph is the same."""
+"""Tensors that autograd saves for the backward: on the CPU, where the graph is the same."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ def saved(*roots):
 
 
 def storages(found):
-    return {one.tensor.untyped_storage().data_ptr() for one in found}
+    return {info.tensor.untyped_storage().data_ptr() for info in found}
 
 
-def by_hooks(compute):
-    """Return the storages that saved-tensor hooks see: another way to ask."""
+def storages_seen_by_hooks(compute):
+    """Return the result of a computation, and the storages that saved-tensor hooks see during it."""
     seen = []
 
     def pack(tensor):
@@ -41,7 +41,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_it_is_what_saved_tensor_hooks_see(name):
+def test_the_saved_tensors_are_those_that_saved_tensor_hooks_see(name):
     torch.manual_seed(0)
     net, x = NETS[name](), torch.randn(5, 4)
     if name == "attention":
@@ -51,49 +51,49 @@ def test_it_is_what_saved_tensor_hooks_see(name):
         out = net(x)
         return (out[0] if isinstance(out, tuple) else out).square().mean()
 
-    root, seen = by_hooks(compute)
+    root, seen = storages_seen_by_hooks(compute)
     assert storages(saved(root)) == seen
 
 
-def test_who_made_it_and_who_wants_it_are_named():
+def test_the_producing_op_and_the_saving_node_are_named():
     x = torch.randn(3, 4, requires_grad=True)
     layer = nn.Linear(4, 2)
-    found = {one.what: one for one in saved(layer(x.exp()).sum())}
+    found = {info.what: info for info in saved(layer(x.exp()).sum())}
     assert found["mat1 of AddmmBackward0"].op == "Exp"
     assert found["result of ExpBackward0"].op == "Exp"
-    normed = {one.what: one.op for one in saved(nn.LayerNorm(4)(x).sum())}
+    normed = {info.what: info.op for info in saved(nn.LayerNorm(4)(x).sum())}
     assert normed["result1 of NativeLayerNormBackward0"] == "NativeLayerNorm"
 
 
-def test_what_no_graph_computed_was_given():
+def test_tensors_that_no_node_computed_are_given():
     x, weight = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
     hidden = (x @ weight).exp()
-    found = {one.what: one.given for one in saved(hidden * (x > 0))}
+    found = {info.what: info.given for info in saved(hidden * (x > 0))}
     assert found == {
         "self of MmBackward0": True,
         "result of ExpBackward0": False,
         "other of MulBackward0": True,
     }
-    normed = {one.what: one.given for one in saved(nn.LayerNorm(4)(hidden))}
+    normed = {info.what: info.given for info in saved(nn.LayerNorm(4)(hidden))}
     assert not normed["result1 of NativeLayerNormBackward0"]
     assert normed["weight of NativeLayerNormBackward0"]
-    assert [one.given for one in saved(weight.t().sin())] == [True]  # a view of a leaf lies where that does
+    assert [info.given for info in saved(weight.t().sin())] == [True]  # a view shares the memory of its leaf
 
 
-def test_a_copy_in_another_dtype_knows_its_parameter():
+def test_a_copy_in_another_dtype_refers_to_its_parameter():
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         root = layer(torch.randn(2, 4, requires_grad=True)).sum()
-    casts = [one.cast_of for one in saved(root) if one.cast_of is not None]
-    assert any(one is layer.weight for one in casts)
+    casts = [info.cast_of for info in saved(root) if info.cast_of is not None]
+    assert any(cast is layer.weight for cast in casts)
 
 
-def test_a_pytorch_that_does_not_show_it_is_not_asked(monkeypatch):
-    monkeypatch.setattr(saved_tensors, "READABLE", False)  # as 2.8 and 2.9 are
+def test_nothing_is_read_from_a_pytorch_that_does_not_expose_saved_tensors(monkeypatch):
+    monkeypatch.setattr(saved_tensors, "READABLE", False)  # as in 2.8 and 2.9
     assert saved(torch.randn(3, requires_grad=True).exp().sum()) == []
 
 
-def test_hooks_are_not_run():
+def test_reading_runs_no_saved_tensor_hooks():
     ran = []
     x = torch.randn(3, 4, requires_grad=True)
 
@@ -102,13 +102,13 @@ def test_hooks_are_not_run():
         return value.exp().sin()
 
     root = checkpoint(block, x, use_reentrant=False).sum()
-    assert not saved(root)  # a checkpoint keeps none of its own
+    assert not saved(root)  # a checkpoint saves no activations
     assert len(ran) == 1
     root.backward()
     assert len(ran) == 2
 
 
-def test_what_a_function_of_ones_own_keeps_is_found():
+def test_tensors_kept_by_a_custom_autograd_function_are_found():
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, value):
@@ -121,10 +121,10 @@ def test_what_a_function_of_ones_own_keeps_is_found():
             return gradient * 2
 
     x = torch.randn(3, requires_grad=True)
-    assert {one.what for one in saved(Twice.apply(x))} == {"TwiceBackward", "mask of TwiceBackward"}
+    assert {info.what for info in saved(Twice.apply(x))} == {"TwiceBackward", "mask of TwiceBackward"}
 
 
-def test_a_graph_that_is_freed_holds_nothing():
+def test_a_freed_graph_has_no_saved_tensors():
     root = torch.randn(3, requires_grad=True).exp().sum()
     assert saved(root)
     root.backward()
@@ -132,7 +132,7 @@ def test_a_graph_that_is_freed_holds_nothing():
     assert not saved(torch.ones(3), None, "text")
 
 
-def test_reading_it_leaves_gradients_as_they_are():
+def test_reading_does_not_change_gradients():
     torch.manual_seed(0)
     net, x = NETS["perceptron"](), torch.randn(5, 4)
     for read in (False, True):

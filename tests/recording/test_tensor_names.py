@@ -1,35 +1,37 @@
-"""What tensors are called, alone and in the same memory: on the CPU, where names are the same."""
+"""Names of tensors, alone and sharing memory: on the CPU, where names are the same."""
 
 import torch
 from torch import nn
 
-from memfit.recording.tensor_names import Name, Named, Names, describe
+from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe
 from memfit.records import TensorInfo
 
 
 def named(module, *, suffix="", root="Net"):
-    names = Names()
+    names = TensorNames()
     tensors = names.learn(root, module.named_parameters(remove_duplicate=False))
-    return [Named(one, names.of(one), suffix) for one in tensors]
+    return [NamedTensor(tensor, names.of(tensor), suffix) for tensor in tensors]
 
 
-def test_a_tensor_is_called_as_its_module_calls_it():
+def test_a_tensor_has_its_name_in_its_module():
     weight, bias = named(nn.Sequential(nn.Linear(3, 2)))
     assert describe([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
     assert describe([bias]) == TensorInfo("Net.0", "bias", "float32", (2,))
 
 
-def test_a_wrapped_module_goes_by_the_name_it_had():
+def test_wrappers_are_left_out_of_names():
     wrapper = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(3, 2)})
     weight, _ = named(nn.Sequential(wrapper))
     assert describe([weight]) == TensorInfo("Net.0", "weight", "float32", (2, 3))
 
 
-def test_what_belongs_to_a_tensor_without_a_name_says_what_it_is():
-    assert describe([Named(torch.zeros(3), Name(), ".grad")]) == TensorInfo("", "grad", "float32", (3,))
+def test_the_gradient_of_an_unnamed_tensor_is_named_grad():
+    assert describe([NamedTensor(torch.zeros(3), TensorName(), ".grad")]) == TensorInfo(
+        "", "grad", "float32", (3,)
+    )
 
 
-def test_tied_weights_go_by_all_of_their_names():
+def test_tied_weights_have_all_of_their_names():
     tied = nn.ModuleDict({"emb": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     tied["head"].weight = tied["emb"].weight
     (weight,) = named(tied)
@@ -38,7 +40,7 @@ def test_tied_weights_go_by_all_of_their_names():
     assert describe([gradient]).name == "weight.grad = head.weight.grad"
 
 
-def test_two_parameters_of_the_same_data_are_one():
+def test_parameters_with_the_same_data_are_described_as_one():
     pair = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     pair[1].weight.data = pair[0].weight.data
     assert describe(named(pair)) == TensorInfo("Net.0", "weight = 1.weight", "float32", (3, 3))
@@ -58,12 +60,12 @@ def test_pieces_of_one_flat_tensor_are_counted():
     assert gradients.name == "0.weight.grad and 3 more"
 
 
-def test_a_tensor_that_is_gone_leaves_no_name_to_the_next_of_its_address():
-    names = Names()
+def test_a_tensor_at_the_address_of_a_deleted_one_does_not_inherit_its_name():
+    names = TensorNames()
     layer = nn.Linear(2, 2)
     names.learn("Net", layer.named_parameters())
-    assert names.of(layer.weight) == Name("weight", "Net", ("weight",))
-    assert names.of(torch.zeros(2)) == Name()
+    assert names.of(layer.weight) == TensorName("weight", "Net", ("weight",))
+    assert names.of(torch.zeros(2)) == TensorName()
     weight = layer.weight
-    names._names[id(layer.bias)] = names._names[id(weight)]  # as if its id had been another's
-    assert names.of(layer.bias) == Name()
+    names._names[id(layer.bias)] = names._names[id(weight)]  # as if they had the same id
+    assert names.of(layer.bias) == TensorName()

@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.analysis.advice import ScriptChange, TrialResult
 from memfit.errors import TargetError
-from memfit.recording.hooks import LiftedHooks
+from memfit.recording.hooks import InstalledHooks
 from memfit.records import ScriptEnd
 from memfit.run.options import RunOptions
 from memfit.strategies import inject_plan, trial_run
@@ -33,7 +33,7 @@ def changed(tmp_path):
     """Have models checkpointed, and return a function that reads which ones were."""
     models = tmp_path / "models"
     models.touch()
-    hooks = LiftedHooks()
+    hooks = InstalledHooks()
     inject_plan._Planning(Intervention(False, ("checkpointing",), False, str(models))).install(hooks)
     yield lambda: models.read_text().split()
     hooks.remove()

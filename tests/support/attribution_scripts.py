@@ -1,4 +1,4 @@
-"""Scripts that say their own truth, in bytes, and what memfit says of them."""
+"""Run scripts that report their own memory figures, and attribute their allocations with memfit."""
 
 import json
 
@@ -18,24 +18,29 @@ def truth(**figures):
 FIELDS = ("category", "module", "op", "name")
 
 
-def all_told(dry_run, script, steps=1000):
-    """Run a script; return what every allocation is, the trace, and the script's own truth.
+def run_and_attribute(dry_run, script, steps=1000):
+    """Run a script; return its attributed allocations, its trace, and the figures that it has reported.
 
-    It may call ``truth(...)`` once, and ``size(tensors)`` for bytes. It is ended after so many steps.
+    The script reports its figures by calling ``truth(...)`` once; ``size(tensors)`` returns bytes.
+
+    Args:
+        dry_run: the fixture.
+        script: the script, without its imports.
+        steps: training steps after which it is ended.
     """
     done = dry_run(BEGIN + script, options=("-o", "run.memfit", "--steps", str(steps)))
     assert done.code == 0, done.err
     trace = read_trace(done.folder / "run.memfit")
     attribution = attribute(trace, timeline(trace))
     found = [describe_allocation(trace, attribution, index) for index in range(len(attribution.born))]
-    assert not [one for one in found if one.category == "unknown"]
+    assert not [allocation for allocation in found if allocation.category == "unknown"]
     return found, trace, json.loads((done.folder / "truth.json").read_text())
 
 
 def bytes_of(found, **wanted):
-    """Sum allocations whose fields are as wanted; a phase is that in which it was made."""
-    fields = [
-        (one, {"phase": one.born.phase.value} | {name: getattr(one, name) for name in FIELDS})
-        for one in found
+    """Return the requested bytes of allocations with the fields given; ``phase`` is that of the malloc."""
+    rows = [
+        (row.requested, {"phase": row.born.phase.value} | {name: getattr(row, name) for name in FIELDS})
+        for row in found
     ]
-    return sum(one.requested for one, has in fields if wanted.items() <= has.items())
+    return sum(requested for requested, fields in rows if wanted.items() <= fields.items())

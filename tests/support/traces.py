@@ -1,4 +1,4 @@
-"""Traces that tests write by hand: as little of one as a test is about."""
+"""Handwritten traces for tests, with defaults for everything that a test is not about."""
 
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ from memfit.records import (
 )
 
 BASE = 0x7F00_0000_0000
-"""Where a segment may lie."""
+"""A plausible segment address."""
 NOWHERE = DeviceUse("none", Figure(0, Provenance.ASSUMED), Figure(0, Provenance.ASSUMED), 0)
-"""A device of which nothing is known."""
+"""A device without known properties."""
 _EMPTY = {
     "labels": (),
     "stacks": (),
@@ -35,7 +35,7 @@ _EMPTY = {
 
 
 class Event(NamedTuple):
-    """One row of a history; a plain tuple that begins as this one does is as good."""
+    """One row of a history. A plain tuple with the same leading fields may be used instead."""
 
     action: Action
     address: int
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 
 def freed(address, size, **more):
-    """Return the two events of a block that is freed while no other stream uses it."""
+    """Return the two events of freeing a block that no other stream uses."""
     return [Event(action, address, size, **more) for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)]
 
 
@@ -58,7 +58,7 @@ def segment(address, size, kind="large", *, expandable=False, blocks=(), pool=(0
 
 
 def events_of(history, *, pools=False):
-    """Return the columns of a history of (action, address, size, ...), and of pools if these are told."""
+    """Return the columns of a history of (action, address, size, ...), with a pool column if requested."""
     rows = [Event(*row) for row in history]
 
     def column(name, dtype):
@@ -81,23 +81,23 @@ def trace_of(history, segments=None, **fields):
     """Return a trace.
 
     Args:
-        history: events, or tuples that begin as one.
-        segments: those at the end; None for what ``history`` leaves of the ones that it allocates.
-        fields: other fields of a ``Trace``. Those not given are empty; the device is not known, and the
-            script came to its end.
+        history: events, or tuples with their leading fields.
+        segments: those at the end; None for those that ``history`` allocates and does not free.
+        fields: other fields of a ``Trace``. By default they are empty, the device is unknown and the script
+            ran to its end.
     """
     return Trace(
         events=events_of(history, pools=bool(fields.get("pools"))),
-        segments=_left_by(history) if segments is None else tuple(segments),
+        segments=_remaining_segments(history) if segments is None else tuple(segments),
         **(_EMPTY | fields),
     )
 
 
-def _left_by(history):
-    left = {}
+def _remaining_segments(history):
+    remaining = {}
     for action, address, size, *_ in history:
         if action is Action.SEGMENT_ALLOC:
-            left[address] = segment(address, size)
+            remaining[address] = segment(address, size)
         elif action is Action.SEGMENT_FREE:
-            del left[address]
-    return tuple(left.values())
+            del remaining[address]
+    return tuple(remaining.values())

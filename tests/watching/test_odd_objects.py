@@ -55,7 +55,7 @@ def test_they_are_passed_over(rehearse, tmp_path):
     assert "no post-mortem" not in done.stderr
     for number, incomplete in ((1, False), (2, True)):
         trace = read_trace(tmp_path / f"memfit-oom-{number}.memfit")
-        assert any("were passed over" in note.text for note in trace.notes) == incomplete
+        assert any("were skipped" in note.text for note in trace.notes) == incomplete
         line = timeline(trace)
         found = breakdown_at(trace, line, attribute(trace, line), len(trace.events) - 1)
         rows = {row.name: row.bytes for row in found.rows[GroupBy.CATEGORY]}

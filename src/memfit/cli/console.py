@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from memfit.packing.best_packing import Packing
-    from memfit.packing.run_packing import Packed
+    from memfit.packing.run_packing import RunPacking
     from memfit.records import AllocatorComparison, DryRun, Explanation, RunDifference
     from memfit.run.parent import Progress
 
@@ -68,7 +68,7 @@ def write_comparison(comparison: "AllocatorComparison", json: str | None) -> Non
         print_comparison(comparison, stdout())
 
 
-def write_packing(packing: "Packing | Packed", capacity: int | None, json: str | None) -> None:
+def write_packing(packing: "Packing | RunPacking", capacity: int | None, json: str | None) -> None:
     """Print a packing, and write it as JSON if requested; with ``-``, print JSON only."""
     from memfit.report.schema.pack_schema import to_json
     from memfit.report.terminal.packing import print_packing

@@ -1,7 +1,6 @@
-"""Buffers with lives and sizes to offsets in one arena.
+"""Assign buffers with lifetimes and sizes to offsets in one block of memory.
 
-Trace ──── lifetimes ─┐                  ┌─ greedy ─┐
-Dataflow ─ aliases ───┼─> Buffers ───────┤          ├──> Packing ── validator, table, report
-CSV ────── table ─────┘     └─ sections, └─ exact ──┘
-                               apart
+Trace ──── lifetimes ──┐                       ┌─ greedy ────────────┐
+Dataflow ─ alias sets ─┼─> Buffers ── parts ───┤                     ├──> Packing ── validator, CSV, report
+CSV ───────────────────┘                       └─ exhaustive search ─┘
 """

@@ -1,8 +1,8 @@
-"""Which values of a graph lie in one memory, and how long that is needed: alias sets.
+"""Alias sets: the values of a graph that share memory, and how long that memory is needed.
 
-values    linear, split[0], split[1], add_      one set: split's are views, add_ wrote in place
-lives     [1, 4)  [2, 4)    [2, 4)    [3, 5)
-the set   [1, 5)                                from its first value on, until after the last use of any
+values      linear, split[0], split[1], add_      one set: split returns views, add_ writes in place
+lifetimes   [1, 4)  [2, 4)    [2, 4)    [3, 5)
+the set     [1, 5)                                from its first value until after the last use of any
 """
 
 from collections import defaultdict
@@ -12,11 +12,10 @@ from memfit.records import Dataflow
 
 
 class UnionFind:
-    """Sets of the numbers below ``count``, which are joined more and more: each is alone at first.
+    """Disjoint sets of the numbers below ``count``; at first, each number is a set of its own.
 
-    The smaller set goes below the larger, and each search shortens the way for those to come: ``n`` of them
-    take hardly more than ``n`` steps (Tarjan, "Efficiency of a Good But Not Linear Set Union Algorithm", JACM
-    1975).
+    Union by size with path compression: ``n`` operations take hardly more than ``n`` steps (Tarjan,
+    "Efficiency of a Good But Not Linear Set Union Algorithm", JACM 1975).
 
     >>> sets = UnionFind(4)
     >>> sets.union(0, 1), sets.union(2, 1)
@@ -26,45 +25,45 @@ class UnionFind:
     """
 
     def __init__(self, count: int) -> None:
-        self._above = list(range(count))
+        self._parent = list(range(count))
         self._size = [1] * count
 
     def find(self, number: int) -> int:
-        """Return the number that stands for the set, the same for all in it until it is joined."""
-        above = self._above
+        """Return the representative of a number's set, the same for all its members until the next union."""
+        parent = self._parent
         root = number
-        while above[root] != root:
-            root = above[root]
-        while above[number] != root:
-            above[number], number = root, above[number]
+        while parent[root] != root:
+            root = parent[root]
+        while parent[number] != root:
+            parent[number], number = root, parent[number]
         return root
 
-    def union(self, one: int, other: int) -> None:
-        """Make one set of those that two numbers are in."""
-        large, small = self.find(one), self.find(other)
+    def union(self, first: int, second: int) -> None:
+        """Merge the sets of two numbers."""
+        large, small = self.find(first), self.find(second)
         if large == small:
             return
         if self._size[large] < self._size[small]:
             large, small = small, large
-        self._above[small] = large
+        self._parent[small] = large
         self._size[large] += self._size[small]
 
 
 @dataclass(frozen=True, slots=True)
 class AliasSet:
-    """Values that lie in one memory."""
+    """Values that share memory."""
 
     names: tuple[str, ...]
-    """In the order in which they come."""
+    """In the order of the graph."""
     begin: int
-    """The moment from which the memory is needed: the position of a node."""
+    """The position of the first node that needs the memory."""
     end: int
-    """The moment from which it is not."""
+    """The position of the first node that no longer needs it."""
     size: int
     """Bytes."""
     device: str
     given: bool
-    """Whether it is not the graph's own, as ``GraphValue.given``."""
+    """Whether the graph does not allocate the memory itself, as ``GraphValue.given``."""
 
 
 def alias_sets(flow: Dataflow) -> tuple[AliasSet, ...]:
@@ -77,8 +76,8 @@ def alias_sets(flow: Dataflow) -> tuple[AliasSet, ...]:
     [(('a', 'b'), 0, 3)]
     """
     sets = UnionFind(len(flow.values))
-    for one, other in flow.shared:
-        sets.union(one, other)
+    for first, second in flow.shared:
+        sets.union(first, second)
     groups = defaultdict(list)
     for number, value in enumerate(flow.values):
         groups[sets.find(number)].append(value)

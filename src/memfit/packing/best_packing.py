@@ -1,4 +1,4 @@
-"""The best packing that is found in a given time, and how good it is."""
+"""Search for the best packing within a given time, and report how close to optimal it is."""
 
 import time
 from collections.abc import Callable
@@ -10,45 +10,45 @@ import numpy.typing as npt
 from memfit.errors import MemfitError, UsageError
 from memfit.packing import exhaustive_search, greedy
 from memfit.packing.buffers import Buffers, Column, Sections, sections
-from memfit.packing.exhaustive_search import Answer
-from memfit.packing.partition import apart, lives_always, stretched
-from memfit.packing.validator import wrong
+from memfit.packing.exhaustive_search import SearchStatus
+from memfit.packing.partition import always_live, partition, treat_as_always_live
+from memfit.packing.validator import find_violation
 
-_CLOSE = 1000
-"""A packing that is above the bound by less than this part of it is not improved upon."""
+_CLOSE_ENOUGH = 1000
+"""A packing above the bound by less than one part in this many is not improved further."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Offsets for buffers."""
+    """Buffers with the offset of each."""
 
     buffers: Buffers
     offset: Column
     height: int
-    """Where the highest buffer ends: the arena's size."""
+    """Where the highest buffer ends: the memory that the packing needs."""
     bound: int
-    """No packing is below: the peak of what lives at once, or more where that is proved."""
+    """No packing is smaller: the peak of what is live at once, or a higher value if that is proved."""
     how: str
-    """What found it."""
+    """The packer that found it."""
 
     @property
     def parts(self) -> tuple[tuple[Buffers, Column], ...]:
-        """Buffers and their offsets."""
+        """The buffers and their offsets, as the only part."""
         return ((self.buffers, self.offset),)
 
     @property
     def live(self) -> int:
-        """What lives at once, at most."""
+        """The peak of what is live at once."""
         return sections(self.buffers).bound
 
     @property
     def unshared(self) -> int:
-        """What it would be if each buffer had memory of its own."""
+        """The sum of all sizes: the height if no buffers shared memory."""
         return int(self.buffers.size.sum())
 
     @property
     def is_smallest(self) -> bool:
-        """Whether it is proved that none is smaller."""
+        """Whether the packing is proved optimal."""
         return self.height == self.bound
 
 
@@ -59,86 +59,90 @@ def pack(
     seconds: float = 10.0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Packing:
-    """Pack buffers into as little as is found.
+    """Pack buffers into as little memory as possible.
 
     Args:
         buffers: at least one.
-        capacity: that is enough; less is not looked for. None: as little as there can be.
-        seconds: after which it ends with the best it has; one fast packer is always run.
-        on_progress: called with what is being tried.
+        capacity: a height that is good enough: the search stops there. None: search for the smallest.
+        seconds: time limit, after which the best packing found so far is returned; at least one greedy
+            packer always runs.
+        on_progress: called with a description of each attempt.
 
     Returns:
-        The best packing found, and checked. It may be above the capacity: there is none within it if that is
-        below ``bound``, and otherwise none was found.
+        The best packing found, after validation. Its height may exceed the capacity: no packing fits if the
+        capacity is below ``bound``; otherwise the search did not find one.
 
     Raises:
-        UsageError: ``seconds`` is no time.
+        UsageError: ``seconds`` is negative or NaN.
 
     >>> two = Buffers(np.array([0, 1]), np.array([2, 3]), np.array([4, 4]), ("a", "b"))
     >>> pack(two).height
     8
     """
-    if not seconds >= 0:  # nan is none, either
-        raise UsageError(f"The time to look must be 0 seconds or more, not {seconds}.")
+    if not seconds >= 0:  # rejects NaN, too
+        raise UsageError(f"The search time must be 0 seconds or more, not {seconds}.")
     deadline = time.monotonic() + seconds
     cut = sections(buffers)
-    always = lives_always(cut)
-    is_large = len(buffers) - int(always.sum()) > exhaustive_search.MOST
-    if is_large:  # to be searched at all, it has to come apart
-        always = stretched(cut, buffers.size)
+    always = always_live(cut)
+    is_large = len(buffers) - int(always.sum()) > exhaustive_search.MAX_BUFFERS
+    if is_large:  # too large to be searched unless it splits into parts
+        always = treat_as_always_live(cut, buffers.size)
     base = int(buffers.size[always].sum())
     offset = np.where(always, np.cumsum(np.where(always, buffers.size, 0)) - buffers.size, base)
     best = Packing(buffers, offset, base, base, "one above the other")
     if not always.all():
         room = None if capacity is None else max(capacity - base, 0)
-        above = _parts(buffers.where(~always), apart(cut, always), room, deadline, on_progress)
+        above = _pack_parts(buffers.where(~always), partition(cut, always), room, deadline, on_progress)
         offset[~always] += above.offset
         bound = cut.bound if is_large else base + above.bound
         best = Packing(buffers, offset, base + above.height, bound, above.how)
-    fault = wrong(buffers, best.offset, best.height)
-    if fault:  # the packers' fault, and whoever uses the offsets must not find out
-        raise MemfitError(f"The packing found {best.how} is none: {fault}. Please report this.")
+    violation = find_violation(buffers, best.offset, best.height)
+    if violation:  # a bug in a packer, which must not corrupt the memory of those who use the offsets
+        raise MemfitError(
+            f"Internal error: packer {best.how!r} returned an invalid packing: {violation}. "
+            "Please report this."
+        )
     return best
 
 
-def _parts(
+def _pack_parts(
     buffers: Buffers,
     part: Column,
     capacity: int | None,
     deadline: float,
     on_progress: Callable[[str], None],
 ) -> Packing:
-    """Pack buffers of several parts, which have the same memory one after the other."""
+    """Pack the buffers of several parts, which use the same memory one after another."""
     cut = sections(buffers)
     bound, enough = cut.bound, max(capacity or 0, cut.bound)
-    now, searchable = time.monotonic(), np.bincount(part).max() <= exhaustive_search.MOST
-    fast_until = now + (deadline - now) / 2 if searchable else deadline  # and what is left is for the search
-    offset, hows = _fast(buffers, cut, part, enough, fast_until, on_progress)
+    now, searchable = time.monotonic(), np.bincount(part).max() <= exhaustive_search.MAX_BUFFERS
+    greedy_until = now + (deadline - now) / 2 if searchable else deadline  # the rest is for the search
+    offset, hows = _pack_greedily(buffers, cut, part, enough, greedy_until, on_progress)
     heights = _heights(buffers, offset, part)
-    look = _least if capacity is None else _within
-    known: dict[bytes, Packing] = {}
-    too_high = [one for one in np.argsort(-heights).tolist() if heights[one] > enough]
-    for left, one in zip(range(len(too_high), 0, -1), too_high, strict=True):
-        inside = part == one
-        its = buffers.where(inside)
-        if heights[one] <= enough or len(its) > exhaustive_search.MOST:
+    search = _search_smallest if capacity is None else _search_capacity
+    solved: dict[bytes, Packing] = {}
+    too_high = [index for index in np.argsort(-heights).tolist() if heights[index] > enough]
+    for left, index in zip(range(len(too_high), 0, -1), too_high, strict=True):
+        inside = part == index
+        members = buffers.where(inside)
+        if heights[index] <= enough or len(members) > exhaustive_search.MAX_BUFFERS:
             continue
-        begin = its.lower.min()
-        shape = np.stack([its.lower - begin, its.upper - begin, its.size]).tobytes()
-        if shape not in known:
+        begin = members.lower.min()
+        shape = np.stack([members.lower - begin, members.upper - begin, members.size]).tobytes()
+        if shape not in solved:
             now = time.monotonic()
-            its_cut = sections(its)
-            greedy_one = _packing(its, offset[inside], its_cut.bound, str(hows[one]))
+            part_cut = sections(members)
+            greedy_packing = _packing(members, offset[inside], part_cut.bound, str(hows[index]))
             until = now + (deadline - now) / left
-            known[shape] = look(greedy_one, its_cut, enough, until, on_progress)
-        found = known[shape]
-        offset[inside], heights[one], hows[one] = found.offset, found.height, found.how
+            solved[shape] = search(greedy_packing, part_cut, enough, until, on_progress)
+        found = solved[shape]
+        offset[inside], heights[index], hows[index] = found.offset, found.height, found.how
         bound = max(bound, found.bound)
-        enough = max(enough, found.height)  # where one part needs as much, no other need be smaller
+        enough = max(enough, found.height)  # no part need be smaller than the highest one
     return _packing(buffers, offset, bound, str(hows[np.argmax(heights)]))
 
 
-def _fast(
+def _pack_greedily(
     buffers: Buffers,
     cut: Sections,
     part: Column,
@@ -146,7 +150,7 @@ def _fast(
     deadline: float,
     on_progress: Callable[[str], None],
 ) -> tuple[Column, npt.NDArray[np.object_]]:
-    """Return for each part the best of the fast packers' packings, or the first that is good enough."""
+    """Return the best greedy packing of each part, stopping once all parts are within ``enough``."""
     best = np.zeros(len(buffers), np.int64)
     heights = np.full(int(part.max()) + 1, np.iinfo(np.int64).max)
     hows = np.full(len(heights), "", object)
@@ -168,37 +172,37 @@ def _heights(buffers: Buffers, offset: Column, part: Column) -> Column:
     return heights
 
 
-def _least(
+def _search_smallest(
     best: Packing, cut: Sections, bound: int, deadline: float, on_progress: Callable[[str], None]
 ) -> Packing:
-    """Search for the smallest packing: at the bound, then halfway to it again and again.
+    """Search for the smallest packing: first at the bound, then by bisection between the bound and the best.
 
-    Each search has half of the time that is left: at the bound it may be endless, and a little above it easy.
+    Each search gets half of the time left: at the bound it may never end, and slightly above it be easy.
     """
     target, out_of_reach = bound, bound
     while best.height > target and time.monotonic() < deadline:
         now = time.monotonic()
-        best = _within(best, cut, target, now + (deadline - now) / 2, on_progress)
+        best = _search_capacity(best, cut, target, now + (deadline - now) / 2, on_progress)
         if best.height > target:
             out_of_reach = target
-        if (best.height - out_of_reach - 1) * _CLOSE <= out_of_reach:
+        if (best.height - out_of_reach - 1) * _CLOSE_ENOUGH <= out_of_reach:
             break
         target = max(bound, (out_of_reach + best.height) // 2)
     return best
 
 
-def _within(
+def _search_capacity(
     best: Packing, cut: Sections, capacity: int, deadline: float, on_progress: Callable[[str], None]
 ) -> Packing:
-    """Search for a packing within a capacity; return the best one known, and what was proved."""
+    """Search for a packing within a capacity; return the best one known, with the bound raised if proved."""
 
-    def told(nodes: int) -> None:
+    def report(nodes: int) -> None:
         on_progress(f"search for {capacity:,} · {nodes:,} nodes")
 
-    found = exhaustive_search.find(best.buffers, cut, capacity, deadline, told)
+    found = exhaustive_search.search_within(best.buffers, cut, capacity, deadline, report)
     if found.offset is not None:
         return _packing(best.buffers, found.offset, best.bound, "by search")
-    return replace(best, bound=capacity + 1) if found.answer is Answer.INFEASIBLE else best
+    return replace(best, bound=capacity + 1) if found.status is SearchStatus.INFEASIBLE else best
 
 
 def _packing(buffers: Buffers, offset: Column, bound: int, how: str) -> Packing:

@@ -1,9 +1,9 @@
-"""Buffers and offsets as comma-separated values, as minimalloc reads and writes them.
+"""Read buffers and write packings as CSV, in the format of minimalloc.
 
     id,lower,upper,size            id,lower,upper,size,offset
     b1,0,3,4               ──>     b1,0,3,4,8
 
-Columns may come in any order; others are passed over, and so are blank lines.
+Columns may come in any order. Other columns and blank lines are ignored.
 """
 
 import csv
@@ -17,95 +17,98 @@ from memfit.errors import FileFormatError
 from memfit.packing.buffers import Buffers, Column
 
 _COLUMNS = ("id", "lower", "upper", "size")
-_MOST = 1 << 62
-"""What times are below, and all sizes together: sums of them stay within 64 bits."""
+_LIMIT = 1 << 62
+"""Exclusive limit of times, and of the sum of all sizes, so that sums stay within 64 bits."""
 
 
 def read_buffers(path: Path) -> Buffers:
-    """Read buffers.
+    """Read buffers from a CSV file.
 
     Raises:
-        FileFormatError: no such file, not such a table, or a buffer that cannot be; the message names line
-            and column.
+        FileFormatError: the file cannot be read, is not such a table, or contains an invalid buffer; the
+            message names the line and the column.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise FileFormatError(f"Cannot read {path}: it is not text.") from None
+        raise FileFormatError(f"Cannot read {path}: it is not UTF-8 text.") from None
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         header = next((row for row in rows if row), None)
         if header is None:
-            raise FileFormatError(f"Cannot read {path}: it is empty. Its first line is {','.join(_COLUMNS)}.")
-        places = _places([name.strip() for name in header])
+            raise FileFormatError(
+                f"Cannot read {path}: it is empty. The first line must be {','.join(_COLUMNS)}."
+            )
+        columns = _find_columns([name.strip() for name in header])
         names: dict[str, int] = {}
-        found = []
+        buffers = []
         for row in rows:
             if row:
-                name, *numbers = _buffer(row, places)
-                _add(names, name, rows.line_num)
-                found.append(numbers)
-    except (_FaultError, csv.Error) as fault:
-        raise FileFormatError(f"Cannot read {path}: line {max(rows.line_num, 1)}: {fault}.") from None
-    if not found:
-        raise FileFormatError(f"Cannot read {path}: it holds no buffer.")
-    if sum(size for *_, size in found) >= _MOST:
+                name, *numbers = _parse_row(row, columns, len(header))
+                _add_name(names, name, rows.line_num)
+                buffers.append(numbers)
+    except (_BadRowError, csv.Error) as problem:
+        raise FileFormatError(f"Cannot read {path}: line {max(rows.line_num, 1)}: {problem}.") from None
+    if not buffers:
+        raise FileFormatError(f"Cannot read {path}: it contains no buffers.")
+    if sum(size for *_, size in buffers) >= _LIMIT:
         raise FileFormatError(f"Cannot read {path}: its sizes add up to 2^62 or more.")
-    lower, upper, size = np.ascontiguousarray(np.array(found, np.int64).T)
+    lower, upper, size = np.ascontiguousarray(np.array(buffers, np.int64).T)
     return Buffers(lower, upper, size, tuple(names))
 
 
-class _FaultError(Exception):
-    """What is wrong with a line."""
+class _BadRowError(Exception):
+    """What is wrong with a row of the table."""
 
 
-def _places(header: list[str]) -> list[int]:
-    """Return where the columns are, and how many there are, with those that are passed over."""
+def _find_columns(header: list[str]) -> list[int]:
+    """Return the position of each of ``_COLUMNS`` in the header."""
     missing = [name for name in _COLUMNS if name not in header]
-    if wrong := missing or [name for name in _COLUMNS if header.count(name) > 1]:
-        said, how_many = ",".join(header)[:80], "no" if missing else "more than one"
-        raise _FaultError(
-            f"{said!r} names {how_many} column {', '.join(wrong)}; it must name {','.join(_COLUMNS)}"
+    repeated = [name for name in _COLUMNS if header.count(name) > 1]
+    if missing or repeated:
+        shown, fault = ",".join(header)[:80], "has no" if missing else "repeats"
+        raise _BadRowError(
+            f"{shown!r} {fault} column {', '.join(missing or repeated)}; "
+            f"the header must have {','.join(_COLUMNS)}, once each"
         )
-    return [*map(header.index, _COLUMNS), len(header)]
+    return [*map(header.index, _COLUMNS)]
 
 
-def _buffer(row: list[str], places: list[int]) -> tuple[str, int, int, int]:
-    *columns, count = places
-    if len(row) != count:
-        raise _FaultError(f"{len(row)} columns, where the first line has {count}")
+def _parse_row(row: list[str], columns: list[int], expected: int) -> tuple[str, int, int, int]:
+    if len(row) != expected:
+        raise _BadRowError(f"{len(row)} columns, but the header has {expected}")
     name, *texts = (row[column] for column in columns)
     if not name:
-        raise _FaultError("column id is empty")
-    lower, upper, size = map(_number, _COLUMNS[1:], texts)
+        raise _BadRowError("column id is empty")
+    lower, upper, size = map(_parse_integer, _COLUMNS[1:], texts)
     if not lower < upper:
-        raise _FaultError(f"column upper is {upper}, and must be more than lower, {lower}")
+        raise _BadRowError(f"column upper is {upper}, but must be greater than lower ({lower})")
     if size <= 0:
-        raise _FaultError(f"column size is {size}, and must be at least 1")
+        raise _BadRowError(f"column size is {size}, but must be at least 1")
     return name, lower, upper, size
 
 
-def _add(names: dict[str, int], name: str, line: int) -> None:
-    """Keep where a name is: offsets come back by name, so that each is there once."""
+def _add_name(names: dict[str, int], name: str, line: int) -> None:
+    """Record the line of a name; offsets are written by name, so that each must be unique."""
     if name in names:
-        raise _FaultError(f"column id is {name!r}, which line {names[name]} has as well")
+        raise _BadRowError(f"column id is {name!r}, which line {names[name]} already uses")
     names[name] = line
 
 
-def _number(column: str, text: str) -> int:
+def _parse_integer(column: str, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise _FaultError(f"column {column} is {text[:40]!r}, which is no integer") from None
-    if abs(number) >= _MOST:
-        raise _FaultError(f"column {column} is {number}, which is beyond 2^62")
+        raise _BadRowError(f"column {column} is {text[:40]!r}, which is not an integer") from None
+    if abs(number) >= _LIMIT:
+        raise _BadRowError(f"column {column} is {number}, but its magnitude must be below 2^62")
     return number
 
 
 def packed_table(parts: Iterable[tuple[Buffers, Column]]) -> str:
-    """Return buffers with their offsets."""
+    """Return buffers with their offsets as CSV."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow((*_COLUMNS, "offset"))

@@ -1,20 +1,20 @@
-"""The exhaustive search for hard packings: is there one within this capacity?
+"""Exhaustive search for hard packings: does any packing fit in this capacity?
 
-After Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS
-2023), written anew. What keeps it small:
+An independent implementation after Moffitt, "MiniMalloc: A Lightweight Memory Allocator for
+Hardware-Accelerated Machine Learning" (ASPLOS 2023). How the search tree is pruned:
 
-- Buffers are placed from the bottom up: each comes to lie on what is below it, and none below the one placed
-  before it. Any packing can be brought into that order by letting everything fall, so nothing is lost.
-- Among buffers that could come to lie at the same offset, those that rank lower wait until after the others:
-  swapping two neighbours in the order gives the same packing, and only one of both is looked at.
-- A buffer that would come to lie above where another one could *end* leaves a gap that this one fits into:
-  placing that one first is no worse.
-- Each section has a floor that nothing more fits under; where the floor and what is left of the section
-  exceed the capacity, the search turns back.
-- When a placed buffer was the last one to hold two spans of time together, each is searched for itself.
+- Buffers are placed from the bottom up: each rests on what is below it, at no lower offset than the buffer
+  placed before it. Letting every buffer of a packing fall brings it into that order, so nothing is lost.
+- Of buffers that could be placed at the same offset, those ranked lower wait until after the others: swapping
+  two neighbours in the order gives the same packing, and only one of the two orders is visited.
+- A buffer whose offset would be at or above where another one could *end* leaves a gap that the other fits
+  into: placing the other one first is no worse.
+- Each section has a floor below which nothing more fits. Where the floor and the bytes still to be placed in
+  the section exceed the capacity, the search backtracks.
+- When the buffer just placed was the last one to connect two spans of time, each span is searched on its own.
 
-What it tries first decides whether it ends in a second or in a year, and no order is good for all: three take
-turns, each with twice the nodes of its last turn.
+The order of the attempts decides whether the search ends within a second or a year, and no order is good for
+every problem: three orders take turns, each with twice as many nodes as in its previous turn.
 """
 
 import itertools
@@ -24,63 +24,66 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memfit.packing.buffers import Buffers, Column, Sections
-from memfit.packing.native import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search
+from memfit.packing.native import CANCELLED, FOUND, INFEASIBLE, NODE_LIMIT, search_nodes
 
 PREFERENCES = ("LAT", "TAL", "TLA")
-"""What is tried first: the most of L(ength of life), A(rea), T(otal of its fullest section), in turn."""
-MOST = 4_000
-"""Buffers beyond which no search is begun: its memory is quadratic in them."""
+"""Orders of the attempts. Sort keys, largest first: L(ifetime), A(rea), T(otal of the buffer's fullest
+section)."""
+MAX_BUFFERS = 4_000
+"""Problems with more buffers are not searched: the search needs memory quadratic in their number."""
 
 
-class Answer(StrEnum):
+class SearchStatus(StrEnum):
     """How a search ended."""
 
     FOUND = "found"
-    INFEASIBLE = "infeasible"  # it is proved: there is none
-    UNKNOWN = "unknown"  # time was up
+    INFEASIBLE = "infeasible"  # no such packing exists: this is proved
+    UNKNOWN = "unknown"  # the time ran out, or the problem is too large
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Searched:
-    """What a search found."""
+class SearchResult:
+    """The result of a search."""
 
-    answer: Answer
+    status: SearchStatus
     offset: Column | None
+    """The offset of each buffer; None unless found."""
     nodes: int
+    """Nodes of the search tree that were visited."""
 
 
-def find(
+def search_within(
     buffers: Buffers,
     cut: Sections,
     capacity: int,
     deadline: float,
     on_progress: Callable[[int], None] = lambda _: None,
-) -> Searched:
-    """Look for offsets within a capacity until ``deadline`` (``time.monotonic``).
+) -> SearchResult:
+    """Search for offsets within a capacity.
 
     Args:
-        buffers: at least one; more than ``MOST`` are not searched.
+        buffers: at least one; more than ``MAX_BUFFERS`` are not searched.
         cut: ``sections(buffers)``.
-        capacity: that no buffer may end beyond.
-        deadline: when it gives up.
-        on_progress: called with the nodes looked at so far, after each turn.
+        capacity: no buffer may end beyond it.
+        deadline: when to give up (``time.monotonic``).
+        on_progress: called with the number of nodes visited so far, after each turn.
     """
     if cut.bound > capacity:
-        return Searched(Answer.INFEASIBLE, None, 0)
-    if len(buffers) > MOST:
-        return Searched(Answer.UNKNOWN, None, 0)
+        return SearchResult(SearchStatus.INFEASIBLE, None, 0)
+    if len(buffers) > MAX_BUFFERS:
+        return SearchResult(SearchStatus.UNKNOWN, None, 0)
     nodes = 0
     for turn in itertools.count(1):
         for preference in PREFERENCES:
             limit = len(buffers) << turn
-            status, looked_at, offset = search(buffers, cut, capacity, preference, limit, deadline)
-            nodes += looked_at
+            status, visited, offset = search_nodes(buffers, cut, capacity, preference, limit, deadline)
+            nodes += visited
             on_progress(nodes)
             if status == FOUND:
-                return Searched(Answer.FOUND, offset, nodes)
+                return SearchResult(SearchStatus.FOUND, offset, nodes)
             if status == INFEASIBLE:
-                return Searched(Answer.INFEASIBLE, None, nodes)
+                return SearchResult(SearchStatus.INFEASIBLE, None, nodes)
             if status == CANCELLED or time.monotonic() >= deadline:
-                return Searched(Answer.UNKNOWN, None, nodes)
+                return SearchResult(SearchStatus.UNKNOWN, None, nodes)
             assert status == NODE_LIMIT  # noqa: S101
     raise AssertionError

@@ -1,4 +1,4 @@
-"""A graph's memory, packed: each device's into an arena of its own."""
+"""Pack the memory of a graph, each device's by itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,41 +10,41 @@ from memfit.packing.alias_sets import AliasSet, alias_sets
 from memfit.packing.best_packing import Packing
 from memfit.packing.buffers import Buffers
 from memfit.packing.lifetimes import ALIGNMENT
-from memfit.packing.run_packing import Arenas, pack_each
+from memfit.packing.run_packing import IndependentPackings, pack_each
 from memfit.records import Dataflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceArena:
-    """Memory of one device."""
+class DevicePacking:
+    """The packing of one device's memory."""
 
     device: str
     """``cuda:0``, ``cpu``."""
     packing: Packing
-    """A buffer's name is that of its set's first value."""
+    """Each buffer is named after the first value of its alias set."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedGraph(Arenas):
-    """The memory of a graph's values, packed.
+class GraphPacking(IndependentPackings):
+    """The packed memory of a graph's values.
 
-    What is given to the graph is not in it: it is there before the graph runs and after, and where it lies is
-    not for a plan of the graph to say.
+    Inputs, parameters and constants are not packed: they exist before and after the graph runs, and a plan of
+    the graph cannot decide their addresses.
     """
 
-    arenas: tuple[DeviceArena, ...]
+    arenas: tuple[DevicePacking, ...]
     sets: tuple[AliasSet, ...]
-    """All of the graph's, what is given to it too; times are positions of nodes."""
+    """All alias sets of the graph, those of its inputs included; times are positions of nodes."""
 
     @property
     def live(self) -> int:
-        """Bytes that live at once, at most; the sum of each device's."""
+        """The peak of bytes live at once, summed over devices."""
         return sum(arena.packing.live for arena in self.arenas)
 
     @property
     def given(self) -> int:
         """Bytes of inputs, parameters and constants."""
-        return sum(found.size for found in self.sets if found.given)
+        return sum(alias_set.size for alias_set in self.sets if alias_set.given)
 
 
 def pack_graph(
@@ -53,29 +53,30 @@ def pack_graph(
     capacity: int | None = None,
     seconds: float,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> PackedGraph:
-    """Pack what a graph makes.
+) -> GraphPacking:
+    """Pack the memory that a graph allocates.
 
     Args:
-        flow: what it makes and uses.
-        capacity: bytes that are enough for all arenas; None: as few as there can be.
-        seconds: that are spent at most, about.
-        on_progress: called with what is being tried.
+        flow: the values of the graph.
+        capacity: bytes that are enough for all devices together; None: as few as possible.
+        seconds: approximate time limit.
+        on_progress: called with a description of each attempt.
 
     Raises:
-        UsageError: it makes nothing.
+        UsageError: the graph allocates no memory.
     """
     sets = alias_sets(flow)
-    own = [found for found in sets if found.size and not found.given]
+    own = [alias_set for alias_set in sets if alias_set.size and not alias_set.given]
     if not own:
-        raise UsageError("There is nothing to pack: the graph makes no tensor with memory of its own.")
-    devices = list(dict.fromkeys(found.device for found in own))
-    groups = [_buffers([found for found in own if found.device == device]) for device in devices]
+        raise UsageError("There is nothing to pack: the graph allocates no memory of its own.")
+    devices = list(dict.fromkeys(alias_set.device for alias_set in own))
+    groups = [_buffers([alias_set for alias_set in own if alias_set.device == device]) for device in devices]
     packings = pack_each(groups, capacity, seconds=seconds, on_progress=on_progress)
-    return PackedGraph(tuple(map(DeviceArena, devices, packings)), sets)
+    return GraphPacking(tuple(map(DevicePacking, devices, packings)), sets)
 
 
 def _buffers(sets: list[AliasSet]) -> Buffers:
-    lower, upper, size = np.array([(found.begin, found.end, found.size) for found in sets], np.int64).T
+    rows = [(alias_set.begin, alias_set.end, alias_set.size) for alias_set in sets]
+    lower, upper, size = np.array(rows, np.int64).T
     rounded = -(-size // ALIGNMENT) * ALIGNMENT
-    return Buffers(lower.copy(), upper.copy(), rounded, tuple(found.names[0] for found in sets))
+    return Buffers(lower.copy(), upper.copy(), rounded, tuple(alias_set.names[0] for alias_set in sets))

@@ -1,6 +1,6 @@
-"""Fast packers: one buffer after the other, in an order, into a gap between those that are there.
+"""Greedy packers: place buffers one after another, in a given order, into gaps between those already placed.
 
-Real graphs are easy: one of these comes within half a per cent of the bound on nearly all of them.
+Real graphs are easy: on nearly all of them, one of these packers gets within half a percent of the bound.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.packing.buffers import Buffers, Column, Sections
-from memfit.packing.native import place
+from memfit.packing.native import place_greedily
 
 ORDERS: dict[str, Callable[[Buffers], tuple[npt.NDArray[np.number], ...]]] = {
     "size": lambda b: (b.size, b.upper - b.lower),
@@ -17,20 +17,20 @@ ORDERS: dict[str, Callable[[Buffers], tuple[npt.NDArray[np.number], ...]]] = {
     "length": lambda b: (b.upper - b.lower, b.size),
     "start": lambda b: (-b.lower, b.size),
 }
-"""What comes first: the most of the first key, then of the second."""
+"""Sort keys of each order, largest first."""
 
 
 def packings(buffers: Buffers, cut: Sections, deadline: float) -> Iterator[tuple[str, Column]]:
-    """Yield what each order and each kind of gap is called, and the offsets that it gives.
+    """Yield the name and the offsets of the packing for each order and each choice of gap.
 
-    The first is always given, whatever the deadline (``time.monotonic``).
+    The first packing is yielded whatever the deadline (``time.monotonic``).
     """
     first = True
     for name, keys in ORDERS.items():
         order = np.lexsort([-key for key in reversed(keys(buffers))])
         for gap in ("lowest", "tightest"):
             until = float("inf") if first else deadline
-            offset = place(buffers, cut, order, tightest=gap == "tightest", deadline=until)
+            offset = place_greedily(buffers, cut, order, tightest=gap == "tightest", deadline=until)
             if offset is None:
                 return
             yield f"by {name}, {gap} gap", offset

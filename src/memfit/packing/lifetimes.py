@@ -1,13 +1,13 @@
-"""Which memory lives when: from what a script asked of the allocator to buffers.
+"""Lifetimes of a script's allocations: from requests to the allocator to buffers.
 
-    requests        0  1  2  3  4  5  6          time is the position in them
+    requests        0  1  2  3  4  5  6          time is the position of a request
     malloc a        ├────────┤                   a  [0, 3)
     malloc b           ├───────────┤             b  [1, 5)
-    malloc c              ├──────────────        c  [2, 7): never freed, it lives until the end
+    malloc c              ├──────────────        c  [2, 7): never freed, so live until the end
     free a                   ·
-    free b, later               ·  ·             another stream uses it until then
+    free b, later               ·  ·             at 4, but another stream uses it until 5
 
-Training repeats its step, and so does a plan for it: see ``one_step``.
+Training repeats its step, and so does a plan of the step: see ``one_step``.
 """
 
 from collections import defaultdict, deque
@@ -19,26 +19,34 @@ from memfit.allocator.requests import RequestKind, Requests
 from memfit.packing.buffers import Buffers, Column
 
 ALIGNMENT = 512
-"""Bytes: PyTorch's blocks begin at multiples of it, and kernels count on that."""
+"""Bytes: PyTorch's blocks begin at multiples of it, and kernels rely on that."""
 CPU_ALIGNMENT = 64
-"""Bytes: ``gAlignment``, which PyTorch asks for on the CPU. Source: c10/core/alignment.h, PyTorch 2.14.1."""
+"""Bytes: ``gAlignment``, the alignment of PyTorch's CPU allocations. Source: c10/core/alignment.h, PyTorch
+2.14.1."""
 
 
-def lifetimes(asked: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, int], Buffers]:
-    """Return the buffers of each stream and pool: memory that no other stream or pool may use in between.
+def lifetimes(requests: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, int], Buffers]:
+    """Return the buffers of each stream and pool, which must not share memory with each other.
 
-    A stream runs ahead of the others, and a CUDA graph's pool is used whenever the graph is replayed, of
-    which the allocator hears nothing.
+    Streams run asynchronously, and a CUDA graph uses its pool at every replay, which the allocator does not
+    see.
 
     Returns:
-        By stream and pool (an index into ``asked.pools``), in the order in which they come. Sizes are
-        rounded up to the alignment; a buffer's name is the event that tells of its malloc.
+        Buffers by stream and pool (an index into ``requests.pools``), in the order of their first requests.
+        Sizes are rounded up to the alignment; a buffer's name is the position of its malloc in the history.
     """
     ask, block, size, stream, pool, event = (
         np.array(column, np.int64)
-        for column in (asked.ask, asked.block, asked.size, asked.stream, asked.pool, asked.event)
+        for column in (
+            requests.ask,
+            requests.block,
+            requests.size,
+            requests.stream,
+            requests.pool,
+            requests.event,
+        )
     )
-    lower = np.flatnonzero(ask == RequestKind.MALLOC)  # block n is the n-th of them
+    lower = np.flatnonzero(ask == RequestKind.MALLOC)  # the n-th malloc allocates block n
     upper = np.full(len(lower), len(ask))
     freed = np.flatnonzero(np.isin(ask, (RequestKind.FREE, RequestKind.GONE_ON)))
     upper[block[freed]] = freed
@@ -51,47 +59,49 @@ def lifetimes(asked: Requests, alignment: int = ALIGNMENT) -> dict[tuple[int, in
     }
 
 
-def last_step(asked: Requests) -> tuple[int, int, int] | None:
-    """Return the last full training step, from 1, and when it began and ended; None if there was none."""
-    ends = np.flatnonzero(np.array(asked.ask) == RequestKind.STEP)
+def last_step(requests: Requests) -> tuple[int, int, int] | None:
+    """Return the number of the last full training step, from 1, with its begin and end; None without one."""
+    ends = np.flatnonzero(np.array(requests.ask) == RequestKind.STEP)
     return (len(ends), int(ends[-2]), int(ends[-1])) if len(ends) > 1 else None
 
 
 def one_step(buffers: Buffers, begin: int, end: int) -> Buffers:
-    """Return the buffers of a training step that comes again and again, as one plan for all of them needs.
+    """Return the buffers of a repeating training step, as one plan for all repetitions needs them.
 
         step 2   │ step 3     │ step 4
-        ─────────┼────────────┼─────────     weights live through every step
-              ├──┼─┤      ├───┼──┤           a gradient of step 2, and its twin of step 3, are one place
+        ─────────┼────────────┼─────────     weights are live in every step
+              ├──┼─┤      ├───┼──┤           a gradient of step 2 and its successor of step 3: one buffer
                  │  ├───┤     │              an activation
-         ├───────┼─────────┤  │              a loss that is kept until the next one is there: two live at
-                 │     ├──────┼─────────┤    once, and its places are two
+         ├───────┼─────────┤  │              a loss that is kept until the next one exists: two are live at
+                 │     ├──────┼─────────┤    once, so they are two buffers
 
     Args:
-        buffers: of the whole run.
+        buffers: those of the whole run.
         begin: when the step begins.
         end: when it ends.
 
     Returns:
-        On a circle as long as the step.
+        Buffers in circular time, with the length of the step as their period.
     """
     period = end - begin
     lives = buffers.where((buffers.lower < end) & (buffers.upper > begin))
     old, new = lives.lower < begin, lives.upper > end
     lower = np.where(old, 0, lives.lower - begin)
     upper = np.where(new, period, lives.upper - begin)
-    once = np.ones(len(lives), bool)
-    for before, after in _twins(lives, np.flatnonzero(old & ~new), np.flatnonzero(new & ~old)):
-        if upper[before] <= lower[after]:
-            upper[after] += upper[before]
-            once[before] = False
+    kept = np.ones(len(lives), bool)
+    for predecessor, successor in _pair_successors(
+        lives, np.flatnonzero(old & ~new), np.flatnonzero(new & ~old)
+    ):
+        if upper[predecessor] <= lower[successor]:
+            upper[successor] += upper[predecessor]
+            kept[predecessor] = False
         else:
-            lower[[before, after]], upper[[before, after]] = 0, period
-    return Buffers(lower, upper, lives.size, lives.names, period).where(once)
+            lower[[predecessor, successor]], upper[[predecessor, successor]] = 0, period
+    return Buffers(lower, upper, lives.size, lives.names, period).where(kept)
 
 
-def _twins(lives: Buffers, old: Column, new: Column) -> Iterator[tuple[int, int]]:
-    """Pair what the step before left behind with what this step leaves behind: of a size, in order."""
+def _pair_successors(lives: Buffers, old: Column, new: Column) -> Iterator[tuple[int, int]]:
+    """Pair buffers left by the previous step with those this step leaves: of equal size, in order."""
     waiting: dict[int, deque[int]] = defaultdict(deque)
     for index in new[np.argsort(lives.lower[new])].tolist():
         waiting[int(lives.size[index])].append(index)

@@ -1,4 +1,4 @@
-"""The packers in C: ``c/pack.h`` describes the arguments."""
+"""Python bindings of the packers in C; ``c/pack.h`` describes the arguments."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ LIBRARY = NativeLibrary(
 load = LIBRARY.load
 
 
-def place(
+def place_greedily(
     buffers: Buffers, cut: Sections, order: Column, *, tightest: bool, deadline: float = float("inf")
 ) -> Column | None:
     """Place buffers in the given order; return None if the deadline (``time.monotonic``) passed first."""
@@ -51,7 +51,7 @@ def place(
     return offset if status == FOUND else None
 
 
-def search(
+def search_nodes(
     buffers: Buffers, cut: Sections, capacity: int, preference: str, node_limit: int, deadline: float
 ) -> tuple[int, int, Column]:
     """Search for offsets within a capacity; return the status, the nodes visited and the offsets."""
@@ -78,7 +78,7 @@ def search(
     return status, nodes.value, offset
 
 
-def _passed(argument: Any) -> Any:
+def _as_pointer(argument: Any) -> Any:
     return argument.ctypes.data if isinstance(argument, np.ndarray) else argument
 
 
@@ -93,7 +93,7 @@ def _call(
 
     def run() -> None:
         nonlocal status
-        status = function(*map(_passed, arguments))
+        status = function(*map(_as_pointer, arguments))
 
     thread = threading.Thread(target=run, name="memfit-pack")
     try:

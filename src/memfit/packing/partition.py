@@ -1,12 +1,13 @@
-"""Buffers told apart, so that each part may be packed for itself.
+"""Split a packing problem in time into parts that can be packed independently.
 
-    │ part 0  │ part 1 │ part 2  │     nothing lives on from one part to the next
+    │ part 0  │ part 1 │ part 2  │     no buffer is live in two parts
     ├─────────┴────────┴─────────┤
-    │ lives always               │     may be at the bottom: whatever else lives is either below it or above
+    │ always live                │     can be placed at the bottom, because it overlaps every other buffer
     └────────────────────────────┘
 
-Forwards that come one after another share weights alone: each is a part, and one like the other. So are the
-micro-batches of a step that accumulates gradients, once those are taken to live always; see ``stretched``.
+Consecutive forward passes share only the weights: each pass is a part, and all parts look alike. So are the
+micro-batches of a step that accumulates gradients, once the gradients are treated as always live: see
+``treat_as_always_live``.
 """
 
 import numpy as np
@@ -15,58 +16,58 @@ import numpy.typing as npt
 from memfit.packing.buffers import Column, Sections
 
 
-def apart(cut: Sections, always: npt.NDArray[np.bool_]) -> Column:
-    """Return the part, from 0, of each buffer that does not live always.
+def partition(cut: Sections, always: npt.NDArray[np.bool_]) -> Column:
+    """Return the part, from 0, of each buffer that is not always live.
 
     Args:
-        cut: the buffers' time.
-        always: which of them are at the bottom: ``lives_always(cut)``, or ``stretched``.
+        cut: the sections of the buffers.
+        always: mask of the buffers at the bottom: from ``always_live`` or ``treat_as_always_live``.
 
     >>> from memfit.packing.buffers import Buffers, sections
     >>> rows = Buffers(np.array([0, 0, 3, 4]), np.array([9, 3, 5, 9]), np.array([4, 2, 1, 1]), tuple("abcd"))
     >>> cut = sections(rows)
-    >>> apart(cut, lives_always(cut)).tolist()
+    >>> partition(cut, always_live(cut)).tolist()
     [0, 1, 1]
     """
     first, last = cut.first[~always], cut.last[~always]
-    # A life holds together what is before and after each section it has, but for its first. On a circle it
-    # may go on beyond the last section, and is counted in the second half, which stands for the first.
+    # A buffer connects each of its sections, but the first, with the section before. In circular time it may
+    # extend beyond the last section: it is then counted in the second half, which is folded onto the first.
     change = np.zeros(2 * cut.count + 1, np.int64)
     np.add.at(change, first + 1, 1)
     np.add.at(change, last, -1)
-    held = np.cumsum(change)[:-1].reshape(2, cut.count).sum(axis=0)
-    begins = np.flatnonzero(held == 0)
-    # What begins before the first part does is in the last one, which goes on over the circle's end.
+    connections = np.cumsum(change)[:-1].reshape(2, cut.count).sum(axis=0)
+    begins = np.flatnonzero(connections == 0)
+    # A buffer that begins before the first part does belongs to the last one, which wraps around.
     inside = (np.searchsorted(begins, first, "right") - 1) % max(len(begins), 1)
     return np.unique(inside, return_inverse=True)[1]
 
 
-def lives_always(cut: Sections) -> npt.NDArray[np.bool_]:
-    """Return which buffers are in every section."""
+def always_live(cut: Sections) -> npt.NDArray[np.bool_]:
+    """Return a mask of the buffers that are live in every section."""
     return cut.last - cut.first >= cut.count
 
 
-def stretched(cut: Sections, size: Column) -> npt.NDArray[np.bool_]:
-    """Return which buffers live always, or may be taken to: the bound is no higher for it.
+def treat_as_always_live(cut: Sections, size: Column) -> npt.NDArray[np.bool_]:
+    """Return a mask of the buffers that are always live, or can be treated so without raising the bound.
 
-    A packing of longer lives is one of the shorter, too; but that there is none proves nothing. Lives of more
-    than half of all sections are tried, the longest first.
+    A packing for extended lifetimes is valid for the real ones, too; that no such packing exists proves
+    nothing. Buffers live in more than half of all sections are tried, the longest-lived first.
 
     Args:
-        cut: the buffers' time.
-        size: theirs.
+        cut: the sections of the buffers.
+        size: the size of each buffer.
     """
-    always, live = lives_always(cut), cut.live.copy()
+    always, live = always_live(cut), cut.live.copy()
     length = cut.last - cut.first
-    for one in np.argsort(-length, kind="stable").tolist():
-        first, last = int(cut.first[one]), int(cut.last[one])
-        if always[one]:
+    for index in np.argsort(-length, kind="stable").tolist():
+        first, last = int(cut.first[index]), int(cut.last[index])
+        if always[index]:
             continue
         if 2 * (last - first) <= cut.count:
             break
         absent = (slice(max(last - cut.count, 0), first), slice(last, None))
-        if all(live[part].max(initial=0) + size[one] <= cut.bound for part in absent):
-            always[one] = True
-            for part in absent:
-                live[part] += size[one]
+        if all(live[span].max(initial=0) + size[index] <= cut.bound for span in absent):
+            always[index] = True
+            for span in absent:
+                live[span] += size[index]
     return always

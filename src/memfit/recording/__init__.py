@@ -1,1 +1,1 @@
-"""What a process records while a script trains: allocator history, steps, phases, modules, owners."""
+"""Record a training script while it runs: allocator history, steps, phases, modules, owners of memory."""

@@ -1,7 +1,7 @@
-"""PyTorch's history of its allocator, for as long as a recorder needs it: on, stamped, forgotten, off.
+"""PyTorch's allocator history: switch it on, stamp its events, forget past events, read it, switch it off.
 
-the recorder's own    begins with it, and ends with it; what is long past can be forgotten
-the script's          was on already: it is read, and left as it is
+the recorder's own    started and stopped by the recorder, which can forget past events
+the script's          was on already: it is read, and otherwise left alone
 """
 
 import os
@@ -15,20 +15,21 @@ import numpy.typing as npt
 import torch
 
 from memfit.ghost.ffi import Ghost, LogAction
-from memfit.recording.event_counter import CountedStamps
-from memfit.recording.hooks import LiftedHooks
-from memfit.recording.labels import LabelBook, metadata_of, serial_of
+from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
+from memfit.recording.event_labels_by_count import EventCountStamps
+from memfit.recording.hooks import InstalledHooks
 from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-_UNLOGGED = {
-    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch counts nothing: figures are the CUDA "
-    "runtime's own, without source lines. How cudaMalloc rounds is assumed: to 512 bytes below 1 MiB, to "
-    "2 MiB from there on.",
-    False: "PyTorch keeps no history with backend:cudaMallocAsync: figures are the CUDA runtime's own, "
-    "without source lines. How CUDA's pool grows is assumed: by 32 MiB.",
+_NO_HISTORY_NOTES = {
+    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch keeps no history: figures come from "
+    "calls of the CUDA runtime, without source lines. cudaMalloc is assumed to round sizes up to 512 bytes "
+    "below 1 MiB, and to 2 MiB from there on.",
+    False: "PyTorch keeps no history with backend:cudaMallocAsync: figures come from calls of the CUDA "
+    "runtime, without source lines. CUDA's memory pool is assumed to grow by 32 MiB at a time.",
 }
+"""Notes on figures without a history, by whether caching is off."""
 _FREED = ("free_requested", "free_completed")
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
@@ -39,68 +40,68 @@ _HISTORY_NAMES = {
 }
 
 
-class Recording:
-    """The history of this process.
+class AllocatorHistory:
+    """PyTorch's allocator history of this process.
 
     Args:
         ghost: the ghost that is loaded, or None on a real GPU.
-        book: whose serials go on the events.
-        most: so many events at most, the last ones.
+        book: its serials are stamped on the events.
+        limit: number of events to keep: the last ones.
     """
 
-    def __init__(self, ghost: Ghost | None, book: LabelBook, most: int = sys.maxsize) -> None:
+    def __init__(self, ghost: Ghost | None, book: LabelBook, limit: int = sys.maxsize) -> None:
         self._ghost = ghost
         self._book = book
-        self._most = most
-        self._counted: CountedStamps | None = None
+        self._limit = limit
+        self._counted: EventCountStamps | None = None
         self._record = torch.cuda.memory._record_memory_history
         self._yields = False
         self._own = True
         self.on = False
-        """Whether there is a history; otherwise the ghost's log stands for it, or nothing."""
+        """Whether PyTorch keeps a history; otherwise the ghost's log replaces it, if there is a ghost."""
         self.caveat = ""
-        """What must be known of figures that rest on that log."""
+        """Note on figures that are based on that log."""
 
     def start(self) -> None:
-        """Switch it on, with CUDA just initialised, or later: what is allocated from now on is in it."""
-        self.on = _is_kept()
+        """Switch the history on, once CUDA is initialised: it contains allocations from now on."""
+        self.on = _keeps_history()
         if self.on:
             self._own = not (self._yields and torch._C._cuda_isHistoryEnabled())
-            self._clear()
-            self._stamp()
+            self._restart()
+            self._stamp_events()
         elif self._ghost is not None:
             self._ghost.log_allocations(True)
             self._book.stamp_with(self._ghost.set_label)
 
-    def pass_over(self, hooks: LiftedHooks, said: Callable[[], None]) -> None:
-        """Have the script's own calls of ``_record_memory_history`` do nothing.
+    def ignore_calls_of_script(self, hooks: InstalledHooks, on_call: Callable[[], None]) -> None:
+        """Replace ``_record_memory_history``, so that the script's own calls have no effect.
 
         Args:
-            hooks: where everything goes that is put into PyTorch.
-            said: called at each.
+            hooks: registry of the changes to PyTorch.
+            on_call: called instead.
         """
-        hooks.replace(torch.cuda.memory, "_record_memory_history", lambda *_, **__: said())
+        hooks.replace(torch.cuda.memory, "_record_memory_history", lambda *_, **__: on_call())
 
-    def give_way(self, hooks: LiftedHooks) -> None:
-        """Leave the history to the script, if it has called ``_record_memory_history`` itself or does."""
+    def yield_to_script(self, hooks: InstalledHooks) -> None:
+        """Leave the history to the script if it calls ``_record_memory_history`` itself, now or earlier."""
         self._yields = True
 
-        def to_the_script(original: Callable[..., None], *args: object, **kwargs: object) -> None:
+        def yield_history(original: Callable[..., None], *args: object, **kwargs: object) -> None:
             self._own = False
             original(*args, **kwargs)
 
-        hooks.wrap(torch.cuda.memory, "_record_memory_history", to_the_script)
+        hooks.wrap(torch.cuda.memory, "_record_memory_history", yield_history)
 
     def forget(self) -> None:
-        """Begin anew, and have the book forget, too; a history that is the script's stays as it is."""
+        """Restart the history, unless it is the script's, and have the book forget past serials."""
         if self.on:
-            self._clear()
+            self._restart()
         self._book.forget()
         if self._counted:
-            self._stamp()
+            self._stamp_events()
 
     def stop(self) -> None:
-        """Switch it off, unless it is the script's."""
+        """Switch the history off, unless it is the script's."""
         self._book.stamp_with(None)
         set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
         if self.on and set_metadata is not None:
@@ -109,11 +110,11 @@ class Recording:
             self._record(None, clear_history=True)
 
     def serial_of(self, metadata: str) -> int:
-        """Return the serial in an event's metadata as the book counts those that it has kept, or -1."""
+        """Return the serial in an event's metadata, relative to the first that the book has kept, or -1."""
         return max(-1, serial_of(metadata) - self._book.forgotten)
 
     def serials(self, events: Events) -> npt.NDArray[np.int32]:
-        """Return the serial of each event, whose labels are what ``serial_of`` made of its metadata."""
+        """Return the serial of each event; ``events.label`` contains what ``serial_of`` returned for it."""
         if self._counted is None:
             return events.label
         serials = self._counted.serials(events.action) - self._book.forgotten
@@ -124,18 +125,18 @@ class Recording:
 
         Args:
             index: of the device.
-            failed: the last that happened, where nothing else has recorded it.
+            failed: the event of an allocation that has just failed, for a history that does not contain it.
 
         Returns:
-            What ``torch.cuda.memory._snapshot()`` returns, with what is older and still there at its
-            beginning; the allocator's settings in force.
+            A snapshot as of ``torch.cuda.memory._snapshot()``, preceded by events for the older blocks that
+            still exist, and the allocator's settings in force.
         """
-        if not _is_kept():
+        if not _keeps_history():
             in_force = {
                 "backend": torch.cuda.get_allocator_backend(),
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
-            return {"device_traces": [self._logged()], "segments": []}, in_force
+            return {"device_traces": [self._ghost_log()], "segments": []}, in_force
         snapshot = torch.cuda.memory._snapshot()
         if failed is not None and not self.on:
             now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
@@ -143,11 +144,11 @@ class Recording:
         in_force = settings(snapshot) | _environment() | _fraction(index)
         return with_earlier(snapshot, index), in_force
 
-    def _logged(self) -> list[dict[str, Any]]:
-        """Return the ghost's own log in the form of PyTorch's history, for back ends that keep none."""
+    def _ghost_log(self) -> list[dict[str, Any]]:
+        """Return the ghost's log in the form of PyTorch's history, for allocator backends that keep none."""
         if self._ghost is None:
             return []
-        self.caveat = _UNLOGGED[UNCACHED in os.environ]
+        self.caveat = _NO_HISTORY_NOTES[UNCACHED in os.environ]
         return [
             {
                 "action": action,
@@ -162,46 +163,46 @@ class Recording:
             for action in _HISTORY_NAMES[event.action]
         ]
 
-    def _clear(self) -> None:
+    def _restart(self) -> None:
         if self._own:
-            self._record("all", context="alloc", stacks="python", max_entries=self._most, clear_history=True)
+            self._record("all", context="alloc", stacks="python", max_entries=self._limit, clear_history=True)
 
-    def _stamp(self) -> None:
+    def _stamp_events(self) -> None:
         set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
         if set_metadata is None:  # PyTorch 2.8 and 2.9
-            self._counted = CountedStamps()
-            self._book.stamp_with(self._and_for_workspaces(self._counted.stamp))
+            self._counted = EventCountStamps()
+            self._book.stamp_with(self._stamping_ghost(self._counted.stamp))
         else:
-            self._book.stamp_with(self._and_for_workspaces(lambda serial: set_metadata(metadata_of(serial))))
+            self._book.stamp_with(self._stamping_ghost(lambda serial: set_metadata(metadata_of(serial))))
 
-    def _and_for_workspaces(self, stamp: Callable[[int], None]) -> Callable[[int], None]:
-        """Stamp the ghost's log of workspaces, too."""
+    def _stamping_ghost(self, stamp: Callable[[int], None]) -> Callable[[int], None]:
+        """Return a function that also stamps the ghost's log of workspaces."""
         ghost = self._ghost
         if ghost is None:
             return stamp
 
-        def both(serial: int) -> None:
+        def stamp_both(serial: int) -> None:
             stamp(serial)
             ghost.set_label(serial)
 
-        return both
+        return stamp_both
 
 
-def _is_kept() -> bool:
-    """Say whether PyTorch's allocator is one that keeps a history."""
+def _keeps_history() -> bool:
+    """Return whether PyTorch's allocator keeps a history."""
     return torch.cuda.get_allocator_backend() == "native" and UNCACHED not in os.environ
 
 
 def _environment() -> dict[str, str]:
-    """Return the settings that PyTorch began with: it knows only the last it was given."""
+    """Return the settings that PyTorch started with: it remembers only the latest ones."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {"environment": next((os.environ[name] for name in names if name in os.environ), "")}
 
 
 def _fraction(index: int) -> dict[str, str]:
-    """Return the share of the GPU that may be reserved, as a setting; nothing if that is all of it.
+    """Return the share of the GPU that PyTorch may reserve, as a setting; empty if it may reserve everything.
 
-    PyTorch keeps it as whole bytes: the script's own number is the shortest within one of them.
+    PyTorch stores the share rounded to bytes: the script's own number is the shortest within one byte of it.
     """
     fraction, total = (
         torch.cuda.get_per_process_memory_fraction(index),
@@ -210,5 +211,5 @@ def _fraction(index: int) -> dict[str, str]:
     if fraction == 1:
         return {}
     shorter = (round(fraction, digits) for digits in range(1, 16))
-    said = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
-    return {"per_process_memory_fraction": format(Decimal(repr(said)), "f")}
+    shortest = next((share for share in shorter if abs(share - fraction) * total < 1), fraction)
+    return {"per_process_memory_fraction": format(Decimal(repr(shortest)), "f")}

@@ -1,11 +1,12 @@
-"""What autocast keeps: copies of parameters in its dtype, made at their first use and dropped at its end.
+"""Identify autocast's cache: copies of parameters in a lower dtype, made on first use and dropped on exit.
 
     with torch.autocast("cuda", torch.bfloat16):
-        model(x)          copies, and for the backward the graph keeps those that it wants
-    at the end            all that only autocast still held is freed at once, and so gives itself away
+        model(x)          makes copies; the graph keeps those that its backward needs
+    on exit               copies that only autocast still held are all freed at once, which identifies them
 
 Source: ``cached_cast`` in aten/src/ATen/autocast_mode.cpp and ``autocast.__exit__`` in
-torch/amp/autocast_mode.py, PyTorch 2.14.1: of leaves that want gradients; there is no list of them to read.
+torch/amp/autocast_mode.py, PyTorch 2.14.1: autocast caches copies of leaves that require gradients; the cache
+cannot be read.
 """
 
 from collections.abc import Callable
@@ -14,36 +15,36 @@ from typing import Any
 
 import torch
 
-from memfit.recording.hooks import LiftedHooks
-from memfit.recording.labels import LabelBook
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
 from memfit.records import Action, Category, Events
 
-ENDS = "autocast's end"
-COPY = "autocast's copy of a parameter"
+EXIT_OP = "autocast exit"
+COPY_OP = "autocast's copy of a parameter"
 
 
-def watch(hooks: LiftedHooks, book: LabelBook) -> None:
-    """From now on label what happens at the end of each autocast of the process."""
+def label_autocast_exits(hooks: InstalledHooks, book: LabelBook) -> None:
+    """From now on, label the events during each exit of an autocast block."""
 
-    def leave(original: Callable[..., Any], *args: Any) -> Any:
-        with book.doing(ENDS):
+    def exit_autocast(original: Callable[..., Any], *args: Any) -> Any:
+        with book.doing(EXIT_OP):
             return original(*args)
 
-    hooks.wrap(torch.amp.autocast_mode.autocast, "__exit__", leave)
+    hooks.wrap(torch.amp.autocast_mode.autocast, "__exit__", exit_autocast)
 
 
-def mark_copies(events: Events, book: LabelBook) -> None:
-    """Name the allocations that autocast's end freed, in place; those that a graph had saved have a name."""
-    ends = {index for index, label in enumerate(book.labels) if label.op == ENDS}
-    if not ends:
+def name_copies(events: Events, book: LabelBook) -> None:
+    """Label the allocations freed on exit from autocast, in place, unless a graph has named them already."""
+    exits = {index for index, label in enumerate(book.labels) if label.op == EXIT_OP}
+    if not exits:
         return
-    made: dict[int, int] = {}
-    columns = (events.action, events.address, events.label)
-    for position, (action, address, label) in enumerate(zip(*(one.tolist() for one in columns), strict=True)):
+    allocated_at: dict[int, int] = {}
+    rows = zip(events.action.tolist(), events.address.tolist(), events.label.tolist(), strict=True)
+    for position, (action, address, label) in enumerate(rows):
         if action == Action.ALLOC:
-            made[address] = position
-        elif action == Action.FREE_REQUESTED and label in ends and address in made:
-            copy = made[address]
+            allocated_at[address] = position
+        elif action == Action.FREE_REQUESTED and label in exits and address in allocated_at:
+            copy = allocated_at[address]
             if events.category[copy] == Category.UNKNOWN:
                 events.category[copy] = Category.TEMPORARY
-                events.label[copy] = book.add(replace(book.labels[events.label[copy]], op=COPY))
+                events.label[copy] = book.add(replace(book.labels[events.label[copy]], op=COPY_OP))

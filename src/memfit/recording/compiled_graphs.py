@@ -1,12 +1,12 @@
-"""What ``torch.compile`` runs: a label for each graph, and the steps of optimizers that are compiled.
+"""Label the graphs that ``torch.compile`` runs, and count the steps of compiled optimizers.
 
-    region     a compiled function runs, from entry to return: memfit's hooks are out of sight
-    graph      one of the pieces it was cut into: labelled like a module, forward and backward
+    region     one call of a compiled function, from entry to return: memfit's hooks are suspended
+    graph      one of the graphs that the function was split into: labelled like a module
 
-A region calls its graphs, and plain Python between them where a graph breaks. Dynamo finds the process
-as it would without memfit: it is told where regions and graphs begin, and changes nothing in them.
+A region calls its graphs, with plain Python between them where the graph breaks. memfit wraps the entries of
+regions and graphs, and changes nothing inside them: Dynamo compiles the same code as without memfit.
 
-Everything is put in place when the script itself first imports ``torch._dynamo``.
+Everything is installed when the script itself first imports ``torch._dynamo``.
 """
 
 import gc
@@ -25,74 +25,73 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import LiftedHooks
-from memfit.recording.labels import LabelBook
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_hooks import ModuleHooks, requires_grad
-from memfit.recording.steps import Steps
+from memfit.recording.training_steps import StepTracker
 from memfit.records import Phase
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
-_CAPTURE = "fullgraph_capture", "get_traced_fn"  # of a PyTorch that has them
-_STEP = "Optimizer.step#"  # what torch.optim calls the profiler range of every step
-_STEPPING = "memfit_stepping"  # what a graph that is being traced keeps its optimizers under
-_COMPILES = "_torchdynamo_orig_callable"  # where what torch.compile returned keeps what it was given
+_CAPTURE = "fullgraph_capture", "get_traced_fn"  # some PyTorch versions lack them
+_STEP = "Optimizer.step#"  # prefix of the profiler range that torch.optim opens for every step
+_STEPPING = "memfit_stepping"  # attribute with the optimizers of a graph that is being traced
+_COMPILES = "_torchdynamo_orig_callable"  # attribute of a compiled function with the original one
 BEFORE_FORWARD = (Phase.SETUP, Phase.INPUT, Phase.BETWEEN)
 _PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass
-class Graph:
-    """One graph that was compiled."""
+class CompiledGraph:
+    """A compiled graph."""
 
     name: str
     """``compiled graph 0 (GPT.forward, train.py:12)``."""
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
-    """Those that step in it."""
-    seen: bool = False
-    """Whether it has run."""
+    """Optimizers that step in the graph."""
+    has_run: bool = False
 
 
 class CompiledCode:
-    """Watches what is compiled in this process.
+    """Watches compiled code in this process.
 
     Args:
-        book: where labels are kept.
-        hooks: what must be out of sight of compiled code.
+        book: holds the labels.
+        hooks: the hooks to suspend while compiled code runs.
         steps: counts the steps of optimizers.
-        modules: labels modules; None for steps alone.
-        hold_parameters: called with the arguments of a graph that are parameters, once.
+        modules: labels modules; None to count steps only.
+        record_parameters: called once per graph, with the arguments that are parameters.
     """
 
     def __init__(
         self,
         book: LabelBook,
-        hooks: LiftedHooks,
-        steps: Steps,
+        hooks: InstalledHooks,
+        steps: StepTracker,
         modules: ModuleHooks | None,
-        hold_parameters: Callable[[Iterable[torch.Tensor]], None],
+        record_parameters: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:
         self._book = book
         self._hooks = hooks
         self._steps = steps
         self._modules = modules
-        self._hold_parameters = hold_parameters
-        self._graphs: list[Graph] = []
+        self._record_parameters = record_parameters
+        self._graphs: list[CompiledGraph] = []
         self._codes: Counter[CodeType] = Counter()
-        self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region had a backward
+        self._differentiable: dict[int, bool] = {}  # thread -> whether a graph of its region has a backward
 
     def install(self) -> None:
-        """Wait for the script to compile something."""
+        """Start watching when the script first imports ``torch._dynamo``."""
         self._hooks.on_removal(after_import("torch._dynamo", self._watch))
 
     def summary(self) -> str:
-        """Say what was compiled, in one sentence; empty if nothing was."""
+        """Return one sentence about the compiled graphs; empty if there are none."""
         if not self._graphs:
             return ""
-        again = self._codes.total() - len(self._codes)
-        made = f"torch.compile made {_count(len(self._graphs), 'graph')}"
-        if again:
-            made += f", {again} of them for code that it had compiled before"
-        return f"{made}; what they allocate is labelled by graph."
+        recompiled = self._codes.total() - len(self._codes)
+        text = f"torch.compile made {_count(len(self._graphs), 'graph')}"
+        if recompiled:
+            text += f", {recompiled} of them for code that it had compiled before"
+        return f"{text}; their allocations are labelled by graph."
 
     def _watch(self) -> None:
         from torch._dynamo import convert_frame, trace_rules
@@ -112,47 +111,47 @@ class CompiledCode:
         self._hooks.wrap(OptimizerVariable, "call_method", self._trace_optimizer)
         self._hooks.wrap(record_function, "__enter__", self._enter_range)
         self._hooks.wrap(record_function, "__exit__", self._leave_range)
-        # Asked on every call of a compiled module, to warn of hooks that its author knows nothing of.
+        # PyTorch checks this on every call of a compiled module, to warn the author of global hooks.
         any_hook = module._has_any_global_hook
 
         def any_other_hook() -> object:
-            with self._hooks.out_of_sight():
+            with self._hooks.suspended():
                 return any_hook()  # type: ignore[no-untyped-call]
 
         self._hooks.replace(module, "_has_any_global_hook", any_other_hook)
-        for context, function in _made_before(OptimizeContext):
-            context.enter_exit_hooks.append(_Entry(self._enter_region, function))
+        for context, function in _existing_contexts(OptimizeContext):
+            context.enter_exit_hooks.append(_RegionHook(self._enter_region, function))
 
     # -- regions ------------------------------------------------------------------------------
 
     def _make_region(self, original: Callable[..., Any], context: Any, function: Any) -> Any:
-        """Have a context of ``torch.compile`` tell when what it compiles is entered and left."""
+        """Have a context of ``torch.compile`` report when its function is entered and left."""
         entries = context.enter_exit_hooks
-        entries[:] = [entry for entry in entries if not isinstance(entry, _Entry)]
-        entries.append(_Entry(self._enter_region, function))
+        entries[:] = [entry for entry in entries if not isinstance(entry, _RegionHook)]
+        entries.append(_RegionHook(self._enter_region, function))
         return original(context, function)
 
     def _capture(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Have what is traced without being run (``torch.export``, ``aot_compile``) meet no hooks of ours."""
-        with self._hooks.out_of_sight():
+        """Suspend memfit's hooks while code is only traced (``torch.export``, ``aot_compile``)."""
+        with self._hooks.suspended():
             return original(*args, **options)
 
     def _enter_region(self, function: Any) -> Callable[[], None]:
         if self._hooks.removed:
-            return _nothing
+            return _do_nothing
         module: Any = getattr(function, "__self__", None)
         thread = threading.get_ident()
         outer = self._differentiable.get(thread, False)
         self._differentiable[thread] = False
         modules = self._modules if isinstance(module, torch.nn.Module) else None
         if _in_compiled_autograd():
-            modules = None  # the module is what autograd made of a backward, and no part of the model
+            modules = None  # the module is a backward traced by compiled autograd, not part of the model
         if modules is not None:
             modules.enter(module)
-        self._hooks.lift()
+        self._hooks.suspend()
 
         def leave() -> None:
-            self._hooks.lay()
+            self._hooks.resume()
             differentiable = self._differentiable[thread]
             self._differentiable[thread] = outer or differentiable
             if modules is not None:
@@ -174,8 +173,8 @@ class CompiledCode:
         return result
 
     def _unseen_optimizer(self, profiled: Any, step: FrameType) -> Optimizer | None:
-        """Return the optimizer of a step that Python makes inside a region, where its hooks are lifted."""
-        if not self._hooks.lifted or not profiled.name.startswith(_STEP):
+        """Return the optimizer of a step in plain Python inside a region, where its hooks are suspended."""
+        if not self._hooks.are_suspended or not profiled.name.startswith(_STEP):
             return None
         optimizer = step.f_locals.get("self")
         return optimizer if isinstance(optimizer, Optimizer) else None
@@ -186,14 +185,14 @@ class CompiledCode:
         self, original: Callable[..., Any], variable: Any, tx: Any, name: str, *args: Any
     ) -> Any:
         result = original(variable, tx, name, *args)
-        if name == "_init_group":  # every step begins with it, for each of its groups
+        if name == "_init_group":  # every step begins by calling it, for each parameter group
             vars(tx.output).setdefault(_STEPPING, []).append(variable.value)
         return result
 
     def _compile(self, original: Callable[..., Any], output: Any, *args: Any) -> Any:
         code = output.root_tx.f_code
-        place = "compiled autograd" if _in_compiled_autograd() else _place(code)
-        graph = Graph(f"compiled graph {len(self._graphs)} ({place})")
+        source = "compiled autograd" if _in_compiled_autograd() else _describe_code(code)
+        graph = CompiledGraph(f"compiled graph {len(self._graphs)} ({source})")
         graph.optimizers.update(vars(output).pop(_STEPPING, ()))
         self._graphs.append(graph)
         self._codes[code] += 1
@@ -206,21 +205,25 @@ class CompiledCode:
         return run
 
     def _run(
-        self, graph: Graph, compiled: Callable[..., Any], inputs: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        graph: CompiledGraph,
+        compiled: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
     ) -> Any:
         if self._hooks.removed:
             return compiled(*inputs, **keywords)
-        if not graph.seen:
-            graph.seen = True
-            self._hold_parameters([value for value in inputs if isinstance(value, torch.nn.Parameter)])
+        if not graph.has_run:
+            graph.has_run = True
+            self._record_parameters([value for value in inputs if isinstance(value, torch.nn.Parameter)])
         for optimizer in graph.optimizers:
             self._steps.enter_optimizer(optimizer)
         before = self._book.current()
         label = self._book.labels[before]
         differentiable = torch.is_grad_enabled() and requires_grad(inputs)
         phase = label.phase
-        opens = differentiable and phase in BEFORE_FORWARD and not self._steps.in_backward
-        if opens:
+        begins_forward = differentiable and phase in BEFORE_FORWARD and not self._steps.in_backward
+        if begins_forward:
             phase = Phase.FORWARD
             self._steps.enter_forward()
         since = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -233,15 +236,15 @@ class CompiledCode:
             self._differentiable[threading.get_ident()] = True
             if self._modules is not None:
                 self._modules.claim((result,), since, label.module, sys._getframe(2), graph.name)
-            if opens:
+            if begins_forward:
                 self._steps.enter(Phase.LOSS)
         for optimizer in list(graph.optimizers):
             self._steps.leave_optimizer(optimizer)
         return result
 
 
-class _Entry:
-    """What a context of ``torch.compile`` calls on entry; what it returns is called on the way out."""
+class _RegionHook:
+    """Called by a context of ``torch.compile`` on entry; the returned function is called on exit."""
 
     def __init__(self, enter: Callable[[Any], Callable[[], None]], function: Any) -> None:
         self._enter = enter
@@ -251,8 +254,8 @@ class _Entry:
         return self._enter(self._function)
 
 
-def _made_before(kind: type) -> Iterator[tuple[Any, Any]]:
-    """Yield the contexts of what was given to ``torch.compile`` already, each with that function."""
+def _existing_contexts(kind: type) -> Iterator[tuple[Any, Any]]:
+    """Yield the contexts of functions compiled before, each with its function."""
     for candidate in gc.get_objects():
         if type(candidate) is FunctionType and _COMPILES in vars(candidate):
             for cell in candidate.__closure__ or ():
@@ -260,21 +263,21 @@ def _made_before(kind: type) -> Iterator[tuple[Any, Any]]:
                     yield cell.cell_contents, vars(candidate)[_COMPILES]
 
 
-def _nothing() -> None:
-    """Do nothing, on the way out of a region that nobody watches any more."""
+def _do_nothing() -> None:
+    """Do nothing on exit from a region, because watching has ended."""
 
 
 def _in_compiled_autograd() -> bool:
-    """Say whether what is being called or compiled is a backward that compiled autograd wrote down."""
+    """Return whether the code being called or compiled is a backward traced by compiled autograd."""
     from torch._dynamo import compiled_autograd
 
     return compiled_autograd.in_compiled_autograd_region
 
 
-def _place(code: CodeType) -> str:
-    """Name the code that a graph was made of: ``GPT.forward, train.py:12``.
+def _describe_code(code: CodeType) -> str:
+    """Return the function and line that a graph was compiled from: ``GPT.forward, train.py:12``.
 
-    >>> _place(compile("0", "/home/me/train.py", "exec"))
+    >>> _describe_code(compile("0", "/home/me/train.py", "exec"))
     '<module>, train.py:1'
     """
     name, line = code.co_qualname, code.co_firstlineno

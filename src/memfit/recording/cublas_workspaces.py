@@ -1,29 +1,29 @@
-"""What cuBLAS works in: memory from PyTorch's allocator, of which PyTorch says nowhere where it is."""
+"""Identify the workspaces that PyTorch allocates for cuBLAS, whose addresses it does not expose."""
 
 from typing import Any
 
 import torch
 
 
-def workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
-    """Give back what cuBLAS works in, and see which blocks that were.
+def release_cublas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
+    """Release all cuBLAS workspaces, and return the blocks that this has freed.
 
-    PyTorch keeps one for each handle and stream, until the process ends, and says nowhere where they are. The
-    history is over by now: what is freed here is no part of it.
+    PyTorch keeps one workspace per handle and stream until the process ends, and does not expose their
+    addresses. The history has been read by now: these frees are not part of it.
 
     Args:
-        segments: those at the end, of PyTorch's snapshot.
+        segments: of PyTorch's snapshot at the end of the run.
 
     Returns:
-        Addresses, and the bytes that were asked for.
+        Requested bytes by address.
     """
-    before = _active(segments)
+    before = _active_blocks(segments)
     torch._C._cuda_clearCublasWorkspaces()
-    after = _active(torch.cuda.memory._snapshot()["segments"])
+    after = _active_blocks(torch.cuda.memory._snapshot()["segments"])
     return {address: size for address, size in before.items() if address not in after}
 
 
-def _active(segments: list[dict[str, Any]]) -> dict[int, int]:
+def _active_blocks(segments: list[dict[str, Any]]) -> dict[int, int]:
     return {
         block["address"]: block.get("requested_size", block["size"])
         for segment in segments

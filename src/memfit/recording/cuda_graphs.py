@@ -1,11 +1,11 @@
-"""CUDA graphs and private pools: when they come and go.
+"""CUDA graphs and private pools: mark captures, repeat captured steps at each replay, mark deleted pools.
 
-What a script's Python did once, while a graph was captured, happens again at every replay:
+The Python code that runs once, while a graph is captured, takes effect at every replay:
 
-    capture_begin ... optimizer.step() ... capture_end      remembered, and not counted
-    replay                                                  counted, as often as it comes
+    capture_begin ... optimizer.step() ... capture_end      kept, and not counted
+    replay                                                  counted, each time
 
-Memory is asked for while capturing, from the graph's own pool; a replay asks for none.
+A capture allocates from the graph's own pool; a replay allocates nothing.
 """
 
 import threading
@@ -15,73 +15,73 @@ from typing import Any
 
 import torch
 
-from memfit.recording.hooks import LiftedHooks
+from memfit.recording.hooks import InstalledHooks
 from memfit.records import MarkKind
 
-Happening = Callable[[], None]
+Replayable = Callable[[], None]
 
 
-class Replays:
-    """What happened while graphs were captured."""
+class GraphCaptures:
+    """The actions that were kept while graphs were captured, and repeated at each replay."""
 
     def __init__(self) -> None:
-        self._capturing: dict[int, list[Happening]] = {}  # thread -> what has happened so far
-        self._captured: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, list[Happening]] = (
+        self._capturing: dict[int, list[Replayable]] = {}  # thread -> actions kept so far
+        self._captured: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, list[Replayable]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def install(self, hooks: LiftedHooks, mark: Callable[[MarkKind, int], None]) -> None:
+    def install(self, hooks: InstalledHooks, mark: Callable[[MarkKind, int], None]) -> None:
         """Watch every graph and every ``MemPool`` of this process.
 
         Args:
-            hooks: where everything goes that is put into PyTorch.
-            mark: takes what happens now, and its index.
+            hooks: registry of the changes to PyTorch.
+            mark: called with the kind of a mark to place now, and its index.
         """
 
         def capture_begin(begin: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
             begin(self, *args, **options)
             mark(MarkKind.CAPTURE_BEGIN, 0)
-            replays._capturing[threading.get_ident()] = replays._captured[self] = []
+            captures._capturing[threading.get_ident()] = captures._captured[self] = []
 
         def capture_end(end: Callable[..., None], self: Any) -> None:
-            replays._capturing.pop(threading.get_ident(), None)
+            captures._capturing.pop(threading.get_ident(), None)
             mark(MarkKind.CAPTURE_END, 0)
             end(self)
 
-        def replay_again(replay: Callable[..., None], self: Any) -> None:
+        def replay_and_repeat(replay: Callable[..., None], self: Any) -> None:
             replay(self)
-            for happening in replays._captured.get(self, ()):
-                happening()
+            for action in captures._captured.get(self, ()):
+                action()
 
-        def gone(self: Any) -> None:
-            if self.use_count() == 1:  # otherwise graphs use it, and it stays
+        def mark_deletion(self: Any) -> None:
+            if self.use_count() == 1:  # otherwise a graph still uses the pool
                 mark(MarkKind.MEM_POOL_GONE, self.id[1])
 
-        replays = self
+        captures = self
         for name, around in (
             ("capture_begin", capture_begin),
             ("capture_end", capture_end),
-            ("replay", replay_again),
+            ("replay", replay_and_repeat),
         ):
             hooks.wrap(torch.cuda.CUDAGraph, name, around)
-        # Not a finalizer of weakref's: those come when the memory was given back already.
-        hooks.replace(torch.cuda.MemPool, "__del__", gone)
+        # A weakref finalizer would run too late, when the memory has already been released.
+        hooks.replace(torch.cuda.MemPool, "__del__", mark_deletion)
 
-    def captured(self, happening: Happening) -> bool:
-        """Say whether the calling thread is capturing; if so, what happens now happens at each replay."""
-        happened = self._capturing.get(threading.get_ident())
-        if happened is None:
+    def keep_for_replays(self, action: Replayable) -> bool:
+        """Keep an action for each replay if the calling thread is capturing; return whether it is."""
+        actions = self._capturing.get(threading.get_ident())
+        if actions is None:
             return False
-        happened.append(happening)
+        actions.append(action)
         return True
 
 
-def warming_up() -> bool:
-    """Say whether the calling thread works on a side stream, as what is to be captured is run before.
+def on_side_stream() -> bool:
+    """Return whether the calling thread uses a side stream, as warm-up iterations before a capture do.
 
     Source: the notes on CUDA graphs in PyTorch's documentation ("Whole-network capture").
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    # The default stream is 0; to make two Stream objects and compare them takes fifty times as long.
+    # The default stream is 0. Creating and comparing two Stream objects would take fifty times as long.
     return bool(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))

@@ -1,9 +1,9 @@
-"""What memfit has put into PyTorch: taken out again for good, or for as long as compiled code runs.
+"""A registry of memfit's hooks and patches in PyTorch: suspend them while compiled code runs, or remove them.
 
-``torch.compile`` reads those tables: it traces what it finds into the user's graph, and guards on their
-length. So while a compiled region runs, or is being compiled, memfit's own hooks are not there, and what
-is compiled is what would be compiled without memfit. They are lifted for every thread at once, because
-the tables are.
+``torch.compile`` reads PyTorch's hook tables: it traces the hooks that it finds into the user's graph, and
+guards on the lengths of the tables. So memfit's own hooks are suspended while a compiled region runs or is
+being compiled, and the compiled code is the same as without memfit. The tables are shared by all threads, and
+so is the suspension.
 """
 
 import functools
@@ -20,23 +20,23 @@ _Table = OrderedDict[int, Any]
 _ABSENT = object()
 
 
-class LiftedHooks:
-    """The hooks of this process that can be lifted, and what else has to go when they go for good."""
+class InstalledHooks:
+    """The hooks in this process that can be suspended, and the actions that undo every change to PyTorch."""
 
     def __init__(self) -> None:
-        self._laid: list[tuple[_Table, int, Any]] = []  # (table, key in it, what stands there)
-        self._regions = 0
+        self._hooks: list[tuple[_Table, int, Any]] = []  # (table, key, hook)
+        self._suspensions = 0
         self._lock = threading.Lock()
         self._undo: list[Callable[[], None]] = []
         self.removed = False
-        """Whether they are gone for good."""
+        """Whether everything has been removed for good."""
 
     def add(self, handle: "RemovableHandle") -> None:
-        """Lift the hook of a handle, too, from now on; every table that it stands in."""
+        """Add a hook, in every table that contains it."""
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             table = reference()
             if table is not None:
-                self._laid.append((table, handle.id, table[handle.id]))
+                self._hooks.append((table, handle.id, table[handle.id]))
         self.on_removal(handle.remove)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -45,66 +45,66 @@ class LiftedHooks:
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self.removed:  # somebody has kept it, or wrapped it in turn
+            if self.removed:  # the script has kept a reference, or has wrapped the wrapper
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
         self.replace(owner, name, wrapped)
 
     def replace(self, owner: Any, name: str, value: object) -> None:
-        """Put something else at ``owner.name``."""
+        """Replace ``owner.name`` by a value, until removal."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
 
-        def put_back() -> None:
+        def restore() -> None:
             if vars(owner).get(name) is not value:
-                return  # somebody has put something of theirs there since
+                return  # other code has replaced it since
             if before is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
 
-        self.on_removal(put_back)
+        self.on_removal(restore)
 
     def on_removal(self, action: Callable[[], None]) -> None:
-        """Have something done when all is removed; what came last is done first."""
+        """Add an action to run on removal; the last one added runs first."""
         self._undo.append(action)
 
     def remove(self) -> None:
-        """Take everything out, for good."""
+        """Remove everything for good."""
         self.removed = True
         with self._lock:
-            self._laid.clear()
+            self._hooks.clear()
         while self._undo:
             self._undo.pop()()
 
     @property
-    def lifted(self) -> bool:
-        """Whether they are lifted now."""
-        return self._regions > 0
+    def are_suspended(self) -> bool:
+        """Whether the hooks are suspended now."""
+        return self._suspensions > 0
 
-    def lift(self) -> None:
-        """Take the hooks out of their tables, until as many calls of ``lay``."""
+    def suspend(self) -> None:
+        """Take the hooks out of their tables until ``resume`` has been called as often."""
         with self._lock:
-            self._regions += 1
-            if self._regions == 1:
-                for table, key, _ in self._laid:
+            self._suspensions += 1
+            if self._suspensions == 1:
+                for table, key, _ in self._hooks:
                     table.pop(key, None)
 
-    def lay(self) -> None:
-        """Put the hooks back where they were: before those of the script."""
+    def resume(self) -> None:
+        """Put the hooks back into their tables, before those of the script."""
         with self._lock:
-            self._regions -= 1
-            if self._regions == 0:
-                for table, key, hook in reversed(self._laid):
+            self._suspensions -= 1
+            if self._suspensions == 0:
+                for table, key, hook in reversed(self._hooks):
                     table[key] = hook
                     table.move_to_end(key, last=False)
 
     @contextmanager
-    def out_of_sight(self) -> Iterator[None]:
-        """Lift the hooks within."""
-        self.lift()
+    def suspended(self) -> Iterator[None]:
+        """Suspend the hooks within."""
+        self.suspend()
         try:
             yield
         finally:
-            self.lay()
+            self.resume()

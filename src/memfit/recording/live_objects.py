@@ -1,6 +1,6 @@
-"""Every model, optimizer and tensor with a graph that is alive now: for a run that was not asked as it went.
+"""Find every live model, optimizer and tensor, for a run whose objects were not inspected on the way.
 
-Looking at all objects of the process takes tens of milliseconds: once, when memory has run out.
+Examining all objects of the process takes tens of milliseconds, and is done once, when memory has run out.
 """
 
 import gc
@@ -11,38 +11,39 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Living:
-    """What is alive."""
+class LiveObjects:
+    """The objects that are alive."""
 
     roots: tuple[torch.nn.Module, ...]
-    """Modules that no other module holds."""
+    """Outermost modules."""
     optimizers: tuple[Optimizer, ...]
     differentiable: tuple[torch.Tensor, ...]
-    """Tensors that a graph leads back from."""
+    """Tensors with a ``grad_fn``."""
     others: tuple[torch.Tensor, ...]
+    """Tensors without one."""
 
 
-def living() -> Living:
-    """Find what is alive; objects that ``gc.freeze`` was called on cannot be found."""
+def find_live_objects() -> LiveObjects:
+    """Return the live objects, except those hidden by ``gc.freeze``."""
     modules: list[torch.nn.Module] = []
     optimizers: list[Optimizer] = []
     tensors: list[torch.Tensor] = []
     for candidate in gc.get_objects():
-        kind = type(candidate)  # isinstance asks the object, and proxies answer for others
+        kind = type(candidate)  # isinstance would consult __class__, with which proxies impersonate others
         if issubclass(kind, torch.nn.Module):
             modules.append(candidate)
         elif issubclass(kind, Optimizer):
             optimizers.append(candidate)
         elif issubclass(kind, torch.Tensor):
             tensors.append(candidate)
-    held = {id(child) for module in modules for child in _children(module)}
-    with torch._C.DisableTorchFunctionSubclass():  # of tensors that are more, nothing of theirs is run
+    children = {id(child) for module in modules for child in _children(module)}
+    with torch._C.DisableTorchFunctionSubclass():  # run no code of tensor subclasses
         differentiable = tuple(tensor for tensor in tensors if tensor.grad_fn is not None)
         others = tuple(tensor for tensor in tensors if tensor.grad_fn is None)
-    roots = tuple(module for module in modules if id(module) not in held)
-    return Living(roots, tuple(optimizers), differentiable, others)
+    roots = tuple(module for module in modules if id(module) not in children)
+    return LiveObjects(roots, tuple(optimizers), differentiable, others)
 
 
 def _children(module: torch.nn.Module) -> tuple[torch.nn.Module | None, ...]:
-    # One that is being built, and that super().__init__() was not called of yet, has none.
+    # A module under construction, before super().__init__(), has no _modules.
     return tuple(vars(module).get("_modules", {}).values())

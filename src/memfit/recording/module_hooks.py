@@ -1,11 +1,11 @@
-"""Which module is running, and which module each backward node belongs to.
+"""Label each thread with the module that is running, in the forward and in the backward.
 
 Forward: global module hooks keep a stack of active modules per thread and label the thread.
 
 Backward: kernels of the backward run on autograd's own thread, without a Python frame. So when a
-module returns, the autograd graph is walked from its outputs back to what existed before it was
-called; nodes that no inner module has claimed are its own, and each gets a pre-hook that labels the
-thread it runs on. Nodes are marked as claimed in their own ``metadata``: holding them anywhere else
+module returns, the autograd graph is walked from its outputs back to the nodes that existed before the
+call. Nodes that no inner module has claimed belong to it, and each gets a pre-hook that labels the
+thread it runs on. Nodes are marked as claimed in their own ``metadata``: keeping them anywhere else
 would keep their saved tensors alive and change what is measured.
 """
 
@@ -25,8 +25,8 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
 )
 
-from memfit.recording.hooks import LiftedHooks
-from memfit.recording.labels import LabelBook
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_names import ModuleNames
 from memfit.records import Phase
 from memfit.trace.stack_table import StackTable
@@ -40,12 +40,12 @@ class ModuleHooks:
     """Labels the running module, forward and backward.
 
     Args:
-        book: where labels are kept.
-        stacks: where the source lines of forwards are kept, for the backward.
-        in_backward: whether a backward pass is running, which makes a forward a recomputation.
+        book: holds the labels.
+        stacks: holds the source lines of forwards, for the backward.
+        in_backward: returns whether a backward pass is running, which makes a forward a recomputation.
         on_root: called when an outermost module is entered outside the backward.
-        after_root: called with the label phase that follows an outermost module.
-        backward: label the backward by module, too: that takes longer than all the rest.
+        after_root: called with the phase that follows an outermost module.
+        backward: label the backward by module, too, which takes longer than everything else here.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class ModuleHooks:
         self._names_of: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._active: dict[int, list[tuple[int, int, str]]] = {}  # thread -> (label before, sequence, name)
 
-    def install(self, hooks: LiftedHooks) -> None:
-        """Put hooks on every module of the process.
+    def install(self, hooks: InstalledHooks) -> None:
+        """Hook every module of the process.
 
         Args:
-            hooks: where everything goes that is put into PyTorch.
+            hooks: registry of the changes to PyTorch.
         """
         for handle in (
             register_module_module_registration_hook(self.names.learn),
@@ -83,11 +83,11 @@ class ModuleHooks:
         hooks.wrap(torch.nn.Module, "__setstate__", self._set_state)
 
     def claim_loss(self, roots: Iterable[object], caller: FrameType) -> None:
-        """Claim what no module has claimed: nodes between the model's output and ``backward()``.
+        """Claim the nodes that no module has claimed, between the model's output and ``backward()``.
 
         Args:
-            roots: what the backward pass starts from.
-            caller: the frame that called for it.
+            roots: roots of the backward pass.
+            caller: the frame that started it.
         """
         self.claim(roots, since=-1, module="", caller=caller)
 
@@ -128,14 +128,14 @@ class ModuleHooks:
         """Label the calling thread with what follows the module entered last.
 
         Args:
-            requires_grad: of an outermost one, whether there may be a backward of what it returned.
+            requires_grad: whether the outputs of an outermost module may have a backward.
         """
         active = self._active[threading.get_ident()]
         before, _, _ = active.pop()
         if active or self._in_backward():
             self._book.use(before)
         elif requires_grad or self._book.labels[before].phase is Phase.LOSS:
-            self._after_root(Phase.LOSS)  # a teacher, or a checkpoint's first run, between model and loss
+            self._after_root(Phase.LOSS)  # or a teacher, or the first run of a checkpoint, before the loss
         else:
             self._after_root(Phase.INPUT)
 
@@ -149,41 +149,41 @@ class ModuleHooks:
     def claim(
         self, outputs: Iterable[object], since: int, module: str, caller: FrameType, op: str = ""
     ) -> None:
-        """Label the backward of what was just computed, as far as nobody has.
+        """Label the backward of some outputs, except for nodes that are claimed already.
 
         Args:
-            outputs: what was computed; tensors among them, however nested.
-            since: autograd's sequence number before it was.
-            module: path of what computed it.
-            caller: the frame that called that.
-            op: what its nodes are called; their own names if empty.
+            outputs: outputs that were just computed: tensors, however nested.
+            since: autograd's sequence number before they were computed.
+            module: path of the module that computed them.
+            caller: the frame that called the module.
+            op: the op of the nodes; empty for their own names.
         """
         if not self._by_module or _backward_is_compiled():
-            return  # hooks on nodes would be compiled with it
+            return  # hooks on nodes would be compiled with the backward
         nodes = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         seen = set(nodes)
         by_autocast = torch.is_autocast_enabled("cuda")
-        where: int | None = None
+        stack: int | None = None
         while nodes:
             node = nodes.pop()
-            metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property; the stub forgets
+            metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # the stub lacks @property
             if CLAIMED not in metadata:
                 metadata[CLAIMED] = by_autocast
-                if where is None:
-                    where = self._stacks.intern(_lines(caller))
-                node.register_prehook(self._labeller(module, op or node.name(), where))
+                if stack is None:
+                    stack = self._stacks.intern(_source_lines(caller))
+                node.register_prehook(self._labeller(module, op or node.name(), stack))
             for following, _ in node.next_functions:
                 if (
                     following is not None
                     and following not in seen
                     and ACCUMULATE not in following.name()
-                    and following._sequence_nr() >= since  # the graph's own order of creation
+                    and following._sequence_nr() >= since  # created during the call
                 ):
                     seen.add(following)
                     nodes.append(following)
 
     def label_backward(self, roots: Iterable[object]) -> None:
-        """Have the thread that a backward runs on labelled as it begins, where modules do not label it."""
+        """Label the thread of a backward when it begins, unless modules label it anyway."""
         if self._by_module or _backward_is_compiled():
             return
         for tensor in tensors_in(roots):
@@ -201,15 +201,15 @@ class ModuleHooks:
 
 
 def _backward_is_compiled() -> bool:
-    """Say whether compiled autograd is on; torch._dynamo is not imported to ask."""
+    """Return whether compiled autograd is on, without importing torch._dynamo."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
-def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+def _source_lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     """Yield ``(file, line, function)`` from a frame outwards.
 
-    A frame's locals are left alone: reading them would keep tensors alive.
+    The frames' locals are not read, which would keep tensors alive.
     """
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -217,7 +217,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 def running_module(frame: FrameType | None) -> torch.nn.Module | None:
-    """Return the innermost module that is running, as its call is among the frames from one outwards."""
+    """Return the innermost module whose call is among the frames from a given one outwards."""
     while frame is not None:
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             module: torch.nn.Module = frame.f_locals["self"]
@@ -244,5 +244,5 @@ def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
 
 
 def requires_grad(output: object) -> bool:
-    """Say whether any tensor among some objects takes part in a backward."""
+    """Return whether any tensor in an output, however nested, requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors_in((output,)))

@@ -1,4 +1,4 @@
-"""What modules are called: as ``named_modules`` of the outermost one spells it, but for wrappers."""
+"""Names of modules: their paths in ``named_modules`` of the outermost module, without wrappers."""
 
 import weakref
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from memfit.records import Label, TensorInfo
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What wrappers call the module that they wrap: both go by one name.
+"""Attributes in which wrappers keep the module that they wrap; a wrapper and its module share one name.
 
 Source: ``OptimizedModule`` in torch/_dynamo/eval_frame.py, ``clean_tensor_name`` in
 torch/distributed/fsdp/_common_utils.py, PyTorch 2.14.1.
@@ -17,7 +17,7 @@ torch/distributed/fsdp/_common_utils.py, PyTorch 2.14.1.
 
 
 def without_wrappers(path: str) -> str:
-    """Return the dotted path of a module or tensor as it would be if none had been wrapped.
+    """Return the dotted path of a module or tensor without the parts that wrappers add.
 
     >>> without_wrappers("_orig_mod.blocks.0._checkpoint_wrapped_module.fc.weight")
     'blocks.0.fc.weight'
@@ -26,17 +26,17 @@ def without_wrappers(path: str) -> str:
 
 
 class ModuleNames:
-    """Dotted names of modules, as ``named_modules`` of their outermost parent spells them.
+    """Dotted names of modules, as in ``named_modules`` of their outermost parent.
 
-    Parents are learnt when a module is registered, copied or unpickled and, for modules that came another
-    way, when an unknown one is first called. Nothing is kept alive.
+    Parents are learnt when a module is registered, copied or unpickled, and otherwise when an unknown module
+    is first called. Nothing is kept alive.
     """
 
     def __init__(self) -> None:
         self._parents: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None, str]] = {}
 
     def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Record that ``parent.name`` is ``child``; the last parent that took a shared child names it."""
+        """Record that ``parent.name`` is ``child``; the last parent to register a shared child names it."""
         if child is not None:
             self._parents[id(child)] = (weakref.ref(child), weakref.ref(parent), name)
 
@@ -49,15 +49,15 @@ class ModuleNames:
                     self.learn(parent, name, child)
 
     def learn_copy(self, parent: torch.nn.Module) -> None:
-        """Learn a module that was copied or unpickled just now, as those in it have been before it."""
+        """Learn a module that was just copied or unpickled, after its children."""
         self._parents[id(parent)] = (weakref.ref(parent), None, "")
         for name, child in getattr(parent, "_modules", {}).items():
             self.learn(parent, name, child)
 
     def outermost(self) -> set[torch.nn.Module]:
-        """Return the living modules that no other holds, as far as they are known."""
+        """Return the known live modules that have no parent."""
         found = {child() if parent is None else parent() for child, parent, _ in self._parents.values()}
-        return {one for one in found if one is not None and self._parent(one)[0] is None}
+        return {module for module in found if module is not None and self._parent(module)[0] is None}
 
     def full_name(self, module: torch.nn.Module) -> str:
         """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
@@ -76,8 +76,8 @@ class ModuleNames:
         return ".".join([type(_unwrapped(module)).__name__, *reversed(names)])
 
     def _parent(self, module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
-        """Return the module that holds a module, as far as is known, and what it calls it."""
-        if not self._knows(module):  # another may have been where it lies, and is gone
+        """Return the known parent of a module and the name of the module in it."""
+        if not self._knows(module):  # the entry may be of a deleted module with the same address
             return None, ""
         _, parent, name = self._parents[id(module)]
         return (parent() if parent is not None else None), name
@@ -88,9 +88,9 @@ class ModuleNames:
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return what a wrapper wraps, and any other module as it is."""
-    inner = module._modules  # TorchScript's modules are in no dictionary, and there is no get
-    wrapped = next((inner[name] for name in _WRAPPED if name in inner), None)
+    """Return the module that a wrapper wraps; any other module unchanged."""
+    children = module._modules  # not a dict for TorchScript modules: it has no get()
+    wrapped = next((children[name] for name in _WRAPPED if name in children), None)
     return module if wrapped is None else _unwrapped(wrapped)
 
 
@@ -100,8 +100,9 @@ _Named = TypeVar("_Named", Label, TensorInfo)
 def short_names(
     labels: tuple[Label, ...], tensors: tuple[TensorInfo, ...] = ()
 ) -> tuple[tuple[Label, ...], tuple[TensorInfo, ...]]:
-    """Drop the outermost class from modules' names where all that have a path below one share it.
+    """Drop the class of the outermost module from all module names if all dotted names share it.
 
+    >>> from memfit.records import Phase
     >>> [label.module for label in short_names((Label(Phase.FORWARD, "GPT.head", "", -1),))[0]]
     ['head']
     """
@@ -112,6 +113,6 @@ def short_names(
     prefix = f"{roots.pop()}."
 
     def shortened(named: tuple[_Named, ...]) -> tuple[_Named, ...]:
-        return tuple(replace(one, module=one.module.removeprefix(prefix)) for one in named)
+        return tuple(replace(each, module=each.module.removeprefix(prefix)) for each in named)
 
     return shortened(labels), shortened(tensors)

@@ -1,8 +1,8 @@
-"""Which live objects hold an allocation: parameters, buffers, gradients, optimizer state, autograd's graph.
+"""The objects that own memory: parameters, buffers, gradients, optimizer state, autograd's graph.
 
-Objects are asked at the moments when they are all there (what the graph saved just before a backward,
-gradients just before an optimizer steps, its state just after), and only the addresses of their storages
-are kept. Which allocation an address meant at that moment is settled from the history afterwards.
+Objects are inspected when they all exist (the tensors saved by the graph just before a backward, gradients
+just before an optimizer steps, its state just after), and only the addresses of their storages are kept. The
+allocation that each address referred to at that moment is looked up in the history after the run.
 """
 
 import weakref
@@ -18,214 +18,228 @@ from torch.optim import Optimizer
 
 from memfit.ghost.values.known_values import storage_start
 from memfit.recording.module_hooks import tensors_in
-from memfit.recording.saved_tensors import Checkpoints, Saved, leaves_of, nodes_of, saved_by
-from memfit.recording.tensor_names import Name, Named, Names, describe, local, parts
+from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_of, nodes_of, saved_by
+from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
 from memfit.records import Category, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What held allocations at one moment."""
+class OwnerSnapshot:
+    """The owners of one category at one moment."""
 
     serial: int
+    """Serial of the moment, as in ``event_labels.py``."""
     category: Category
-    found: "array[int]"
-    """Four numbers each: the storage's address, the index of its tensor, that of the op that made it, and how
-    many backwards were before what holds it was made, where a graph does: what was there before that is no
-    activation of it, but given to it."""
+    rows: "array[int]"
+    """Four numbers for each owner: the address of its storage, the indices of its tensor and of the op that
+    computed it, and the number of backwards before the node that saved it was created (0 outside graphs). An
+    allocation older than the last of those backwards is no activation of the graph, but an input to it."""
 
 
 @dataclass(slots=True)
-class Holdings:
-    """Everything that was found to hold an allocation in one run."""
+class MemoryOwners:
+    """Every owner of memory that was found in one run."""
 
     tensors: dict[TensorInfo, int] = field(default_factory=dict)
-    """What holds; values are places."""
+    """Descriptions of the tensors that own memory, with their indices."""
     ops: dict[str, int] = field(default_factory=lambda: {"": 0})
-    """Ops that made what a graph saved; values are places, the first is that of none."""
-    held: list[Held] = field(default_factory=list)
+    """Ops that computed saved tensors, with their indices; index 0 stands for no op."""
+    snapshots: list[OwnerSnapshot] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     incomplete: bool = False
-    """Whether there was an object that could not be asked."""
-    _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each
-    _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    _met: "weakref.WeakValueDictionary[int, torch.Tensor]" = field(
+    """Whether an object could not be inspected."""
+    _backwards: list[int] = field(default_factory=list)  # autograd's sequence number at each backward
+    _leaves: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # of the last graph
+    _seen_leaves: "weakref.WeakValueDictionary[int, torch.Tensor]" = field(
         default_factory=weakref.WeakValueDictionary
     )
-    _names: Names = field(default_factory=Names)
+    _names: TensorNames = field(default_factory=TensorNames)
 
     def forget(self) -> None:
-        """Forget all moments so far; what tensors are called stays known."""
-        for found in (self.tensors, self.held, self._backwards):
-            found.clear()
+        """Forget all snapshots so far; the names of tensors stay known."""
+        for past in (self.tensors, self.snapshots, self._backwards):
+            past.clear()
         self.ops = {"": 0}
 
     @contextmanager
-    def sparing(self) -> Iterator[None]:
-        """Pass over an object that cannot be asked: one that is being built, or whose own code raises."""
+    def skipping_failures(self) -> Iterator[None]:
+        """Skip an object that cannot be inspected: one under construction, or one whose own code raises."""
         try:
             yield
         except Exception:  # noqa: BLE001 - the classes of a script may do anything
             self.incomplete = True
 
-    def modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
-        """Note the buffers, gradients and parameters of some modules.
+    def record_modules(self, serial: int, roots: Mapping[torch.nn.Module, str]) -> None:
+        """Record the buffers, gradients and parameters of some modules.
 
         Args:
             serial: of this moment.
-            roots: modules that no other holds, and what each is called.
+            roots: outermost modules with their names.
         """
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
         for root, name in roots.items():
-            with self.sparing():
+            with self.skipping_failures():
                 parameters += self._names.learn(name, root.named_parameters(remove_duplicate=False))
                 buffers += self._names.learn(name, root.named_buffers(remove_duplicate=False))
-        self._note(serial, Category.BUFFER, (Named(one, self._names.of(one)) for one in buffers))
-        self.gradients(serial, parameters)
-        self.parameters(serial, parameters)
+        self._record(serial, Category.BUFFER, map(self._named, buffers))
+        self.record_gradients(serial, parameters)
+        self.record_parameters(serial, parameters)
 
-    def parameters(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Note parameters."""
-        self._note(serial, Category.PARAMETER, (Named(one, self._names.of(one)) for one in parameters))
+    def record_parameters(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
+        """Record parameters."""
+        self._record(serial, Category.PARAMETER, map(self._named, parameters))
 
-    def gradients(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
-        """Note the gradients that parameters have."""
-        self._note(
+    def record_gradients(self, serial: int, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the gradients of some parameters."""
+        self._record(
             serial,
             Category.GRADIENT,
             (
-                Named(one.grad, self._names.of(one), ".grad")
-                for one in parameters
-                if one.is_leaf and one.grad is not None
+                NamedTensor(parameter.grad, self._names.of(parameter), ".grad")
+                for parameter in parameters
+                if parameter.is_leaf and parameter.grad is not None
             ),
         )
 
-    def optimizer_state(self, serial: int, optimizer: Optimizer) -> None:
-        """Note the tensors of an optimizer's state, however nested."""
-        self._note(
+    def record_optimizer_state(self, serial: int, optimizer: Optimizer) -> None:
+        """Record the tensors of an optimizer's state, however nested."""
+        self._record(
             serial,
             Category.OPTIMIZER_STATE,
             (
-                Named(tensor, self._names.of(parameter), f".{key}")
+                NamedTensor(tensor, self._names.of(parameter), f".{key}")
                 for parameter, state in optimizer.state.items()
                 for key, value in (state.items() if isinstance(state, Mapping) else (("state", state),))
                 for tensor in tensors_in(value)
             ),
         )
 
-    def scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
-        """Note what a gradient scaler keeps."""
-        kept = (
-            ("loss scale", getattr(scaler, "_scale", None)),  # one that is switched off has none
-            ("loss scale's growth", getattr(scaler, "_growth_tracker", None)),
-            ("whether a gradient is infinite", getattr(scaler, "_per_optimizer_states", None)),
+    def record_scaler(self, serial: int, scaler: torch.amp.GradScaler) -> None:
+        """Record the tensors of a gradient scaler."""
+        tensors = (
+            ("loss scale", getattr(scaler, "_scale", None)),  # a disabled scaler has none
+            ("loss scale growth tracker", getattr(scaler, "_growth_tracker", None)),
+            ("found_inf flag", getattr(scaler, "_per_optimizer_states", None)),
         )
-        self._note_all(serial, kept)
+        self._record_buffers(serial, tensors)
 
-    def given(self, serial: int, optimizer: Optimizer) -> None:
-        """Note what a gradient scaler gives to an optimizer that is about to step and scales by itself."""
-        kept = (
+    def record_scale_passed_to(self, serial: int, optimizer: Optimizer) -> None:
+        """Record the tensors that a gradient scaler has passed to an optimizer that unscales by itself."""
+        tensors = (
             ("loss scale", getattr(optimizer, "grad_scale", None)),
-            ("whether a gradient is infinite", getattr(optimizer, "found_inf", None)),
+            ("found_inf flag", getattr(optimizer, "found_inf", None)),
         )
-        self._note_all(serial, kept)
+        self._record_buffers(serial, tensors)
 
-    def graph(self, serial: int, roots: Iterable[object], *, by_hand: bool = False) -> None:
-        """Note what autograd keeps for the backward of some tensors, and whose gradients that will make.
+    def record_graph(self, serial: int, roots: Iterable[object], *, by_hand: bool = False) -> None:
+        """Record what autograd keeps for the backward of some tensors, and the leaves of that backward.
 
         Args:
             serial: of this moment.
-            roots: tensors, however nested: what a backward pass starts from.
-            by_hand: the script has no optimizer. Leaves that one graph after another leads to are parameters
-                then, whatever they are.
+            roots: tensors, however nested: the roots of a backward pass.
+            by_hand: the script has no optimizer. Leaves of more than one graph then count as parameters,
+                whatever their type.
         """
-        ends = list(tensors_in(roots))
-        nodes = [] if _is_traced() else list(nodes_of(ends))
+        root_tensors = list(tensors_in(roots))
+        nodes = [] if _is_traced() else list(nodes_of(root_tensors))
         leaves = list(leaves_of(nodes))
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
-        again = [leaf for leaf in leaves if by_hand and self._met.get(id(leaf)) is leaf]
-        self._met.update((id(leaf), leaf) for leaf in leaves)
-        self.parameters(serial, [*again, *(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))])
-        kept = {Category.ACTIVATION: array("q"), Category.INPUT: array("q")}
+        recurring = [leaf for leaf in leaves if by_hand and self._seen_leaves.get(id(leaf)) is leaf]
+        self._seen_leaves.update((id(leaf), leaf) for leaf in leaves)
+        parameters = (leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+        self.record_parameters(serial, [*recurring, *parameters])
+        rows_of = {Category.ACTIVATION: array("q"), Category.INPUT: array("q")}
         for saved in chain(self.checkpoints.inputs(), *map(saved_by, nodes)):
-            with self.sparing():
+            with self.skipping_failures():
                 earlier = bisect_right(self._backwards, saved.sequence)
                 op = self.ops.setdefault(saved.op, len(self.ops))
-                found = kept[Category.INPUT if saved.given else Category.ACTIVATION]
+                rows = rows_of[Category.INPUT if saved.given else Category.ACTIVATION]
                 for _, address, part in _memory(saved.tensor):
-                    found.extend((address, self._place(self._of_saved(saved, part)), op, earlier))
-        for category, found in kept.items():
-            self.held.append(Held(serial, category, found))
-        self._results(serial, ends)
+                    rows.extend((address, self._index_of(self._describe_saved(saved, part)), op, earlier))
+        for category, rows in rows_of.items():
+            self.snapshots.append(OwnerSnapshot(serial, category, rows))
+        self._record_results(serial, root_tensors)
 
     @property
-    def graph_waits(self) -> bool:
-        """Whether a graph was found that keeps something for a backward."""
-        return any(held.category is Category.ACTIVATION and held.found for held in self.held)
+    def awaits_backward(self) -> bool:
+        """Whether a graph was found that keeps tensors for a backward."""
+        return any(snapshot.category is Category.ACTIVATION and snapshot.rows for snapshot in self.snapshots)
 
-    def rest(self, serial: int, computed: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
-        """Note tensors that somebody has: what nothing else is said to hold, they do.
+    def record_other_tensors(
+        self, serial: int, computed: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+    ) -> None:
+        """Record tensors that count as owners only of memory without another owner.
 
         Args:
             serial: of this moment.
-            computed: those that a graph leads back from.
-            others: what is known of these is how they are made up.
+            computed: tensors with a ``grad_fn``.
+            others: tensors of which only shape and dtype are known.
         """
-        self._results(serial, computed)
-        self._note(serial, Category.UNKNOWN, (Named(one, Name()) for one in others))
+        self._record_results(serial, computed)
+        self._record(serial, Category.UNKNOWN, (NamedTensor(tensor, TensorName()) for tensor in others))
 
-    def went_backward(self) -> None:
-        """Note that a backward pass begins: what is made from now on is none of its graph."""
+    def record_backward(self) -> None:
+        """Record that a backward pass begins: nodes created from now on are not part of its graph."""
         self._backwards.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
-    def gradients_of_graph(self, serial: int) -> None:
-        """Note what the backward of the graph noted last has made: gradients, of inputs, too."""
-        self.gradients(serial, [leaf for reference in self._leaves if (leaf := reference()) is not None])
+    def record_gradients_of_graph(self, serial: int) -> None:
+        """Record the gradients of the leaves of the last recorded graph, inputs included."""
+        self.record_gradients(serial, [leaf for ref in self._leaves if (leaf := ref()) is not None])
 
-    def workspaces(self, serial: int, sizes: Mapping[int, int]) -> None:
-        """Note what cuBLAS works in: addresses and bytes."""
-        found = array("q")
+    def record_cublas_workspaces(self, serial: int, sizes: Mapping[int, int]) -> None:
+        """Record cuBLAS workspaces: bytes by address."""
+        rows = array("q")
         for address, size in sizes.items():
-            found.extend((address, self._place(TensorInfo("", "cuBLAS workspace", "uint8", (size,))), 0, 0))
-        self.held.append(Held(serial, Category.WORKSPACE, found))
+            rows.extend((address, self._index_of(TensorInfo("", "cuBLAS workspace", "uint8", (size,))), 0, 0))
+        self.snapshots.append(OwnerSnapshot(serial, Category.WORKSPACE, rows))
 
-    def _results(self, serial: int, computed: Iterable[torch.Tensor]) -> None:
-        """Note what a graph leads back from."""
+    def _record_results(self, serial: int, computed: Iterable[torch.Tensor]) -> None:
+        """Record tensors that a graph computed."""
         results = (
-            Named(one, Name(f"result of {one.grad_fn.name()}")) for one in computed if one.grad_fn is not None
+            NamedTensor(tensor, TensorName(f"result of {tensor.grad_fn.name()}"))
+            for tensor in computed
+            if tensor.grad_fn is not None
         )
-        self._note(serial, Category.OUTPUT, results)
+        self._record(serial, Category.OUTPUT, results)
 
-    def _of_saved(self, saved: Saved, part: torch.Tensor) -> TensorInfo:
-        """Describe a part of what was saved; copies of parameters in another dtype after them."""
-        original = self._names.of(saved.cast_of) if saved.cast_of is not None else Name()
+    def _describe_saved(self, saved: SavedTensorInfo, part: torch.Tensor) -> TensorInfo:
+        """Describe a part of a saved tensor; a copy of a parameter in another dtype is named after it."""
+        original = self._names.of(saved.cast_of) if saved.cast_of is not None else TensorName()
         whose = "autocast's copy of" if saved.by_autocast else "copy of"
-        name = Name(f"{whose} {original.own}", original.module) if original.own else Name(saved.what)
-        return describe([Named(part, name)])
+        name = (
+            TensorName(f"{whose} {original.own}", original.module) if original.own else TensorName(saved.what)
+        )
+        return describe([NamedTensor(part, name)])
 
-    def _note(self, serial: int, category: Category, found: Iterable[Named]) -> None:
-        """Keep the addresses of some tensors."""
+    def _record(self, serial: int, category: Category, owners: Iterable[NamedTensor]) -> None:
+        """Record the addresses of some tensors."""
         if _is_traced():
             return
-        together: dict[int, list[Named]] = {}
-        for named in found:
-            with self.sparing():
-                for what, address, part in _memory(named.tensor):
-                    one = replace(named, tensor=part, suffix=f"{named.suffix}.{what}") if what else named
-                    together.setdefault(address, []).append(one)
-        kept = array("q")
-        for address, tensors in together.items():
-            with self.sparing():
-                kept.extend((address, self._place(describe(tensors)), 0, 0))
-        self.held.append(Held(serial, category, kept))
+        by_address: dict[int, list[NamedTensor]] = {}
+        for owner in owners:
+            with self.skipping_failures():
+                for part_name, address, part in _memory(owner.tensor):
+                    suffix = f"{owner.suffix}.{part_name}"
+                    named = replace(owner, tensor=part, suffix=suffix) if part_name else owner
+                    by_address.setdefault(address, []).append(named)
+        rows = array("q")
+        for address, tensors in by_address.items():
+            with self.skipping_failures():
+                rows.extend((address, self._index_of(describe(tensors)), 0, 0))
+        self.snapshots.append(OwnerSnapshot(serial, category, rows))
 
-    def _note_all(self, serial: int, kept: Iterable[tuple[str, object]]) -> None:
-        """Note the tensors of a scaler, however nested, by what they are."""
-        found = (Named(tensor, Name(name)) for name, value in kept for tensor in tensors_in(value))
-        self._note(serial, Category.BUFFER, found)
+    def _record_buffers(self, serial: int, tensors: Iterable[tuple[str, object]]) -> None:
+        """Record the tensors of a gradient scaler, however nested, under the names given."""
+        named = (
+            NamedTensor(tensor, TensorName(name)) for name, value in tensors for tensor in tensors_in(value)
+        )
+        self._record(serial, Category.BUFFER, named)
 
-    def _place(self, tensor: TensorInfo) -> int:
+    def _named(self, tensor: torch.Tensor) -> NamedTensor:
+        return NamedTensor(tensor, self._names.of(tensor))
+
+    def _index_of(self, tensor: TensorInfo) -> int:
         return self.tensors.setdefault(tensor, len(self.tensors))
 
 
@@ -236,24 +250,22 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_traced() -> bool:
-    """Say whether torch.jit traces: shapes are tensors, then, and to ask for them is part of the trace."""
+    """Return whether torch.jit is tracing: shapes are then tensors, and reading them adds to the trace."""
     return torch._C._get_tracing_state() is not None
 
 
 def _memory(tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield where a tensor's memory begins: nowhere if it is on the CPU, or a stand-in for others.
-
-    Of a sparse one it is in several places.
+    """Yield the parts of a tensor in GPU memory: several for a sparse tensor, none for a wrapper of tensors.
 
     Yields:
-        What of the tensor it is (``values``), its address, and the tensor that lies there.
+        The name of the part (``values``; empty for a strided tensor), its address, and the tensor at it.
     """
-    if not local(tensor).is_cuda:
+    if not local_piece(tensor).is_cuda:
         return
     for name, part in parts(tensor):
         try:
-            address = storage_start(local(part))
-        except (RuntimeError, ValueError):  # wrappers of torch.func (NotImplementedError is one); lazy ones
+            address = storage_start(local_piece(part))
+        except (RuntimeError, ValueError):  # wrappers of torch.func (NotImplementedError); lazy tensors
             continue
         if address:
             yield name, address, part if name else tensor

@@ -1,11 +1,11 @@
-"""The recorder: everything that watches a script while it runs, and the Trace that comes of it.
+"""The recorder: watches a script while it runs, and turns what it saw into a Trace.
 
-    history (PyTorch's own, exact) ──┐
-    labels   what was running ───────┼──> Trace
-    holders  what it was for ────────┘
+    allocator history   PyTorch's own, exact ────────┐
+    labels              what each thread was doing ──┼──> Trace
+    owners              what each tensor was for ────┘
 
-Nothing is touched before the script itself initialises CUDA: the history is switched on by
-PyTorch's own queue of calls for that moment.
+The recorder leaves CUDA alone until the script initialises it: the history is switched on by PyTorch's own
+queue of calls for that moment.
 """
 
 import sys
@@ -20,64 +20,64 @@ from torch.optim import Optimizer
 
 from memfit.ghost.ffi import Ghost, WorkspaceUse
 from memfit.ghost.patching.before_call import before
-from memfit.recording import autocast_copies, cublas_workspaces
-from memfit.recording.allocator_history import Recording
+from memfit.recording import autocast_copies
+from memfit.recording.allocating_functions import functions_of_events
+from memfit.recording.allocator_history import AllocatorHistory
+from memfit.recording.annotate_events import (
+    assign_labels_and_owners,
+    assign_torch_functions,
+    mark_workspaces,
+    place_marks,
+)
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
-from memfit.recording.hooks import LiftedHooks
-from memfit.recording.labels import LabelBook
-from memfit.recording.live_objects import living
+from memfit.recording.cublas_workspaces import release_cublas_workspaces
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.inferred_phases import infer_forwards
+from memfit.recording.live_objects import find_live_objects
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
-from memfit.recording.owners import Holdings, parameters_of
-from memfit.recording.phases import begin_forwards
-from memfit.recording.resolve import called, labelled, mark_spaces, placed
+from memfit.recording.owners import MemoryOwners, parameters_of
 from memfit.recording.saved_tensors import READABLE
-from memfit.recording.steps import Steps
-from memfit.recording.torch_calls import calls
-from memfit.records import (
-    DeviceUse,
-    MarkKind,
-    Note,
-    Phase,
-    Provenance,
-    ScriptEnd,
-    Trace,
-)
+from memfit.recording.training_steps import StepTracker
+from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
 from memfit.trace.history_columns import columns, pools
 from memfit.trace.snapshot import segments
 from memfit.trace.stack_table import StackTable
 from memfit.user_frame import is_user_file
 
-_MOST = 1 << 20
-"""Events of a live run's history, should it not come to a training step's end before that."""
-_UNREADABLE = (
-    "PyTorch before 2.10 does not show what a graph has saved: what the next backward frees counts as "
-    "activations, and has no name."
+_LIVE_HISTORY_LIMIT = 1 << 20
+"""Events kept of a live run, in case it records more than that before a training step ends."""
+_UNREADABLE_GRAPHS = (
+    "PyTorch before 2.10 does not expose the tensors saved by autograd: memory that the next backward frees "
+    "counts as activations, without names."
 )
-_INCOMPLETE = (
-    "Objects were passed over that cannot be asked what they hold: their own code raises, or builds them now."
+_UNREADABLE_OBJECTS = (
+    "Objects that could not be inspected were skipped: their own code raised an exception, or they were "
+    "still under construction."
 )
-_MARKED = {
+_MARKED_CALLS = {
     "_cuda_resetPeakMemoryStats": MarkKind.RESET_PEAK,
     "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
     "_cuda_emptyCache": MarkKind.EMPTY_CACHE,
     "_accelerator_emptyCache": MarkKind.EMPTY_CACHE,
 }
+"""Functions of ``torch._C`` and the mark that a call of each leaves."""
 
 
 class Recorder:
-    """Watches one script on one device.
+    """Watches one script on one device: ``install``, run the script, ``finish``, ``remove``.
 
     Args:
         ghost: the ghost that is loaded, or None on a real GPU.
-        steps: training steps after which the script is ended; None for its own end.
-        labels: False records the history and the steps alone; figures are the same, what holds them and
-            where they were made is unknown.
+        steps: training steps after which the script is ended; None to let it run to its own end.
+        labels: False to record only the history and the steps: figures are the same, but the owners of memory
+            and the places where it was allocated are unknown.
         on_change: called at changes of phase, for the progress line.
-        end_now: ends the process, for a script that will not be ended by an exception.
-        live: the script trains in earnest, for as long as it likes, and what it does not need costs nothing:
-            objects are asked at the end alone, the backward is not labelled by module, what is long past is
-            forgotten (``forget``), and a history that the script itself records is left to it.
+        end_now: ends the process, for a script that keeps catching the exception that should end it.
+        live: the script trains for real, for an unlimited time, and recording must cost it next to nothing:
+            objects are inspected only at the end, the backward is not labelled by module, old events are
+            forgotten (``forget``), and a history that the script itself records is left alone.
     """
 
     def __init__(
@@ -91,16 +91,17 @@ class Recorder:
         live: bool = False,
     ) -> None:
         self._ghost = ghost
-        self._notes: dict[tuple[str, str], Note] = {}
-        self._held = Holdings()
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._stacks = StackTable(is_user_file)
         self._with_labels = labels
         self._live = live
+        self._inspects_while_running = labels and not live
+        self._notes: dict[tuple[str, str], Note] = {}
+        self._owners = MemoryOwners()
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # outermost modules that have run
+        self._stacks = StackTable(is_user_file)
         self.book = LabelBook()
-        self._hooks = LiftedHooks()
-        self.recording = Recording(ghost, self.book, *((_MOST,) if live else ()))
-        self.steps = Steps(
+        self._hooks = InstalledHooks()
+        self._history = AllocatorHistory(ghost, self.book, *((_LIVE_HISTORY_LIMIT,) if live else ()))
+        self.steps = StepTracker(
             self.book,
             steps,
             before_optimizer=self._before_optimizer,
@@ -111,7 +112,7 @@ class Recorder:
             on_change=on_change,
             end_now=end_now,
         )
-        self.modules = ModuleHooks(
+        self._modules = ModuleHooks(
             self.book,
             self._stacks,
             in_backward=lambda: self.steps.in_backward,
@@ -119,39 +120,103 @@ class Recorder:
             after_root=self.steps.enter,
             backward=not live,
         )
-        self.compiled = CompiledCode(
+        self._compiled = CompiledCode(
             self.book,
             self._hooks,
             self.steps,
-            self.modules if labels else None,
-            hold_parameters=lambda parameters: self._held.parameters(self.book.moment(), parameters),
+            self._modules if labels else None,
+            record_parameters=self._record_parameters,
         )
 
+    # -- before the script: watching starts ---------------------------------------------------
+
     def install(self) -> None:
-        """Start watching the process: call once, when torch has been imported."""
+        """Start watching the process: call once, after torch has been imported."""
         _installed.append(self)
         self._hooks.on_removal(lambda: _installed.remove(self))
         self.steps.install(self._hooks)
         if self._with_labels:
-            self.modules.install(self._hooks)
-            autocast_copies.watch(self._hooks, self.book)
+            self._modules.install(self._hooks)
+            autocast_copies.label_autocast_exits(self._hooks, self.book)
         if self._with_labels or self._live:
-            self._held.checkpoints.watch(self._hooks)
-        self.compiled.install()
+            self._owners.checkpoints.watch(self._hooks)
+        self._compiled.install()
         if self._live:
-            self.recording.give_way(self._hooks)
-        torch.cuda._lazy_call(self._start)  # type: ignore[no-untyped-call]
+            self._history.yield_to_script(self._hooks)
+        torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
         self._mark_calls()
 
-    def remove(self) -> None:
-        """Watch no longer: PyTorch is as it was before."""
-        self._hooks.remove()
-        self.recording.stop()
+    def _on_cuda_initialised(self) -> None:
+        if self._hooks.removed or (self._live and not self._with_labels):
+            return
+        self._history.start()
+        if not self._live:
+            self._history.ignore_calls_of_script(self._hooks, self._note_ignored_call)
+
+    def _note_ignored_call(self) -> None:
+        self.note(
+            Provenance.EXACT,
+            "The script's own call of _record_memory_history was ignored: memfit is recording the history.",
+        )
+
+    def _mark_calls(self) -> None:
+        for name, kind in _MARKED_CALLS.items():
+            original = getattr(torch._C, name, None)
+            if original is not None:
+                self._hooks.replace(torch._C, name, before(self._marker(kind), original))
+
+    def _marker(self, kind: MarkKind) -> Callable[..., None]:
+        return lambda *_args: self.book.mark(kind, 0)
+
+    # -- while the script runs: owners are inspected at the moments when they all exist -------
+
+    def _enter_root(self, module: torch.nn.Module) -> None:
+        if self._inspects_while_running and module not in self._roots:  # runs only for labelled modules
+            self._roots.add(module)
+            self._record_modules((module,))
+        self.steps.enter_forward()
+
+    def _before_backward(self, roots: Iterable[object]) -> None:
+        if self._inspects_while_running:
+            self._owners.record_graph(self.book.moment(), roots, by_hand=not self.steps.optimizers)
+            self._modules.claim_loss(roots, sys._getframe(1))
+        elif self._with_labels:
+            self._modules.label_backward(roots)
+        self._owners.record_backward()
+
+    def _after_backward(self) -> None:
+        if self._inspects_while_running:
+            self._owners.record_gradients_of_graph(self.book.moment())
+
+    def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        if self._inspects_while_running:
+            self._owners.record_scaler(self.book.moment(), scaler)
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        if self._inspects_while_running:
+            parameters, moment = list(parameters_of(optimizer)), self.book.moment()
+            self._owners.record_scale_passed_to(moment, optimizer)
+            self._owners.record_gradients(moment, parameters)
+            self._owners.record_parameters(moment, parameters)
+
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        if self._inspects_while_running:
+            self._owners.record_optimizer_state(self.book.moment(), optimizer)
+
+    def _record_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._owners.record_parameters(self.book.moment(), parameters)
+
+    def _record_modules(self, modules: Iterable[torch.nn.Module]) -> None:
+        named: dict[torch.nn.Module, str] = {}
+        for module in modules:
+            with self._owners.skipping_failures():
+                named[module] = self._modules.names.full_name(module)
+        self._owners.record_modules(self.book.moment(), named)
 
     def forget(self) -> None:
-        """Forget what is past, at the end of a training step or where no step ends."""
-        self.recording.forget()
-        self._held.forget()
+        """Forget past events, at the end of a training step or where no step ends."""
+        self._history.forget()
+        self._owners.forget()
         if self.steps.completed:
             self.book.mark(MarkKind.TRAINING_STEP, self.steps.completed - 1)
 
@@ -165,13 +230,17 @@ class Recorder:
         workspaces: bool = False,
         objects: bool = False,
     ) -> None:
-        """Keep a note for the result, once."""
+        """Add a note to the result; repeated notes are added once."""
         self._notes.setdefault(
             (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects)
         )
 
     def place(self) -> str:
-        """Say where the calling thread is by its label, for want of a Python frame: a line, or the module."""
+        """Return the location of the calling thread from its label, for lack of a Python frame.
+
+        Returns:
+            A source line, or the module, or the phase.
+        """
         label = self.book.labels[self.book.current()]
         if label.stack >= 0:
             frames = [self._stacks.frames[index] for index in self._stacks.stacks[label.stack]]
@@ -179,76 +248,7 @@ class Recorder:
             return f"{frame.file}:{frame.line}"
         return label.module or label.phase
 
-    # -- while the script runs ----------------------------------------------------------------
-
-    def _start(self) -> None:
-        if self._hooks.removed or (self._live and not self._with_labels):
-            return
-        self.recording.start()
-        if not self._live:
-            self.recording.pass_over(self._hooks, self._passed_over)
-
-    def _passed_over(self) -> None:
-        self.note(
-            Provenance.EXACT,
-            "The script's own call of _record_memory_history was passed over: memfit's recording is on.",
-        )
-
-    def _mark_calls(self) -> None:
-        for name, kind in _MARKED.items():
-            original = getattr(torch._C, name, None)
-            if original is not None:
-                self._hooks.replace(torch._C, name, before(self._marking(kind), original))
-
-    def _marking(self, kind: MarkKind) -> Callable[..., None]:
-        return lambda *_args: self.book.mark(kind, 0)
-
-    def _hold_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        named: dict[torch.nn.Module, str] = {}
-        for module in modules:
-            with self._held.sparing():
-                named[module] = self.modules.names.full_name(module)
-        self._held.modules(self.book.moment(), named)
-
-    @property
-    def _asks(self) -> bool:
-        """Whether objects are asked while the script runs."""
-        return self._with_labels and not self._live
-
-    def _enter_root(self, module: torch.nn.Module) -> None:
-        if self._asks and module not in self._roots:  # only modules that are labelled are entered
-            self._roots.add(module)
-            self._hold_modules((module,))
-        self.steps.enter_forward()
-
-    def _before_backward(self, roots: Iterable[object]) -> None:
-        if self._asks:
-            self._held.graph(self.book.moment(), roots, by_hand=not self.steps.optimizers)
-            self.modules.claim_loss(roots, sys._getframe(1))
-        elif self._with_labels:
-            self.modules.label_backward(roots)
-        self._held.went_backward()
-
-    def _after_backward(self) -> None:
-        if self._asks:
-            self._held.gradients_of_graph(self.book.moment())
-
-    def _before_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        if self._asks:
-            self._held.scaler(self.book.moment(), scaler)
-
-    def _before_optimizer(self, optimizer: Optimizer) -> None:
-        if self._asks:
-            parameters, moment = list(parameters_of(optimizer)), self.book.moment()
-            self._held.given(moment, optimizer)
-            self._held.gradients(moment, parameters)
-            self._held.parameters(moment, parameters)
-
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if self._asks:
-            self._held.optimizer_state(self.book.moment(), optimizer)
-
-    # -- after it -----------------------------------------------------------------------------
+    # -- after the script: the trace ----------------------------------------------------------
 
     def finish(
         self,
@@ -260,53 +260,51 @@ class Recorder:
         index: int = 0,
         failed: Mapping[str, Any] | None = None,
     ) -> Trace:
-        """Turn what was seen into a Trace. The script has ended, or failed; its objects are still alive.
+        """Return the trace of the run. The script has ended or failed; its objects are still alive.
 
         Args:
             device: what the script ran on.
             end: how it ended.
             command: the script and its arguments.
-            versions: of what figures may depend on.
+            versions: versions of the software that figures may depend on.
             index: of the device.
-            failed: the allocation that has just failed, in the words of PyTorch's history.
+            failed: the allocation that has just failed, as an event of PyTorch's history.
         """
-        self._ask()
-        if compiled := self.compiled.summary():
+        self._inspect_objects()
+        if compiled := self._compiled.summary():
             self.note(Provenance.EXACT, compiled)
-        statistics = {
-            name: value
-            for name, value in torch.cuda.memory_stats(index).items()
-            if isinstance(value, int) and not (self._live and name.endswith(".peak"))  # of the whole run
-        }
-        with self._located():
-            snapshot, in_force = self.recording.read(index, failed)
+        statistics = self._statistics(index)
+        with self._labelling_thread():
+            snapshot, settings_in_force = self._history.read(index, failed)
         history = snapshot["device_traces"][index]
-        if self.recording.on and not self._live:  # what runs on keeps what cuBLAS works in
-            self._held.workspaces(self.book.moment(), cublas_workspaces.workspaces(snapshot["segments"]))
-        if text := self.recording.caveat:
+        if self._history.on and not self._live:  # a live run continues, and needs its cuBLAS workspaces
+            workspaces = release_cublas_workspaces(snapshot["segments"])
+            self._owners.record_cublas_workspaces(self.book.moment(), workspaces)
+        if text := self._history.caveat:
             self.note(Provenance.ASSUMED, text, sizes=True)
         events, stacks, frames = columns(
-            history, label_of=self.recording.serial_of, is_user_file=is_user_file, table=self._stacks
+            history, label_of=self._history.serial_of, is_user_file=is_user_file, table=self._stacks
         )
-        serials = self.recording.serials(events)
-        events = called(labelled(events, serials, self.book, self._held), self.book, *calls(history))
-        autocast_copies.mark_copies(events, self.book)
-        events = begin_forwards(events, self.book)
-        labels, tensors = short_names(tuple(self.book.labels), tuple(self._held.tensors))
-        missed, saved = mark_spaces(events, serials, self._spaces())
+        serials = self._history.serials(events)
+        events = assign_labels_and_owners(events, serials, self.book, self._owners)
+        events = assign_torch_functions(events, self.book, *functions_of_events(history))
+        autocast_copies.name_copies(events, self.book)
+        events = infer_forwards(events, self.book)
+        labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
+        missed, saved = mark_workspaces(events, serials, self._workspace_uses())
         if missed:
-            text = "workspaces were not found in the allocator's history: they count with the rest."
+            text = "library workspaces were not found in the allocator's history: they count as other memory."
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
             events=events,
             labels=labels,
             stacks=stacks,
             frames=frames,
-            marks=placed(self.book.marks, serials),
+            marks=place_marks(self.book.marks, serials),
             segments=segments(snapshot, index),
             device=device,
             end=end,
-            settings=in_force,
+            settings=settings_in_force,
             statistics=statistics,
             versions=versions,
             command=command,
@@ -317,65 +315,78 @@ class Recorder:
             tensors=tensors,
         )
 
-    def _ask(self) -> None:
-        """Ask the objects: those that were met on the way, or where none was asked there, all."""
+    def _inspect_objects(self) -> None:
+        """Inspect the objects that were met during the run, or all live ones if the run is live."""
         if self._live:
-            with self._held.sparing(), torch._C.DisableTorchFunctionSubclass():  # as in living()
-                self._ask_living()
+            with self._owners.skipping_failures(), torch._C.DisableTorchFunctionSubclass():
+                self._inspect_live_objects()
         elif self._with_labels:
-            never_ran = tuple(self.modules.names.outermost())  # among others: averages
-            self._ask_each(self.steps.optimizers, never_ran, tuple(self._roots))
+            never_run = tuple(self._modules.names.outermost())  # for example averaged models
+            self._inspect_models(self.steps.optimizers, never_run, tuple(self._roots))
         else:
             return
         if not READABLE:
-            self.note(Provenance.ASSUMED, _UNREADABLE)
-        if self._held.incomplete:
-            self.note(Provenance.ASSUMED, _INCOMPLETE)
+            self.note(Provenance.ASSUMED, _UNREADABLE_GRAPHS)
+        if self._owners.incomplete:
+            self.note(Provenance.ASSUMED, _UNREADABLE_OBJECTS)
 
-    def _ask_living(self) -> None:
-        alive = living()
-        self._hold_modules(alive.roots)  # now, too: what optimizers keep goes by their names
-        self._ask_each(alive.optimizers, alive.roots)
+    def _inspect_live_objects(self) -> None:
+        alive = find_live_objects()
+        self._record_modules(alive.roots)  # before the optimizers, whose state is named after parameters
+        self._inspect_models(alive.optimizers, alive.roots)
         moment = self.book.moment()
-        self._held.graph(moment, alive.differentiable)
-        self._held.rest(moment, alive.differentiable, alive.others)
+        self._owners.record_graph(moment, alive.differentiable)
+        self._owners.record_other_tensors(moment, alive.differentiable, alive.others)
 
-    def _ask_each(self, optimizers: Iterable[Optimizer], *roots: Iterable[torch.nn.Module]) -> None:
+    def _inspect_models(self, optimizers: Iterable[Optimizer], *roots: Iterable[torch.nn.Module]) -> None:
         moment = self.book.moment()
         for optimizer in optimizers:
-            with self._held.sparing():
-                self._held.parameters(moment, parameters_of(optimizer))
-                self._held.optimizer_state(moment, optimizer)
+            with self._owners.skipping_failures():
+                self._owners.record_parameters(moment, parameters_of(optimizer))
+                self._owners.record_optimizer_state(moment, optimizer)
         for modules in roots:
-            self._hold_modules(modules)
+            self._record_modules(modules)
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Label the calling thread with what it does, and in which module, where nobody labels modules."""
-        before = self.book.current()
+    def _labelling_thread(self) -> Iterator[None]:
+        """Label the calling thread with its phase and module within, if modules are not labelled anyway."""
+        label_before = self.book.current()
         if not self._with_labels:
             phase, name = self.book.phase, ""
             module = running_module(sys._getframe(1))
             if module is not None:
-                name = self.modules.names.full_name(module)
+                name = self._modules.names.full_name(module)
                 phase = Phase.RECOMPUTE if self.steps.in_backward else Phase.FORWARD
             elif self.steps.in_backward:
                 phase = Phase.BACKWARD
-            elif phase in BEFORE_FORWARD and self._held.graph_waits:
+            elif phase in BEFORE_FORWARD and self._owners.awaits_backward:
                 phase = Phase.LOSS
             self.book.use(self.book.intern(phase, name))
         try:
             yield
         finally:
-            self.book.use(before)
+            self.book.use(label_before)
 
-    def _spaces(self) -> list[WorkspaceUse]:
+    def _statistics(self, index: int) -> dict[str, int]:
+        """Return the allocator's statistics; those of a live run without peaks, which cover all of it."""
+        return {
+            name: value
+            for name, value in torch.cuda.memory_stats(index).items()
+            if isinstance(value, int) and not (self._live and name.endswith(".peak"))
+        }
+
+    def _workspace_uses(self) -> list[WorkspaceUse]:
         return self._ghost.workspace_uses() if self._ghost is not None else []
 
-
-def installed() -> Recorder | None:
-    """Return the recorder that watches this process; None if nobody does."""
-    return _installed[-1] if _installed else None
+    def remove(self) -> None:
+        """Stop watching, and leave PyTorch as it was before."""
+        self._hooks.remove()
+        self._history.stop()
 
 
 _installed: list[Recorder] = []
+
+
+def installed() -> Recorder | None:
+    """Return the recorder that watches this process, if any."""
+    return _installed[-1] if _installed else None

@@ -1,12 +1,12 @@
-"""What autograd keeps for the backward: every tensor that a node of the graph has saved.
+"""Tensors saved for the backward: every tensor that a node of the autograd graph keeps.
 
-    loss <── node ──> saved: weight, input        read as they lie: no hook is run, so that nothing is
-              │                                   recomputed (checkpointing) or fetched (offload)
+    loss <── node ──> saved: weight, input        read without unpacking: no saved-tensor hook runs, nothing
+              │                                   is recomputed (checkpointing) or fetched (offload)
              node ──> saved: ...
 
 Source: ``SavedTensor.data`` and the ``_raw_saved_*`` attributes of nodes (torch/csrc/autograd/init.cpp,
-PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and what its ``forward`` put on
-``ctx`` itself.
+PyTorch 2.14.1); a ``torch.autograd.Function`` has ``_raw_saved_tensors``, and the attributes that its
+``forward`` sets on ``ctx``.
 """
 
 import functools
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.ghost.patching.after_import import after_import
-from memfit.recording.hooks import LiftedHooks
+from memfit.recording.hooks import InstalledHooks
 from memfit.recording.module_hooks import ACCUMULATE, CLAIMED, tensors_in
 
 READABLE = hasattr(torch._C._autograd.SavedTensor, "data")
-"""Whether this PyTorch shows what a node has saved without unpacking it: 2.10 and later do."""
+"""Whether this PyTorch exposes saved tensors without unpacking them (2.10 and later)."""
 _RAW = "_raw_saved_"
 _ALL = "_raw_saved_tensors"
-_RESULT = "result"  # what the op of a node itself returned: ``result1 of NativeDropoutBackward0``
+_RESULT = "result"  # an output of the node's own op: ``result1 of NativeDropoutBackward0``
 _CAST = "ToCopyBackward0"
 _VIEWS = frozenset(
     f"{name}Backward{number}"
@@ -37,33 +37,33 @@ _VIEWS = frozenset(
     )
     for number in range(3)
 )
-"""Nodes whose result lies in the memory of their first input."""
+"""Nodes whose result shares the memory of their first input."""
 
 
-class Saved(NamedTuple):
+class SavedTensorInfo(NamedTuple):
     """A tensor that a node has saved."""
 
     tensor: torch.Tensor
     what: str
-    """What it is to the node: ``mat1 of AddmmBackward0``."""
+    """Its role for the node: ``mat1 of AddmmBackward0``."""
     op: str
-    """What computed it: ``Addmm``; of what no node shows as its result, such as the mean that a normalization
-    keeps, that which saved it."""
+    """The op that computed it: ``Addmm``. If no node has it as its result, like the mean that a normalization
+    keeps, the op that saved it."""
     given: bool
-    """Whether nothing in a graph is known to have computed it: a leaf, or what wants no gradient."""
+    """Whether no node of a graph is known to have computed it: a leaf, or a tensor without gradients."""
     sequence: int
-    """Autograd's number of the node that saved it: nodes are numbered as they are made."""
+    """Autograd's sequence number of the node that saved it: nodes are numbered as they are created."""
     cast_of: torch.Tensor | None
-    """The leaf that it is a copy of, in another dtype."""
+    """The leaf of which it is a copy in another dtype, if any."""
     by_autocast: bool
-    """Whether autocast was on when the module returned that made the copy."""
+    """Whether autocast was on when the module that made the copy returned."""
 
 
-def saved_for_backward(roots: Iterable[object]) -> Iterator[Saved]:
-    """Yield what the graph of some tensors holds, a tensor as often as it was saved.
+def saved_for_backward(roots: Iterable[object]) -> Iterator[SavedTensorInfo]:
+    """Yield the tensors saved in the graph of some tensors, each as often as it was saved.
 
     Args:
-        roots: tensors, however nested: what a backward pass starts from.
+        roots: tensors, however nested: the roots of a backward pass.
     """
     for node in nodes_of(roots):
         yield from saved_by(node)
@@ -83,10 +83,10 @@ def nodes_of(roots: Iterable[object]) -> Iterator[Any]:
 
 
 class Checkpoints:
-    """The checkpoints that are not reentrant: their inputs are in no node of the graph.
+    """The non-reentrant checkpoints, whose inputs are not in any node of the graph.
 
     Source: ``_CheckpointFrame`` in torch/utils/checkpoint.py: ``saved_args`` in PyTorch 2.14.1, before that a
-    node of its own under ``input_saver``.
+    separate node under ``input_saver``.
     """
 
     def __init__(self) -> None:
@@ -97,17 +97,19 @@ class Checkpoints:
         cancel = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
         hooks.on_removal(cancel)
 
-    def inputs(self) -> Iterator[Saved]:
-        """Yield what checkpoints keep until their backward."""
+    def inputs(self) -> Iterator[SavedTensorInfo]:
+        """Yield the inputs that checkpoints keep until their backward."""
         now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         for frame in list(self._frames):
             saver = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
-            kept = saver._raw_saved_tensors if saver is not None else getattr(frame, "saved_args", ())
-            for tensor in (tensor for raw in kept if hasattr(raw, "data") for tensor in _tensors_of(raw)):
-                op = _op(node) if (node := _maker(tensor)) is not None else ""
-                yield Saved(tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False)
+            saved = saver._raw_saved_tensors if saver is not None else getattr(frame, "saved_args", ())
+            for tensor in (tensor for raw in saved if hasattr(raw, "data") for tensor in _tensors_of(raw)):
+                op = _op(node) if (node := _producer(tensor)) is not None else ""
+                yield SavedTensorInfo(
+                    tensor, "input of a checkpoint", op, not op, now, None, by_autocast=False
+                )
 
-    def _wrap(self, hooks: LiftedHooks) -> None:
+    def _wrap(self, hooks: InstalledHooks) -> None:
         def build(original: Callable[..., None], frame: Any, *args: Any, **options: Any) -> None:
             original(frame, *args, **options)
             self._frames.add(frame)
@@ -116,17 +118,17 @@ class Checkpoints:
 
 
 def leaves_of(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors whose gradients the backward of some nodes adds to."""
+    """Yield the leaves whose gradients the backward of some nodes accumulates."""
     return (node.variable for node in nodes if node.name().endswith(ACCUMULATE))
 
 
-def saved_by(node: Any) -> Iterator[Saved]:
-    """Yield what a node holds."""
+def saved_by(node: Any) -> Iterator[SavedTensorInfo]:
+    """Yield the tensors that a node has saved."""
     name = node.name()
     for attribute in _raw_attributes(node.__class__) if READABLE else ():
         try:
             raw = getattr(node, attribute)
-        except RuntimeError:  # freed already: of a graph that is gone through again
+        except RuntimeError:  # freed already, by an earlier backward through the same graph
             continue
         for entry in raw if isinstance(raw, tuple | list) else (raw,):
             for tensor in _tensors_of(entry):
@@ -144,30 +146,30 @@ def _raw_attributes(kind: Hashable) -> tuple[str, ...]:
 
 
 def _tensors_of(raw: Any) -> Iterator[torch.Tensor]:
-    """Yield what a SavedTensor holds: the tensor, or those in what a hook has packed it into."""
+    """Yield the tensor in a SavedTensor, or the tensors in the object that a hook has packed it into."""
     try:
         data = raw.data
-    except RuntimeError:  # freed, or written to since: the backward will say so
+    except RuntimeError:  # freed, or modified in place since: the backward will raise
         return
     yield from tensors_in((data,))
 
 
-def _saved(tensor: torch.Tensor, what: str, saver: Any) -> Saved:
-    maker = _maker(tensor)
-    is_cast = maker is not None and maker.name() == _CAST
-    return Saved(
+def _saved(tensor: torch.Tensor, what: str, saver: Any) -> SavedTensorInfo:
+    producer = _producer(tensor)
+    is_cast = producer is not None and producer.name() == _CAST
+    return SavedTensorInfo(
         tensor,
         what,
-        _op(maker or saver),
-        maker is None and not what.startswith(_RESULT),
+        _op(producer or saver),
+        producer is None and not what.startswith(_RESULT),
         saver._sequence_nr(),
-        getattr(maker.next_functions[0][0], "variable", None) if is_cast else None,
-        by_autocast=is_cast and maker.metadata.get(CLAIMED, False),
+        getattr(producer.next_functions[0][0], "variable", None) if is_cast else None,
+        by_autocast=is_cast and producer.metadata.get(CLAIMED, False),
     )
 
 
-def _maker(tensor: torch.Tensor) -> Any:
-    """Find the node that allocated a tensor's memory, past those that made views of it; None for a leaf."""
+def _producer(tensor: torch.Tensor) -> Any:
+    """Return the node that allocated a tensor's memory, skipping nodes of views; None for a leaf."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS and node.next_functions:
         node = node.next_functions[0][0]

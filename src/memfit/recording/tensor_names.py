@@ -1,11 +1,11 @@
-"""What tensors are called, alone or with others in the same memory.
+"""Names of tensors, alone or with others in the same memory.
 
     one tensor, one name              weight
     one tensor, several names (tied)  weight = head.weight
-    several tensors, the same memory  weight = b.weight          .data of the one set to the other's
-    several, each a piece of it       weight_ih_l0 and 3 more    flat weights of an RNN, buckets, shards
+    several tensors, same memory      weight = b.weight          .data of one set to the other's
+    several pieces of the memory      weight_ih_l0 and 3 more    flat weights of an RNN, buckets, shards
 
-Of a tensor that is spread over ranks it is the piece that lies here.
+For a tensor that is sharded over ranks, the memory is that of this rank's piece.
 """
 
 import weakref
@@ -39,79 +39,79 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """What a tensor is called."""
+class TensorName:
+    """The name of a tensor."""
 
     own: str = ""
-    """In its module: ``weight``."""
+    """Its name in its module: ``weight``."""
     module: str = ""
     paths: tuple[str, ...] = ()
-    """All of its names from the outermost module on, its own first."""
+    """All of its paths from the outermost module; the first is the one in ``module``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A tensor that belongs to one that has a name: itself, its gradient, a part of its state."""
+class NamedTensor:
+    """A tensor with the name of the parameter or buffer that it belongs to, as its gradient or state does."""
 
     tensor: torch.Tensor
-    name: Name
+    name: TensorName
     suffix: str = ""
-    """``.grad``, ``.exp_avg``; empty for itself."""
+    """``.grad``, ``.exp_avg``; empty for the parameter or buffer itself."""
 
 
-class Names:
+class TensorNames:
     """The names of parameters and buffers. Nothing is kept alive."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[weakref.ref[torch.Tensor], Name]] = {}
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], TensorName]] = {}
 
     def learn(self, root: str, named: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Remember what the tensors of an outermost module are called; return them, each once."""
+        """Learn the names of the tensors of an outermost module; return the tensors, each once."""
         found: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for path, tensor in named:
             found.setdefault(id(tensor), (tensor, []))[1].append(without_wrappers(path))
         for tensor, paths in found.values():
             module, _, own = f"{root}.{paths[0]}".rpartition(".")
-            self._names[id(tensor)] = weakref.ref(tensor), Name(own, module, tuple(paths))
+            self._names[id(tensor)] = weakref.ref(tensor), TensorName(own, module, tuple(paths))
         return [tensor for tensor, _ in found.values()]
 
-    def of(self, tensor: torch.Tensor) -> Name:
+    def of(self, tensor: torch.Tensor) -> TensorName:
         """Return a tensor's name, empty if it is not known."""
-        reference, name = self._names.get(id(tensor), (None, Name()))
-        return name if reference is not None and reference() is tensor else Name()
+        reference, name = self._names.get(id(tensor), (None, TensorName()))
+        return name if reference is not None and reference() is tensor else TensorName()
 
 
-def local(tensor: Any) -> Any:
-    """Return this rank's piece of a DTensor, and anything else as it is."""
-    # Most are plain, and to miss an attribute of a tensor takes longer than all else here.
+def local_piece(tensor: Any) -> Any:
+    """Return this rank's piece of a DTensor, and any other object unchanged."""
+    # Most tensors are plain, and the failed lookup of an attribute would dominate the time.
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a tensor's memory is in, and what each is to it: of a strided one, itself.
+    """Yield the tensors that hold a tensor's data, each with its role: a strided tensor yields only itself.
 
     >>> [name for name, _ in parts(torch.eye(2).to_sparse())]
     ['indices', 'values']
     """
-    here = local(tensor)
+    here = local_piece(tensor)
     if here.layout is torch.strided:
         yield "", here
     for name, part in _SPARSE.get(here.layout, {}).items():
         yield name, part(here)
 
 
-def describe(found: Sequence[Named]) -> TensorInfo:
-    """Describe what lies in one allocation.
+def describe(found: Sequence[NamedTensor]) -> TensorInfo:
+    """Describe the tensors in one allocation.
 
     Args:
-        found: at least one tensor, all of the same storage.
+        found: at least one tensor, all in the same storage.
     """
     first = found[0]
-    here = local(first.tensor)
+    here = local_piece(first.tensor)
     dtype, module = str(here.dtype).removeprefix("torch."), first.name.module
     if len(found) == 1:
         return TensorInfo(module, _names(found), dtype, tuple(here.shape))
-    begins = [local(named.tensor).storage_offset() for named in found]
+    begins = [local_piece(named.tensor).storage_offset() for named in found]
     text = _names([named for named, begin in zip(found, begins, strict=True) if begin == begins[0]])
     others = len(set(begins)) - 1
     if not others:
@@ -122,17 +122,17 @@ def describe(found: Sequence[Named]) -> TensorInfo:
     return TensorInfo(common, text, dtype, (max(map(_end, found)) - min(begins),))
 
 
-def _names(found: Sequence[Named]) -> str:
-    """Return all names of tensors that are in the same place."""
+def _names(found: Sequence[NamedTensor]) -> str:
+    """Return all names of tensors with the same offset in their storage."""
     first = found[0]
     others = [path for named in found for path in named.name.paths][1:]
     text = " = ".join((name + first.suffix).lstrip(".") for name in dict.fromkeys([first.name.own, *others]))
-    return text if first.tensor is local(first.tensor) else f"{text} (this rank's)"
+    return text if first.tensor is local_piece(first.tensor) else f"{text} (this rank's)"
 
 
-def _end(named: Named) -> int:
-    """Return where a tensor ends in its storage, in elements."""
-    tensor = local(named.tensor)
+def _end(named: NamedTensor) -> int:
+    """Return the end of a tensor in its storage, in elements."""
+    tensor = local_piece(named.tensor)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last: int = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
     return last + 1

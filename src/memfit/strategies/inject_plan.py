@@ -21,7 +21,7 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.run.script import run_as_main
 
 if TYPE_CHECKING:
-    from memfit.recording.hooks import LiftedHooks
+    from memfit.recording.hooks import InstalledHooks
 
 
 class Intervention(msgspec.Struct, frozen=True):
@@ -51,9 +51,9 @@ def main() -> None:
 def _intervene(change: Intervention) -> None:
     import torch
 
-    from memfit.recording.hooks import LiftedHooks
+    from memfit.recording.hooks import InstalledHooks
 
-    hooks = LiftedHooks()
+    hooks = InstalledHooks()
     if change.strategies:
         _Planning(change).install(hooks)
     if change.fused:
@@ -73,7 +73,7 @@ class _Planning:
         self._names = ModuleNames()
         self._planned: list[tuple[weakref.ref[Any], str]] = []
 
-    def install(self, hooks: "LiftedHooks") -> None:
+    def install(self, hooks: "InstalledHooks") -> None:
         """Learn of modules and optimizers as they are made, and of plans."""
         import torch
         from torch.nn.modules.module import register_module_module_registration_hook

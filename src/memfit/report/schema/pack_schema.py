@@ -3,7 +3,7 @@
 import msgspec
 
 from memfit.packing.best_packing import Packing
-from memfit.packing.run_packing import Arena, Packed
+from memfit.packing.run_packing import PoolPacking, RunPacking
 from memfit.records import DEFAULT_POOL, Provenance, worst
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
@@ -61,14 +61,14 @@ class PackingJson(msgspec.Struct, frozen=True):
     arenas: tuple[ArenaJson, ...]
 
 
-def to_json(found: Packing | Packed, capacity: int | None) -> bytes:
+def to_json(found: Packing | RunPacking, capacity: int | None) -> bytes:
     """Encode a packing, searched for within a capacity if there is one, as one line of ASCII."""
     return encode(_public(found, capacity))
 
 
-def _public(found: Packing | Packed, capacity: int | None) -> PackingJson:
-    run = found if isinstance(found, Packed) else None
-    arenas = (Arena(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
+def _public(found: Packing | RunPacking, capacity: int | None) -> PackingJson:
+    run = found if isinstance(found, RunPacking) else None
+    arenas = (PoolPacking(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
     sure = run.sure if run else Provenance.EXACT
     planned = worst(Provenance.SIMULATED, sure)
     return PackingJson(

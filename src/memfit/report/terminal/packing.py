@@ -8,15 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.packing.best_packing import Packing
-from memfit.packing.graph_packing import PackedGraph
-from memfit.packing.run_packing import Arenas, Packed
+from memfit.packing.graph_packing import GraphPacking
+from memfit.packing.run_packing import IndependentPackings, RunPacking
 from memfit.records import DEFAULT_POOL, Provenance, worst
 from memfit.report.printable import Printable
 from memfit.units import format_bytes, format_gib
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PrintableRunPacking(Printable, Packed):
+class PrintableRunPacking(Printable, RunPacking):
     """The packing of a run that prints itself."""
 
     def show(self, console: Console) -> None:
@@ -25,7 +25,7 @@ class PrintableRunPacking(Printable, Packed):
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class PrintableGraphPacking(Printable, PackedGraph):
+class PrintableGraphPacking(Printable, GraphPacking):
     """The packing of a graph that prints itself."""
 
     def show(self, console: Console) -> None:
@@ -47,10 +47,10 @@ class PrintableGraphPacking(Printable, PackedGraph):
         console.print(Text(text))
 
 
-def print_packing(found: Packing | Packed, capacity: int | None, console: Console) -> None:
+def print_packing(found: Packing | RunPacking, capacity: int | None, console: Console) -> None:
     """Print how buffers pack; for a run, also what PyTorch's allocator reserves without a plan."""
     console.print(_verdict(found, capacity))
-    if isinstance(found, Packed):
+    if isinstance(found, RunPacking):
         console.print(_run_sizes(found))
         if len(found.arenas) > 1:
             console.print(_arenas(found))
@@ -58,7 +58,7 @@ def print_packing(found: Packing | Packed, capacity: int | None, console: Consol
         console.print(Text(f"{len(found.buffers):,} buffers, packed {found.how}"))
 
 
-def _verdict(found: Packing | Arenas, capacity: int | None) -> Text:
+def _verdict(found: Packing | IndependentPackings, capacity: int | None) -> Text:
     if capacity is None or found.height <= capacity:
         verdict = Text("PACKED" if capacity is None else "FITS", style="bold green")
         verdict.append(f"   {_amount(found, found.height)}", style="not bold default")
@@ -74,17 +74,19 @@ def _verdict(found: Packing | Arenas, capacity: int | None) -> Text:
     )
 
 
-def _amount(found: Packing | Arenas, size: int) -> str:
-    return format_bytes(size) if isinstance(found, Arenas) else f"{size:,}"  # a table has its own units
+def _amount(found: Packing | IndependentPackings, size: int) -> str:
+    return (
+        format_bytes(size) if isinstance(found, IndependentPackings) else f"{size:,}"
+    )  # a table has its own units
 
 
-def _ratio(found: Packing | Arenas) -> str:
+def _ratio(found: Packing | IndependentPackings) -> str:
     if found.height == found.bound:
         return "proven minimal"
     return f"{found.height / found.bound:.4f} times the lower bound"
 
 
-def _run_sizes(found: Packed) -> Table:
+def _run_sizes(found: RunPacking) -> Table:
     whose = f"step {found.step}" if found.step else "the run"
     planned = worst(Provenance.SIMULATED, found.sure)
     rows = [
@@ -108,7 +110,7 @@ def _sizes(rows: list[tuple[str, int, Provenance]], live: int, amount: Callable[
     return table
 
 
-def _arenas(found: Packed) -> Table:
+def _arenas(found: RunPacking) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("stream", "pool", "buffers", "planned", "bound"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -119,7 +121,7 @@ def _arenas(found: Packed) -> Table:
     return table
 
 
-def _devices(found: PackedGraph) -> Table:
+def _devices(found: GraphPacking) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("device", "buffers", "planned", "bound"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,6 +1,6 @@
-"""Serials (``labels.py``) for a PyTorch that puts no string of ours on the events of its history.
+"""Serials of events (``event_labels.py``) for a PyTorch that does not copy a string into them (2.8 and 2.9).
 
-It still counts them, so a serial can be dated by how many events there had been:
+That PyTorch still counts events, so a serial can be dated by the number of events before it:
 
     stamped           serial 7 at 2                serial 8 at 4
     events     alloc  alloc  |  free  segment_alloc  alloc  |  free
@@ -17,12 +17,12 @@ from memfit.records import Action
 _COUNTED = (Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.OOM)
 
 
-class CountedStamps:
-    """Serials dated by what device 0's allocator had counted when each was stamped.
+class EventCountStamps:
+    """Serials dated by the event count of device 0's allocator when each was stamped.
 
-    Threads are not told apart: an event of one while another has just been stamped gets the other's serial.
-    A script that calls ``torch.cuda.reset_accumulated_memory_stats()`` loses the count, and its later events
-    keep the label that was in force.
+    Threads are not distinguished: an event of one thread that follows a stamp of another gets the other's
+    serial. If the script calls ``torch.cuda.reset_accumulated_memory_stats()``, the count is lost, and later
+    events keep the label that was in force.
 
     Source: ``malloc``, ``free`` and ``free_block`` in c10/cuda/CUDACachingAllocator.cpp, PyTorch 2.8.0: one
     count for each ``ALLOC``, ``FREE_REQUESTED``, ``FREE_COMPLETED`` and ``OOM`` of the history.
@@ -31,12 +31,12 @@ class CountedStamps:
     def __init__(self) -> None:
         self._serials: list[int] = []
         self._counts: list[int] = []
-        self._start = _counted()
+        self._start = _event_count()
 
     def stamp(self, serial: int) -> None:
-        """Put a serial on the events from now on."""
+        """Stamp a serial on the events from now on."""
         self._serials.append(serial)
-        self._counts.append(_counted() - self._start)
+        self._counts.append(_event_count() - self._start)
 
     def serials(self, actions: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
         """Return the serial of each event of the whole history; -1 before the first stamp."""
@@ -48,7 +48,7 @@ class CountedStamps:
         return serials[latest]
 
 
-def _counted() -> int:
+def _event_count() -> int:
     statistics = torch._C._cuda_memoryStats(0)
     blocks, active = statistics["allocation"]["all"], statistics["active"]["all"]
     return int(blocks["allocated"] + blocks["freed"] + active["freed"] + statistics["num_ooms"])

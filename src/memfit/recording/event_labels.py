@@ -1,14 +1,14 @@
-"""Labels: what the script is doing, stamped by PyTorch itself on every event of its allocator history.
+"""Labels: what the script is doing, stamped by PyTorch on every event of its allocator history.
 
 PyTorch keeps one string per thread (``_set_memory_metadata``) and copies it into each event. memfit
 sets that string to a serial number and keeps the meaning of every number here:
 
-    serials   0  1  2  3  4  5 ...           one per change of label, on whichever thread
+    serials   0  1  2  3  4  5 ...           one per change of label, on any thread
     label     setup  forward/h.0  ...        serial -> (phase, module, op, stack)
 
-Serials only ever grow, so they also date things: a mark taken at serial 40 lies before the first
-event that carries 40 or more, with no clock involved. Whoever watches for hours forgets what is long
-past: serials are then counted from there, and what is older has none.
+Serials only ever grow, so they also serve as timestamps without a clock: a mark set at serial 40 precedes
+the first event that carries 40 or more. A recorder that watches for hours forgets past serials: the
+remaining ones are counted from there, and older events have none.
 """
 
 import threading
@@ -26,7 +26,7 @@ class LabelBook:
     def __init__(self) -> None:
         self._stamp: Callable[[int], None] | None = None
         self.forgotten = 0
-        """How many serials came before the first that is kept."""
+        """Number of serials before the first that is kept."""
         self.labels: list[Label] = []
         """Every label, in the order of first use."""
         self._index: dict[tuple[Phase, str, str, int], int] = {}
@@ -34,24 +34,25 @@ class LabelBook:
         self.serials: list[int] = []
         """Label index of each serial."""
         self.marks: list[tuple[int, MarkKind, int]] = []
-        """(serial, kind, index): the mark lies before the first event of that serial or a later one."""
+        """(serial, kind, index): the mark precedes the first event of that serial or a later one."""
         self._current: dict[int, int] = {}
         self.use(self.intern(Phase.SETUP))
 
     def stamp_with(self, stamp: Callable[[int], None] | None) -> None:
-        """From now on stamp serials on the allocator's events; with None no longer.
+        """Start stamping serials on the allocator's events, or stop.
 
-        Not from the start: PyTorch's allocator reads its settings at the first call, and a script may
-        still be setting them.
+        Stamping cannot begin with the book: PyTorch's allocator reads its settings at the first call, and the
+        script may still have to set them.
 
         Args:
-            stamp: takes the serial to put on the calling thread's events, counted from the very first.
+            stamp: called with the serial to put on the calling thread's events, counted from the very first;
+                None to stop.
         """
         self._stamp = stamp
         self.use(self.current())
 
     def forget(self) -> None:
-        """Forget all serials and marks so far; what is in force on each thread stays so."""
+        """Forget all serials and marks so far; the label in force on each thread remains."""
         self.forgotten += len(self.serials)
         self.serials.clear()
         self.marks.clear()
@@ -59,10 +60,10 @@ class LabelBook:
 
     def intern(self, phase: Phase, module: str = "", op: str = "", stack: int = -1) -> int:
         """Return the index of a label, the same for equal labels."""
-        key = (phase, module, op, stack)  # cheaper to look up than a Label, and this is done all the time
+        key = (phase, module, op, stack)  # faster to look up than a Label, on a hot path
         found = self._index.get(key)
         if found is None:
-            with self._adding:  # a backward runs on threads of its own
+            with self._adding:  # a backward runs on its own threads
                 found = self._index.get(key, len(self.labels))
                 if found == len(self.labels):
                     self.labels.append(Label(*key))
@@ -70,7 +71,7 @@ class LabelBook:
         return found
 
     def add(self, label: Label) -> int:
-        """Return the index of a label, the same for equal labels."""
+        """Return the index of a label as ``intern`` does."""
         return self.intern(label.phase, label.module, label.op, label.stack)
 
     def use(self, label: int) -> None:
@@ -82,7 +83,7 @@ class LabelBook:
 
     @contextmanager
     def doing(self, op: str) -> Iterator[None]:
-        """Say what is done on the calling thread, within what it is doing already."""
+        """Label the calling thread with an op within, in addition to its phase and module."""
         before = self.current()
         label = self.labels[before]
         self.use(self.intern(label.phase, label.module, op, label.stack))
@@ -99,16 +100,16 @@ class LabelBook:
 
     @property
     def phase(self) -> Phase:
-        """What the calling thread is doing."""
+        """The phase of the calling thread."""
         return self.labels[self.current()].phase
 
     def moment(self) -> int:
-        """Return a fresh serial: events before now carry smaller ones."""
+        """Return a new serial: all events so far carry smaller ones."""
         self.use(self.current())
         return len(self.serials) - 1
 
     def mark(self, kind: MarkKind, index: int) -> None:
-        """Record that something happened now."""
+        """Add a mark at this moment."""
         self.marks.append((self.moment(), kind, index))
 
 

@@ -1,0 +1,141 @@
+"""After the run: put labels, categories, tensors and marks on the events of the history.
+
+serials                                  labels and marks of the events
+addresses owned by objects and graphs    category, tensor and op of the allocation there at that moment
+addresses used by libraries              workspaces
+PyTorch functions in the stacks          ops, and which of them communicate
+"""
+
+from bisect import bisect_right
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.ghost.ffi import WorkspaceUse
+from memfit.recording.allocating_functions import TorchFunction
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.inferred_phases import fill_missing_labels
+from memfit.recording.owners import MemoryOwners
+from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phase
+
+_OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}
+_WEAK_CLAIMS = {*_OF_GRAPHS, Category.OUTPUT, Category.UNKNOWN}
+"""Categories that do not replace another owner: a parameter that a graph has saved is still a parameter."""
+_COMPUTE = {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE}
+
+
+def event_positions(serials: npt.NDArray[np.int32], wanted: list[int]) -> list[int]:
+    """Return, for each wanted serial, the position of the first event that carries it or a later one."""
+    latest = np.maximum.accumulate(serials) if len(serials) else serials
+    return [int(position) for position in np.searchsorted(latest, wanted)]
+
+
+def place_marks(marks: list[tuple[int, MarkKind, int]], serials: npt.NDArray[np.int32]) -> tuple[Mark, ...]:
+    """Return marks with their positions between events."""
+    positions = event_positions(serials, [serial for serial, _, _ in marks])
+    return tuple(Mark(at, kind, index) for at, (_, kind, index) in zip(positions, marks, strict=True))
+
+
+def assign_labels_and_owners(
+    events: Events, serials: npt.NDArray[np.int32], book: LabelBook, owners: MemoryOwners
+) -> Events:
+    """Return the events with labels, categories and tensors."""
+    label_of = np.array([*book.serials, -1], dtype=np.int32)
+    dated = (serials >= 0) & (serials < len(book.serials))
+    label = fill_missing_labels(label_of[np.where(dated, serials, len(book.serials))], book)
+    category = np.zeros(len(events), dtype=np.uint8)
+    tensor = np.full(len(events), -1, dtype=np.int32)
+    allocated_at: dict[int, int] = {}
+    actions, addresses = events.action.tolist(), events.address.tolist()
+    labels, ops, seen = book.labels, list(owners.ops), 0
+    backwards = event_positions(
+        serials, [serial for serial, kind, _ in book.marks if kind is MarkKind.BACKWARD]
+    )
+    moments = event_positions(serials, [snapshot.serial for snapshot in owners.snapshots])
+    for moment, owned in zip(moments, owners.snapshots, strict=True):
+        for position in range(seen, moment):
+            if actions[position] in (Action.ALLOC, Action.EARLIER):
+                allocated_at[addresses[position]] = position
+        seen = max(seen, moment)
+        rows = zip(*(owned.rows[column::4] for column in range(4)), strict=True)
+        for address, tensor_index, op, earlier_backwards in rows:
+            event = allocated_at.get(address)
+            if event is None:
+                continue
+            if owned.category in _WEAK_CLAIMS and tensor[event] >= 0:
+                continue
+            # Each thread numbers its nodes by itself: the number of a node created in a backward (a graph of
+            # gradients) may be too low, and then nothing follows from it.
+            if (
+                owned.category in _OF_GRAPHS
+                and dated[event]
+                and bisect_right(backwards, event) < earlier_backwards
+            ):
+                continue
+            category[event], tensor[event] = owned.category, tensor_index
+            origin = labels[label[event]] if label[event] >= 0 else None
+            if op and origin and (owned.category is Category.ACTIVATION or origin.phase in _COMPUTE):
+                label[event] = book.add(replace(origin, op=ops[op]))
+    return replace(events, label=label, category=category, tensor=tensor)
+
+
+def assign_torch_functions(
+    events: Events, book: LabelBook, column: npt.NDArray[np.int32], table: tuple[TorchFunction, ...]
+) -> Events:
+    """Return the events with the PyTorch function of an allocation as its op, if no better op is known.
+
+    Autograd's nodes are better, except nodes whose Python code communicates.
+
+    Args:
+        events: with labels and categories.
+        book: holds the labels.
+        column: the PyTorch function of each event, as an index into ``table``.
+        table: the PyTorch functions.
+    """
+    category, label, labels = events.category.copy(), events.label.copy(), book.labels
+    allocated = (events.action == Action.ALLOC) & (label >= 0)
+    communicates = np.array([function.communicates for function in table])[column]
+    category[allocated & communicates & (category == Category.UNKNOWN)] = Category.COMMUNICATION
+    known = np.flatnonzero(allocated & (column > 0))
+    pairs, inverse = np.unique(np.stack((label[known], column[known])), axis=1, return_inverse=True)
+    better = [with_op(labels[index], table[function]) for index, function in pairs.T.tolist()]
+    label[known] = np.array([book.add(each) for each in better], np.int32)[inverse.reshape(-1)]
+    return replace(events, label=label, category=category)
+
+
+def with_op(label: Label, function: TorchFunction) -> Label:
+    """Return a label with the more informative op: its own, or the PyTorch function."""
+    if function.how and label.phase is Phase.OPTIMIZER:
+        return replace(label, op=f"{label.op} ({function.how})")
+    # An optimizer's function under a node of the backward is a step that is fused into the backward.
+    is_better = function.communicates or function.how or not label.op
+    return replace(label, op=function.name) if is_better else label
+
+
+def mark_workspaces(
+    events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse]
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Mark library workspaces, in place: allocations with the address, size and label of the ghost's log.
+
+    A workspace that a graph has saved (the reserve space of a recurrent layer) remains an activation.
+
+    A library is called right after its memory was allocated, on the same thread and with no hook in between.
+    A thread that was never stamped has no label in the history and label 0 in the ghost's log.
+
+    Returns:
+        The number of workspaces that were not found, and the positions of those that a graph has saved.
+    """
+    used = {(use.address, use.size, use.label) for use in uses}
+    found, saved = set(), []
+    has_workspace_size = np.isin(events.size, list({use.size for use in uses}))
+    for position in np.flatnonzero((events.action == Action.ALLOC) & has_workspace_size).tolist():
+        label = max(int(serials[position]), 0)
+        allocation = int(events.address[position]), int(events.size[position]), label
+        if allocation in used:
+            found.add(allocation)
+            if events.category[position] in _OF_GRAPHS:
+                saved.append(position)
+            else:
+                events.category[position] = Category.WORKSPACE
+    return len(used - found), np.array(saved, np.int64)

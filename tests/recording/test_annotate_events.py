@@ -1,0 +1,145 @@
+"""Annotating events after a run, on histories small enough to check by hand."""
+
+from array import array
+
+import numpy as np
+
+from memfit.ghost.ffi import WorkspaceUse
+from memfit.recording.annotate_events import assign_labels_and_owners, mark_workspaces
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.inferred_phases import fill_missing_labels, infer_forwards
+from memfit.recording.owners import MemoryOwners, OwnerSnapshot
+from memfit.records import Action, Category, MarkKind, Phase, TensorInfo
+from support.traces import BASE, Event, events_of, freed
+
+
+def alloc(slot, category=Category.UNKNOWN, label=-1):
+    return Event(Action.ALLOC, BASE + 512 * slot, 512, label=label, category=category)
+
+
+def free(slot, label=-1):
+    return freed(BASE + 512 * slot, 512, label=label)[0]
+
+
+def book_of(*phases):
+    book = LabelBook()
+    for phase in phases:
+        book.use(book.intern(phase))
+    return book
+
+
+def saved(serial, category, slot, earlier_backwards, op=0):
+    return OwnerSnapshot(serial, category, array("q", (BASE + 512 * slot, 0, op, earlier_backwards)))
+
+
+def annotate(*snapshots, serials=(1, 2, 3)):
+    """Annotate three allocations: before, in and after a backward."""
+    book = book_of(Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.LOSS)
+    book.marks.append((2, MarkKind.BACKWARD, 0))
+    owners = MemoryOwners({TensorInfo("", "x", "", ()): 0}, {"": 0, "Exp": 1}, list(snapshots))
+    history = events_of([alloc(0), alloc(1), alloc(2)])
+    return assign_labels_and_owners(history, np.array(serials, np.int32), book, owners), book
+
+
+def test_an_allocation_before_the_previous_backward_is_not_an_activation():
+    for category in (Category.ACTIVATION, Category.INPUT):
+        events, _ = annotate(*(saved(4, category, slot, 1) for slot in range(3)))
+        assert events.category.tolist() == [0, category, category]
+        assert events.tensor.tolist() == [-1, 0, 0]
+
+
+def test_a_sequence_number_that_is_too_low_excludes_no_allocation():
+    events, _ = annotate(*(saved(4, Category.ACTIVATION, slot, 0) for slot in range(3)))
+    assert events.category.tolist() == [Category.ACTIVATION] * 3
+
+
+def test_the_op_of_a_saved_tensor_is_added_to_the_label_of_its_allocation():
+    events, book = annotate(saved(4, Category.ACTIVATION, 2, 0, op=1), serials=(1, 2, -1))
+    label = book.labels[events.label[2]]
+    assert (label.phase, label.op) == (
+        Phase.BACKWARD,
+        "Exp",
+    )  # of the event before, not the last
+    events, book = annotate(saved(4, Category.ACTIVATION, 2, 0, op=1), serials=(-1, -1, -1))
+    assert events.label.tolist() == [-1, -1, -1]
+    assert events.category[2] == Category.ACTIVATION
+
+
+def test_an_input_does_not_get_the_op_that_saved_it():
+    book = book_of(Phase.INPUT, Phase.FORWARD, Phase.LOSS)
+    snapshots = [saved(3, Category.INPUT, slot, 0, op=1) for slot in (0, 1)]
+    owners = MemoryOwners({TensorInfo("", "x", "", ()): 0}, {"": 0, "Exp": 1}, snapshots)
+    events = assign_labels_and_owners(
+        events_of([alloc(0), alloc(1)]), np.array([1, 2], np.int32), book, owners
+    )
+    assert [book.labels[label].op for label in events.label] == [
+        "",
+        "Exp",
+    ]  # but a mask does
+
+
+def test_an_event_without_a_label_gets_the_phase_of_the_event_before():
+    book = LabelBook()
+    inside = book.intern(Phase.FORWARD, "fc", "Addmm")
+    found = fill_missing_labels(np.array([-1, inside, -1, -1, 0, -1], np.int32), book)
+    assert found[0] == -1
+    assert [book.labels[label].phase for label in found[1:]] == [*[Phase.FORWARD] * 3, *[Phase.SETUP] * 2]
+    assert [book.labels[label].module for label in found[1:4]] == ["fc", "", ""]
+    assert not len(fill_missing_labels(np.zeros(0, np.int32), book))
+
+
+def phases_of(*history):
+    book = book_of()
+    table = [book.intern(phase) for phase in (Phase.SETUP, Phase.INPUT, Phase.FORWARD, Phase.OPTIMIZER)]
+    rows = [event._replace(label=table[event.label] if event.label >= 0 else -1) for event in history]
+    return [
+        book.labels[label].phase.value if label >= 0 else ""
+        for label in infer_forwards(events_of(rows), book).label
+    ]
+
+
+def test_a_forward_without_modules_begins_with_the_operands_of_its_first_result():
+    batch, result = alloc(0, Category.INPUT, 1), alloc(3, Category.ACTIVATION, 1)
+    history = (
+        alloc(1, label=1),
+        free(1, 1),
+        batch,
+        alloc(2, label=1),
+        result,
+        free(2, 1),
+    )
+    assert phases_of(*history) == ["input"] * 3 + ["forward"] * 3
+    product, space = alloc(2, label=1), alloc(5, Category.WORKSPACE, 1)
+    assert phases_of(product, space, result, free(2, 1)) == ["forward"] * 4
+    # The product is not freed within the phase: it may not be an operand of the result.
+    assert phases_of(*history[:-1]) == ["input"] * 4 + ["forward"]
+    # A temporary freed before the result belongs to the preparation of the batch.
+    assert phases_of(batch, alloc(2, label=1), free(2, 1), result) == ["input"] * 3 + ["forward"]
+    assert phases_of(alloc(2, label=1), batch, result, free(2, 1)) == ["input"] * 2 + ["forward"] * 2
+
+
+def test_the_root_of_a_backward_was_computed_in_a_forward():
+    assert phases_of(alloc(0, Category.INPUT, 1), alloc(1, Category.OUTPUT, 1)) == [
+        "input",
+        "forward",
+    ]
+
+
+def test_only_events_in_phases_before_a_forward_are_relabelled():
+    result = Category.ACTIVATION
+    history = (
+        alloc(0, result, 2),
+        alloc(1, result, 3),
+        alloc(2, label=1),
+        alloc(3, result),
+        alloc(4, result, 0),
+    )
+    assert phases_of(*history) == ["forward", "optimizer", "input", "", "forward"]
+
+
+def test_a_library_workspace_that_a_graph_saved_is_an_activation():
+    events = events_of([alloc(0), alloc(1, Category.ACTIVATION), alloc(2)])
+    workspaces = [WorkspaceUse(BASE + 512 * slot, 512, 7) for slot in (0, 1, 9)]
+    missed, kept = mark_workspaces(events, np.full(3, 7, np.int32), workspaces)
+    assert (missed, kept.tolist()) == (1, [1])
+    assert events.category.tolist() == [Category.WORKSPACE, Category.ACTIVATION, Category.UNKNOWN]
