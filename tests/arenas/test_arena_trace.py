@@ -1,4 +1,4 @@
-"""The arena's own history, as a trace."""
+"""The log of an arena as a trace."""
 
 import contextlib
 from dataclasses import replace
@@ -19,7 +19,7 @@ NOTHING = Figure(0, Provenance.EXACT)
 CPU = DeviceUse("CPU", NOTHING, NOTHING, 0, Machine.CPU)
 
 
-def test_what_was_logged_is_told_in_order():
+def test_a_log_becomes_events_in_order():
     rows = np.array(
         [
             (0x9000, FREED, 10, 7),  # older than the log
@@ -49,7 +49,7 @@ def test_what_was_logged_is_told_in_order():
     ]
 
 
-def test_a_cpu_run_is_packed_from_its_trace_as_it_was_placed(tmp_path):
+def test_packing_a_cpu_trace_equals_the_arenas_plan(tmp_path):
     with contextlib.closing(memfit.arena(device="cpu", history=True)) as arena:
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -68,7 +68,7 @@ def test_a_cpu_run_is_packed_from_its_trace_as_it_was_placed(tmp_path):
     assert "reserved" not in str(packed)
 
 
-def test_a_history_that_is_full_says_so(monkeypatch):
+def test_a_full_history_adds_a_note(monkeypatch):
     monkeypatch.setattr("memfit.arenas.arena.MOST_LOGGED", 10)
     with contextlib.closing(memfit.arena(device="cpu", history=True)) as arena:
         for _ in range(20):
@@ -78,14 +78,14 @@ def test_a_history_that_is_full_says_so(monkeypatch):
         assert len(native.logged(arena._memory.arena)) == 10
 
 
-def test_a_history_is_kept_on_request_alone():
+def test_a_history_is_kept_only_on_request():
     with contextlib.closing(memfit.arena(device="cpu")) as arena:
         torch.ones(3)
         with pytest.raises(UsageError, match="history=True"):
             arena.trace()
 
 
-def test_a_trace_of_an_arena_is_replayed_under_pytorchs_settings_and_advised_none_of_them(tmp_path):
+def test_an_arenas_trace_is_replayed_but_gets_no_recommendation(tmp_path):
     rows = np.array([(0x1000, 3 << 20, 11, 7), (0x1000, FREED, 13, 7), (0x2000, 30 << 20, 14, 7)])
     trace = trace_of(rows, [], replace(CPU, machine=Machine.CARD))
     replayed = memfit.replay(trace, memory=1 << 40)
@@ -93,7 +93,7 @@ def test_a_trace_of_an_arena_is_replayed_under_pytorchs_settings_and_advised_non
     assert not memfit.explain(trace).summary.advice
 
 
-def test_a_trace_of_the_cpu_is_explained_and_not_replayed():
+def test_a_cpu_trace_is_explained_but_not_replayed():
     trace = trace_of(np.array([(0x1000, 3 << 20, 11, 7)]), [], CPU)
     told = str(memfit.explain(trace))
     assert "CPU tensors" in told

@@ -63,7 +63,7 @@ class Blocks:
 
 
 def holes_of(living, size):
-    """Return the holes between live blocks, by offset."""
+    """Return the holes between live blocks, sorted by offset."""
     ends = [0, *(offset + length for offset, length in sorted(living.items()))]
     begins = [*sorted(living), size]
     return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]

@@ -1,4 +1,4 @@
-"""From a step that was recorded twice to a plan."""
+"""Plan a step that was recorded twice."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,14 +13,14 @@ def step(*rows):
     return np.array(rows, np.int64)
 
 
-def test_a_life_that_differs_is_as_long_as_the_longer():
+def test_a_lifetime_is_the_longer_of_the_two_recordings():
     older, newer = step([64, 1, -1], [64, 2, -1]), step([64, 2, -1], [64, 2, -1])
     assert lifetimes(older, newer, follows=True, alignment=64)[0].upper.tolist() == [2, 2]
     assert plan_step(older, newer, follows=True, alignment=64).height == 128
     assert plan_step(older, older, follows=True, alignment=64).height == 64
 
 
-def test_what_is_freed_after_its_successor_is_there_has_no_one_place():
+def test_a_tensor_that_overlaps_its_successor_is_not_placed():
     a_loss = step([64, 2, -1], [64, LIVES, 2])  # its variable is bound anew after the next one was computed
     a_gradient = step([64, 2, -1], [64, LIVES, 1])  # zero_grad comes just before the next one
     assert plan_step(a_loss, a_loss, follows=True, alignment=64).offset.tolist() == [0, -1]
@@ -29,14 +29,14 @@ def test_what_is_freed_after_its_successor_is_there_has_no_one_place():
     assert apart.offset.tolist() == [0, -1]
 
 
-def test_what_other_streams_use_is_not_placed():
+def test_memory_used_by_other_streams_is_not_placed():
     for shared, other in ((SHARED, 1), (1, SHARED), (SHARED, SHARED), (LIVES, 1), (1, LIVES)):
         assert plan_step(step([64, shared, 0]), step([64, other, 0]), follows=True, alignment=64).height == 0
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.data())
-def test_what_is_placed_together_is_apart_in_every_step_that_repeats(data):
+def test_placed_buffers_never_overlap_in_repeated_steps(data):
     count = data.draw(st.integers(1, 12))
     rows = []
     for born in range(count):
@@ -60,7 +60,7 @@ def test_what_is_placed_together_is_apart_in_every_step_that_repeats(data):
         living[number] = place
 
 
-def test_a_plan_is_as_small_as_can_be():
+def test_a_plan_is_minimal():
     once = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
     plan = plan_step(once, once, follows=True, alignment=64)
     buffers, which = lifetimes(once, once, follows=True, alignment=64)

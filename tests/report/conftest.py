@@ -1,4 +1,4 @@
-"""The answer that is shown; ``drive`` drives PyTorch's real allocator, ``show`` a browser."""
+"""A result to print; ``drive`` runs PyTorch's real allocator, ``show`` a browser."""
 
 import pytest
 

@@ -35,7 +35,7 @@ def printed(found, width=80):
     return console.file.getvalue()
 
 
-def test_no_setting_is_broken_in_its_middle():
+def test_a_setting_is_wrapped_between_its_options():
     lines = [line.strip() for line in printed(compared(None, STEPS, smallest=True)).splitlines()]
     for text in ("max_split_size_mb:128", "garbage_collection_threshold:0.8,", "empty_cache() every step"):
         assert [line for line in lines if line.startswith(text)], text
@@ -43,7 +43,7 @@ def test_no_setting_is_broken_in_its_middle():
     assert max(map(len, lines)) <= 80
 
 
-def test_a_gain_says_what_it_costs():
+def test_a_recommended_setting_shows_its_cost():
     assert (
         "Worth unsetting: PYTORCH_ALLOC_CONF=roundup_power2_divisions:2  reserves 0.01 GiB less (29 %), "
         in (printed(compared([""], STEPS), 200))
@@ -55,7 +55,7 @@ def test_a_gain_says_what_it_costs():
     assert "?: fewer than two training steps completed." in unknown
 
 
-def test_the_limit_that_was_met_is_named():
+def test_the_memory_fraction_is_named():
     text = printed(compared(["per_process_memory_fraction:0.0001"]), 200)
     assert "80.0 GiB" not in text
     assert "free; limited to 0.0001 of the GPU's memory" in text

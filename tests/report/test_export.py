@@ -34,7 +34,7 @@ HOSTILE = "=cmd|' /C calc'!A0\x1b[31m<script>"
 
 
 def run(size=1000, module="fc", file="train.py"):
-    """Return a trace of a parameter, an activation and its end."""
+    """Return a trace of a parameter, and of an activation that is freed."""
     after = BASE + -(-size // 512) * 512
     return trace_of(
         [
@@ -68,7 +68,7 @@ def named(trace, name):
     return replace(trace, events=events, tensors=(TensorInfo("fc", name, "float32", (250,)),))
 
 
-def test_counters_of_the_chrome_trace_are_the_timeline():
+def test_the_chrome_traces_counters_equal_the_timeline():
     trace = run(size=8000)
     events = json.loads(api.chrome_trace(trace))["traceEvents"]
     counted = {event["name"]: event["args"]["bytes"] for event in events if event["ph"] == "C"}
@@ -91,14 +91,14 @@ def test_the_table_has_a_row_for_each_allocation():
     assert rows[1]["line"] == "train.py:3"
 
 
-def test_what_is_older_than_the_history_was_made_nobody_knows_when():
+def test_blocks_older_than_the_history_have_no_birth_step_or_phase():
     live = segment(BASE, 2 * MIB, "small", blocks=[SnapshotBlock(BASE, 2 * MIB, 600, "active_allocated")])
     trace = trace_of([(Action.EARLIER, BASE, 600), (Action.OOM, 0, 1 << 30)], [live])
     (row,) = csv.DictReader(io.StringIO(api.table(trace)))
     assert (row["born"], row["step"], row["phase"], row["requested"]) == ("", "", "", "600")
 
 
-def test_a_cell_is_no_formula_and_a_name_is_text():
+def test_a_cell_cannot_be_a_formula():
     text = api.table(named(run(module=HOSTILE), HOSTILE))
     rows = list(csv.DictReader(io.StringIO(text)))
     assert "\x1b" not in text
@@ -107,7 +107,7 @@ def test_a_cell_is_no_formula_and_a_name_is_text():
     assert HOSTILE not in names  # modules are in no counter
 
 
-def test_an_empty_run_can_be_written():
+def test_an_empty_run_can_be_exported():
     assert api.table(trace_of([])).strip() == ",".join(COLUMNS)
     assert len(json.loads(api.chrome_trace(trace_of([])))["traceEvents"]) == 1
 
@@ -122,7 +122,7 @@ def test_rows_of_a_difference_sum_to_what_is_allocated(by):
     assert changes == sorted(changes, reverse=True)
 
 
-def test_what_changed_is_printed_and_names_are_inert():
+def test_changed_rows_are_printed_with_names_escaped():
     console = Console(file=io.StringIO(), width=120, highlight=False, markup=False, emoji=False)
     print_difference(api.diff(run(), run(size=5000, module="\x1b[31mred"), by="module"), console)
     text = console.file.getvalue()

@@ -1,4 +1,4 @@
-"""How fragmentation is shown: rows that sum, names that are inert, a schema that is kept."""
+"""How fragmentation is printed: rows add up, names are escaped, and the JSON follows its schema."""
 
 import io
 import json
@@ -47,7 +47,7 @@ FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 
 
 def told(answer, found):
-    """Return an explanation of which the fragmentation alone matters."""
+    """Return an explanation with this fragmentation."""
     held = Breakdown(0, BORN, 0, dict.fromkeys(GroupBy, ()), ())
     return Explanation(answer, (), "peak", held, (), found)
 
@@ -58,7 +58,7 @@ def printed(found, width=200):
     return console.file.getvalue()
 
 
-def test_the_table_says_what_reserved_bytes_are_for():
+def test_the_table_splits_reserved_bytes_by_use():
     rows = [line.split() for line in printed(FOUND).splitlines()]
     assert ["requested", "7.00", "0.00"] in rows
     assert ["──", "allocated", "12.00", "0.00"] in rows
@@ -71,7 +71,7 @@ def test_the_table_says_what_reserved_bytes_are_for():
     assert ["in", "the", "large", "pool", "87.5", "%", "-"] in rows
 
 
-def test_a_hole_is_named_once_with_its_moments_and_pins():
+def test_a_hole_is_printed_once_with_its_moments_and_pinning_blocks():
     text = printed(FOUND)
     assert text.count("13.0 MiB in a large segment of 20.0 MiB at 0x200000, kept by 2 blocks (7.0 MiB)") == 1
     assert "(peak reserved, the end)" in text
@@ -79,7 +79,7 @@ def test_a_hole_is_named_once_with_its_moments_and_pins():
     assert f"before   3.0 MiB  gradient · {where}; freed in step 2 · optimizer" in text
 
 
-def test_three_holes_of_a_moment_are_named():
+def test_at_most_three_holes_of_a_moment_are_printed():
     holes = tuple(replace(HOLE, size=size * MIB) for size in (9, 8, 7, 6, 5))
     lines = printed(replace(FOUND, moments=(replace(MOMENT, holes=holes),))).splitlines()
     assert [line.split()[0] for line in lines if " in a large segment" in line] == ["9.0", "8.0", "7.0"]
@@ -94,7 +94,7 @@ def test_three_holes_of_a_moment_are_named():
         (replace(PIN, address=20 * MIB), "after    3.0 MiB"),
     ],
 )
-def test_how_long_a_pin_lives(pin, shown):
+def test_the_lifetime_of_a_pinning_block_is_printed(pin, shown):
     holes = (replace(HOLE, pins=(pin,)),)
     assert shown in printed(replace(FOUND, moments=(replace(MOMENT, holes=holes),)))
 
@@ -109,13 +109,13 @@ def test_the_table_fits_a_terminal_of_80_columns():
     assert "── reserved" in text
 
 
-def test_of_expandable_segments_more_can_be_given_back():
+def test_expandable_segments_get_a_remark_on_empty_cache():
     mapped = replace(FOUND, moments=(replace(MOMENT, holes=(replace(HOLE, expandable=True),)),))
     assert "empty_cache releases only the whole handles within a hole" in printed(mapped)
     assert "handles" not in printed(FOUND)
 
 
-def test_what_does_not_apply_is_said():
+def test_the_reason_is_printed_where_fragmentation_is_not_available():
     found = Fragmentation(Provenance.EXACT, "CUDA's own pool.", ())
     assert printed(found).strip() == "Fragmentation: not available. CUDA's own pool."
 
@@ -123,7 +123,7 @@ def test_what_does_not_apply_is_said():
 @pytest.mark.parametrize(
     "name", ["layer\x1b[31m", "a\rb\x07", "\u202egpj.exe", "\x9b2J", "\ud800", "[bold]x[/]"]
 )
-def test_names_from_a_trace_are_inert(answer, name):
+def test_names_from_a_trace_are_escaped(answer, name):
     place = ScriptLocation(1, Phase.FORWARD, name, name, f"{name}:1")
     pin = replace(PIN, born=place, freed=place)
     hostile = replace(FOUND, moments=(replace(MOMENT, place=place, holes=(replace(HOLE, pins=(pin,)),)),))
@@ -134,7 +134,7 @@ def test_names_from_a_trace_are_inert(answer, name):
     assert pins[0]["freed"]["module"] == name
 
 
-def test_the_json_is_the_public_schema(answer):
+def test_the_json_decodes_to_the_public_schema(answer):
     decoded = msgspec.json.decode(to_json(told(answer, FOUND)), type=ExplanationJson)
     for field in public_dry_run(answer).__struct_fields__:
         assert getattr(decoded, field) == getattr(public_dry_run(answer), field)

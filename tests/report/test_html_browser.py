@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows what Python computed, by mouse and by keyboard, and loads nothing."""
+"""The page in a real browser shows what Python computed, by mouse and by keyboard, and loads nothing."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from support.html_reports import evil, report, run, sums, unpacked
 from support.traces import trace_of
 
 
-def test_it_opens_at_the_peak_and_every_click_is_exact(show):
+def test_the_page_opens_at_the_peak_and_every_moment_is_exact(show):
     trace = run()
     text = report(trace)
     page = show(text)
@@ -29,7 +29,7 @@ def test_it_opens_at_the_peak_and_every_click_is_exact(show):
     assert seen == sorted(set(seen))
 
 
-def test_a_thinned_page_says_so_and_sums_are_exact(show, monkeypatch):
+def test_a_page_with_combined_blocks_has_exact_sums(show, monkeypatch):
     trace = run(steps=6)
     monkeypatch.setitem(payload.__kwdefaults__, "most", 5)
     text = report(trace)
@@ -126,7 +126,7 @@ def test_the_keyboard_reaches_everything(show):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_any_window_and_either_scheme(show, scheme, width):
+def test_every_window_size_and_colour_scheme_works(show, scheme, width):
     page = show(report(run()), width=width, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
@@ -149,7 +149,7 @@ def test_any_window_and_either_scheme(show, scheme, width):
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != paper
 
 
-def test_paper_is_light_and_has_the_table(show):
+def test_print_is_light_and_has_the_table(show):
     page = show(report(run()), color_scheme="dark")
     page.emulate_media(media="print")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
@@ -161,13 +161,13 @@ def test_paper_is_light_and_has_the_table(show):
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != "rgb(255, 255, 255)"
 
 
-def test_what_cannot_be_drawn_is_said(show):
+def test_a_page_that_cannot_be_drawn_shows_why(show):
     page = show(report(trace_of([])))
     assert "No allocation was recorded" in page.inner_text("#problem")
     assert not page.is_visible("#main")
 
 
-def test_without_script_the_answer_is_there(browser, tmp_path):
+def test_the_summary_is_shown_without_javascript(browser, tmp_path):
     path = tmp_path / "r.html"
     path.write_text(report(run()))
     context = browser.new_context(java_script_enabled=False)
@@ -178,8 +178,8 @@ def test_without_script_the_answer_is_there(browser, tmp_path):
     context.close()
 
 
-def test_it_draws_inside_a_notebook(browser, tmp_path):
-    """A cell's output: a frame that may run its script and nothing else, in a page that others wrote."""
+def test_the_page_draws_inside_a_notebook(browser, tmp_path):
+    """The output of a cell: a frame that may only run scripts, within another page."""
     cell = tmp_path / "notebook.html"
     cell.write_text(f"<!doctype html><title>notebook</title>{explain(run())._repr_html_()}")
     context = browser.new_context(viewport={"width": 1000, "height": 950})
@@ -203,8 +203,8 @@ def test_it_draws_inside_a_notebook(browser, tmp_path):
     context.close()
 
 
-def test_the_policy_holds(browser, tmp_path):
-    """A script and an image that were put into the file have no effect."""
+def test_the_policy_blocks_injected_content(browser, tmp_path):
+    """A script and an image inserted into the file have no effect."""
     path = tmp_path / "r.html"
     injected = "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x.png'>"
     path.write_text(report(run()).replace("</main>", f"</main>{injected}"))
@@ -222,8 +222,8 @@ def test_the_policy_holds(browser, tmp_path):
     context.close()
 
 
-def test_sums_are_those_of_the_columns(show):
-    """The model's own walk and checkpoints agree with sums made from scratch, far from any checkpoint."""
+def test_the_models_sums_equal_those_of_the_columns(show):
+    """The model's running sums equal sums computed from scratch."""
     trace = run(steps=200)
     text = report(trace)
     held = unpacked(text)

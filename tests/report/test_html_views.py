@@ -27,8 +27,8 @@ GREEN = (0, 158, 115)  # of activations
 VIOLET = (123, 106, 156)  # of what another stream uses, on a light page
 
 
-def test_the_moments_to_look_at_are_a_click_or_a_key_away(show):
-    """The peak, what is just below it, and the most of each other phase: each has a button and a mark."""
+def test_shortcuts_have_buttons_flags_and_a_key(show):
+    """The peak, the moments just below it, and the peak of each other phase: each has a button and a flag."""
     sizes = ((FIRST, 100), (BACKWARD, 97), (SECOND, 90), (OPTIMIZER, 30))
     history = [Event(Action.SEGMENT_ALLOC, BASE, 200 * MIB, label=SETUP)]
     for label, size in sizes:
@@ -64,7 +64,7 @@ def test_the_moments_to_look_at_are_a_click_or_a_key_away(show):
     assert [one.event for one in secondary_peaks(trace, timeline(trace))] == [4, 7]
 
 
-def test_a_stretch_of_the_timeline_is_dragged_open(show):
+def test_dragging_zooms_the_timeline(show):
     page = show(report(run(steps=20)))
     left, width, top = chart(page)
     page.mouse.move(left + 0.2 * width, top + 200)
@@ -82,7 +82,7 @@ def test_a_stretch_of_the_timeline_is_dragged_open(show):
 
 
 def test_a_block_is_shown_in_all_views(show):
-    """Chosen in the map it is in the table, chosen there it is in the map; its life is in the timeline."""
+    """A block selected in the map is marked in the table and vice versa; the timeline shows its lifetime."""
     page = show(report(many(3_000)))
     page.focus("#table")
     page.keyboard.press("End")
@@ -104,7 +104,7 @@ def test_a_block_is_shown_in_all_views(show):
     assert row["y"] + row["height"] <= table["y"] + table["height"]
 
 
-def test_what_is_drawn_is_to_scale(show):
+def test_the_charts_are_drawn_to_scale(show):
     """Activations hold 32 MiB at the peak: of the chart's height, and of their segment's length."""
     page = show(report(run()))
     _, width, _ = chart(page)
@@ -137,7 +137,7 @@ def test_the_table_sorts_and_searches(show):
     assert page.locator("#table .row").count() == 0
 
 
-def test_many_rows_are_not_all_in_the_page(show):
+def test_only_rows_in_view_are_in_the_page(show):
     trace = run(steps=1, activations=20)
     rows = shown(show(report(trace), height=700)).rows
     assert rows == 23
@@ -160,7 +160,7 @@ def many(count):
     return trace_of(history)
 
 
-def test_layers_that_repeat_are_folded(show):
+def test_repeated_layers_are_folded(show):
     """Layers with the same parts are; those of a sequence, which may be of any kind, are not."""
     sequence = [Label(Phase.FORWARD, f"model.head.{i}", "", -1) for i in (0, 2)]
     owners = tuple(TensorInfo(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
@@ -173,7 +173,7 @@ def test_layers_that_repeat_are_folded(show):
     assert {"model · layers · 0 · mlp", "model · layers · 2 · mlp"} <= set(said)
 
 
-def test_the_room_on_the_device_is_drawn_where_it_matters(show):
+def test_the_device_limit_is_drawn_if_it_is_close(show):
     exact = Figure(512 * MIB, Provenance.EXACT)
     device = DeviceUse("small", exact, Figure(250 * MIB, Provenance.ASSUMED), 0)
     page = show(report(run(device=device)))
@@ -184,7 +184,7 @@ def test_the_room_on_the_device_is_drawn_where_it_matters(show):
     assert painted(page, "#timeline", red, (0, 0), (1, 0), 300_000) == 0
 
 
-def test_a_column_of_pixels_shows_its_highest_moment(show):
+def test_a_pixel_column_shows_its_highest_moment(show):
     trace = run(steps=200)
     text = report(trace)
     page = show(text)
@@ -200,7 +200,7 @@ def test_a_column_of_pixels_shows_its_highest_moment(show):
         assert level[at] == level[int(first) : int(-(-after // 1))].max()
 
 
-def test_the_pointer_is_told_what_it_is_over(show):
+def test_the_tooltip_describes_what_is_under_the_pointer(show):
     page = show(report(run()))
     left, width, top = chart(page)
     moments = int(page.locator("#timeline").get_attribute("aria-valuemax")) + 1
@@ -224,8 +224,8 @@ def test_the_pointer_is_told_what_it_is_over(show):
     assert page.inner_text("#tip") == "hole"
 
 
-def test_segments_are_shown_as_they_lie(show):
-    """Two that touch are two; rounding and what another stream still uses are told apart from tensors."""
+def test_the_segment_map_shows_every_segment(show):
+    """Adjacent segments stay two; rounding and blocks awaiting another stream differ from tensors."""
     block = 20 * MIB - 600 * 1024  # the rest of the segment is not worth splitting off
     half = BASE + 20 * MIB, 10 * MIB
     history = [
@@ -259,7 +259,7 @@ def test_segments_are_shown_as_they_lie(show):
     assert painted(page, "#map canvas", VIOLET, (0, 22), (1, 0), width) == 0
 
 
-def test_ranges_that_are_mapped_side_by_side_are_one_segment(show):
+def test_adjacent_mapped_ranges_are_one_segment(show):
     history = [Event(Action.SEGMENT_MAP, BASE + start * MIB, 20 * MIB) for start in (0, 20)]
     history.append(Event(Action.ALLOC, BASE, 30 * MIB))
     whole = segment(BASE, 40 * MIB, expandable=True)
@@ -267,7 +267,7 @@ def test_ranges_that_are_mapped_side_by_side_are_one_segment(show):
     assert page.locator("#map .segment").all_inner_texts() == ["40.00 MiB"]
 
 
-def test_a_part_is_as_wide_as_its_bytes_and_can_be_seen_alone(show):
+def test_a_box_is_as_wide_as_its_bytes_and_can_be_zoomed(show):
     labels = (LABELS[0], *(Label(Phase.FORWARD, name, "", -1) for name in ("first", "second")), *LABELS[3:])
     page = show(report(run(labels=labels, activations=20)), width=400)
     boxes = page.locator("#icicle button")

@@ -1,4 +1,4 @@
-"""What people and programs are shown: totals that sum, names that are inert, a schema that is kept."""
+"""The summary and its JSON: totals add up, names are escaped, and the JSON follows its schema."""
 
 import builtins
 import io
@@ -35,7 +35,7 @@ def printed(answer, width=100, *, terminal=False):
     return console.file.getvalue()
 
 
-def test_the_summary_says_what_was_asked(answer):
+def test_the_summary_has_verdict_peak_and_terms(answer):
     text = printed(answer)
     assert "FITS   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
     assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
@@ -45,8 +45,8 @@ def test_the_summary_says_what_was_asked(answer):
     assert "\x1b" not in text
 
 
-def test_what_prints_itself_returns_its_text_in_a_notebook(answer, monkeypatch):
-    """There rich would show the lines itself: it looks for IPython's shell by its class's name."""
+def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
+    """In a notebook, rich would display the lines itself: it detects IPython's shell by its class name."""
     text = printed(answer).splitlines()
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
@@ -54,7 +54,7 @@ def test_what_prints_itself_returns_its_text_in_a_notebook(answer, monkeypatch):
     assert repr(PrintableDryRun.of(answer)).splitlines() == [line.rstrip() for line in text]
 
 
-def test_every_answer_prints_itself():
+def test_every_result_prints_itself():
     trace = run()
     for found, first in (
         (api.summarize(trace), "FITS   needs"),
@@ -67,7 +67,7 @@ def test_every_answer_prints_itself():
         assert first in repr(found)
 
 
-def test_out_of_memory_says_where_and_how_much(answer):
+def test_out_of_memory_shows_where_and_how_much(answer):
     failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
     assert "OUT OF MEMORY   of 80.00 GiB: requested 3.0 GiB with 1.0 GiB free, short by 2.0 GiB" in text
@@ -80,7 +80,7 @@ def test_growth_names_the_line(answer):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_any_width_will_do(answer, width):
+def test_the_summary_fits_any_width(answer, width):
     assert all(len(line) <= width for line in printed(answer, width).splitlines())
 
 
@@ -114,13 +114,13 @@ def test_names_from_a_trace_cannot_touch_the_terminal(answer, name):
     assert json.loads(to_json(hostile))["peak"]["module"] == name
 
 
-def test_names_that_would_fill_the_screen_are_cut(answer):
+def test_long_names_are_shortened(answer):
     text = printed(replace(answer, peak_place=ScriptLocation(1, Phase.FORWARD, "x" * 10_000, "", "")), 200)
     assert len(text) < 4_000
     assert "[9,500 more]" in text.replace("\n", "")
 
 
-def test_the_json_is_the_public_schema(answer):
+def test_the_json_decodes_to_the_public_schema(answer):
     decoded = msgspec.json.decode(to_json(answer), type=DryRunJson)
     assert decoded.peak.process == 15 * GIB // 2
     assert decoded.terms[0].provenance == "exact"
@@ -135,7 +135,7 @@ def test_the_json_is_the_public_schema(answer):
         ("KeyboardInterrupt", "KeyboardInterrupt"),
     ],
 )
-def test_of_an_exception_in_several_lines_the_first_is_shown(answer, text, shown):
+def test_the_first_line_of_an_exception_is_shown(answer, text, shown):
     end = ScriptEnd("exception", 1, text, "train.py:4")
     out = printed(replace(answer, verdict="unknown", end=end))
     assert f"The script ended with {shown}  train.py:4" in out

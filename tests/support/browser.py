@@ -1,4 +1,4 @@
-"""Reports in a real browser: opened, clicked at, and what they then show."""
+"""Open reports in a real browser, click in them, and read what they show."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open a page as a file, and see afterwards that nothing was asked for and nothing complained."""
+    """Open a page as a file, and check afterwards that it requested nothing and logged no error."""
     contexts, requests, complaints = [], [], []
 
     def opened(text, width=1280, height=900, **options):
@@ -73,7 +73,7 @@ def shown(page):
 
 
 def check(page, trace, text):
-    """See that everything on the page that is about the moment says what Python says."""
+    """Check that everything on the page about the moment equals what Python computes."""
     now = shown(page)
     event = int(unpacked(text).columns["moment.event"][now.moment])
     line = timeline(trace)
@@ -92,13 +92,13 @@ def chart(page):
 
 
 def click_at(page, share):
-    """Click into the timeline, so far from its left end."""
+    """Click into the timeline, at a distance from its left end."""
     left, width, top = chart(page)
     page.mouse.click(left + share * width, top + 200)
 
 
 def painted(page, name, colour, at, step, count):
-    """Return how many pixels of a canvas have a colour, from a place on in steps."""
+    """Return the number of pixels of a canvas that have a colour, sampled from a position on."""
     return page.evaluate(
         """([name, [red, green, blue], [x, y], [dx, dy], count]) => {
           const canvas = document.querySelector(name);

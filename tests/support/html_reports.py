@@ -1,4 +1,4 @@
-"""HTML reports for tests: a small run by hand, and what a page holds, read without the page's own code."""
+"""HTML reports for tests: a small handmade run, and the data of a page, read without the page's code."""
 
 import base64
 import gzip
@@ -57,7 +57,7 @@ LONG = "layer." + "x" * 10_000
 
 
 def run(steps=3, activations=4, **fields):
-    """Return a trace of a few training steps, with a block that another stream keeps for a while."""
+    """Return a trace of a few training steps, with a block that another stream uses for a while."""
     history = [
         Event(Action.SEGMENT_ALLOC, LARGE, 200 * MIB, label=SETUP),
         Event(Action.SEGMENT_ALLOC, SMALL, 2 * MIB, label=SETUP),

@@ -1,4 +1,4 @@
-"""Scripts that call ``memfit.watch()``, run as on a card, with the ghost in the card's place."""
+"""Run scripts that call ``memfit.watch()`` as on a GPU, with the ghost in its place."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ REHEARSAL = Path(__file__).parents[2] / "benchmarks/gpu/rehearsal"
 
 @pytest.fixture
 def rehearse(tmp_path):
-    """Return a function that runs a script in an empty folder, and gives what it did."""
+    """Return a function that runs a script in an empty folder and returns the completed process."""
 
     def run(script, **environment):
         path = os.pathsep.join(filter(None, (str(REHEARSAL), os.environ.get("PYTHONPATH"))))

@@ -1,4 +1,4 @@
-"""Objects that are alive when memory runs out and cannot be asked: the others are."""
+"""A post-mortem skips live objects that raise when inspected."""
 
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
@@ -49,7 +49,7 @@ ODD = """
 """
 
 
-def test_they_are_passed_over(rehearse, tmp_path):
+def test_a_post_mortem_skips_objects_that_raise(rehearse, tmp_path):
     done = rehearse(WATCHED + ODD)
     assert done.returncode == 0, done.stderr
     assert "no post-mortem" not in done.stderr

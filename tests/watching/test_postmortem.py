@@ -1,4 +1,4 @@
-"""When memory runs out: what is written says who held it, and the exception is the script's as ever."""
+"""When memory runs out, memfit writes what held it, and the script gets its exception as usual."""
 
 import re
 
@@ -105,7 +105,7 @@ def rows_at_the_end(trace):
 
 
 @pytest.mark.parametrize("labels", [False, True])
-def test_who_held_it(rehearse, tmp_path, labels):
+def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     done = rehearse(WATCHED + FAILS.replace("LABELS", str(labels)))
     assert done.returncode == 1
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00" in done.stderr
@@ -144,8 +144,8 @@ def test_who_held_it(rehearse, tmp_path, labels):
     assert "Net" in (tmp_path / "memfit-oom-1.html").read_text()
 
 
-def test_a_script_that_goes_on(rehearse, tmp_path):
-    """No name is taken twice, there is an end to files, and nothing keeps the memory of what failed."""
+def test_post_mortems_of_a_script_that_continues(rehearse, tmp_path):
+    """No file name is used twice, the number of files is limited, and no failed memory is kept."""
     (tmp_path / "memfit-oom-1.memfit").write_text("mine")
     done = rehearse(WATCHED + GOES_ON)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Several trainings in one process, watched: every step of each is seen."""
+"""Several trainings in one process: the watch counts every step of each."""
 
 import re
 
@@ -30,7 +30,7 @@ IN_TURN = """
 """
 
 
-def test_one_after_another(rehearse):
+def test_trainings_in_sequence_are_all_watched(rehearse):
     done = rehearse(WATCHED + IN_TURN)
     assert done.returncode == 0, done.stderr
     assert "memfit: step 72 · peak 1.0 GiB measured" in done.stderr
@@ -95,7 +95,7 @@ AGAIN = """
 """
 
 
-def test_begun_again_forked_and_interrupted(rehearse):
+def test_watches_survive_restarts_forks_and_interrupts(rehearse):
     done = rehearse(WATCHED + AGAIN)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("memfit: no training step") == 6  # by watches of no step, and by no child

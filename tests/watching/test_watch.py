@@ -1,4 +1,4 @@
-"""A run that is watched: what it holds beside what was predicted, and nothing left behind."""
+"""A watched run: measured memory beside the prediction, and nothing left behind."""
 
 import pytest
 
@@ -38,7 +38,7 @@ COMPARED = """
 """
 
 
-def test_steps_beside_their_prediction(dry_run, rehearse):
+def test_steps_are_compared_with_their_prediction(dry_run, rehearse):
     predicted = dry_run(WATCHED + COMPARED, options=("-o", "run.memfit"))
     assert predicted.code == 0
     aside = "memfit: watch() does nothing here: memfit is already recording this script."
@@ -128,7 +128,7 @@ QUIET = """
 """
 
 
-def test_nothing_stays_and_nothing_grows(rehearse):
+def test_a_watch_restores_hooks_and_keeps_no_memory(rehearse):
     done = rehearse(WATCHED + QUIET, TERM="xterm", COLUMNS="100", LINES="30")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("memfit: stopped comparing steps: OSError: disk full") == 1
@@ -136,7 +136,7 @@ def test_nothing_stays_and_nothing_grows(rehearse):
     assert done.stdout.rstrip().endswith("MiB at the end of the step")
 
 
-def test_refusals(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path):
     with pytest.raises(UsageError, match="folder for post-mortems does not exist"):
         watch(folder=tmp_path / "gone")
     with pytest.raises(UsageError, match="holds no training step"):
