@@ -37,7 +37,7 @@ class Layer:
     """A category of memory in the stacked timeline."""
 
     name: str
-    sure: Provenance
+    provenance: Provenance
     colour: str
     hatched: bool
 
@@ -93,11 +93,11 @@ def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary:
 
 
 def _layers(trace: Trace, picture: Drawing) -> tuple[Layer, ...]:
-    sure = category_provenance(trace)
-    layers = [Layer(CATEGORY_NAMES[one], sure[one], *paint) for one, paint in _COLOURS.items()]
+    provenances = category_provenance(trace)
+    layers = [Layer(CATEGORY_NAMES[one], provenances[one], *paint) for one, paint in _COLOURS.items()]
     if picture.old:
         layers.append(Layer(EARLIER_NAME, Provenance.ASSUMED, "#4d4d4d", hatched=True))
-    return (*layers, Layer(ROUNDING, worst(*sure.values()), "#8c8c8c", hatched=True))
+    return (*layers, Layer(ROUNDING, worst(*provenances.values()), "#8c8c8c", hatched=True))
 
 
 def layers_of(categories: Numbers) -> Numbers:

@@ -71,7 +71,8 @@ def _rung(name: str, figure: Figure, follows: str) -> str:
     source = f' title="{escape(figure.source)}"' if figure.source else ""
     return (
         f'<div><dt>{escape(name)}</dt><dd data-bytes="{figure.bytes}"><b>{_amount(figure.bytes)}</b> '
-        f'<span class="sure"{source}>{figure.provenance}</span><small>{escape(follows)}</small></dd></div>'
+        f'<span class="provenance"{source}>{figure.provenance}</span>'
+        f"<small>{escape(follows)}</small></dd></div>"
     )
 
 
@@ -147,7 +148,7 @@ def advice(result: DryRun, words: PageTexts) -> str:
         return rest
     items = [
         f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
-        f'<span class="sure">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
+        f'<span class="provenance">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
         f'{" · " * (one.fits is not None)}{FITS[one.fits]} <code class="long">{_text(words, one.how)}</code>'
         f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
@@ -157,13 +158,16 @@ def advice(result: DryRun, words: PageTexts) -> str:
 
 def sums(facts: PageFacts) -> str:
     """Return a row for each layer of the stack, and for their sums; the page's script fills them in."""
-    kinds = [(one.name, one.sure, f"<i {_SWATCH.format(one.name)}></i>") for one in reversed(facts.layers)]
+    kinds = [
+        (layer.name, layer.provenance, f"<i {_SWATCH.format(layer.name)}></i>")
+        for layer in reversed(facts.layers)
+    ]
     least = kinds[0][1]  # the provenance of rounding, which includes that of all layers
     rows = [*kinds, *((name, least, "") for name in ("allocated", "cached", "reserved"))]
     return "".join(
-        f'<tr data-row="{name}"><th scope="row">{swatch}{name}{_unless_exact(sure)}</th>'
+        f'<tr data-row="{name}"><th scope="row">{swatch}{name}{_unless_exact(provenance)}</th>'
         "<td></td><td></td></tr>"
-        for name, sure, swatch in rows
+        for name, provenance, swatch in rows
     )
 
 
@@ -171,8 +175,8 @@ _SWATCH = 'class="swatch" data-layer="{}" aria-hidden="true"'
 _HATCH = "repeating-linear-gradient(135deg, transparent 0 2.6px, rgba(255, 255, 255, .62) 2.6px 4.2px), "
 
 
-def _unless_exact(sure: Provenance) -> str:
-    return f' <span class="sure">{sure}</span>' if sure is not Provenance.EXACT else ""
+def _unless_exact(provenance: Provenance) -> str:
+    return f' <span class="provenance">{provenance}</span>' if provenance is not Provenance.EXACT else ""
 
 
 def colours(facts: PageFacts) -> str:
@@ -204,7 +208,7 @@ def notes(result: DryRun, words: PageTexts) -> str:
         if note.where:
             where.append(note.where)
     items = [
-        f'<li class="long"><span class="sure">{escape(provenance)}</span> {_text(words, text)} '
+        f'<li class="long"><span class="provenance">{escape(provenance)}</span> {_text(words, text)} '
         + "".join(f"<code>{_text(words, one)}</code> " for one in where)
         + "</li>"
         for (provenance, text), where in places.items()

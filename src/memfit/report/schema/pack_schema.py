@@ -77,9 +77,9 @@ def _public(found: Packing | RunPacking, capacity: int | None) -> PackingJson:
         fits=None if capacity is None else found.height <= capacity,
         step=run.step if run else None,
         planned=AmountJson(found.height, planned),
-        bound=AmountJson(found.bound, sure),
-        live=AmountJson(found.live, sure),
-        unshared=AmountJson(found.unshared, sure),
+        bound=AmountJson(found.bound, provenance),
+        live=AmountJson(found.live, provenance),
+        unshared=AmountJson(found.unshared, provenance),
         reserved=tuple(
             ReservedJson(row.setting.name, row.replay.peak_reserved, planned)
             for row in (run.reserved if run else ())
