@@ -163,11 +163,11 @@ class Arena:
         Raises:
             UsageError: the previous step has not ended.
 
-        >>> with planned.train(images, labels):  # doctest: +SKIP
-        ...     loss = criterion(model(images), labels)
-        ...     loss.backward()
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
+        >>> model, images, planned = nn.Linear(8, 8), torch.ones(4, 8), arena(device="cpu")
+        >>> with planned.train(images):
+        ...     model(images).sum().backward()
+        ...     model.zero_grad()
+        >>> planned.close()
         """
         return self._begin("train", batch)
 
