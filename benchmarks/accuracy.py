@@ -1,10 +1,10 @@
-"""How far the ghost is from real cards: figures that others published, next to the same job on the ghost.
+"""Compare the ghost with real cards: figures that others published, beside the same job on the ghost.
 
     python benchmarks/accuracy.py [--sets DE] [--markdown FILE] [--json FILE] [--runs FILE]
 
-Without FILE the table goes to standard output. The rows, their sources and what explains a difference are
-in benchmarks/accuracy/rows.toml. With --runs, what was run is kept there and not run again. Exits with 1
-when a row differs by more than it states.
+Without FILE the table goes to standard output. benchmarks/accuracy/rows.toml holds the rows, their sources
+and the explanations of differences. --runs keeps the results of runs in a file, so that they are not
+repeated. Exits with 1 when a row differs by more than it states.
 """
 
 import argparse
@@ -49,11 +49,11 @@ class Row:
 
     @property
     def theirs(self) -> float:
-        """What PyTorch's allocator took by the published figure, in `unit`."""
+        """PyTorch's allocator's share of the published figure, in `unit`."""
         return (self.published - self.outside) / self.per
 
     def ours(self, runs: "Runs", *, then: bool) -> float:
-        """Return the same from the ghost, in `unit`; with `then`, as the author's software did it."""
+        """Return the ghost's figure, in `unit`; with `then`, under the behaviour of the author's software."""
         extra = self.then if then else ()
         amount = runs.peaks(self, (*self.run, *extra))[self.figure]
         if self.minus:
@@ -71,11 +71,11 @@ class Result:
     today: float
     """On the ghost, with the software that is installed; in the row's unit."""
     then: float | None
-    """With what the row says has changed since put back; None where nothing has."""
+    """With the changes that the row lists undone; None if it lists none."""
 
     @property
     def percent(self) -> float:
-        """Difference of the run that is most like the author's, in percent of the published figure."""
+        """Difference of the run closest to the author's, in percent of the published figure."""
         return percent(self.row, self.today if self.then is None else self.then)
 
     @property
@@ -85,7 +85,7 @@ class Result:
 
 
 def percent(row: Row, value: float) -> float:
-    """Return by how many percent of the published figure a value differs from it."""
+    """Return the difference of a value from the published figure, in percent of that figure."""
     return 100 * (value - row.theirs) / row.theirs
 
 
@@ -102,7 +102,7 @@ def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
 
 
 class Runs:
-    """What every script used, each run once; kept in a file where one is given."""
+    """The peaks of every script, each run once; kept in a file if one is given."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -123,7 +123,7 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
     """Run a script of benchmarks/accuracy/ to its own end under `memfit dry-run`.
 
     Returns:
-        Its peaks by name, and what it printed as `name 1.5 MiB`; bytes.
+        Its peaks by name, and the figures it printed as `name 1.5 MiB`; bytes.
     """
     script, *arguments = run
     command = [sys.executable, "-m", "memfit", "dry-run", "--steps", "1000000", *options, "--json"]
@@ -146,12 +146,12 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
 
 
 def measure(row: Row, runs: Runs) -> Result:
-    """Run what a row needs."""
+    """Run the scripts that a row needs."""
     return Result(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None)
 
 
 def markdown(results: Iterable[Result], sources: dict[str, dict[str, str]]) -> str:
-    """Write the table, and under it the sources."""
+    """Return the table, followed by its sources."""
     lines = [
         "| set | what | published | ghost | | as then | | what explains the difference |",
         "|---|---|--:|--:|--:|--:|--:|---|",
@@ -176,7 +176,7 @@ def _shown(row: Row, value: float, digits: int) -> tuple[str, str]:
 
 
 def versions() -> str:
-    """Name what the ghost's side was run with."""
+    """Return the versions that the ghost ran with."""
     cudnn = sorted(found.name for found in distributions() if found.name.startswith("nvidia-cudnn-cu"))
     names = ("torch", "torchvision", "transformers", *cudnn)
     return ", ".join((*(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}"))
@@ -190,9 +190,7 @@ def main() -> None:
     parser.add_argument("--sets", default="", help="letters of the sets to run; all by default")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--runs", type=Path, help="keep the runs here, and take from here what was run before"
-    )
+    parser.add_argument("--runs", type=Path, help="file that keeps the results of runs, to reuse them")
     options = parser.parse_args()
     chosen, sources = rows(options.sets)
     runs, results = Runs(options.runs), []
@@ -208,7 +206,7 @@ def main() -> None:
         measured = [asdict(result) | {"percent": result.percent, "met": result.met} for result in results]
         options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
     if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
-        raise SystemExit("Further off than stated: " + "; ".join(missed))
+        raise SystemExit("Differs by more than stated: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Which of a graph's values lie in one memory, and for how long: what memfit says, next to what happens.
+"""Check which values of a graph share memory, and for how long: memfit's answer against a real run.
 
     python benchmarks/aliases.py                          graphs of eight models, on the CPU
-    python benchmarks/aliases.py --operators              of PyTorch's own database of operators
+    python benchmarks/aliases.py --operators              graphs of PyTorch's operator database
     memfit dry-run --steps 9999 --memory 1TiB benchmarks/aliases.py --device cuda [--operators]
                                                           with the CUDA build, on the ghost
 
-Each graph is run, and the storages are looked at (``tests/support/storage_referee.py``): which values
-share one, its bytes, between which nodes it is alive. All three must be as memfit says. Of a model: forward
-and backward traced as one, forward and backward as AOTAutograd hands them to a compiler, the exported
-forward. Of an operator: called as it is and in place, and decomposed, forward and with its backward; on dense
-tensors and on views with gaps in a larger storage.
+Each graph is run, and its storages are inspected (``tests/support/storage_referee.py``): which values share
+one, its bytes, and the nodes between which it is alive. All three must equal memfit's answer. Graphs of a
+model: forward and backward traced as one, forward and backward as AOTAutograd hands them to a compiler, the
+exported forward. Graphs of an operator: called, called in place, and decomposed, forward and with its
+backward; on dense tensors and on views with gaps in a larger storage.
 
-Needs, for operators: pip install expecttest (PyTorch's database imports it).
+--operators needs expecttest, which PyTorch's database imports (pip install expecttest).
 """
 
 import argparse
@@ -47,33 +47,33 @@ IMAGES = {
 """Model -> pixels on a side."""
 GPT2_SIZES = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64}
 KNOWN = {
-    "nn.functional.embedding_bag": "of where bags begin, the CPU keeps one integer more",
+    "nn.functional.embedding_bag": "the CPU keeps one more integer of bag offsets",
 }
-"""Operator -> what is known to differ, and is not told."""
+"""Operator -> a known difference that memfit does not predict."""
 
 
 def main() -> int:
-    """Compare, print, and say by the exit code whether everything was as told."""
+    """Compare, print, and return 1 if anything differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="*", choices=(*IMAGES, "gpt2"), default=(*IMAGES, "gpt2"))
-    parser.add_argument("--operators", nargs="*", help="names; without any: all")
-    parser.add_argument("--samples", type=int, default=3, help="of each operator")
+    parser.add_argument("--operators", nargs="*", help="operators by name; all by default")
+    parser.add_argument("--samples", type=int, default=3, help="inputs of each operator")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.operators is None:
         wrong = sum(model(name, arguments.device) for name in arguments.models)
     else:
-        warnings.simplefilter("ignore")  # of PyTorch's, about what its samples try
+        warnings.simplefilter("ignore")  # PyTorch's own, about its samples
         wrong = operators(set(arguments.operators), arguments.samples, arguments.device)
-    print("everything was as told" if not wrong else f"NOT AS TOLD: {wrong} graphs")
+    print("every graph as predicted" if not wrong else f"NOT AS PREDICTED: {wrong} graphs")
     return bool(wrong)
 
 
 def model(name: str, device: str) -> int:
-    """Try a model's graphs; return how many are not as told."""
+    """Check a model's graphs; return how many differ from the prediction."""
     if name == "gpt2":
         network: nn.Module = GPT2(**GPT2_SIZES)
         inputs = torch.zeros(2, GPT2_SIZES["n_positions"], dtype=torch.long, device=device)
@@ -90,7 +90,7 @@ def model(name: str, device: str) -> int:
             f"{name:13} {graph.kind:9} {len(graph.module.graph.nodes):5} nodes {len(found.sets):5} sets  "
             f"unshared {found.unshared / found.live:6.3f}  planned {found.height / found.live:.4f} of "
             f"{found.live / 2**20:8.1f} MiB live  {seconds:5.1f} s  "
-            f"{f'{len(differing)} DIFFER' if differing else 'as told'}",
+            f"{f'{len(differing)} DIFFER' if differing else 'as predicted'}",
             *differing,
             sep="\n    ",
             flush=True,
@@ -100,7 +100,7 @@ def model(name: str, device: str) -> int:
 
 
 def operators(names: set[str], samples: int, device: str) -> int:
-    """Try operators; return how many graphs are not as told."""
+    """Check operators; return how many graphs differ from the prediction."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     ends: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def operators(names: set[str], samples: int, device: str) -> int:
                 if names:
                     print(error)
                 continue
-            end = "as told" if not differing else "known" if op.name in KNOWN else "NOT AS TOLD"
+            end = "as predicted" if not differing else "known" if op.name in KNOWN else "NOT AS PREDICTED"
             ends[end] += 1
             if differing:
                 print(
@@ -130,11 +130,11 @@ def operators(names: set[str], samples: int, device: str) -> int:
                 )
     print("refused by name:", ", ".join(sorted(refused)))
     print(*(f"{count:6,} {end}" for end, count in sorted(ends.items())), sep="\n")
-    return ends["NOT AS TOLD"]
+    return ends["NOT AS PREDICTED"]
 
 
 def graphs_of(op: Any, samples: int, device: str, ends: Counter[str]) -> Iterator[Captured]:
-    """Yield graphs of an operator that run here."""
+    """Yield the graphs of an operator that can be traced and run on this device."""
     for kind in ("call", "in place", "forward", "backward"):
         function = op.inplace_variant if kind == "in place" else op.op
         if function is None or (kind == "backward" and not op.supports_autograd):
@@ -166,7 +166,7 @@ def _graph(function: Callable[..., Any], sample: tuple[Any, ...], kind: str) -> 
     tensors = [leaves[place].detach() for place in places]
 
     def call(given: list[Any]) -> tuple[Any, ...]:
-        """Return what a function is called with, ``given`` in the tensors' places."""
+        """Return a call's arguments, with ``given`` in place of the tensors."""
         with_them = dict(zip(places, given, strict=True))
         first, others, keywords = tree_unflatten(
             [with_them.get(place, leaf) for place, leaf in enumerate(leaves)], spec
@@ -194,7 +194,7 @@ def _graph(function: Callable[..., Any], sample: tuple[Any, ...], kind: str) -> 
 
     found = traced(run, *tensors)
     for node, tensor in zip(found.module.graph.nodes, tensors, strict=False):
-        node.meta["val"] = tensor  # tracing has forgotten how large a storage it lies in
+        node.meta["val"] = tensor  # tracing loses the size of the storage that holds it
     return found._replace(kind=kind)
 
 

@@ -1,19 +1,19 @@
-"""Training on the CPU within memfit.arena, beside the same with PyTorch's default allocator.
+"""Train on the CPU in memfit.arena and with PyTorch's default allocator, in alternation.
 
     python benchmarks/arena_cpu.py [--models resnet50 vgg16 gpt2] [--steps 20]
 
-Two processes train copies of a model, a step of one and a step of the other in turn. Their losses and
-gradients are compared bit for bit at every step. Said of each: the time of a step (the median of the ratios
-of two neighbours, from the first planned step on), and what the process takes at its peak:
+Two processes train copies of a model in alternating steps. Their losses and gradients are compared bit for
+bit at every step. Reported for each: the time of a step (the median of the ratios of two neighbours, from
+the first planned step on), and the parts of the process's peak:
 
-    before       PyTorch and its libraries, imported, once they have trained a convolution and a linear layer
+    before       PyTorch and its libraries, after they have trained a convolution and a linear layer
     kept         parameters, their optimizer's state, buffers and the batch
-    arena        what the plan needs
-    beyond       the rest of the process's peak in planned steps: scratch memory of libraries (oneDNN, MKL,
-                 OpenMP), which do not ask PyTorch for it, and what the C library has not given back
+    arena        the plan
+    beyond       the rest of the process's peak in planned steps: scratch memory that libraries (oneDNN, MKL,
+                 OpenMP) allocate without PyTorch, and what the C library has not released
 
 ``library scratch`` is an estimate of the largest part of that: how much more of the C library's heap is in
-use in the middle of a step than between steps (mallinfo2, asked every millisecond in steps without a clock).
+use within a step than between steps (mallinfo2, sampled every millisecond in steps that are not timed).
 """
 
 import argparse
@@ -37,8 +37,8 @@ import memfit
 model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
 MIB = 1 << 20
 BATCHES = {"resnet50": (8, 3, 224, 224), "vgg16": (4, 3, 224, 224), "gpt2": (2, 256)}
-PLANNED = 4  # steps after which all are placed: one makes the optimizer's state, two are recorded
-SAMPLED = 2  # steps at the end in which scratch memory is looked for
+PLANNED = 4  # steps before all are placed: one creates the optimizer's state, two are recorded
+SAMPLED = 2  # steps at the end in which scratch memory is sampled
 
 
 def status(name: str) -> int:
@@ -57,7 +57,7 @@ class Heap(ctypes.Structure):
 
 
 class Sampler:
-    """Looks for the most that the C library's heap has in use."""
+    """Records the most that the C library's heap has in use."""
 
     def __init__(self) -> None:
         self._ask = ctypes.CDLL(None).mallinfo2
@@ -129,7 +129,7 @@ def train(name: str, steps: int, *, placed: bool, pipe: Connection) -> None:
 
 
 def compare(name: str, steps: int) -> None:
-    """Train in two processes, in turn, and print what came of it."""
+    """Train in two processes, in alternation, and print the comparison."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for placed in (False, True):
@@ -163,8 +163,8 @@ def compare(name: str, steps: int) -> None:
         f"({default_peak / MIB:,.0f} MiB)\n"
         f"  of it    {before / MIB:,.0f} before, {kept / MIB:,.0f} kept, {plan.planned / MIB:,.0f} arena, "
         f"{beyond / MIB:,.0f} beyond; library scratch {scratch / MIB:,.0f}\n"
-        f"  planned  {plan.planned / plan.live:.4f} of what lives at once, "
-        f"{plan.planned / plan.unshared:.3f} of what it would be unshared",
+        f"  planned  {plan.planned / plan.live:.4f} of what is live at once, "
+        f"{plan.planned / plan.unshared:.3f} of each allocation by itself",
         flush=True,
     )
 

@@ -1,12 +1,12 @@
-"""GPU memory that training takes within memfit.arena, beside PyTorch's own allocator, on the ghost.
+"""Compare the GPU memory of training in memfit.arena and with PyTorch's own allocator, on the ghost.
 
     python benchmarks/arena_ghost.py [--models resnet50 ...] [--steps 6] [--json FILE]
 
-Each model trains three times, in a process each: with the default settings, with expandable segments, and in
-an arena. Of each: what cudaMemGetInfo says is taken after a step, the most of all steps; of the arena, of the
-steps until there is a plan, and of those that are placed. ``live`` is the bound that no allocator is below:
-the most that lives at once, as asked for, by PyTorch's own count (``requested_bytes.all.peak``). Fails if
-placed steps take more than 1.02 times as much.
+Each model trains three times, each time in its own process: with the default settings, with expandable
+segments, and in an arena. The figure is the memory in use after a step by cudaMemGetInfo, the maximum over
+all steps; for the arena, separately over the steps before there is a plan and the placed steps. ``live`` is
+the lower bound for any allocator: the most that is live at once, as requested, by PyTorch's own count
+(``requested_bytes.all.peak``). Fails if placed steps take more than 1.02 times that.
 """
 
 import argparse
@@ -30,11 +30,11 @@ BATCHES = {
 }
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "arena": ""}
 MOST = 1.02
-"""Times what lives at once."""
+"""Times what is live at once."""
 
 
 def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
-    """Train on the ghost; return what was taken after each step, and more."""
+    """Train on the ghost; return the memory in use after each step, and the arena's counts."""
     from memfit.devices import find_device
     from memfit.ghost.build.runtime_library import build
     from memfit.ghost.device import GhostDevice
@@ -82,7 +82,7 @@ def run(name: str, allocator: str, steps: int) -> dict[str, Any]:
 
 
 def compare(name: str, steps: int) -> dict[str, Any]:
-    """Train with each allocator, and print what was taken."""
+    """Train with each allocator, and print the memory used."""
     seen = {allocator: run(name, allocator, steps) for allocator in ALLOCATORS}
     live, arena = seen["default"]["live"], seen["arena"]
     row = {
@@ -112,13 +112,13 @@ def main() -> None:
     if arguments.allocator:
         print(json.dumps(train(arguments.models[0], arguments.allocator, arguments.steps)))
         return
-    print("times what lives at once:", flush=True)
+    print("times what is live at once:", flush=True)
     rows = [compare(name, arguments.steps) for name in arguments.models]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     above = [row["name"] for row in rows if row["placed"] > MOST * row["live"]]
     if above:
-        sys.exit(f"placed steps take more than {MOST} times what lives at once: {', '.join(above)}")
+        sys.exit(f"placed steps take more than {MOST} times what is live at once: {', '.join(above)}")
 
 
 if __name__ == "__main__":

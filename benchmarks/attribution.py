@@ -1,10 +1,10 @@
-"""What memfit says of who holds the memory, next to an independent truth, for each example.
+"""Check memfit's attribution of memory against an independent ground truth, for each example.
 
     python benchmarks/attribution.py [EXAMPLE.py ...] [--json FILE]
 
 Each script is run twice on the ghost: once under memfit, once under ``saved_tensors.py``. At every backward
-and optimizer step bytes requested are compared, exactly; the share of the peak that nobody holds, and whether
-all rows sum to what is allocated, are looked at besides. Exit code 1 if anything differs.
+and optimizer step, requested bytes must be equal. The unknown share of the peak is limited, and all rows must
+sum to what is allocated. Exits with 1 if anything differs.
 """
 
 import argparse
@@ -47,7 +47,7 @@ UNKNOWN = 0.01  # of the peak, at most
 
 
 def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str, int]]]:
-    """Return what memfit says at the moments that the truth tells of."""
+    """Return memfit's figures at the moments of the ground truth."""
     found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
     for mark in trace.marks:
         if mark.kind is MarkKind.BACKWARD:
@@ -76,7 +76,7 @@ def run(options: list[str], script: list[str]) -> None:
 
 
 def compare(script: Path, folder: Path) -> dict[str, object]:
-    """Run both, and return what differs."""
+    """Run a script both ways, and return the differences."""
     kept, truth = folder / "run.memfit", folder / "truth.json"
     kept.unlink(missing_ok=True)
     run(["-o", str(kept)], [str(script)])
@@ -89,7 +89,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
         f"{kind} {number + 1}: {name} {one[name]:,}, truth {other[name]:,}"
         for kind in ours
         for number, (one, other) in enumerate(zip(ours[kind], theirs[kind], strict=False))
-        for name in one.keys() & other.keys()  # the last step ends the script before its state is looked at
+        for name in one.keys() & other.keys()  # the last step ends the script before its state is read
         if one[name] != other[name]
     ]
     differences += [
@@ -103,7 +103,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     for event in np.linspace(0, len(trace.events) - 1, 50).astype(int).tolist():
         rows = breakdown_at(trace, line, attribution, event).rows
         differences += [
-            f"event {event}: rows by {by} sum to another figure than is allocated"
+            f"event {event}: rows by {by} do not sum to what is allocated"
             for by in rows
             if sum(row.bytes for row in rows[by]) != int(line.allocated[event])
         ]

@@ -1,8 +1,9 @@
-"""What checkpointing costs a region beside computing it twice, and what keeping random numbers is of that.
+"""Measure what checkpointing a block costs beyond recomputing it, and the share of keeping random numbers.
 
     python benchmarks/checkpoint_cost.py [--runs 300] [--json FILE]
 
-One forward and backward of a small block on the CPU, one thread, variants in turn; medians, in microseconds.
+One forward and backward of a small block on the CPU, one thread, alternating variants; medians, in
+microseconds.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from memfit.strategies.checkpointing import Checkpointing
 
 
 def block() -> nn.Module:
-    """Return a block that draws no random numbers, so that keeping them may be left out."""
+    """Return a block that draws no random numbers, so that not keeping them is correct."""
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
 
 
 def by_hand(**options: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the block as torch.utils.checkpoint is called by hand: statistics count twice."""
+    """Return the block under a plain torch.utils.checkpoint: statistics are updated twice."""
     module = block()
     return lambda x: checkpoint(module, x, use_reentrant=False, **options)
 
@@ -39,7 +40,7 @@ def checkpointed(**options: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def main() -> int:
-    """Time the variants in turn and print the table."""
+    """Time the variants in alternation and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""How long a dry run takes, next to what `import torch` alone takes, interleaved in one run.
+"""Measure how long a dry run takes, relative to `import torch` alone, interleaved in one run.
 
     python benchmarks/dry_run_speed.py [--runs 5] [--json FILE]
 
-Exits with 1 when a target of the project is missed. Whole processes, wall clock, medians; processor time
-beside it, which a busy machine inflates less.
+Exits with 1 when a target of the project is missed. Medians of wall time over whole processes, and of
+processor time, which a busy machine inflates less.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Measured:
     host_gib: float
     """Most memory that any one process held."""
     times_import: float
-    """Ratio to importing torch, pair by pair, median."""
+    """Median ratio to importing torch, pair by pair."""
     target_seconds: float | None
     target_gib: float | None
 
@@ -47,7 +47,7 @@ class Measured:
 
 
 def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, float, int]:
-    """Run a command to its end; return seconds, of processors too, and the most bytes any process held."""
+    """Run a command; return wall seconds, processor seconds and the most bytes that any process held."""
     begun = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -77,7 +77,7 @@ def measure(
     seconds: float | None = None,
     gib: float | None = None,
 ) -> Measured:
-    """Time a command against `import torch`, in turn."""
+    """Time a command and `import torch`, in alternation."""
     times, processor, ratios, most = [], [], [], 0
     for _ in range(runs):
         alone, _, _ = timed([sys.executable, "-c", "import torch"])
@@ -100,7 +100,7 @@ def measure(
 
 
 def main() -> int:
-    """Measure every row, print the table, and say whether the targets are met."""
+    """Measure every row, print the table, and return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

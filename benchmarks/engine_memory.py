@@ -1,11 +1,11 @@
-"""What the engine's peak is next to the best loop written by hand, strategy by strategy, to the byte.
+"""Compare the engine's peak with the best hand-written loop, strategy by strategy, to the byte.
 
     python benchmarks/engine_memory.py [--json FILE]
 
-A small GPT and a small CNN, AdamW, three steps on the ghost: each strategy by hand, by ``engine.step`` and by
-``engine.windows``. By hand means as an expert would: micro-batches are views, losses are freed before the
-next forward, gradients are set to None, what is reported (mean loss, norm) is kept on the GPU. Exits with 1
-if a peak of the engine's differs from the loop's by anything but one loss (``LOSS``).
+A small GPT and a small CNN, AdamW, three steps on the ghost: each strategy by hand, by ``engine.step`` and
+by ``engine.windows``. The loop by hand is an expert's: micro-batches are views, losses are freed before the
+next forward, gradients are set to None, reported values (mean loss, norm) stay on the GPU. Exits with 1 if
+a peak of the engine differs from the loop's by anything but one loss (``LOSS``).
 """
 
 import argparse
@@ -58,9 +58,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 LOSS = 512
-"""The allocator's smallest block, for one number: the engine's sum of losses is a tensor of its own, so that
-the user's are not changed, where by hand the first loss is the sum; in accumulation it is the undivided loss,
-which whoever calls backward holds meanwhile, and which a loop by hand can delete."""
+"""The allocator's smallest block, for one number. The engine sums losses in a separate tensor, so as not to
+change the user's; the loop by hand adds to the first loss. In accumulation it is the undivided loss, which
+the caller of backward holds meanwhile, and which a loop by hand can delete."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -110,7 +110,7 @@ def parts_of(batch: Any, parts: int) -> Iterator[Any]:
         yield from zip(*(one.chunk(parts) for one in batch), strict=True)
 
 
-# ---- Doors -----------------------------------------------------------------------------------------------
+# ---- Entry points --------------------------------------------------------------------------------------
 
 
 def by_step(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
@@ -124,7 +124,7 @@ def by_step(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
 
 
 def by_windows(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
-    """Train in a loop of one's own."""
+    """Train in a loop over ``engine.windows``."""
     engine = engine_of(model, None, **settings)
     for _ in range(STEPS):
         for window in engine.windows(list(parts_of(batch, settings.get("parts", 1)))):
@@ -189,7 +189,7 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
     if blocks:
         for block in model.blocks if hasattr(model, "blocks") else list(model)[:3]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if offload:  # which is held to loops by hand in tests/strategies; here in a loop of one's own
+    if offload:  # tests/strategies compares offload itself with loops by hand
         apply(model, Offload())
     if in_backward:
         optimizer = stepped_in_backward(parameters)
@@ -222,7 +222,7 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
 
 
 def float32_sums(parameters: list[nn.Parameter], full: list[nn.Parameter]) -> Callable[[], None]:
-    """Sum gradients in float32 as they come; return what hands them to the optimizer's parameters."""
+    """Sum gradients in float32 as they arrive; return the function that hands them to the optimizer."""
     found: dict[nn.Parameter, torch.Tensor] = {}
 
     def take(parameter: Any) -> None:
@@ -242,7 +242,7 @@ def float32_sums(parameters: list[nn.Parameter], full: list[nn.Parameter]) -> Ca
 
 
 def stepped_in_backward(parameters: list[nn.Parameter]) -> Any:
-    """Step each parameter in backward, as PyTorch's tutorial does: an optimizer each."""
+    """Step each parameter in backward, with one optimizer per parameter, as PyTorch's tutorial does."""
     optimizers = {one: torch.optim.AdamW([one]) for one in parameters}
 
     def step(parameter: Any) -> None:
@@ -258,7 +258,7 @@ def stepped_in_backward(parameters: list[nn.Parameter]) -> Any:
 
 
 def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str, dict[str, dict[str, int]]]]:
-    """Return each model's and strategy's peaks by door."""
+    """Yield the peaks of each model and strategy, by entry point."""
     doors = ("by hand", "step", "windows")
     with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         for name in names:
@@ -290,9 +290,7 @@ def main() -> int:
         more = [peaks[door]["allocated"] - hand for door in ("step", "windows")]
         wrong += any(one not in (0, LOSS) for one in more)
         print(f"{name + ', ' + strategy:56}{hand:14,}{more[0]:+12,}{more[1]:+12,}", flush=True)
-    print(
-        f"{LOSS} B: one number: the engine's own sum of losses, or the undivided loss while it goes backward."
-    )
+    print(f"{LOSS} B: one number: the engine's own sum of losses, or the undivided loss during backward.")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
     return int(wrong > 0)

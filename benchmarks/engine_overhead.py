@@ -1,11 +1,11 @@
-"""What the engine costs, against the best loop written by hand for the same.
+"""Measure what the engine costs compared with the best hand-written loop.
 
     python benchmarks/engine_overhead.py [--rounds 40]
 
-Both split a batch into micro-batches, clip the gradients and step AdamW, on the CPU: a step of one and a step
-of the other, in turn, on copies of one model. The medium model says what share of a step the engine is; the
-small one, whose step is nearly all overhead, what it is in microseconds. Each is the median over rounds of
-the difference of two neighbours: these machines' pace changes from second to second.
+Both split a batch into micro-batches, clip the gradients and step AdamW, on the CPU, in alternating steps
+on copies of one model. The medium model shows the engine's share of a step; the small one, whose step is
+nearly all overhead, its microseconds. Each figure is the median over rounds of the difference of two
+neighbours, because the speed of a shared machine changes from second to second.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
 
 def small() -> tuple[nn.Module, torch.Tensor]:
-    """Return a perceptron and a batch for it: Python takes as long to ask for its work as it takes."""
+    """Return a perceptron and a batch so small that Python takes as long as the computation."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(32, 16)
 
 
@@ -84,7 +84,7 @@ def seconds(step: Callable[[torch.Tensor], object], batch: torch.Tensor, repeat:
 def compare(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], steps: int, rounds: int, repeat: int
 ) -> tuple[float, float]:
-    """Return the median seconds of a step by hand, and the median of what the engine takes more."""
+    """Return the median seconds of a step by hand, and of the engine's additional time."""
     torch.manual_seed(0)
     model, batch = make()
     other = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def compare(
 
 
 def main() -> None:
-    """Print both."""
+    """Print the overhead for both models."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

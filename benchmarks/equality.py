@@ -1,13 +1,13 @@
-"""Strategies against loops by hand on random networks: gradients, updated parameters, buffers.
+"""Compare strategies with hand-written loops on random networks: gradients, updated parameters, buffers.
 
     python benchmarks/equality.py [--networks 200] [--seed 0]
 
 Networks are MLPs and convolutions of up to five blocks with norms, attention, dropout, tied weights, frozen
-and shared modules, residuals and operations in place (tests/support/random_networks.py); three
-steps each, one for what is close. The same arithmetic in the same order has to be equal bit for bit,
-with dropout and batch norms too. Accumulation against the whole batch sums in another order: it has to be
-equal to 1e-6 of the norm in float32 and 1e-12 in float64, for networks whose samples do not mix and that
-draw no random numbers. Exits with 1 if one comparison fails. The same seed repeats a run.
+and shared modules, residuals and in-place operations (tests/support/random_networks.py); three steps each,
+one step for the approximate comparisons. The same arithmetic in the same order must be equal bit for bit,
+with dropout and batch norms too. Accumulation sums in another order than the whole batch: it must be equal
+to 1e-6 of the norm in float32 and 1e-12 in float64, for networks whose samples do not mix and that draw no
+random numbers. Exits with 1 if a comparison fails. The same seed repeats a run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # that checkpointing does not pay, that a CPU has nothing to offload to
+    warnings.simplefilter("ignore")  # checkpointing that does not pay, offload from a CPU
     unequal: Counter[str] = Counter()
     worst: dict[tuple[str, torch.dtype], float] = {}
     wrong = 0
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def drawn(count: int, number: int, *, divisible: bool) -> list[Network]:
-    """Return so many different networks, the same ones for the same seed."""
+    """Return ``count`` different networks, the same ones for the same seed."""
     seen: dict[Network, None] = {}
 
     @seed(number)
@@ -79,7 +79,7 @@ def drawn(count: int, number: int, *, divisible: bool) -> list[Network]:
 
     draw()
     if len(seen) < count:
-        raise SystemExit(f"Only {len(seen)} different networks were drawn; wanted were {count}.")
+        raise SystemExit(f"Only {len(seen)} of {count} different networks were drawn.")
     return list(seen)[:count]
 
 

@@ -1,10 +1,10 @@
-"""How long memfit takes to explain a run, as whole processes of the command line.
+"""Measure how long ``memfit explain`` takes, as a whole process.
 
     python benchmarks/explain_speed.py [--runs 5] [--steps 330] [--json FILE]
 
-The trace of a GPT of GPT-2 small's size (examples/gpt.py, three steps) and one of about a million events (as
-many steps as make that): ``memfit explain``, its JSON, and the HTML report; medians, and the most memory that
-a process held. How soon the page opens in a browser is ``html_speed.py``'s.
+For the trace of a GPT of GPT-2 small's size (examples/gpt.py, three steps) and for one of about a million
+events (more steps of the same): ``memfit explain``, its JSON, and the HTML report; medians, and the most
+memory that a process held. ``html_speed.py`` measures how soon the page opens in a browser.
 """
 
 import argparse
@@ -41,19 +41,19 @@ def measured(trace: Path, options: tuple[str, ...]) -> tuple[float, int]:
 
 
 def record(trace: Path, steps: int) -> None:
-    """Record so many steps of the example; what it prints goes nowhere."""
+    """Record the example for a number of steps, discarding its output."""
     command = [sys.executable, "-m", "memfit", "dry-run", "--steps", str(steps), "-o", str(trace)]
     subprocess.run([*command, str(EXAMPLE), "--steps", str(steps)], capture_output=True, check=True)
 
 
 def main() -> int:
-    """Measure, print a row a command, and say by the exit code whether it was fast enough."""
+    """Measure, print a row per command, and return 1 if one exceeds its limits."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=330, help="of the large trace; 330 make a million events"
+        "--steps", type=int, default=330, help="training steps of the large trace; 330 give a million events"
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

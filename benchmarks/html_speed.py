@@ -1,12 +1,12 @@
-"""How soon an HTML report is there, and how soon it answers, in headless Chromium.
+"""Measure how soon an HTML report is drawn, and how soon it responds, in headless Chromium.
 
     python benchmarks/html_speed.py [TRACE ...] [--blocks 100000] [--runs 5] [--json FILE]
 
-Without a trace, examples/gpt.py is run on the ghost for as many steps as make about so many blocks. Measured
-are ``page`` in Python, the file's size, the time from opening the file to all of it being drawn, and the time
-from a click on the timeline to the next frame. Exits with 1 where a page of at most 100,000 blocks takes more
-than 2 s to open, or where the median click takes 100 ms or more. Needs playwright and a Chromium: see
-CONTRIBUTING.md.
+Without a trace, examples/gpt.py runs on the ghost for as many steps as give about ``--blocks`` blocks.
+Measured are ``page`` in Python, the file's size, the time from opening the file until all of it is drawn,
+and the time from a click on the timeline to the next frame. Exits with 1 if a page of at most 100,000
+blocks takes more than 2 s to open, or if the median click takes 100 ms or more. Needs playwright and
+Chromium: see CONTRIBUTING.md.
 """
 
 import argparse
@@ -54,14 +54,14 @@ async ([left, width, top]) => {
 
 
 def trained(blocks: int, folder: Path) -> Path:
-    """Record so many blocks of a GPT's training."""
+    """Record about ``blocks`` blocks of a GPT's training."""
     path, steps = folder / "gpt.memfit", max(1, blocks // BLOCKS_A_STEP)
     api.dry_run(EXAMPLE, ["--steps", str(steps)], steps=steps, output=path, stdout_to_stderr=True)
     return path
 
 
 def in_python(trace: Trace) -> tuple[str, float]:
-    """Return a trace's page and the seconds that it took."""
+    """Return a trace's page and the seconds that rendering took."""
     line = timeline(trace)
     attribution, summary = attribute(trace, line), summarize(trace)
     begin = time.perf_counter()
@@ -70,7 +70,7 @@ def in_python(trace: Trace) -> tuple[str, float]:
 
 
 def in_browser(browser: Browser, path: Path, runs: int) -> tuple[list[float], list[float]]:
-    """Return milliseconds until the page is drawn, once a run, and those of every click."""
+    """Return the milliseconds until the page is drawn, per run, and those of every click."""
     ready, clicks = [], []
     for _ in range(runs):
         context = browser.new_context(viewport={"width": 1280, "height": 900})
@@ -87,7 +87,7 @@ def in_browser(browser: Browser, path: Path, runs: int) -> tuple[list[float], li
 
 
 def main() -> int:
-    """Measure, print a row a trace, and say by the exit code whether it was fast enough."""
+    """Measure, print a row per trace, and return 1 if one exceeds its limits."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

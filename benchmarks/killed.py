@@ -1,11 +1,11 @@
-"""Kill -9 at random moments of a run that saves every step: does it go on bit for bit?
+"""Kill a run that saves every step at random moments, and check that it resumes bit for bit.
 
     python benchmarks/killed.py [--kills 50] [--seed 0]
 
 A run trains a small network with dropout on a shuffled loader, fp16 with loss scaling, two micro-batches to
-an update, and saves after each. It is killed (SIGKILL) and started again, over and over, and what it ends
-with is compared with a run that nobody killed. Processes are forked, so that a start takes no time and a kill
-may hit anything: the loading of the file, a forward, a write.
+an update, and saves after each. It is killed (SIGKILL) and restarted repeatedly, and its result is compared
+with that of an uninterrupted run. Processes are forked, so that a start takes no time and a kill may hit
+anything: the loading of the file, a forward, a write.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EPOCHS, SAMPLES = 8, 160
 
 
 def train(folder: Path) -> None:
-    """Train from where the folder's state is, or from the beginning; leave a digest of the parameters."""
+    """Train from the saved state, or from the beginning; write a digest of the parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
@@ -50,7 +50,7 @@ def train(folder: Path) -> None:
 
 
 def warm() -> None:
-    """Import what PyTorch imports late, so that children need not; a backward would start threads."""
+    """Import what PyTorch imports late, so that children need not (a backward would start threads)."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
@@ -70,13 +70,13 @@ def start(folder: Path) -> int:
 
 
 def ended(child: int) -> bool:
-    """Wait for a child; say whether it trained to its end."""
+    """Wait for a child; return whether it finished training."""
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 
 def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tuple[int, set[int]]:
-    """Start and kill as often; return how many runs came to their end, and the steps of files found."""
+    """Start and kill ``kills`` times; return how many runs finished, and the steps of the files found."""
     finished, steps = 0, set()
     while kills:
         child = start(folder)
@@ -94,11 +94,11 @@ def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tup
 
 
 def check(folder: Path) -> None:
-    """Compare what a run ended with against the run that nobody killed."""
+    """Compare a run's result with that of the uninterrupted run."""
     whole = (folder.parent / "whole" / "digest").read_text()
     found = (folder / "digest").read_text()
     if found != whole:
-        raise SystemExit(f"another run: {found} where the whole run has {whole}")
+        raise SystemExit(f"different result: {found}; the uninterrupted run gave {whole}")
 
 
 def main() -> None:
@@ -116,19 +116,19 @@ def main() -> None:
         warm()
         began = time.monotonic()
         if not ended(start(whole)):
-            sys.exit("the run that nobody kills failed")
+            sys.exit("the uninterrupted run failed")
         taken = time.monotonic() - began
         finished, steps = kill(killed, options.kills, random.Random(options.seed), taken / 4)  # noqa: S311
         if not ended(start(killed)):
-            sys.exit("a run could not go on")
+            sys.exit("a run could not resume")
         check(killed)
         if not steps:
-            sys.exit("Every kill came before the first save: this shows nothing. Try --kills 50.")
+            sys.exit("Every kill came before the first save, so nothing was tested. Try --kills 50.")
         left = sum(1 for path in killed.iterdir() if path.name not in ("run", "digest"))
     print(
         f"{options.kills} kills, saved states of {len(steps)} different steps between {min(steps)} and "
-        f"{max(steps)}; {finished + 1} runs to the end, all bit for bit the run that nobody killed; {left} "
-        "unfinished files left"
+        f"{max(steps)}; {finished + 1} finished runs, all identical to the uninterrupted one bit for bit; "
+        f"{left} unfinished files left"
     )
 
 

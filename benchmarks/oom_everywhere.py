@@ -1,17 +1,17 @@
-"""Memory runs out, or somebody presses Ctrl-C, at every place of a step: what the engine makes of it.
+"""Run out of memory, or interrupt with Ctrl-C, at every place of a step, and check the engine's reaction.
 
     python benchmarks/oom_everywhere.py [--every N]
 
-On the CPU a fault is raised before every operation, and Ctrl-C also before every line of the engine's own; on
-the ghost every operation that allocates finds no memory, and PyTorch's own allocator refuses. Each time
-parameters, buffers, optimizer state, masters, loss scale, scheduler, random numbers, counters and the place
-in the data are compared with what they were, bit for bit (on the ghost, which computes no values: memory,
-counters, random numbers, and what there is of state), and the step is made again. Exits with 1 if harm was
-done unsaid.
+On the CPU, a fault is raised before every operation, and Ctrl-C also before every line of the engine; on
+the ghost, PyTorch's own allocator refuses every allocation in turn. Each time, parameters, buffers,
+optimizer state, float32 masters, loss scale, scheduler, random numbers, counters and the position in the
+data are compared with those before the fault, bit for bit (on the ghost, which computes no values: memory,
+counters, random numbers, and which state exists), and the step is repeated. Exits with 1 if an unreported
+change is found.
 
-    recovered    made in smaller parts; equal to a run that was planned so, bit for bit
-    reported     raised, and nothing changed; the same step afterwards gives what it would have given
-    torn         raised inside an update that was not protected: saving and going on are refused
+    recovered    retried in smaller parts; equal to a run planned with those parts, bit for bit
+    reported     raised, and nothing changed; repeating the step gives the same result as without the fault
+    torn         raised inside an unprotected update: saving and continuing are refused
 """
 
 import argparse
@@ -35,11 +35,11 @@ sys.path.insert(0, str(TESTS))
 from support.fault_injection import CASES, FAULTS, Sweep  # noqa: E402
 
 SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
-"""Step, and protection: the first step makes the optimizer's states."""
+"""Step, and protection: the first step creates the optimizer's state."""
 
 
 def on_the_cpu(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
-    """Go through all places of each case; return what became of them, by kind of fault."""
+    """Inject a fault at every place of each case; yield the outcomes by kind of fault."""
     for case in CASES:
         for fault in FAULTS:
             found: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def on_the_cpu(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
 
 
 def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
-    """Have each operation that allocates find no memory."""
+    """Refuse every allocation of each case in turn; yield the outcomes."""
     with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         for case in CASES:
             found: Counter[str] = Counter()
@@ -70,13 +70,11 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
 
 
 def with_less_and_less() -> None:
-    """Print how often a step is begun again in so much memory."""
+    """Print how often a step is retried in less and less memory."""
     with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         found = pool.run(PoolJob(f"{SWEEP}:capacities", {}))
     for allowed, retried in found:
-        outcome = (
-            "reported: not even single samples fit" if retried is None else f"begun again {retried} times"
-        )
+        outcome = "reported: not even single samples fit" if retried is None else f"retried {retried} times"
         print(f"{allowed / 2**20:8.1f} MiB  {outcome}")
 
 
@@ -85,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--every", type=int, default=1, help="take every so many places only")
+    parser.add_argument("--every", type=int, default=1, help="test only every N-th place")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     total: Counter[str] = Counter()

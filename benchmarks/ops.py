@@ -1,21 +1,21 @@
-"""Run PyTorch's own database of operators on the ghost, forward and backward, and count how they end.
+"""Run PyTorch's own database of operators on the ghost, forward and backward, and count the outcomes.
 
     python benchmarks/ops.py                        every operator, float32
     python benchmarks/ops.py --sample 300 --seed 1  a random sample of them
     python benchmarks/ops.py --dtype complex64 linalg.svd fft.fft2
 
-The inputs that PyTorch's tests make for an operator are made on the ghost, and the operator is called on
-them; where it is differentiable, the sum of its outputs is sent backward. The referee for shapes and dtypes
-is the same call on the CPU. Operators run in forked children, so a crash is seen and laid to the one that
-caused it; one that fails is tried again in a child of its own, so that the gaps it reached are its own.
+The sample inputs of PyTorch's tests are created on the ghost, and the operator is called on them; if it is
+differentiable, the sum of its outputs is sent backward. The same call on the CPU is the referee for shapes
+and dtypes. Operators run in forked children, so a crash is attributed to the operator that caused it; an
+operator that fails is retried in a child of its own, so that the gaps it reached are its own.
 
-    ran        shapes and dtypes as on the CPU; or other sizes where the ghost noted that it told a value
-    refused    it reached known gaps of the ghost (runtime/gaps.txt), which are named
-    real too   PyTorch has no CUDA kernel, the CPU raises the same kind of error, or a reason stands below
-    other      an error without a name, or shapes that differ without a note
-    crashed    the process died, or did not end in time
+    ran        shapes and dtypes as on the CPU; or other sizes, if the ghost returned a stand-in value
+    refused    it reached known gaps of the ghost (runtime/gaps.txt), which are listed
+    real too   PyTorch has no CUDA kernel, the CPU raises the same type of error, or NOT_THE_GHOSTS lists it
+    other      any other error, or shapes that differ without a stand-in value
+    crashed    the process died, or exceeded its time
 
-Needs: pip install expecttest (PyTorch's database imports it).
+Needs expecttest, which PyTorch's database imports (pip install expecttest).
 """
 
 import argparse
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("ran", "refused", "real too", "other", "crashed")
 _NO_STATISTICS = "in evaluation PyTorch's CPU kernel returns no statistics and its CUDA kernel does"
-_EMPTY_BATCH = "PyTorch's shapes for an empty batch do not fit; no answer of the ghost takes part in them"
+_EMPTY_BATCH = "PyTorch's own shapes for an empty batch do not match; the ghost is not involved"
 NOT_THE_GHOSTS: Mapping[str, tuple[str, str]] = {
     "native_batch_norm": ("32[2]', 'float32[2]'", _NO_STATISTICS),
     "_native_batch_norm_legit": ("32[2]', 'float32[2]'", _NO_STATISTICS),
@@ -58,7 +58,7 @@ NOT_THE_GHOSTS: Mapping[str, tuple[str, str]] = {
     "linalg.eig": ("must match the size of tensor b (0)", _EMPTY_BATCH),
     "linalg.eigvals": ("must match the size of tensor b (0)", _EMPTY_BATCH),
 }
-"""Operator -> part of an error, and why a real GPU is believed to show it too (read, not tried on one)."""
+"""Operator -> part of an error, and why a real GPU is expected to raise it too (from reading, untested)."""
 
 GPU = find_device("A100-80GB")
 
@@ -68,32 +68,32 @@ PATIENCE = 300
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one operator ended, over all its sample inputs."""
+    """The outcome of one operator, over all its sample inputs."""
 
     op: str
     dtype: str
     outcome: str
     """One of ``OUTCOMES``."""
     samples: int
-    """Sample inputs that were tried."""
+    """Sample inputs tried."""
     compared: int = 0
-    """Those of them that also ran on the CPU, with the same shapes and dtypes; not where values decide."""
+    """Samples that also ran on the CPU with the same shapes and dtypes, unless values decide them."""
     text: str = ""
-    """The gaps or the error: where, what."""
+    """The gaps or the error, with the sample that reached it."""
     assumed: tuple[str, ...] = ()
     """Names of answers that the ghost assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One operator to try: its place in the database, and a dtype by name."""
+    """One operator to try: its index in the database, and a dtype by name."""
 
     index: int
     dtype: str
 
 
 class DiffersError(Exception):
-    """The ghost's outputs are not shaped as the CPU's."""
+    """The ghost's outputs differ in shape or dtype from the CPU's."""
 
 
 class Trial:
@@ -108,7 +108,7 @@ class Trial:
         self._values = gpu_reads.install(ghost, ValueOptions(), lambda *_, **__: None)
 
     def run(self, op: "OpInfo", dtype: "torch.dtype") -> Result:
-        """Try every sample of one operator; the first that does not run decides."""
+        """Try every sample of one operator; the first failure decides the outcome."""
         import torch
 
         count = self._compared = 0
@@ -159,7 +159,7 @@ class Trial:
 
 
 class References:
-    """The samples of one operator on the CPU, by their looks: devices do not all get the same ones."""
+    """The samples of one operator on the CPU, by shapes and arguments: samples differ between devices."""
 
     def __init__(self, op: "OpInfo", dtype: "torch.dtype", most: int, *, grad: bool) -> None:
         self._by_looks: dict[str, list[SampleInput]] = {}
@@ -231,7 +231,7 @@ def _fails_alike(op: "OpInfo", sample: "SampleInput", error: Exception, *, grad:
 
 
 def _no_kernel(error: Exception) -> bool:
-    """Say whether PyTorch itself says that it has no kernel for CUDA."""
+    """Return whether PyTorch itself reports that it has no kernel for CUDA."""
     return isinstance(error, NotImplementedError) and str(error).startswith("Could not run 'aten::")
 
 
@@ -244,7 +244,7 @@ def _first_line(error: Exception) -> str:
 
 
 def run_all(jobs: Sequence[Job], trial: Any, *, batch: int) -> Iterator[Result]:
-    """Try every job in forked children, ``batch`` to a child; a failure is tried again alone."""
+    """Try every job in forked children, ``batch`` per child; retry a failure alone."""
     waiting = list(jobs)
     while waiting:
         now, waiting = waiting[:batch], waiting[batch:]
@@ -256,7 +256,7 @@ def run_all(jobs: Sequence[Job], trial: Any, *, batch: int) -> Iterator[Result]:
 
 
 def _in_child(jobs: Sequence[Job], trial: Any) -> Iterator[Result]:
-    """Fork, try the jobs in order, and yield their results; the last one may be the crash that ended it."""
+    """Fork, try the jobs in order, and yield their results; the last one may be a crash of the child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -266,7 +266,7 @@ def _in_child(jobs: Sequence[Job], trial: Any) -> Iterator[Result]:
             with os.fdopen(writer, "w") as lines:
                 _be_child(jobs, trial, lines)
             code = 0
-        except BaseException:  # noqa: BLE001 - it must not go on as a second parent
+        except BaseException:  # noqa: BLE001 - the child must not continue as a second parent
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -302,9 +302,9 @@ def _be_child(jobs: Sequence[Job], trial: Any, lines: Any) -> None:
 
 
 def _database() -> "list[OpInfo]":
-    """Import the database without initialising CUDA, as children forked after that could not.
+    """Import the database without initialising CUDA, which forked children could not do afterwards.
 
-    The import asks what the device can do; it is told what the ghost will say.
+    The import queries the device's abilities; it gets the answers that the ghost will give.
     """
     import torch
     import torch.utils._triton as triton
@@ -329,7 +329,7 @@ def _database() -> "list[OpInfo]":
 
 
 def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed: int) -> list[Job]:
-    """List what to try: operators that PyTorch says take the dtype on CUDA, or a seeded sample of them."""
+    """List the operators that PyTorch's database supports with the dtype on CUDA, or a seeded sample of them."""
     import torch
 
     jobs = [
@@ -342,21 +342,23 @@ def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed
 
 
 def main() -> None:
-    """Run, print every operator that did not simply run, and the counts."""
+    """Run, print every operator that did not run, and the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="operators by name; all by default")
-    parser.add_argument("--dtype", action="append", help="a dtype of torch (again for more); float32")
-    parser.add_argument("--sample", type=int, help="try so many, chosen at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice")
-    parser.add_argument("--inputs", type=int, default=30, help="try at most so many inputs of each")
-    parser.add_argument("--batch", type=int, default=32, help="operators to a child")
+    parser.add_argument("--dtype", action="append", help="a torch dtype; repeatable (default: float32)")
+    parser.add_argument("--sample", type=int, help="try a random sample of this many operators")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--inputs", type=int, default=30, help="most inputs tried of each operator")
+    parser.add_argument("--batch", type=int, default=32, help="operators per child process")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of every error")
     parser.add_argument("--json", type=Path, help="write every result here")
     options = parser.parse_args()
 
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked otherwise, CUDA does not survive the forks
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # the other way of checking initialises CUDA, which does not survive forks
+    )
     ghost = load(build())
     ghost.configure(GhostDevice.of(GPU))
     jobs = choose(options.names, options.dtype or ["float32"], options.sample, options.seed)

@@ -1,21 +1,21 @@
-"""How well and how fast memfit packs: hard problems, many buffers, and models that people train.
+"""Measure how tightly and how fast memfit packs: hard problems, many buffers, and real models.
 
     python benchmarks/packing.py [--instances DIR] [--models resnet50 ...] [--large] [--json FILE]
 
 ``--instances``: a folder of minimalloc's CSV files (``A.1048576.csv``: the capacity is in the name); each
-must fit within ten seconds. The models run on the ghost, three training steps with SGD or three forwards. Of
-each: the bound of a plan that every step repeats (above what lives at once where a batch is kept until the
-next one is there), how close to it the arena is, how soon it is within half a per cent, and what PyTorch's
-allocator reserves.
+must fit within ten seconds. The models run on the ghost, three training steps with SGD or three forwards.
+Reported of each: the bound of a plan that every step repeats (above what is live at once if a batch is kept
+until the next one arrives), how close the arena is to it, how soon it is within half a per cent, and what
+PyTorch's allocator reserves.
 
-Of those that Caffe's users had, what Caffe's fork claimed for its sharing is asked of a plan, too: a training
-step at half of what it is with memory of its own for each buffer, and a forward at a twentieth. It counted
-blobs alone: cuDNN's workspaces are left out, and it is said for all memory, for what does not live always
-(so without parameters and momentum), and in inference, where a blob has a diff in Caffe and none in PyTorch,
-for twice as much by itself.
+For the networks of Caffe's users, the plan is also compared with the claims of Caffe's fork: a training
+step at half of the memory that separate buffers need, and a forward at a twentieth. Caffe counted blobs
+alone: cuDNN's workspaces are left out, and the result is given for all memory, without permanent buffers
+(parameters and momentum), and for inference, where a blob has a diff in Caffe and none in PyTorch, with
+each buffer counted twice.
 
-``--large``: more than 50,000 buffers: a step that accumulates, forwards one after the other, and a rectangle
-cut at random, of which nothing but the height is known.
+``--large``: more than 50,000 buffers: a step with accumulation, consecutive forwards, and a rectangle cut
+into random pieces, of which only the height is known.
 """
 
 import argparse
@@ -56,14 +56,14 @@ BATCHES = {
 }
 SECONDS = 10.0
 CLOSE = 1.005
-"""Times what lives at once."""
+"""Times the bound."""
 COLUMNS = ("buffers", "live", "bound/live", "height/bound", "within 1.005", "default", "expandable")
 CAFFE = {"resnet50", "resnet101", "vgg16", "googlenet"}
 CLAIMS = {"training": 0.5, "inference": 0.05}
-"""What Caffe's fork said is left of memory, at best: half, for a layer's data was never released in training;
-and "up to 95 % saved"."""
+"""The share of memory left, at best, as Caffe's fork claimed: half in training, where a layer's data was
+never released; and "up to 95 % saved" in inference."""
 FEW, SOON = 2_000, 1.0
-"""So many buffers, at most, are packed in so many seconds."""
+"""Up to this many buffers must be packed in this many seconds."""
 LARGE = {
     "gpt2 training": ("--batch-size", "4", "--accumulate", "64"),
     "densenet121 inference": ("--batch-size", "32", "--steps", "130"),
@@ -72,7 +72,7 @@ CUT = 50_000
 
 
 def instances(folder: Path) -> Iterator[dict[str, Any]]:
-    """Pack each instance within the capacity that its name says."""
+    """Pack each instance within the capacity in its name."""
     for path in sorted(folder.glob("*.csv")):
         buffers, capacity = read_buffers(path), int(path.name.split(".")[1])
         begin = time.perf_counter()
@@ -99,7 +99,7 @@ def traced(name: str, mode: str, *options: str, workspaces: str = "cudnn") -> Tr
 
 
 def models(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Pack what each model's training and inference ask for."""
+    """Pack the requests of each model's training and inference."""
     print(f"{'':24}" + "".join(f"{name:>17}" for name in COLUMNS))
     for name in names:
         for mode in ("training", "inference"):
@@ -134,22 +134,22 @@ def models(names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def beside_caffe(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Say how a plan stands against what Caffe's fork claimed: of a training step, or of one forward."""
-    columns = "".join(f"{what:>12}" for what in ("live", "planned", "not always", "with diffs"))
+    """Compare plans of a training step or a forward with the claims of Caffe's fork."""
+    columns = "".join(f"{what:>15}" for what in ("live", "planned", "not permanent", "with diffs"))
     print(f"\n{'times each by itself':24}{'each by itself':>15}{columns}  claim")
     for name, (mode, claim) in itertools.product(names, CLAIMS.items()):
         options = ["--batch-size", str(BATCHES[name]), "--steps", "1" if mode == "inference" else "3"]
         found = api.pack(traced(name, mode, *options, workspaces="none"), seconds=SECONDS)
         always = sum(int(part.size[always_live(sections(part))].sum()) for part, _ in found.parts)
         blobs = (found.height - always) / (found.unshared - always)
-        shares = {"all memory": found.height / found.unshared, "what does not live always": blobs}
+        shares = {"for all memory": found.height / found.unshared, "for what is not permanent": blobs}
         if mode == "inference":
-            shares["that with diffs"] = blobs / 2
+            shares["with diffs"] = blobs / 2
         reached = next((what for what, share in shares.items() if share <= claim), "")
-        cells = "".join(f"{share:>12.3f}" for share in (found.live / found.unshared, *shares.values()))
+        cells = "".join(f"{share:>15.3f}" for share in (found.live / found.unshared, *shares.values()))
         print(
-            f"{name + ' ' + mode:24}{found.unshared / 2**20:>11,.0f} MiB{cells:48}"
-            f"  {claim}: {'reached by ' + reached if reached else 'NOT reached'}",
+            f"{name + ' ' + mode:24}{found.unshared / 2**20:>11,.0f} MiB{cells:60}"
+            f"  {claim}: {'reached ' + reached if reached else 'NOT reached'}",
             flush=True,
         )
         row = {"unshared": found.unshared, "height": found.height, "live": found.live, "always": always}
@@ -168,7 +168,7 @@ def large() -> Iterator[dict[str, Any]]:
 
 
 def many(name: str, buffers: Buffers, close: float) -> dict[str, Any]:
-    """Pack as tightly as can be, and until it is close enough."""
+    """Pack as tightly as possible, and again only until it is close enough."""
     best, *times = timed(buffers, None)
     if close < math.inf:
         times += timed(buffers, int(close * best.bound))[1:]
@@ -180,14 +180,14 @@ def many(name: str, buffers: Buffers, close: float) -> dict[str, Any]:
 
 
 def timed(buffers: Buffers, capacity: int | None) -> tuple[Packing, float, float]:
-    """Pack; return seconds by the clock and of the processor, too."""
+    """Pack; return the result, wall seconds and processor seconds."""
     begin, busy = time.perf_counter(), time.process_time()
     found = pack(buffers, capacity, seconds=SECONDS)
     return found, time.perf_counter() - begin, time.process_time() - busy
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether everything held."""
+    """Measure, print, and return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -203,7 +203,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     failed = [" ".join((row["name"], row.get("mode", ""))) for row in rows if not row["ok"]]
-    print("everything held" if not failed else f"NOT: {', '.join(failed)}")
+    print("all within their limits" if not failed else f"OUTSIDE THEIR LIMITS: {', '.join(failed)}")
     return bool(failed)
 
 

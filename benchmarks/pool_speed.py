@@ -1,4 +1,4 @@
-"""What one candidate costs in the warm pool, next to a process of its own, interleaved in one run.
+"""Measure the time of one candidate in the warm pool and in a new process, interleaved in one run.
 
     python benchmarks/pool_speed.py [--runs 9] [--json FILE]
 
@@ -23,7 +23,7 @@ CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_targets.py"
 
 
 def main() -> int:
-    """Time warm and cold candidates in turn, print both, and say whether the target is met."""
+    """Time warm and cold candidates in alternation, print both, and return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

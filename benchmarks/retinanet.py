@@ -1,16 +1,16 @@
-"""RetinaNet with a ResNet-50, VOC, batch 2, on a GTX 1660: what saves memory there, and how much.
+"""RetinaNet with a ResNet-50, VOC, batch 2, on a GTX 1660: how much memory each strategy saves.
 
     python benchmarks/retinanet.py
 
 A published experiment trained it four ways with MMDetection (PyTorch 1.7.1, 1300 iterations, a real GTX
-1660) and gave the megabytes each took. Here the same four are run on the ghost, with torchvision's parts put
-together as MMDetection's configuration does: ResNet-50 whose stem and first stage are frozen and whose batch
-norms keep their statistics, P6 and P7 from C5, nine anchors a place, SGD with momentum.
+1660) and reported the megabytes of each. Here the same four run on the ghost, with torchvision's parts
+assembled as in MMDetection's configuration: ResNet-50 with a frozen stem and first stage and fixed batch
+norm statistics, P6 and P7 from C5, nine anchors per location, SGD with momentum.
 
-Assumed: images of 1000 x 600 (its largest for VOC) and boxes at random; gradients that stay between steps, as
-PyTorch's did before 2.0; every trained block of the backbone checkpointed, non-reentrant. How many anchors
-match is a matter of values: the two columns are the bounds. The software is not the article's: the loss is
-torchvision's, and years of PyTorch and cuDNN lie between.
+Assumed: images of 1000 x 600 (its largest for VOC) and random boxes; gradients that stay between steps, as
+in PyTorch before 2.0; every trained block of the backbone checkpointed, non-reentrant. The number of
+matching anchors depends on values: the two columns are its bounds. The software is not the article's: the
+loss is torchvision's, and PyTorch and cuDNN are years newer.
 """
 
 import sys
@@ -57,14 +57,14 @@ def build(*, checkpointed: bool) -> Any:
 
 
 def keep_the_input(forward: Callable[..., Any], x: Any) -> Any:
-    """Run a block so that the backward runs it again; not where nothing before it is trained."""
+    """Checkpoint a block, unless nothing before it is trained."""
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(forward, x, use_reentrant=False) if x.requires_grad else forward(x)
 
 
 def train(variant: str) -> None:
-    """Make a few steps: the script that runs on the ghost."""
+    """Train for a few steps: the script that runs on the ghost."""
     import torch
 
     model = build(checkpointed=variant == "checkpointed")
@@ -87,7 +87,7 @@ def train(variant: str) -> None:
 
 
 def peak_mib(variant: str, count: str) -> float:
-    """Return the peak allocated on the ghost, MiB, where as many anchors match as ``count`` says."""
+    """Return the peak allocated on the ghost, in MiB, with ``count`` as the bound of matching anchors."""
     result = memfit.dry_run(__file__, [variant], gpu="GTX-1660", values=f"count={count}", steps=STEPS + 1)
     if result.steps != STEPS:
         raise SystemExit(f"{variant} ended early: {result.end}")
@@ -98,7 +98,8 @@ def main() -> None:
     """Print the table."""
     counts = {"all match": "upper", "one matches": "1"}
     print(
-        "MiB allocated; of base; of base where both have what the published base has more (MB as published)"
+        "MiB allocated; share of base; share of base after adding the excess of the published base to both "
+        "(MB as published)"
     )
     print(f"{'':<14}" + "".join(f"{name:>28}" for name in (*counts, "published")))
     base: dict[str, float] = {}

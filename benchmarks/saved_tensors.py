@@ -1,11 +1,11 @@
-"""Runs a script and says what its live objects hold, by means that memfit does not use: an independent truth.
+"""Run a script and record what its live objects hold, by means that memfit does not use: a ground truth.
 
     memfit dry-run --no-labels benchmarks/saved_tensors.py TRUTH.json SCRIPT [ARGS...]
 
-What is kept for a backward is counted by saved-tensor hooks (memfit reads autograd's graph): as far as it was
-allocated after the forward began that saved it, and without a GradScaler's scale. Parameters are counted by
-looking through all of Python's objects; gradients and state as the optimizers that have stepped have them.
-Bytes are of storages, each once.
+Tensors saved for a backward are counted by saved-tensor hooks (memfit reads autograd's graph), if they were
+allocated after the beginning of the forward that saved them, and without a GradScaler's scale. Parameters
+are found among all of Python's objects; gradients and state through the optimizers that have stepped. Bytes
+are those of storages, each counted once.
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 class Kept:
-    """A tensor that autograd keeps: alive as long as that does."""
+    """A tensor that autograd has saved; it lives as long as autograd keeps it."""
 
     def __init__(self, tensor: torch.Tensor, window: int) -> None:
         self.tensor = tensor.detach()
@@ -30,7 +30,7 @@ class Kept:
 
 
 class Truth:
-    """Watches a script."""
+    """Records what a script's objects hold at each backward and optimizer step."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
@@ -58,7 +58,7 @@ class Truth:
         graph._engine_run_backward = torch.autograd._engine_run_backward = backward
 
     def pack(self, tensor: torch.Tensor) -> Kept:
-        """Note what is saved."""
+        """Record a saved tensor."""
         kept = Kept(tensor, len(self._ended))
         self._kept.add(kept)
         return kept
@@ -105,19 +105,19 @@ class Truth:
 
 
 def history() -> list[dict[str, Any]]:
-    """Return what PyTorch's allocator did so far; memfit has switched its history on."""
+    """Return the allocator's events so far; memfit has enabled the history."""
     events: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0]
     return events
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return where the storages of CUDA tensors begin, and their bytes."""
+    """Return the addresses of CUDA tensors' storages, with their bytes."""
     on_gpu = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
     return {storage.data_ptr(): storage.nbytes() for storage in on_gpu if storage.nbytes()}
 
 
 def main() -> None:
-    """Run the script under the hooks, and write what they saw."""
+    """Run the script under the hooks, and write what they recorded."""
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(script).parent)

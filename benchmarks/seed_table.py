@@ -2,14 +2,15 @@
 
     python benchmarks/seed_table.py [--gpu GTX-1660]
 
-The model and the images are those of benchmarks/retinanet.py; here memfit's engine carries the strategies
-out, so that gradients are cleared after each update. Published: MMDetection on a real GTX 1660, PyTorch
-1.7.1, 1300 iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37 minutes.
+The model and the images are those of benchmarks/retinanet.py; here memfit's engine applies the strategies,
+and clears gradients after each update. Published: MMDetection on a real GTX 1660, PyTorch 1.7.1, 1300
+iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37 minutes.
 
-Memory is exact, given how many anchors match (a matter of values: here all that can). Time is assumed: each
-operation takes what its arithmetic takes at the card's rate for its dtype, or its tensors at the card's
-bandwidth, whichever is more; the sum is divided by the samples and by base's. It knows nothing of kernels:
-that this card's fp16 kernels were 4.6 times slower than its fp32 ones is not in any data sheet.
+Memory is exact, given the number of matching anchors (which depends on values: here the maximum). Time is
+assumed: each operation takes as long as its arithmetic at the card's rate for its dtype, or as its tensors
+at the card's bandwidth, whichever is longer; the sum is divided by the samples and by that of base. The
+model ignores kernels: no data sheet shows that this card's fp16 kernels were 4.6 times slower than its fp32
+ones.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import memfit
 STEPS = 3
 MIB = 1 << 20
 PLANS: dict[str, tuple[int, list[Any], float | None, float | None]] = {
-    # variant: samples to an update, plan, memory and seconds a sample of base's as published
+    # variant: samples per update, plan, published memory and time per sample relative to base
     "base": (2, [], 1.0, 1.0),
     "AMP": (2, ["precision"], 2243 / 2900, (36 * 60) / (7 * 60 + 45)),
     "accumulation 2 x 2": (4, ["accumulation"], 3177 / 2900, (7 * 60 + 32) / (7 * 60 + 45)),
@@ -47,7 +48,7 @@ def settings(names: list[str]) -> list[Any]:
 
 
 def train(variant: str, counted: str) -> None:
-    """Make a few updates, and count the operations of the last: the script that runs on the ghost."""
+    """Train for a few updates, and count the operations of the last: the script that runs on the ghost."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -56,7 +57,7 @@ def train(variant: str, counted: str) -> None:
     operations: dict[tuple[int, int, str], int] = {}
 
     class Count(TorchDispatchMode):
-        """Notes arithmetic, bytes and dtype of each operation that is more than a view."""
+        """Counts operations by arithmetic, bytes and dtype, except views."""
 
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = operation(*args, **(kwargs or {}))
@@ -104,7 +105,7 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def seconds(operations: list[list[Any]], device: Any) -> float:
-    """Return what the operations of an update take at the card's rates."""
+    """Return the seconds of an update's operations at the card's rates."""
     dtypes = {"float16": "fp16", "bfloat16": "bf16"}
     total = 0.0
     for flops, size, dtype, times in operations:
@@ -125,7 +126,7 @@ def main() -> None:
     device = find_device(gpu)
     print(
         f"{'':<20}{'MiB (exact)':>12}{'of base':>9}{'published':>10}"
-        f"{'time a sample (assumed)':>25}{'published':>10}"
+        f"{'time per sample (assumed)':>27}{'published':>10}"
     )
     base: tuple[float, float] | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +143,7 @@ def main() -> None:
             published = [f"{value:.2f}" if value else "" for value in (memory, time)]
             print(
                 f"{variant:<20}{peak:>12,.0f}{peak / base[0]:>9.2f}{published[0]:>10}"
-                f"{took / base[1]:>25.2f}{published[1]:>10}",
+                f"{took / base[1]:>27.2f}{published[1]:>10}",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""Hold every version of PyTorch that memfit was tried with to the figures it gave before.
+"""Check that every tested version of PyTorch still gives its recorded figures.
 
     python benchmarks/torch_versions.py                    this environment's PyTorch
     python benchmarks/torch_versions.py 2.8.0 2.11.0       each in an environment of its own
@@ -40,8 +40,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("versions", nargs="*", help="PyTorch versions to install; none: the one that is here")
-    parser.add_argument("--record", action="store_true", help="take the figures as golden")
+    parser.add_argument("versions", nargs="*", help="versions to install; by default the installed one")
+    parser.add_argument("--record", action="store_true", help="record the figures as golden")
     args = parser.parse_args()
     golden: dict[str, Figures] = json.loads(GOLDEN.read_text())
     wrong = 0
@@ -62,7 +62,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def environment(version: str | None) -> Iterator[str]:
-    """Give an interpreter that has a version of PyTorch and memfit; None: this one."""
+    """Yield an interpreter with memfit and this version of PyTorch; None stands for the current one."""
     if version is None:
         yield sys.executable
         return
@@ -83,12 +83,12 @@ def environment(version: str | None) -> Iterator[str]:
 
 
 def needed_here(requirement: str) -> bool:
-    """Say whether a requirement of PyTorch's is one that the ghost does not stand in for."""
+    """Return whether the ghost needs a requirement of PyTorch's, because it does not stand in for it."""
     return "extra ==" not in requirement and not re.match(r"nvidia|cuda|triton", requirement)
 
 
 def torch_version(python: str) -> str:
-    """Return what ``torch.__version__`` is, without importing it: it may miss NVIDIA's libraries."""
+    """Return ``torch.__version__`` without importing torch, which may lack NVIDIA's libraries."""
     return output(
         python, "-c", "from memfit.ghost.build.torch_install import find_torch as f; print(f().version)"
     ).strip()
@@ -106,7 +106,7 @@ def measure(python: str, job: str) -> dict[str, int]:
 
 
 def output(*command: str) -> str:
-    """Run a command and return its standard output; what it says otherwise is shown if it fails."""
+    """Run a command and return its standard output; if it fails, exit with all of its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

@@ -1,10 +1,10 @@
-"""What watching a run costs: a step watched, one that is not, and one of which PyTorch keeps its own history.
+"""Measure what watching a run costs per step, beside an unwatched run and one with PyTorch's own history.
 
     python benchmarks/watch_overhead.py [--rounds 100] [--gpu A100-80GB]
 
-On the ghost nothing is computed: a step is what Python and PyTorch need to ask for its work, and what is
-added to it shows in full. On a GPU that is busy, it is hidden behind the work. Each figure is the median over
-rounds of the processor time that a step took beyond those just before and after, unwatched.
+The ghost computes nothing: a step is the time that Python and PyTorch need to launch it, so any overhead
+shows in full. A busy GPU hides it. Each figure is the median over rounds of a step's processor time minus
+that of the unwatched steps just before and after it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _STEPS = 4
 
 @contextmanager
 def history() -> Iterator[None]:
-    """Have PyTorch record what it allocates, and from which line: what labels cannot do without."""
+    """Have PyTorch record its allocations with their source lines, which labels require."""
     import torch
 
     record = torch.cuda.memory._record_memory_history
@@ -53,7 +53,7 @@ def step_of(make: Callable[[], tuple]) -> Callable[[], None]:
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Return the processor seconds of a step: the mean of a few, after one that is not counted."""
+    """Return the processor seconds of a step: the mean of a few, after one uncounted step."""
     step()
     start = time.process_time()
     for _ in range(_STEPS):
@@ -64,7 +64,7 @@ def timed(step: Callable[[], None]) -> float:
 def compare(
     name: str, step: Callable[[], None], ways: dict[str, Callable[[], AbstractContextManager]], rounds: int
 ) -> None:
-    """Print what each way to watch adds to a step."""
+    """Print what each way of watching adds to a step."""
     alone, more = [timed(step)], {way: [] for way in ways}
     gc.disable()
     for _ in range(rounds):
@@ -82,7 +82,7 @@ def compare(
 
 
 def main() -> None:
-    """Put the ghost in the place of a GPU, and measure."""
+    """Load the ghost in place of a GPU, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--gpu", default="A100-80GB")

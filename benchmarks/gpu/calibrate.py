@@ -1,4 +1,4 @@
-"""Ask a card what only a card can tell: its bytes, and what cudaMalloc takes for a request. Prints JSON."""
+"""Read what only a card can report: its memory, and the bytes cudaMalloc takes for a request. Prints JSON."""
 
 import ctypes
 import json
@@ -17,12 +17,12 @@ def runtime() -> ctypes.CDLL:
     """Return the CUDA runtime that PyTorch has loaded into this process."""
     loaded = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", Path("/proc/self/maps").read_text())
     if loaded is None:
-        sys.exit("PyTorch here loads no libcudart: granularity cannot be asked.")
+        sys.exit("PyTorch has loaded no libcudart in this process, so cudaMalloc cannot be measured.")
     return ctypes.CDLL(loaded[1])
 
 
 def taken(library: ctypes.CDLL, size: int) -> dict[str, int | float]:
-    """Allocate a size some times, and say what the card then had less; bytes."""
+    """Allocate a size several times; return how much the card's free memory fell, in bytes."""
     pointers = [ctypes.c_void_p() for _ in range(COPIES)]
     before, _ = torch.cuda.mem_get_info(0)
     first = 0
@@ -38,7 +38,7 @@ def taken(library: ctypes.CDLL, size: int) -> dict[str, int | float]:
 
 
 def main() -> None:
-    """Print what the first card says."""
+    """Print the figures of the first card."""
     torch.empty(1, device="cuda")
     properties = torch.cuda.get_device_properties(0)
     library = runtime()

@@ -1,7 +1,7 @@
-"""Compare what a card's allocator did with what the ghost's did, event by event.
+"""Compare the allocator's events on a card with those on the ghost.
 
-What only the card asked for is what the ghost does not know: above all cuDNN's workspaces, which appear
-here with the operation that asked for them and their bytes.
+Requests that only the card saw are unknown to the ghost: above all cuDNN's workspaces, which appear here with
+their bytes and the operation that requested them.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Difference:
     identical: bool
     """Whether both made the same events of the same sizes in the same order."""
     first: str
-    """Where they part, in words; empty where they do not."""
+    """The first difference, in words; empty if there is none."""
     only_card: tuple[Request, ...]
     """The largest first, at most ``MOST``."""
     only_ghost: tuple[Request, ...]

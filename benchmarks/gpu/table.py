@@ -1,21 +1,21 @@
-"""The result of validate.py as Markdown."""
+"""Render the result of validate.py as Markdown."""
 
 from collections.abc import Mapping
 from typing import Any
 
 MIB = 1 << 20
 SHOWN = 6
-"""Requests shown of each job that only one side made; the JSON has more."""
+"""Most one-sided requests shown per job; the JSON has more."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Write the table of one card."""
+    """Return the table of one card."""
     rehearsal = result["machine"] == "rehearsal"
     lines = [
         f"# {'REHEARSAL, nothing was measured: ' * rehearsal}{_versions(result)}",
         "",
         f"memfit {result['memfit']}, {result['day']}; the ghost as {result['profile']}.",
-        f"{result['steps']} training steps. MiB; a difference is the ghost's figure less the card's.",
+        f"{result['steps']} training steps. MiB; a difference is the ghost's figure minus the card's.",
         "",
         *_context(result["context"]),
         "",
@@ -47,7 +47,7 @@ def _context(context: Mapping[str, Any]) -> list[str]:
 
 def _calibration(asked: Mapping[str, Any]) -> list[str]:
     if "failed" in asked:
-        return [f"What the card says of itself could not be asked: {asked['failed']}"]
+        return [f"The card's own figures could not be read: {asked['failed']}"]
     sizes = ", ".join(
         f"{row['requested']:,} → {row['each']:,.0f} (the first {row['first']:,})"
         for row in asked["cudaMalloc"]
@@ -92,7 +92,7 @@ def _details(name: str, differs: Mapping[str, Any]) -> list[str]:
         )
         if shown:
             more = f"; and {len(requests) - SHOWN} more" if len(requests) > SHOWN else ""
-            lines.append(f"  - only the {side} asked for {shown}{more}")
+            lines.append(f"  - only the {side} requested {shown}{more}")
     return lines
 
 

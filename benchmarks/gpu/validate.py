@@ -1,14 +1,13 @@
-"""Predicted against measured: every job of jobs.toml on this machine's GPU and on the ghost in its place.
+"""Compare predicted with measured: run every job of jobs.toml on this machine's GPU and on the ghost.
 
     python benchmarks/gpu/validate.py --quick       eight jobs, a few minutes
     python benchmarks/gpu/validate.py               all of them, at most nine minutes
     python benchmarks/gpu/validate.py --rehearse A100-80GB --only linear1024
 
-No network is needed; without an installed memfit set PYTHONPATH=src (numpy, msgspec and platformdirs
-are all that it needs beside torch). The result is kept after every job,
-as CARD-DRIVER-TORCH.json and .md, and a second call goes on where it stopped. Each run is a process of its
-own and is ended when it takes too long. With ``--rehearse`` the ghost plays the card as well: then every
-difference should be zero, and nothing is measured.
+No network is needed; without an installed memfit set PYTHONPATH=src (it needs only numpy, msgspec and
+platformdirs beside torch). The result is written after every job, as CARD-DRIVER-TORCH.json and .md, and a
+second call resumes where the first stopped. Each run is a separate process with a time limit. With
+``--rehearse`` the ghost also plays the card: then every difference should be zero, and nothing is measured.
 """
 
 import argparse
@@ -54,7 +53,7 @@ class Job:
     needs: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     seconds: int = SECONDS
-    """One run may take."""
+    """Time limit of one run."""
     quick: bool = False
 
 
@@ -68,7 +67,7 @@ def jobs(path: Path = HERE / "jobs.toml") -> list[Job]:
 
 
 def in_time(seconds: float) -> Callable[[object], None]:
-    """Return a progress callback that ends its run after so many seconds."""
+    """Return a progress callback that ends its run after ``seconds``."""
     until = time.monotonic() + seconds
 
     def check(_progress: object) -> None:
@@ -80,7 +79,7 @@ def in_time(seconds: float) -> Callable[[object], None]:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for as long as the block lasts."""
+    """Set environment variables within the block."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -91,7 +90,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def figures(run: DryRun) -> dict[str, Any]:
-    """Return what is compared of one run; bytes."""
+    """Return the figures of one run that are compared; bytes."""
     (context,) = (term.figure for term in run.terms if term.name == "CUDA context")
     return {
         "allocated": run.peak_allocated,
@@ -113,10 +112,10 @@ def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) ->
 
     Args:
         job: what to run.
-        gpu: the profile of the table that the ghost takes.
+        gpu: the ghost's profile in the device table.
         total: bytes of the card, which the ghost is given too.
         seconds: left for the two runs.
-        folder: for the traces; what the scripts write goes to the working folder.
+        folder: for the traces; the scripts write to the working folder.
     """
     missing = [name for name in job.needs if importlib.util.find_spec(name) is None]
     if missing:
@@ -140,7 +139,7 @@ def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) ->
                     on_progress=in_time(min(job.seconds, until - begun)),
                 )
         except (MemfitError, TooLongError) as error:
-            return {**outcome, "status": "failed", "why": f"{side}: {error}"}  # what was measured is kept
+            return {**outcome, "status": "failed", "why": f"{side}: {error}"}  # keeps what was measured
         outcome[side] = {**figures(found), "seconds": round(time.monotonic() - begun, 1)}
         if found.verdict == "unknown" or (found.end.reason == "end" and found.end.exit_code):
             why = found.end.exception or f"exit code {found.end.exit_code}"
@@ -150,7 +149,7 @@ def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) ->
 
 
 def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
-    """Measure the context and what only a card can tell.
+    """Measure the context, and the figures that only a card can report.
 
     Raises:
         MemfitError: PyTorch cannot use the card at all.
@@ -172,7 +171,7 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
 
 
 class Result:
-    """The file that is kept: what was measured so far."""
+    """The result file, with everything measured so far."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,8 +199,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="the shortest useful set of jobs")
     parser.add_argument("--only", nargs="+", metavar="JOB", help="these jobs")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
-    parser.add_argument("--again", action="store_true", help="measure anew what the file already holds")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
+    parser.add_argument("--again", action="store_true", help="repeat jobs that the file already holds")
     parser.add_argument("--gpu", help="the ghost's profile, if the card's name is not in memfit's table")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
     parser.add_argument("--rehearse", metavar="GPU", help="let the ghost play this GPU: nothing is measured")
@@ -209,7 +208,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Validate; the exit code is 1 if a job failed or there was no time for it."""
+    """Validate; return 1 if a job failed or did not run for lack of time."""
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
     if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
@@ -232,7 +231,7 @@ def main() -> int:
         gpu = find_device(options.gpu or card.name).name
         context, asked = calibration(until - time.monotonic())
     except UnknownDeviceError as error:
-        sys.exit(f"validate.py: {error} Here: --gpu NAME of the nearest.")
+        sys.exit(f"validate.py: {error} Choose the nearest with --gpu NAME.")
     except MemfitError as error:
         sys.exit(f"validate.py: {error}")
     machine = "rehearsal-" if card.rehearsal else ""
@@ -264,7 +263,7 @@ def main() -> int:
 def run_all(
     chosen: Sequence[Job], result: Result, *, gpu: str, total: int, until: float, again: bool
 ) -> None:
-    """Run the jobs that have no result yet, one after another, keeping each."""
+    """Run the jobs that have no result yet, one after another, writing each result."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     with tempfile.TemporaryDirectory(prefix="memfit-validate-") as scratch, quiet(result.path):
         os.chdir(scratch)
@@ -274,7 +273,7 @@ def run_all(
             print(f"{number}/{len(chosen)} {job.name}: ", end="", file=terminal, flush=True)
             left = until - time.monotonic()
             if left <= 0:
-                outcome: dict[str, Any] = {"status": "not run", "why": "there was no time left (--minutes)"}
+                outcome: dict[str, Any] = {"status": "not run", "why": "no time left (--minutes)"}
             else:
                 outcome = compare_job(job, gpu, total, left, Path(scratch))
             named = {"script": job.script, "arguments": job.arguments, "memfit": __version__}
@@ -287,7 +286,7 @@ def run_all(
 
 @contextmanager
 def quiet(path: Path) -> Iterator[None]:
-    """Send what the scripts print to a log beside the result."""
+    """Redirect the scripts' output to a log beside the result."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
     with path.with_suffix(".log").open("wb") as log:

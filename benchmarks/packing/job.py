@@ -1,4 +1,4 @@
-"""A few steps of a model that people train, or a few of its forwards: what ``packing.py`` packs.
+"""Train a model for a few steps, or run a few forwards, for ``packing.py`` to pack.
 
 python job.py resnet50 training [--batch-size 32] [--steps 3] [--accumulate 1]
 """
@@ -21,13 +21,13 @@ def model_of(name: str) -> nn.Module:
 
 
 def main() -> None:
-    """Train, or infer."""
+    """Train, or run inference."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("mode", choices=("training", "inference"))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of a training step")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per training step")
     arguments = parser.parse_args()
     model, size = model_of(arguments.model).cuda(), arguments.batch_size
     is_text = arguments.model == "gpt2"

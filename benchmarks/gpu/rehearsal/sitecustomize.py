@@ -1,7 +1,7 @@
-"""Put memfit's ghost in the place of a GPU, for every Python below: ``PYTHONPATH`` names this folder.
+"""Load memfit's ghost in place of a GPU in every child Python: ``PYTHONPATH`` contains this folder.
 
-So ``memfit record``, ``memfit doctor --context`` and ``validate.py`` can be tried where there is no GPU.
-They notice, and say "rehearsal" wherever they would say "measured". ``MEMFIT_REHEARSAL`` names the GPU.
+So ``memfit record``, ``memfit doctor --context`` and ``validate.py`` can be rehearsed without a GPU. They
+detect the ghost, and report "rehearsal" instead of "measured". ``MEMFIT_REHEARSAL`` names the GPU.
 """
 
 import os
