@@ -329,7 +329,7 @@ def _database() -> "list[OpInfo]":
 
 
 def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed: int) -> list[Job]:
-    """List the operators that PyTorch's database supports with the dtype on CUDA, or a seeded sample of them."""
+    """List the operators that support the dtype on CUDA, or a seeded sample of them."""
     import torch
 
     jobs = [
