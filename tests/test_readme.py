@@ -1,0 +1,35 @@
+"""README.md: the run that it shows is what the command prints today."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+LEFT_OUT = "..."
+
+
+def shown_run():
+    """Return the arguments of the README's `memfit` run, and the lines that it shows, without their marks."""
+    (command, lines) = re.search(r"```console\n\$ memfit (.*?)\n(.*?)```", README, re.DOTALL).groups()
+    return shlex.split(command), [re.sub(r"\s*[①-⑨]?$", "", line) for line in lines.splitlines()]
+
+
+def test_the_readme_shows_what_the_command_prints():
+    arguments, shown = shown_run()
+    command = [sys.executable, "-m", "memfit", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert lines_not_in_order(shown, printed) == [], f"Copy the new output into README.md:\n{done.stdout}"
+
+
+def lines_not_in_order(shown, printed):
+    """Return the shown lines that were not printed in this order; `...` stands for any lines."""
+    left = iter(printed)
+    return [line for line in shown if line != LEFT_OUT and not any(line == found for found in left)]
+
+
+def test_the_readme_is_about_a_hundred_lines():
+    assert len(README.splitlines()) <= 125
