@@ -92,10 +92,10 @@ class Checkpoints:
     def __init__(self) -> None:
         self._frames: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def watch(self, hooks: LiftedHooks) -> None:
-        """From now on know each checkpoint, as long as its backward is to come."""
-        cancel = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
-        hooks.on_removal(cancel)
+    def watch(self, hooks: InstalledHooks) -> None:
+        """From now on, track each checkpoint until its backward."""
+        stop_waiting = after_import("torch.utils.checkpoint", functools.partial(self._wrap, hooks))
+        hooks.on_removal(stop_waiting)
 
     def inputs(self) -> Iterator[SavedTensorInfo]:
         """Yield the inputs that checkpoints keep until their backward."""

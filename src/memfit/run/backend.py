@@ -131,9 +131,9 @@ class GhostBackend:
 
     def hint(self) -> str:
         """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
-        turned_away = self.ghost.extensions.turned_away
-        if turned_away:
-            return turned_away[-1]
+        rejections = self.ghost.extensions.rejections
+        if rejections:
+            return rejections[-1]
         if gaps := self._gaps_reached():
             named = ", ".join(map(self._named, gaps))
             return f"the ghost does not implement {named} (see memfit doctor --gaps) and returned an error."

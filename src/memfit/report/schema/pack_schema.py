@@ -69,8 +69,8 @@ def to_json(found: Packing | RunPacking, capacity: int | None) -> bytes:
 def _public(found: Packing | RunPacking, capacity: int | None) -> PackingJson:
     run = found if isinstance(found, RunPacking) else None
     arenas = (PoolPacking(0, DEFAULT_POOL, found),) if isinstance(found, Packing) else found.arenas
-    sure = run.sure if run else Provenance.EXACT
-    planned = worst(Provenance.SIMULATED, sure)
+    provenance = run.sure if run else Provenance.EXACT
+    planned = worst(Provenance.SIMULATED, provenance)
     return PackingJson(
         schema=SCHEMA_VERSION,
         capacity=capacity,
