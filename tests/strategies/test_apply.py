@@ -23,7 +23,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
     copied = copy.deepcopy(apply(model, settings))
     with pytest.raises(UsageError, match=r"cannot be reverted: .* a copy"):
         revert(copied)
-    with pytest.raises(UsageError, match=r"cannot have a plan: .* a copy"):
+    with pytest.raises(UsageError, match=r"cannot take a plan: .* a copy"):
         apply(copied, Precision("fp16"))
     assert copied(torch.ones(2, 4)).dtype is model(torch.ones(2, 4)).dtype
     assert apply(copy.deepcopy(revert(model)), settings)
@@ -31,7 +31,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
 
 def test_a_part_of_a_model_with_a_plan():
     model = apply(net(), Checkpointing("*"))
-    with pytest.raises(UsageError, match="cannot have a plan: it runs as the plan of another"):
+    with pytest.raises(UsageError, match="cannot take a plan: it is already wrapped by another"):
         apply(model[0], Precision("bf16"))
 
 
@@ -56,7 +56,7 @@ def test_a_model_without_parameters_runs_on_the_cpu():
 )
 def test_what_only_a_loop_can_carry_out_is_refused(settings, name):
     model = net()
-    with pytest.raises(UsageError, match=f"Precision: {name} is a matter of the training loop"):
+    with pytest.raises(UsageError, match=f"Precision: {name} applies to the training loop"):
         apply(model, settings)
     assert model[0][0].weight.dtype == torch.float32
     assert apply(model, Precision("fp16")), "with the scaler that a loop has"

@@ -16,7 +16,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.recompute import Region
+from memfit.strategies.mechanisms.recompute import CheckpointedForward
 from memfit.strategies.plan import Plan
 from memfit.train.engine import Engine
 from support.checkpointed_blocks import MODES, NORMS, Block, Net, Shared, assert_same, compare, net, train
@@ -92,7 +92,7 @@ def test_what_comes_back_is_what_the_forward_returned(use_reentrant):
 
 
 @MODES
-@pytest.mark.filterwarnings("ignore:Checkpointing .* does not pay")
+@pytest.mark.filterwarnings("ignore:Checkpointing .* saves no memory")
 @pytest.mark.parametrize("norm", [None, *NORMS.values()], ids=["LayerNorm", *NORMS])
 def test_nested_regions(use_reentrant, norm):
     """Checked, too: what an inner region does besides its forward is no difference to the outer one."""
@@ -129,7 +129,7 @@ def test_where_no_gradient_is_wanted_nothing_is_computed_again(use_reentrant):
     Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
     with torch.no_grad():
         model(torch.randn(4, 6))
-    assert not model.layers[0].forward.habits._changed, "nor looked at"
+    assert not model.layers[0].forward.buffer_tracker._changed, "nor looked at"
     model.layers[0].requires_grad_(False)
     model(torch.randn(4, 6)).sum().backward()
     assert len(calls) == 2
@@ -230,7 +230,7 @@ def test_compiled(where, save_ops):
             model.layers[int(name)] = torch.compile(layer, backend="aot_eager")
         settings.apply(model)
         # In what the compiler sees, and so in copies of it, too.
-        assert isinstance(model.layers[0]._orig_mod.forward, Region)
+        assert isinstance(model.layers[0]._orig_mod.forward, CheckpointedForward)
     found = train(compiled)
     assert_same(
         plain,
@@ -297,10 +297,10 @@ def test_reverting_leaves_no_trace_and_models_die_at_once():
     before = copy.deepcopy(model.state_dict())
     signature = inspect.signature(model.layers[0].forward)
     revert = Checkpointing().apply(model)
-    assert all(isinstance(layer.forward, Region) for layer in model.layers)
+    assert all(isinstance(layer.forward, CheckpointedForward) for layer in model.layers)
     assert inspect.signature(model.layers[0].forward) == signature
     assert model.state_dict().keys() == before.keys()
-    with pytest.raises(UsageError, match="is checkpointed already"):
+    with pytest.raises(UsageError, match="is already checkpointed"):
         Checkpointing("layers.1").apply(model)
     revert()
     assert all("forward" not in layer.__dict__ for layer in model.layers)
@@ -334,7 +334,9 @@ def test_which_modules(settings, chosen):
     model = net(layers=4)
     Checkpointing(**settings).apply(model)
     assert [
-        n for n, layer in enumerate(model.layers) if isinstance(layer.__dict__.get("forward"), Region)
+        n
+        for n, layer in enumerate(model.layers)
+        if isinstance(layer.__dict__.get("forward"), CheckpointedForward)
     ] == chosen
 
 
@@ -343,16 +345,16 @@ def test_which_modules(settings, chosen):
     [
         (
             lambda: Checkpointing("layer.*").apply(net()),
-            r"no module of Net is called 'layer\.\*'.* Near it: .*layers",
+            r"no module of Net has the name or class 'layer\.\*'. Nearest: .*layers",
         ),
         (
             lambda: Checkpointing("layers").apply(net()),
             r"layers is a ModuleList, which has no forward; .*layers\.\*\?",
         ),
-        (lambda: Checkpointing().apply(nn.Linear(2, 2)), "Linear has no list of alike blocks"),
+        (lambda: Checkpointing().apply(nn.Linear(2, 2)), "Linear has no list of repeated blocks"),
         (lambda: Checkpointing(every=0), "every=0 must be"),
-        (lambda: Checkpointing(save_ops=("aten.mn",)), "'aten.mn' is no operation; near it: aten[.]m"),
-        (lambda: Checkpointing(save_ops=("mm",)), "'mm' is no operation"),
+        (lambda: Checkpointing(save_ops=("aten.mn",)), "'aten.mn' is not an operation. Nearest: aten[.]m"),
+        (lambda: Checkpointing(save_ops=("mm",)), "'mm' is not an operation"),
         (
             lambda: Checkpointing(save_ops=("aten.mm",), use_reentrant=True),
             "save_ops needs use_reentrant=False",
@@ -364,13 +366,13 @@ def test_what_cannot_be_is_refused(make, words):
         make()
 
 
-def test_what_does_not_pay_is_told():
+def test_checkpointing_that_saves_nothing_is_warned_about():
     class Straight(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
 
-    with pytest.warns(UserWarning, match=r"blocks\.0, .*, blocks\.3 does not pay: a Conv2d alone"):
+    with pytest.warns(UserWarning, match=r"blocks\.0, .*, blocks\.3 saves no memory: a single Conv2d"):
         Checkpointing("blocks.*").apply(Straight())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

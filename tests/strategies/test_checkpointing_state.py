@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.mechanisms.forward_state import BufferHabits
+from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
 from support.checkpointed_blocks import MODES, NORMS, Block, Ema, Net, compare, net
 
 
@@ -26,13 +26,13 @@ def test_only_buffers_that_change_are_kept():
     Checkpointing("layers.*").apply(model)
     region = model.layers[0].forward
     model(torch.randn(4, 6)).sum().backward()
-    noted = region.habits.note(model.layers[0]).noted
+    noted = region.buffer_tracker.snapshot(model.layers[0]).copies
     assert {name for _, name in noted} == {"mean", "calls"}
-    habits = BufferHabits("the first")
-    first = habits.note(model.layers[0])
+    tracker = BufferTracker("the first")
+    first = tracker.snapshot(model.layers[0])
     model(torch.randn(4, 6))
-    habits.learn(first)
-    assert first.noted.keys() == noted.keys()
+    tracker.record_changes(first)
+    assert first.copies.keys() == noted.keys()
 
 
 def test_what_changes_is_learnt_anew_in_each_mode():
@@ -75,7 +75,7 @@ def test_a_buffer_that_is_written_late_is_told():
     Checkpointing("0").apply(model)
     model(torch.ones(2, 6)).sum().backward()
     model[0].write = True
-    with pytest.warns(UserWarning, match=r"0: a forward wrote to count, as those before had not"):
+    with pytest.warns(UserWarning, match=r"0: this forward wrote to count, which earlier forwards did not"):
         model(torch.ones(2, 6)).sum().backward()
     assert model[0].count == 2, "the step that is warned of"
     model(torch.ones(2, 6)).sum().backward()

@@ -34,7 +34,7 @@ def changed(tmp_path):
     models = tmp_path / "models"
     models.touch()
     hooks = InstalledHooks()
-    inject_plan._Planning(Intervention(False, ("checkpointing",), False, str(models))).install(hooks)
+    inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, str(models))).install(hooks)
     yield lambda: models.read_text().split()
     hooks.remove()
 
@@ -92,14 +92,14 @@ def run_again(monkeypatch):
                 raise end
             assert options.module
             assert command[2:] == ("train.py", "--fast")
-            told = json.decode(command[1], type=Intervention)
-            assert (told.strategies, told.fused, told.module) == (("offload",), True, False)
-            Path(told.models).write_text(models)
+            intervention = json.decode(command[1], type=Intervention)
+            assert (intervention.strategies, intervention.fused, intervention.module) == (("offload",), True, False)
+            Path(intervention.models).write_text(models)
             return trace_of((), end=end)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
         change = ScriptChange(("offload",), fused=True)
-        return trial_run.run_again(("train.py", "--fast"), RunOptions(), None, change, print)
+        return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run
 
@@ -125,7 +125,7 @@ def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_aga
 
 
 def test_a_run_that_cannot_be_made_says_why_in_the_scripts_name(run_again):
-    found = run_again(TargetError(f"{trial_run._UNATTENDED} failed before it used the GPU: EOFError"))
+    found = run_again(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
     assert found.reason == "refused"
     assert found.exception == "run again, without input, train.py failed before it used the GPU: EOFError"
 

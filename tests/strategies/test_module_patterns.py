@@ -45,7 +45,7 @@ def test_names_patterns_and_classes(pattern, names, compiled):
         assert list(modules_named(model, pattern, "x")) == names
     else:
         with pytest.raises(
-            UsageError, match=r"x: no module of Net is called 'la\.ers\.1'.* Near it: layers\.1"
+            UsageError, match=r"x: no module of Net has the name or class 'la\.ers\.1'. Nearest: layers\.1"
         ):
             modules_named(model, pattern, "x")
 

@@ -215,18 +215,18 @@ class Wrong:
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
-        (lambda decorator: decorator(Wrong.method), "takes names of arguments"),
-        (lambda decorator: decorator("x"), "takes names of arguments"),
-        (lambda decorator: decorator(staticmethod(Wrong.method)), "takes names of arguments"),
-        (lambda decorator: decorator()(staticmethod(Wrong.method)), "given a staticmethod"),
-        (lambda decorator: decorator()(property(Wrong.method)), "given a property"),
-        (lambda decorator: decorator()(Head), "given a type"),
+        (lambda decorator: decorator(Wrong.method), "takes argument names"),
+        (lambda decorator: decorator("x"), "takes argument names"),
+        (lambda decorator: decorator(staticmethod(Wrong.method)), "takes argument names"),
+        (lambda decorator: decorator()(staticmethod(Wrong.method)), "applied to a staticmethod"),
+        (lambda decorator: decorator()(property(Wrong.method)), "applied to a property"),
+        (lambda decorator: decorator()(Head), "applied to a type"),
         (lambda decorator: decorator()(Wrong.generator), "generator is a generator"),
         (lambda decorator: decorator()(Wrong.coroutine), "coroutine is a generator or a coroutine"),
         (lambda decorator: decorator(("y",))(Wrong.method), "has no argument 'y'; it has x"),
         (lambda decorator: decorator(("self",))(Wrong.method), "has no argument 'self'"),
-        (lambda decorator: decorator()(Wrong.method)(Wrong(), X), "was called on Wrong"),
-        (lambda decorator: decorator()(lambda: X)(), "was called on NoneType"),
+        (lambda decorator: decorator()(Wrong.method)(Wrong(), X), "was called on an object of type Wrong"),
+        (lambda decorator: decorator()(lambda: X)(), "was called on an object of type NoneType"),
     ],
 )
 def test_misuse_is_refused_with_or_without_precision(decorator, misuse, words):

@@ -58,7 +58,7 @@ def test_the_check_finds_what_differs_and_names_it(use_reentrant):
             loss.backward()  # plain checkpointing says nothing
             continue
         with pytest.raises(
-            DivergenceError, match=r"region 1: .*aten\.mul\.Tensor -> \[4, 6\] float32 has other values"
+            DivergenceError, match=r"region 1: .*aten\.mul\.Tensor -> \[4, 6\] float32 has different values"
         ):
             loss.backward()
 

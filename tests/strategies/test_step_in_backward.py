@@ -2,7 +2,6 @@
 
 import json
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.strategies.optimizer_state import OptimizerState
+from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
 from support.optimizer_loops import groups, halving, loss_of, net, same, train
 
@@ -173,7 +173,7 @@ def test_a_second_backward_before_the_step_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepInBackward(optimizer)
     loss_of(model, 0).backward()
-    with pytest.raises(UsageError, match="in two pieces, and the first is used"):
+    with pytest.raises(UsageError, match="two pieces, and the first has already updated it"):
         loss_of(model, 1).backward()
 
 
@@ -191,7 +191,7 @@ def test_gradients_that_come_in_two_pieces_are_refused():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS is not known to update each parameter by itself"),
+        (torch.optim.LBFGS, "LBFGS is not known to update each parameter independently"),
         (
             type("Mine", (torch.optim.SGD,), {"step": id, "__module__": "mine"}),
             "mine's Mine is not",
@@ -278,15 +278,18 @@ def test_ranks_would_update_before_they_agree():
 @pytest.mark.parametrize(
     ("accumulation", "precision", "words"),
     [
-        (None, None, None),
-        (Accumulation(1), Precision("bf16"), None),
         (Accumulation(2), None, "several micro-batches"),
         (Accumulation(micro_batch_size=4), None, "several micro-batches"),
         (None, Precision("fp16"), "loss scaling"),
-        (None, SimpleNamespace(dtype="bf16", master_weights=True), "master_weights"),
+        (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
     ],
 )
 def test_conflicts_with_what_needs_all_gradients(accumulation, precision, words):
     """Row 29."""
-    found = IN_BACKWARD.conflicts(SimpleNamespace(accumulation=accumulation, precision=precision))
-    assert (found is None) if words is None else (words in found)
+    with pytest.raises(UsageError, match=words):
+        Plan(precision, IN_BACKWARD, accumulation=accumulation)
+
+
+@pytest.mark.parametrize(("accumulation", "precision"), [(None, None), (Accumulation(1), Precision("bf16"))])
+def test_goes_with_what_needs_one_gradient_at_a_time(accumulation, precision):
+    assert Plan(precision, IN_BACKWARD, accumulation=accumulation).optimizer_state == IN_BACKWARD

@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[Callable[[int | None], Any], type[BaseException]]] = {
 
 def _when_it_steps(engine: Engine, tell: Callable[[], None]) -> None:
     """Be told when the first parameter is about to be updated."""
-    in_backward = engine._accounts.update.in_backward
+    in_backward = engine._ledger.update.in_backward
     if in_backward is None:
         engine.optimizer.register_step_pre_hook(lambda *_: tell())
         return
@@ -247,7 +247,7 @@ class Sweep:
         self._after = picture(engine)
         data.close()
         self._in_parts = None
-        if engine._accounts.update.in_backward is None:  # which cannot be done in parts
+        if engine._ledger.update.in_backward is None:  # which cannot be done in parts
             engine, data, batch = self._begin(finer=2)
             engine.step(batch)
             self._in_parts = picture(engine)
@@ -260,7 +260,7 @@ class Sweep:
         for _ in range(self._step):
             engine.step(next(walk))
         if finer > 1:  # only this step is in more parts: the accounts of a plan of its own
-            engine._whole.finer = finer
+            engine._full_batch.finer = finer
         return engine, walk, next(walk)
 
     def outcome(self, at: int) -> str:
@@ -278,7 +278,7 @@ class Sweep:
             assert self._error is torch.OutOfMemoryError
             return self._torn(engine, batch, at)
         except self._error:
-            if engine._accounts.update.torn:
+            if engine._ledger.update.torn:
                 assert self._error is not torch.OutOfMemoryError
                 return self._torn(engine, batch, at)
             if self._fault is Interrupt and not differing(picture(engine), self._after):

@@ -96,9 +96,9 @@ def allocated(engine: Engine) -> int:
     """
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     gc.collect()
-    scaler = engine._accounts.update.scaler._scaler
+    scaler = engine._ledger.update.scaler._scaler
     scales = () if scaler is None else (scaler._scale, scaler._growth_tracker)
-    lasting = [one for one in (*scales, *engine._whole._moments._copies._copies) if one is not None]
+    lasting = [one for one in (*scales, *engine._full_batch._snapshots._copies._copies) if one is not None]
     return torch.cuda.memory_allocated() - 512 * len(lasting)
 
 

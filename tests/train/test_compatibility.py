@@ -42,7 +42,7 @@ def half(dtype="bf16", **options):
         ([], [memfit.Precision("bf16")], "with autocast None"),
         ([memfit.Precision("bf16")], [], "with autocast 'bf16'"),
         ([half()], [memfit.Precision("bf16", autocast=False)], "with master_weights True"),
-        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "scaled otherwise"),
+        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "another loss scale"),
     ],
 )
 def test_inside_a_window_no_precision_may_change(there, here, words):
@@ -153,7 +153,7 @@ def grouped(*order, scheduler=None):
 
 def test_other_parameter_groups_are_refused():
     state = grouped(0, 2).state_dict()
-    with pytest.raises(UsageError, match=r"groups of \[4\] parameters, and the saved one of \[2, 2\]"):
+    with pytest.raises(UsageError, match=r"groups have \[4\] parameters, .* saved one \[2, 2\]"):
         engine(net()).load_state_dict(state)
     with pytest.raises(UsageError, match=r"group 0 has '2.weight' where the saved one has '0.weight'"):
         grouped(2, 0).load_state_dict(state)
@@ -171,13 +171,13 @@ def test_another_scheduler_is_refused():
     for saved in made:
         for other in made:
             if saved is not other:
-                with pytest.raises(UsageError, match=r"the scheduler here is (none|torch\.)"):
+                with pytest.raises(UsageError, match=r"scheduler was .* is (none|torch\.)"):
                     other.load_state_dict(saved.state_dict())
 
 
 def test_a_callback_that_is_gone_is_warned_of():
     state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
-    with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine has not"):
+    with pytest.warns(UserWarning, match="callback EarlyStopping, which this engine lacks"):
         engine(net()).load_state_dict(state)
 
 

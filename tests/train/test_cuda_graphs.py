@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.cuda_graphs import WARM_UP, Graphs
-from memfit.train.oom_retry import Backup
+from memfit.train.cuda_graphs import WARM_UP, StepGraphs
+from memfit.train.oom_rollback import OptimizerBackup
 
 captured = []
 
@@ -22,7 +22,7 @@ def play(optimizer):
     def capture(function):
         """Note a function's work without doing it, as a capture does; replaying leaves its result in
         place."""
-        before = Backup(optimizer)
+        before = OptimizerBackup(optimizer)
         gradients = [(one.grad, one.grad.clone()) for one in parameters]
         result = function()
         before.restore()
@@ -81,7 +81,8 @@ def played(monkeypatch):
     captured.clear()
 
     monkeypatch.setattr(
-        "memfit.train.setup.graphs", lambda optimizer: Graphs(optimizer, play(optimizer), nullcontext)
+        "memfit.train.engine_setup.make_step_graphs",
+        lambda optimizer: StepGraphs(optimizer, play(optimizer), nullcontext),
     )
 
 
@@ -126,28 +127,28 @@ def test_what_cannot_be_captured_is_refused(played):
     run = memfit.Engine(model, optimizer=torch.optim.SGD(model.parameters()), loss=summed, cuda_graphs=True)
     for seed in range(WARM_UP):
         run.step(batch(8, seed))
-    with pytest.raises(UsageError, match="cuda_graphs need the loss as a mean"):
+    with pytest.raises(UsageError, match="cuda_graphs needs a loss function that returns the mean"):
         run.step(batch(8, WARM_UP))
     for precision in (
         memfit.Precision("fp16"),
         memfit.Precision("bf16", autocast=False, master_weights=True),
     ):
         model = net()
-        with pytest.raises(UsageError, match="cuda_graphs cannot be with"):
+        with pytest.raises(UsageError, match="cuda_graphs cannot be combined with"):
             memfit.Engine(model, precision, optimizer=torch.optim.SGD(model.parameters()), cuda_graphs=True)
 
 
 def test_a_loop_of_ones_own_is_not_captured_and_refused(played):
     run = engine(cuda_graphs=True)
-    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave cuda_graphs out"):
+    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
         next(run.windows([batch(4, 0)]))
-    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave cuda_graphs out"):
+    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
         run.backward(loss(run.model, batch(4, 0)))
     assert run.step(batch(8, 0)).updated
 
 
 def test_without_a_gpu_graphs_are_refused():
-    with pytest.raises(UsageError, match="cuda_graphs need parameters on a GPU"):
+    with pytest.raises(UsageError, match="cuda_graphs needs parameters on a GPU"):
         engine(cuda_graphs=True)
 
 

@@ -165,7 +165,7 @@ def test_bf16_gradients_are_summed_in_float32():
     run = engine(model, lr=0.0, accumulation=Accumulation(k))
     seen = {}
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
-    sums = run._accounts.update.sums
+    sums = run._ledger.update.sums
     put_back = sums.put_back
     sums.put_back = lambda factor: (seen.update(sum=sums.of(model.weight) * factor), put_back(factor))
     for batch in batches:
@@ -206,7 +206,7 @@ def test_out_of_memory_for_good_leaves_everything_as_it_was():
     run = engine(model, loss=never)
     # A single sample has no variance: the error is BatchNorm's, and says that memory was the reason.
     with (
-        pytest.warns(UserWarning, match="see micro-batches from here on, since memory ran out"),
+        pytest.warns(UserWarning, match="see micro-batches from here on, because memory ran out"),
         pytest.raises(ValueError, match="more than 1 value") as error,
     ):
         run.step(data(1, size=8)[0])
@@ -246,7 +246,7 @@ def test_weights_are_given_for_all_or_none():
     run = engine(net(), accumulation=Accumulation(K))
     batch = data(1)[0]
     run.backward(mean_loss(run.model, batch), weight=3)
-    with pytest.raises(UsageError, match="have weights or have none"):
+    with pytest.raises(UsageError, match="have a weight and others do not"):
         run.backward(mean_loss(run.model, batch))
     with pytest.raises(UsageError, match="A micro-batch of weight -1"):
         run.backward(mean_loss(run.model, batch), weight=-1)
@@ -256,7 +256,7 @@ def test_a_micro_batch_that_did_not_go_backward_is_an_error():
     run = engine(net(), accumulation=Accumulation(K))
     micros = iter(next(run.windows(data(8))))
     next(micros)
-    with pytest.raises(UsageError, match="was not called for it once"):
+    with pytest.raises(UsageError, match="must be called exactly once"):
         next(micros)
 
 

@@ -158,11 +158,11 @@ def test_row_30_the_bar_says_what_it_counts():
 def test_a_long_way_back_to_where_a_run_was_is_shown(monkeypatch):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
-    assert list(progress_bar.reading_again(range(5), 5, console)) == list(range(5))
+    assert list(progress_bar.show_rereading(range(5), 5, console)) == list(range(5))
     assert text.getvalue() == ""
-    monkeypatch.setattr(progress_bar, "_SECONDS_UNSEEN", -1.0)
-    assert list(progress_bar.reading_again(range(5), 5, console)) == list(range(5))
-    assert "reading the epoch again" in text.getvalue()
+    monkeypatch.setattr(progress_bar, "_SECONDS_HIDDEN", -1.0)
+    assert list(progress_bar.show_rereading(range(5), 5, console)) == list(range(5))
+    assert "re-reading the epoch" in text.getvalue()
     assert "5/5" in text.getvalue()
 
 
@@ -180,7 +180,7 @@ def test_a_window_that_is_left_open_is_told_at_the_end_of_a_block():
 def test_what_is_missing_is_named():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(UsageError, match="needs an optimizer"):
+    with pytest.raises(UsageError, match="also needs optimizer="):
         memfit.Engine(model)
     with pytest.raises(UsageError, match="needs to know the loss"):
         memfit.Engine(model, optimizer=optimizer).step(loader(1)[0])
@@ -275,7 +275,7 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path, monkeypatch):
 
 def test_a_run_that_is_torn_is_not_saved_where_fit_ends(tmp_path):
     def torn(engine):
-        engine._accounts.update._stepping = True
+        engine._ledger.update._stepping = True
         engine.stop()
 
     engine(callbacks=[memfit.Saving(tmp_path / "run", every=100), Leaves(2, torn)]).fit(loader(5))
@@ -287,7 +287,7 @@ def test_a_generator_is_an_epoch_and_no_more():
     run.fit(iter(loader(3)), epochs=1)
     assert run.optimizer_step == 3
     run = engine()
-    with pytest.raises(UsageError, match="no batch in epoch 2: a generator can be gone through once"):
+    with pytest.raises(UsageError, match="no batch in epoch 2: a generator can be iterated only once"):
         run.fit(iter(loader(3)), epochs=3)
     assert (run.optimizer_step, run.epoch) == (3, 1)
 

@@ -135,7 +135,7 @@ def test_going_through_data_inside_going_through_data_is_refused():
     run, data = engine(), torch.randn(4, 2, 6)
     for part in run.through(data):
         run.step(part)
-        with pytest.raises(UsageError, match="The engine goes through data already"):
+        with pytest.raises(UsageError, match="The engine is already iterating over a loader"):
             next(run.through(data))
     assert run.optimizer_step == 4
     assert run.state_dict()["position"]["began"] is None
@@ -157,9 +157,9 @@ def test_an_update_whose_scheduler_raised_is_made_and_counted():
         step(plain, seed)
     with pytest.raises(ValueError, match="Tried to step 4 times") as error:
         step(run, 3)
-    assert "the update is made, and counted" in error.value.__notes__[0]
+    assert "the update was made and counted" in error.value.__notes__[0]
     assert (run.optimizer_step, run.is_whole) == (4, True)
-    plain._accounts.update.scheduler = None
+    plain._ledger.update.scheduler = None
     step(plain, 3)
     assert same(run, plain)
     state = copy.deepcopy(run.state_dict())
@@ -184,7 +184,7 @@ def test_zero_grad_that_raises_after_the_step_undoes_the_update():
     zero_grad = run.optimizer.zero_grad
 
     def raises(set_to_none=True):
-        if run._accounts.update.torn:
+        if run._ledger.update.torn:
             run.optimizer.zero_grad = zero_grad
             raise torch.OutOfMemoryError("CUDA out of memory")
         zero_grad(set_to_none)

@@ -57,18 +57,18 @@ def test_several_ranks_are_refused(make):
 
 @DOORS
 def test_nothing_to_train_is_refused(make):
-    with pytest.raises(UsageError, match="ReLU has no parameters: there is nothing to train"):
+    with pytest.raises(UsageError, match="ReLU has no parameters to train"):
         make(nn.ReLU())
 
 
 @DOORS
 @pytest.mark.parametrize("optimizer", ["adam", None, [torch.optim.SGD]])
 def test_what_makes_no_optimizer_is_refused(make, optimizer):
-    with pytest.raises(UsageError, match="needs an optimizer beside the model"):
+    with pytest.raises(UsageError, match="also needs optimizer="):
         make(nn.Linear(4, 1), optimizer)
 
 
 @pytest.mark.parametrize("callbacks", [[memfit.ProgressBar], [memfit.EarlyStopping(), memfit.Saving]])
 def test_a_callback_s_class_is_no_callback(callbacks):
-    with pytest.raises(UsageError, match="takes a list of callbacks"):
+    with pytest.raises(UsageError, match="takes a list of memfit"):
         from_parts(nn.Linear(4, 1), callbacks=callbacks)

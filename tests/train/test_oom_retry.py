@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.oom_retry import Copies, Moments
+from memfit.train.oom_rollback import ReusedCopies, StepSnapshots
 from support.checkpointed_blocks import OwnStatistics
 
 
@@ -68,7 +68,7 @@ def test_a_batch_that_a_loss_takes_inner_entries_from_is_refused():
     data = {"inputs": {"x": torch.randn(8, 4), "labels": torch.randn(8, 1)}}
     model = linear()
     before = model.weight.detach().clone()
-    with pytest.raises(UsageError, match="the batch cannot be begun again"):
+    with pytest.raises(UsageError, match="the batch cannot be retried"):
         engine(model, short_once(inner)).step(data)
     assert torch.equal(model.weight, before)
 
@@ -83,7 +83,7 @@ def test_a_batch_of_a_kind_that_nobody_knows_raises_pytorch_s_error():
     data = Odd(torch.randn(8, 4))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
         run.step(data)
-    assert "cannot be begun again in smaller parts. Cannot tell the size" in error.value.__notes__[0]
+    assert "cannot be retried in smaller parts. Cannot determine the size" in error.value.__notes__[0]
     assert run.step(data).updated
 
 
@@ -120,12 +120,12 @@ class Buffered(nn.Linear):
 
 def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
     model = linear(Buffered)
-    moments = Moments(model)
+    moments = StepSnapshots(model)
 
     def copied():
-        moment = moments.note()
+        moment = moments.take()
         square(model, torch.randn(8, 4))
-        moments.learn(moment)
+        moments.record_writes(moment)
         columns = zip(moment.places, moment.contents, strict=True)
         return {name for (_, name, _), content in columns if content is not None}
 
@@ -138,13 +138,13 @@ def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
 
 def test_a_buffer_that_a_kernel_writes_to_unsaid_is_found_in_the_first_step():
     model = nn.Sequential(nn.Linear(4, 6), OwnStatistics())
-    moments = Moments(model)
+    moments = StepSnapshots(model)
     for step in range(2):
-        moment = moments.note()
+        moment = moments.take()
         before = {name: value.clone() for name, value in model.named_buffers()}
         model(torch.randn(8, 4))
         assert moment.versions == [one._version for one in model.buffers()], f"counted in step {step}"
-        moments.learn(moment)
+        moments.record_writes(moment)
     moment.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
@@ -152,11 +152,11 @@ def test_a_buffer_that_a_kernel_writes_to_unsaid_is_found_in_the_first_step():
 def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
     """Their kernels write without saying so; here they were frozen in the step that was looked at."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    moments = Moments(model)
-    moments.learn(moments.note())
-    assert not any(one is not None for one in moments.note().contents)
+    moments = StepSnapshots(model)
+    moments.record_writes(moments.take())
+    assert not any(one is not None for one in moments.take().contents)
     model.train()
-    moment = moments.note()
+    moment = moments.take()
     before = {name: value.clone() for name, value in model[1].named_buffers()}
     model(torch.randn(8, 4))
     assert moment.lost == ""
@@ -165,7 +165,7 @@ def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
 
 
 def test_a_copy_that_fails_leaves_none_that_is_taken_for_whole():
-    copies, one, other = Copies(), torch.zeros(2), torch.zeros(2)
+    copies, one, other = ReusedCopies(), torch.zeros(2), torch.zeros(2)
 
     def fails():
         del other.clone
@@ -188,11 +188,16 @@ def test_a_buffer_that_is_written_to_late_makes_a_batch_not_begun_again():
     mean = model.mean.clone()
     loss.armed = model.counts = True
     with (
-        pytest.warns(UserWarning, match="late: written to in the step that is undone, and in none before"),
+        pytest.warns(
+            UserWarning,
+            match="late: the step that is being undone wrote to this buffer",
+        ),
         pytest.raises(torch.OutOfMemoryError) as error,
     ):
         run.step(torch.randn(8, 4))
-    assert error.value.__notes__ == ["It cannot be begun again: late was written to."]
+    assert error.value.__notes__ == [
+        "The batch cannot be retried: the step wrote to late, which was not copied before."
+    ]
     assert (model.late, run.optimizer_step) == (1, 1)
     assert torch.equal(model.mean, mean)
     run.step(torch.randn(8, 4))  # says that it is written to

@@ -64,7 +64,7 @@ def test_a_reverted_model_is_trained_as_any_other(plan, gone):
     model = net()
     run = engine(model, *plan)
     run.step(batch())
-    freed = weakref.ref(run._accounts.update)
+    freed = weakref.ref(run._ledger.update)
     if gone:
         del run
         gc.collect()
@@ -80,12 +80,12 @@ def test_a_reverted_model_is_trained_as_any_other(plan, gone):
 def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was():
     model = net()
     for plan, options, words in (
-        ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8 bits"),
+        ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8-bit"),
         ((memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]), {"max_grad_norm": 1.0}, "leave out"),
-        ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs need parameters on a GPU"),
+        ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs needs parameters on a GPU"),
         ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ((), {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
-        ((), {"protect": "sometimes"}, "protect='sometimes' is none of auto"),
+        ((), {"protect": "sometimes"}, "protect='sometimes' must be one of auto"),
         ((), {"callbacks": memfit.ProgressBar()}, "a list of callbacks"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -121,7 +121,7 @@ def test_a_parameter_that_is_thawed_later_is_not_trained_in_low_precision_unsaid
     run = engine(model, *plan)
     run.step(batch())
     model[0].weight.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, and had requires_grad=False"):
+    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, but had requires_grad=False"):
         run.step(batch())
 
 
@@ -138,7 +138,7 @@ def test_a_micro_batch_that_weighs_nothing_adds_nothing():
     assert same(ours, plain)
     assert result.loss == reference.loss
     y[:] = -100
-    with pytest.raises(UsageError, match="The window weighs nothing"):
+    with pytest.raises(UsageError, match="The window has no loss"):
         engine(ours, loss=tokens).step((x, y))
 
 
@@ -148,7 +148,7 @@ def test_a_loop_of_one_s_own_goes_on_after_a_backward_that_failed():
     run.backward(loss(ours, batch()))
     with pytest.raises(RuntimeError, match="does not require grad"):
         run.backward(torch.ones(()))
-    with pytest.raises(UsageError, match=r"engine\.drop\(\) leaves it out"):
+    with pytest.raises(UsageError, match=r"Drop the window with engine\.drop\(\)"):
         run.backward(loss(ours, batch()))
     run.drop()
     for seed in (2, 3):
@@ -185,7 +185,7 @@ def test_a_batch_that_was_changed_is_not_begun_again():
 
 @pytest.mark.parametrize("returned", [{"loss": 1}, 1.0, (1, 2, 3)])
 def test_a_loss_that_is_none_is_told(returned):
-    with pytest.raises(UsageError, match=f"returned a {type(returned).__name__}: it is to return a mean"):
+    with pytest.raises(UsageError, match=f"returned a {type(returned).__name__}: It must return the mean"):
         engine(net(), loss=lambda model, data: returned).step(batch())
 
 
@@ -280,7 +280,7 @@ def test_a_scaled_window_goes_on_wherever_it_was_saved(done):
 def test_a_loader_of_other_sizes_than_the_settings_is_told():
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=8)
     settings = memfit.Accumulation(micro_batch_size=8, global_batch_size=32)
-    with pytest.raises(UsageError, match="The loader's batch_size is 8, and global_batch_size=32"):
+    with pytest.raises(UsageError, match="The loader's batch_size is 8, but global_batch_size=32"):
         engine(net(), settings).fit(data)
     run = engine(net(), settings)
     for window in run.windows(data):
@@ -316,7 +316,7 @@ def test_a_batch_of_any_kind_is_gone_through_whole():
     engine(ours, loss=of_odd).step(Odd(*batch()))
     engine(plain).step(batch())
     assert same(ours, plain)
-    with pytest.raises(UsageError, match="Cannot tell the size of a batch"):
+    with pytest.raises(UsageError, match="Cannot determine the size of a batch"):
         engine(net(), memfit.Accumulation(2), loss=of_odd).step(Odd(*batch()))
 
 

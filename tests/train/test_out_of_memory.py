@@ -76,7 +76,7 @@ def test_a_loss_scale_is_made_whole_or_not_at_all():
     engine, data = build("fp16 with a loss scale, clipped")
     loss = torch.ones((), requires_grad=True)
     with pytest.raises(torch.OutOfMemoryError), Fault(1):
-        engine._accounts.update.scaler.scaled(loss)
+        engine._ledger.update.scaler.scaled(loss)
     assert engine.step(data[0]).updated
 
 
@@ -96,7 +96,7 @@ def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
     reference = build("bf16 with float32 masters")[0]
     reference.step(data[0])
     first = next(engine.model.parameters())
-    sums = engine._accounts.update.sums
+    sums = engine._ledger.update.sums
     for taken in sums.hooks():
         taken.remove()
 

@@ -261,7 +261,7 @@ def test_row_12_a_window_that_is_full_takes_no_more():
     for data in window:
         run.backward(mean_loss(run.model, data))
         if len(window) == run.micro_step:
-            with pytest.raises(UsageError, match="each goes backward once"):
+            with pytest.raises(UsageError, match="have all gone backward"):
                 run.backward(mean_loss(run.model, data))
 
 

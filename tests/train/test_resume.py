@@ -143,7 +143,7 @@ def test_a_loader_of_other_batches_is_refused(tmp_path):
     fit(of_its_own, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"had batches of 4 .* has batches of 8"):
+    with pytest.raises(UsageError, match=r"batch_size was 4 .* is 8 now"):
         run.fit(DataLoader(TensorDataset(*samples()), batch_size=8, shuffle=True), epochs=3)
 
 
@@ -155,7 +155,7 @@ def test_lasting_workers_are_warned_of(tmp_path):
     fit(lambda: batches, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
-    with pytest.warns(UserWarning, match="persistent_workers begin anew"):
+    with pytest.warns(UserWarning, match="persistent_workers are restarted"):
         run.fit(batches, epochs=1)
 
 
@@ -328,7 +328,7 @@ def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
         train(first, 6)
         first.save("run")
         second.load("run")
-        assert second._accounts.window.loss.is_cuda
+        assert second._ledger.window.loss.is_cuda
         train(second, 2)
         assert second.micro_step == 8
         for state in second.optimizer.state.values():

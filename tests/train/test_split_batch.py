@@ -200,7 +200,7 @@ def test_what_to_give_when_the_size_cannot_be_told_is_enough():
         def __init__(self, x):
             self.x = x
 
-    with pytest.raises(UsageError, match=re.escape("both size=lambda batch: ..., which")):
+    with pytest.raises(UsageError, match=re.escape("both to the engine: size=lambda batch: ..., which")):
         batch_size(Batch(X))
 
 

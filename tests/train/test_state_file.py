@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import random_state
 from memfit.errors import FileFormatError, UsageError
 from memfit.train.resume import state_file
 
@@ -74,13 +75,13 @@ def test_a_bit_that_changed_is_found(tmp_path):
     content[content.index(torch.full((64,), 1.5).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert torch.load(path)["parameter"][0] != 1.5
-    with pytest.raises(FileFormatError, match="or damaged"):
+    with pytest.raises(FileFormatError, match="or is damaged"):
         state_file.load(path)
 
 
 def test_something_else_is_refused(tmp_path):
     torch.save({"model": {}}, tmp_path / "state")
-    with pytest.raises(FileFormatError, match="something else"):
+    with pytest.raises(FileFormatError, match="does not hold the state"):
         state_file.load(tmp_path / "state")
     with pytest.raises(FileNotFoundError):
         state_file.load(tmp_path / "nothing")
@@ -94,9 +95,9 @@ def test_random_numbers_go_on_where_they_were():
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002, S311
 
-    kept = state_file.random_state()
+    kept = random_state.get_random_state()
     first = draw()
-    state_file.set_random_state(kept)
+    random_state.set_random_state(kept)
     assert draw() == first
 
 
@@ -143,7 +144,7 @@ def test_numbers_of_numpy_s_are_saved_and_read(tmp_path):
     ("extra", "place"),
     [
         (Path("x"), r"state\['model'\]\['_extra_state'\] is a pathlib\.\w+"),
-        ({"a": [1, Evil()]}, r"\['_extra_state'\]\['a'\]\[1\] is a .*test_state\.Evil"),
+        ({"a": [1, Evil()]}, r"\['_extra_state'\]\['a'\]\[1\] is a .*test_state_file\.Evil"),
         ({"a": np.longdouble(1)}, r"\['_extra_state'\]\['a'\] is a numpy\.longdouble"),
         ({"a": np.zeros(3)}, r"\['_extra_state'\]\['a'\] is a numpy\.ndarray"),
     ],
@@ -161,7 +162,7 @@ def test_what_pytorch_s_schedulers_keep_is_plain(tmp_path):
     def run():
         made = engine()
         milestones = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, list(np.arange(2, 8, 2)), gamma=0.5)
-        made.scheduler = made._accounts.update.scheduler = milestones
+        made.scheduler = made._ledger.update.scheduler = milestones
         return made
 
     first, again = run(), run()

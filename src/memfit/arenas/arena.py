@@ -34,9 +34,9 @@ from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, StepKind
 from memfit.arenas.step_plan import StepPlan
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
+from memfit.random_state import preserve_python_state
 from memfit.recording.recorder import installed
 from memfit.records import Figure, Provenance, Term, Trace
-from memfit.strategies.mechanisms.global_generators import PYTHON
 from memfit.trace.trace_file import write_trace
 
 if TYPE_CHECKING:
@@ -180,10 +180,9 @@ class Arena:
 
         On a GPU and with a history, it also has what PyTorch's own allocator would have reserved.
         """
-        before = PYTHON.get_state()  # importing rich draws random numbers of the script's
-        from memfit.report.terminal.arena import ArenaReport
+        with preserve_python_state():  # importing rich draws random numbers from the script's generator
+            from memfit.report.terminal.arena import ArenaReport
 
-        PYTHON.set_state(before)
         steps = tuple(kind.summary() for kind in self._kinds.values())
         used = () if self._memory is None else self._memory.used()
         return ArenaReport(steps, (*self._default_allocator_terms(), *used))

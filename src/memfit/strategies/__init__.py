@@ -1,1 +1,1 @@
-"""Ways to train with less memory: one file each, with its settings and what it conflicts with."""
+"""Ways to train with less memory: one file per strategy, with its settings, and plans that combine them."""

@@ -3,8 +3,8 @@
     global batch  |-----------------------------|     one optimizer step
     micro-batches |---0---|---1---|---2---|--3--|     a forward and a backward each
 
-Activations are those of one micro-batch; gradients live through all of them, which plain training does not
-need if it clears them before the forward.
+Activations exist for one micro-batch at a time. Gradients stay allocated through all forwards but the first;
+plain training that clears them before its forward has none then.
 """
 
 from dataclasses import dataclass
@@ -22,42 +22,42 @@ PartialWindow = Literal["flush", "carry", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """Settings; any two of the three numbers determine the third.
+    """Settings of gradient accumulation; any two of the three numbers determine the third.
 
     Raises:
-        UsageError: they contradict each other, or are no sizes.
+        UsageError: they contradict each other, or are not positive.
 
     >>> Accumulation(micro_batch_size=8, global_batch_size=32).gradient_accumulation_steps
     4
     """
 
     gradient_accumulation_steps: int | None = None
-    """Micro-batches to an optimizer step."""
+    """Micro-batches per optimizer step."""
     micro_batch_size: int | None = None
-    """Samples of one forward."""
+    """Samples per forward."""
     global_batch_size: int | None = None
-    """Samples of one optimizer step."""
+    """Samples per optimizer step."""
     partial_window: PartialWindow = "flush"
-    """What becomes of micro-batches at the end of the data that do not fill a window: an update of their own,
-    divided by how many they are; the beginning of the next epoch's first window; or nothing."""
+    """The last micro-batches of the data, if they do not fill a window: ``flush`` makes an update of them,
+    divided by their number; ``carry`` starts the next epoch's first window with them; ``drop`` drops them."""
     gradient_dtype: str | None = None
-    """What gradients are summed in. By default float32, where parameters are of lower precision and there is
-    more than one micro-batch."""
+    """The dtype in which gradients are summed. By default float32 for parameters of lower precision, if there
+    is more than one micro-batch."""
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest."""
+        """Check, and compute the third number from the other two."""
         check_types(self, "accumulation")
         for name in ("gradient_accumulation_steps", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1.")
+                raise UsageError(f"{name}={value!r} must be an integer of at least 1.")
         _check_dtype(self.gradient_dtype)
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:
             if whole % micro or (steps and steps * micro != whole):
                 raise UsageError(
                     f"global_batch_size={whole} is not micro_batch_size={micro}"
-                    + (f" times gradient_accumulation_steps={steps}." if steps else " times a whole number.")
+                    + (f" times gradient_accumulation_steps={steps}." if steps else " times an integer.")
                 )
             object.__setattr__(self, "gradient_accumulation_steps", whole // micro)
         elif steps and whole:
@@ -70,7 +70,7 @@ class Accumulation:
             object.__setattr__(self, "global_batch_size", steps * micro)
         elif whole:
             raise UsageError(
-                "global_batch_size needs micro_batch_size or gradient_accumulation_steps beside it."
+                f"global_batch_size={whole} also needs micro_batch_size or gradient_accumulation_steps."
             )
 
     @property
@@ -79,9 +79,9 @@ class Accumulation:
         return (self.gradient_accumulation_steps or 1) > 1 or self.micro_batch_size is not None
 
     def notes(self, model: nn.Module) -> list[str]:
-        """Say what stays alive through all forwards of a window but its first.
+        """Return how many bytes of gradients stay allocated through all forwards of a window but the first.
 
-        Plain training clears gradients before its forward, or could.
+        Plain training can clear gradients before its forward.
         """
         if not self.several:
             return []
@@ -92,10 +92,12 @@ class Accumulation:
             for parameter in model.parameters()
             if parameter.requires_grad
         )
-        return [f"accumulation: {format_bytes(size)} of gradients live through later forwards (exact)"]
+        return [f"accumulation: {format_bytes(size)} of gradients stay allocated in later forwards (exact)"]
 
 
 def _check_dtype(name: str | None) -> None:
     dtype = getattr(torch, str(name), None)
     if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(f"gradient_dtype={name!r} is no floating point type of PyTorch's, as 'float32' is.")
+        raise UsageError(
+            f"gradient_dtype={name!r} is not a PyTorch floating-point dtype (for example 'float32')."
+        )

@@ -1,13 +1,13 @@
-"""Settings from a dict or a TOML file, under today's names and older ones.
+"""Settings from a dict or a TOML file, under memfit's names and those of older systems.
 
     precision = "bf16"                       the strategy's first field
     gradient_accumulation_steps = 4          a field of one strategy, under its own name
     [checkpointing]                          a strategy's fields
     modules = ["layers.*"]
-    fp16 = { loss_scale = 512.0 }            an older name, see older_names.py
+    fp16 = { loss_scale = 512.0 }            an older name, see legacy_settings.py
 
-Everything that was given is echoed with what it became; two names that contradict each other, and names that
-are not known, are errors.
+Every setting is echoed with the plan's field that it became. Contradictory settings and unknown names are
+errors.
 """
 
 import tomllib
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.strategies.legacy_settings import NOTHING, OVER_BATCHES, READERS, Setting
+from memfit.strategies.legacy_settings import NOTHING, OVER_BATCHES, READERS, GivenSetting
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
-from memfit.strategies.suggestions import unknown
+from memfit.strategies.suggestions import unknown_name_error
 
 STRATEGIES: dict[str, type] = {name: get_args(kind)[0] for name, kind in get_type_hints(Plan).items()}
-"""The fields of a plan, and what they are made of."""
+"""The fields of a plan, and their classes."""
 
 ALIASES = {
     "activation_checkpointing": "checkpointing",
@@ -43,51 +43,51 @@ ALIASES = {
     "mini_steps": "accumulation.gradient_accumulation_steps",  # MindSpore
     "grad_accumulation_step": "accumulation.gradient_accumulation_steps",  # MindSpore
 }
-"""Names that stand for one thing: a strategy, a field of one, or the engine's ``max_grad_norm``."""
+"""Names with one meaning: a strategy, a field of one, or the engine's ``max_grad_norm``."""
 
 _OVER_BATCHES = ("accumulate_grad_batches", "accumulative_counts", "mini_steps", "grad_accumulation_step")
-"""Names of systems that accumulate over a loader's batches."""
-_DEEP = 32
-"""Levels of dicts and lists that are looked into; people write four."""
-_BITS = 64
+"""Names from systems that accumulate over a loader's batches."""
+_MAX_DEPTH = 32
+"""Levels of dicts and lists that are read; real settings have about four."""
+_MAX_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What a dict or a file said, for ``Engine`` and ``apply``.
+    """The settings of a dict or a file, for ``Engine`` and ``apply``.
 
-    ``str()`` of it is a line for each thing that was given, and what it became.
+    ``str()`` of it has a line for each setting given: its name, its value, and the field that it became.
     """
 
     plan: Plan = field(default_factory=Plan)
     max_grad_norm: float | None = None
-    """Gradients are clipped to it; no strategy, but a part of the job."""
+    """The norm to which gradients are clipped; part of the job rather than of a strategy."""
     echo: tuple[tuple[str, str], ...] = ()
-    """What was given, and what it became."""
+    """Each setting as given, and the field that it became."""
 
     def __str__(self) -> str:
         width = max((len(given) for given, _ in self.echo), default=0)
         return "\n".join(f"{given:<{width}}  ->  {became}" for given, became in self.echo)
 
     def clipped_to(self, max_grad_norm: float | None) -> float | None:
-        """Return what gradients are clipped to, where the job may say it as well.
+        """Return the norm to which gradients are clipped: the configuration's or the job's.
 
         Raises:
-            UsageError: it says something else.
+            UsageError: both are set, and differ.
         """
         if None not in (self.max_grad_norm, max_grad_norm) and self.max_grad_norm != max_grad_norm:
             raise UsageError(
-                f"max_grad_norm={max_grad_norm} and the configuration's {self.max_grad_norm} contradict each "
-                "other. Leave one out."
+                f"max_grad_norm={max_grad_norm} contradicts the configuration's "
+                f"max_grad_norm={self.max_grad_norm}. Leave one out."
             )
         return self.max_grad_norm if max_grad_norm is None else max_grad_norm
 
     @classmethod
     def of(cls, given: Any) -> "Configuration":
-        """Read what ``Engine`` and ``apply`` take: a plan in any form, or what ``configure`` takes.
+        """Read the ``plan`` argument of ``Engine`` and ``apply``: a plan in any form, a dict or a path.
 
         Raises:
-            UsageError, FileFormatError: as ``configure``.
+            UsageError, FileFormatError: as for ``configure``.
         """
         if isinstance(given, Configuration):
             return given
@@ -95,15 +95,15 @@ class Configuration:
 
 
 def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration:
-    """Read settings.
+    """Read settings from a dict or a file.
 
     Args:
-        given: a dict of plain values; or the path of a TOML file, or of a network in Caffe's text format
-            (``.prototxt``), of which ``mem_param`` is read.
+        given: a dict of plain values, the path of a TOML file, or the path of a network in Caffe's text
+            format (``.prototxt``), from which ``mem_param`` is read.
 
     Raises:
-        UsageError: a name is not known (the nearest is named), a value is none of what it can be, or two
-            names contradict each other.
+        UsageError: a name is unknown (the message suggests the nearest), a value is invalid, or two settings
+            contradict each other.
         FileFormatError: the file cannot be read.
 
     >>> print(configure({"fp16": {"loss_scale": 512.0}, "with_cp": True, "gradient_accumulation_steps": 4}))
@@ -113,7 +113,7 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     gradient_accumulation_steps=4  ->  accumulation.gradient_accumulation_steps=4
     """
     entries = given if isinstance(given, Mapping) else _file(given)
-    _expect_plain(entries, "the configuration", _DEEP)
+    _expect_plain(entries, "the configuration", _MAX_DEPTH)
     settings = [setting for name, value in entries.items() for setting in _read(name, value)]
     chosen = _without_contradictions(settings)
     values: dict[str, dict[str, Any]] = {}
@@ -125,13 +125,15 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
             values.setdefault(strategy, {}).update({name: value} if name else {})
     plan = Plan(
         **{
-            strategy: _made(STRATEGIES[strategy], fields, _given(chosen, strategy))
+            strategy: _build(STRATEGIES[strategy], fields, _given_for(chosen, strategy))
             for strategy, fields in values.items()
         }
     )
     norm = chosen.get("max_grad_norm")
     echo = tuple(
-        (one.given, _became(one)) for one in settings if not one.is_default or chosen[str(one.target)] is one
+        (setting.given, _describe_result(setting))
+        for setting in settings
+        if not setting.is_default or chosen[str(setting.target)] is setting
     )
     return Configuration(plan, None if norm is None else _norm(norm), echo)
 
@@ -142,85 +144,90 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (TypeError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
         if isinstance(error, UnicodeDecodeError):
-            raise FileFormatError(f"Cannot read settings from {given}: it is no text ({error}).") from None
-        raise UsageError(f"Cannot read settings from {given!r}: {error}. Give a dict or a path.") from None
+            raise FileFormatError(
+                f"Cannot read settings from {given}: it is not a text file ({error})."
+            ) from None
+        raise UsageError(f"Cannot read settings from {given!r}: {error}. Pass a dict or a path.") from None
     if path.suffix == ".prototxt":
         return {"mem_param": text}
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # and numbers of thousands of digits
-        raise FileFormatError(f"Cannot read settings from {path}: it is no TOML ({error}).") from None
+        raise FileFormatError(f"Cannot read settings from {path}: it is not valid TOML ({error}).") from None
 
 
 def _expect_plain(given: Any, name: str, levels: int) -> None:
-    """Check that a value is what JSON and TOML can say: whatever else it might do when looked at, it is not.
+    """Check that a value consists of the types that JSON and TOML have: objects may run code when read.
 
     Raises:
-        UsageError: it is not, or it is nested too deep.
+        UsageError: it does not, or it is nested too deeply.
     """
     if not levels:
-        raise UsageError(f"{name} is nested more than {_DEEP} levels deep.")
+        raise UsageError(f"{name} is nested more than {_MAX_DEPTH} levels deep.")
     if isinstance(given, Mapping):
         for key, value in given.items():
             if not isinstance(key, str):
-                raise UsageError(f"{name}: the name {key!r} is no string.")
+                raise UsageError(f"{name}: the name {key!r} is not a string.")
             _expect_plain(value, key, levels - 1)
     elif isinstance(given, list | tuple):
         for value in given:
             _expect_plain(value, name, levels - 1)
     elif not (given is None or isinstance(given, str | int | float)):
-        raise UsageError(f"{name} is of type {type(given).__name__}: settings are made of plain values.")
-    elif isinstance(given, int) and given.bit_length() > _BITS:
-        raise UsageError(f"{name} is a number of {given.bit_length()} bits: no setting is that large.")
+        raise UsageError(
+            f"{name} has the type {type(given).__name__}. Settings are strings, numbers, booleans, None, lists and "
+            "dicts."
+        )
+    elif isinstance(given, int) and given.bit_length() > _MAX_BITS:
+        raise UsageError(f"{name} is a number of {given.bit_length()} bits; no setting is that large.")
 
 
 # ---- From names to settings -----------------------------------------------------------------------------
 
 
-def _read(name: str, given: Any) -> Iterator[Setting]:
+def _read(name: str, given: Any) -> Iterator[GivenSetting]:
     target = ALIASES.get(name, name)
     if name in READERS:
         yield from READERS[name](name, given)
     elif target in STRATEGIES:
         yield from _strategy(name, target, given)
     elif name not in ALIASES:
-        raise unknown("a setting", name, [*STRATEGIES, *ALIASES, *READERS])
+        raise unknown_name_error("a setting", name, [*STRATEGIES, *ALIASES, *READERS])
     elif given is None:
-        yield Setting(f"{name}=None", None, note=NOTHING)
+        yield GivenSetting(f"{name}=None", None, note=NOTHING)
     else:
         yield _setting(f"{name}={given!r}", target, given, OVER_BATCHES if name in _OVER_BATCHES else "")
 
 
-def _strategy(name: str, strategy: str, given: Any) -> Iterator[Setting]:
-    """Read a strategy's table; or true and false; or a value for its first field."""
+def _strategy(name: str, strategy: str, given: Any) -> Iterator[GivenSetting]:
+    """Read a strategy's table, true or false, or a value for its first field."""
     known = [field.name for field in fields(STRATEGIES[strategy])]
     if given is None or given is False:
-        yield Setting(f"{name}={given!r}", None, note=NOTHING, denies=strategy if given is False else "")
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=strategy if given is False else "")
     elif given is True or given == {}:
-        yield Setting(f"{name}={given!r}", strategy)
+        yield GivenSetting(f"{name}={given!r}", strategy)
     elif isinstance(given, Mapping):
         for field, value in given.items():
             if field not in known:
-                raise unknown(f"a field of {name}", field, known)
+                raise unknown_name_error(f"a field of {name}", field, known)
             yield _setting(f"{name}.{field}={value!r}", f"{strategy}.{field}", value)
     else:
         yield _setting(f"{name}={given!r}", f"{strategy}.{known[0]}", given)
 
 
-def _setting(given: str, target: str, value: Any, note: str = "") -> Setting:
-    return Setting(given, target, tuple(value) if isinstance(value, list) else value, note)
+def _setting(given: str, target: str, value: Any, note: str = "") -> GivenSetting:
+    return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value, note)
 
 
-def _without_contradictions(settings: Sequence[Setting]) -> dict[str, Setting]:
-    """Return what is set, once each: defaults of older systems give way to what was said."""
-    chosen: dict[str, Setting] = {}
+def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, GivenSetting]:
+    """Return the settings by target: explicit ones override defaults of older systems."""
+    chosen: dict[str, GivenSetting] = {}
     for setting in sorted(settings, key=lambda setting: setting.is_default):
         if setting.target is None:
             continue
         other = chosen.setdefault(setting.target, setting)
         if not setting.is_default and _compared(other) != _compared(setting):
             raise UsageError(
-                f"{other.given} and {setting.given} contradict each other: both are {setting.target}. "
+                f"{other.given} and {setting.given} contradict each other: both set {setting.target}. "
                 "Leave one out."
             )
     for setting in settings:
@@ -230,8 +237,8 @@ def _without_contradictions(settings: Sequence[Setting]) -> dict[str, Setting]:
     return chosen
 
 
-def _compared(setting: Setting) -> Any:
-    """Return a value that equals another's if they mean the same; True and 1 do not."""
+def _compared(setting: GivenSetting) -> Any:
+    """Return a value to compare: equal for settings of the same meaning; True and 1 differ."""
     if setting.target == "precision.loss_scale":
         return _loss_scale(setting)
     return type(setting.value) is bool, setting.value
@@ -240,8 +247,8 @@ def _compared(setting: Setting) -> Any:
 # ---- From settings to a plan ----------------------------------------------------------------------------
 
 
-def _made(strategy: type, values: dict[str, Any], given: str) -> Any:
-    """Make a strategy's settings.
+def _build(strategy: type, values: dict[str, Any], given: str) -> Any:
+    """Return a strategy's settings.
 
     Raises:
         UsageError: the strategy refuses a value.
@@ -252,24 +259,26 @@ def _made(strategy: type, values: dict[str, Any], given: str) -> Any:
         raise UsageError(f"{str(error).rstrip('.')}. Given: {given}.") from None
 
 
-def _given(chosen: Mapping[str, Setting], strategy: str) -> str:
+def _given_for(chosen: Mapping[str, GivenSetting], strategy: str) -> str:
     return ", ".join(
         setting.given for target, setting in chosen.items() if target.partition(".")[0] == strategy
     )
 
 
-def _loss_scale(setting: Setting) -> LossScale | None:
+def _loss_scale(setting: GivenSetting) -> LossScale | None:
     return None if setting.value is None else LossScale.of(setting.value)
 
 
-def _norm(setting: Setting) -> float:
+def _norm(setting: GivenSetting) -> float:
     value = setting.value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UsageError(f"{setting.given}: gradients are clipped to a norm, a number of more than 0.")
+        raise UsageError(
+            f"{setting.given} must be a number above 0: the norm to which gradients are clipped."
+        )
     return float(value)
 
 
-def _became(setting: Setting) -> str:
+def _describe_result(setting: GivenSetting) -> str:
     if setting.target is None:
         return f"nothing to set: {setting.note}"
     value = "" if setting.value is None else f"={setting.value!r}"

@@ -1,4 +1,4 @@
-"""Settings are of the types that their fields say."""
+"""Check settings against the types of their fields."""
 
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -9,7 +9,7 @@ from memfit.errors import UsageError
 
 _WORDS = {
     bool: "True or False",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "a string",
     tuple: "a tuple of strings",
@@ -18,12 +18,12 @@ _WORDS = {
 
 
 def check_types(settings: Any, strategy: str) -> None:
-    """Check every field of a strategy's settings: numbers are no truth values, and texts are no numbers.
+    """Check every field of a strategy's settings: numbers do not pass as booleans, nor strings as numbers.
 
-    As JSON would be read, whole numbers become numbers where a field says so, and lists tuples.
+    As in JSON, integers are converted to floats where the field is a float, and lists to tuples.
 
     Raises:
-        UsageError: one is of another type, or none of the values that it can be.
+        UsageError: a value has another type, or is not one of the field's values.
 
     >>> from memfit.strategies.precision import LossScale
     >>> check_types(LossScale(), "loss_scale")
@@ -34,16 +34,16 @@ def check_types(settings: Any, strategy: str) -> None:
         try:
             object.__setattr__(settings, name, msgspec.convert(value, kind))
         except (msgspec.ValidationError, OverflowError):
-            raise UsageError(f"{strategy}: {name}={value!r} {_should(kind)}.") from None
+            raise UsageError(f"{strategy}: {name}={value!r} {_requirement(kind)}.") from None
 
 
-def _should(kind: Any) -> str:
-    """Say what a value of a type is."""
+def _requirement(kind: Any) -> str:
+    """Return what a value of a type must be, as the end of a sentence."""
     parts = [part for part in get_args(kind) if part is not type(None)]
     if get_origin(kind) is Literal:
-        return f"is none of {', '.join(map(str, parts))}"
+        return f"must be one of {', '.join(map(str, parts))}"
     if len(parts) == 1 and get_origin(parts[0]) is Literal:
-        return _should(parts[0])
+        return _requirement(parts[0])
     kinds = get_args(kind) if parts and get_origin(kind) is not tuple else [kind]
     return "must be " + " or ".join(
         _WORDS.get(get_origin(each) or each, f"{each.__name__}(...)") for each in kinds

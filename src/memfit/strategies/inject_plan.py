@@ -1,8 +1,8 @@
-"""A script under strategies it does not know of: ``python -m memfit.strategies.inject_plan CHANGE SCRIPT``.
+"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE SCRIPT``.
 
-It is run as ``memfit dry-run`` would run it, in silence. Models get the plan when an optimizer takes their
-parameters, as if ``memfit.apply`` stood in the script just before; not parts of models, for a script has no
-name for those, whichever of them it calls.
+The script runs as under ``memfit dry-run``, silently. A model gets the plan when an optimizer takes its
+parameters, as if the script called ``memfit.apply`` just before. Parts of models do not: a script has no name
+for them, whichever of them it calls.
 """
 
 import functools
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 class Intervention(msgspec.Struct, frozen=True):
-    """What to do to a script: travels as JSON on the command line, before the script's own."""
+    """The change to make to a script: passed as JSON on the command line, before the script's arguments."""
 
     module: bool
-    """Whether the script is a module, as after ``python -m``."""
+    """Whether the script is a module, as for ``python -m``."""
     strategies: tuple[str, ...]
     """Fields of a ``Plan``, each with its default settings."""
     fused: bool
-    """Optimizers are made with ``fused=True`` where the script does not say which kind it wants."""
+    """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
     models: str
-    """File to which the class of each model that gets the plan is written, a line each."""
+    """The file that receives the name of each model with the plan, one per line."""
 
 
 def main() -> None:
-    """Run the script that the command line names."""
+    """Run the script named on the command line."""
     _, change, *command = sys.argv
     silence = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # who answered the script's questions once is not asked again
+    for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
         os.dup2(silence, stream)
-    read = msgspec.json.decode(change, type=Intervention)
-    after_import("torch", functools.partial(_intervene, read))
-    run_as_main(tuple(command), module=read.module)
+    intervention = msgspec.json.decode(change, type=Intervention)
+    after_import("torch", functools.partial(_intervene, intervention))
+    run_as_main(tuple(command), module=intervention.module)
 
 
 def _intervene(change: Intervention) -> None:
@@ -55,15 +55,15 @@ def _intervene(change: Intervention) -> None:
 
     hooks = InstalledHooks()
     if change.strategies:
-        _Planning(change).install(hooks)
+        _PlanInjector(change).install(hooks)
     if change.fused:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(kind, "__init__", _fused)
 
 
-class _Planning:
-    """Applies a plan to each model whose parameters an optimizer takes, until the script itself has one."""
+class _PlanInjector:
+    """Applies a plan to each model whose parameters an optimizer takes, unless the script applies its own."""
 
     def __init__(self, change: Intervention) -> None:
         from memfit.recording.module_names import ModuleNames
@@ -74,7 +74,7 @@ class _Planning:
         self._planned: list[tuple[weakref.ref[Any], str]] = []
 
     def install(self, hooks: "InstalledHooks") -> None:
-        """Learn of modules and optimizers as they are made, and of plans."""
+        """Hook the creation of modules and optimizers, and ``memfit.apply``."""
         import torch
         from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -91,9 +91,9 @@ class _Planning:
 
     def _optimized(self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in sorted(self._names.outermost(), key=self._names.full_name):
-            if any(id(one) in trained for one in model.parameters()):
+            if any(id(parameter) in trained for parameter in model.parameters()):
                 self._apply(model)
 
     def _apply(self, model: Any) -> None:
@@ -102,8 +102,8 @@ class _Planning:
         try:
             apply(model, self._plan)
         except UsageError:
-            return  # it has one, or it does not suit; if none gets it, the run is like the first
-        self._tell([*self._planned, (weakref.ref(model), self._names.full_name(model))])
+            return  # it has a plan, or this one does not suit; if no model gets it, the run is like the first
+        self._report_models([*self._planned, (weakref.ref(model), self._names.full_name(model))])
 
     def _applied(self, original: Callable[..., Any], model: Any, plan: Any) -> Any:
         from memfit.strategies.apply import revert
@@ -112,10 +112,10 @@ class _Planning:
             ours = entry[0]()
             if ours is not None and model in set(ours.modules()):  # the script has a plan of its own for it
                 revert(ours)
-                self._tell([one for one in self._planned if one is not entry])
+                self._report_models([other for other in self._planned if other is not entry])
         return original(model, plan)
 
-    def _tell(self, planned: list[tuple[weakref.ref[Any], str]]) -> None:
+    def _report_models(self, planned: list[tuple[weakref.ref[Any], str]]) -> None:
         self._planned = planned
         self._report.write_text("".join(f"{name}\n" for _, name in planned))
 

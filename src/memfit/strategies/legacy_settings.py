@@ -1,7 +1,7 @@
-"""What older systems called the settings: MMCV 1.x's dicts, HuggingFace's flags, Caffe's ``mem_param``.
+"""Settings under the names of older systems: MMCV 1.x's dicts, HuggingFace's flags, Caffe's ``mem_param``.
 
-Each reader takes what was given under a name and says what it is here, setting by setting. What a name can
-say that does not exist here is refused by name.
+Each reader takes the value given under a name and yields the corresponding settings of memfit. Options that
+memfit does not have are refused by name.
 """
 
 import re
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.suggestions import unknown
+from memfit.strategies.suggestions import unknown_name_error
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting, as it was given and as it is called here."""
+class GivenSetting:
+    """One setting: as the user gave it, and under memfit's name."""
 
     given: str
     """Name and value, as the user wrote them."""
@@ -25,53 +25,55 @@ class Setting:
     note: str = ""
     """Why there is nothing to set, or whose default it is."""
     is_default: bool = False
-    """Of the older system: it gives way to what is said elsewhere."""
+    """Whether it is the older system's default, which any explicit setting overrides."""
     denies: str = ""
-    """A target that this says is not set, to ``value`` or to anything."""
+    """A target that must not be set to ``value``, or to anything if ``value`` is None."""
 
 
-Reader = Callable[[str, Any], Iterator[Setting]]
+Reader = Callable[[str, Any], Iterator[GivenSetting]]
 
 NOTHING = "plain training"
 OVER_BATCHES = "over a loader's batches in engine.windows; fit divides each batch"
-# Fields of hooks that only say how several ranks exchange gradients.
+# Fields of hooks that only control how several ranks exchange gradients.
 _OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
 
 
 def flag(target: str, value: Any = None) -> Reader:
-    """Return the reader of a truth value that switches something on."""
+    """Return the reader of a boolean that switches a target on."""
 
-    def read(name: str, given: Any) -> Iterator[Setting]:
+    def read(name: str, given: Any) -> Iterator[GivenSetting]:
         on = expect(name, given, bool | None, "true or false")
         if on:
-            yield Setting(f"{name}={given!r}", target, value)
+            yield GivenSetting(f"{name}={given!r}", target, value)
         else:
-            yield Setting(f"{name}={given!r}", None, value, NOTHING, denies="" if given is None else target)
+            yield GivenSetting(
+                f"{name}={given!r}", None, value, NOTHING, denies="" if given is None else target
+            )
 
     return read
 
 
-def fp16(name: str, given: Any) -> Iterator[Setting]:
+def fp16(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read ``fp16=True``, and MMCV's ``fp16 = dict(loss_scale=512.)``."""
     if given is None or isinstance(given, bool):
         yield from flag("precision.dtype", "fp16")(name, given)
         return
-    fields = expect(name, given, Mapping, "true, false or a dict, as dict(loss_scale=512.)")
-    yield Setting(name, "precision.dtype", "fp16")
+    fields = expect(name, given, Mapping, "true, false or a dict such as dict(loss_scale=512.)")
+    yield GivenSetting(name, "precision.dtype", "fp16")
     yield from _hook(name, fields, ("loss_scale",))
     yield _scale_of_hooks(name)
 
 
-def optimizer_config(name: str, given: Any) -> Iterator[Setting]:
+def optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read MMCV's ``optimizer_config = dict(type="GradientCumulativeFp16OptimizerHook", ...)``."""
     fields = expect(name, {} if given is None else given, Mapping, "a dict")
     if not fields:
-        yield Setting(f"{name}={given!r}", None, note=NOTHING)
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
     kind = fields.get("type") or "OptimizerHook"
     if not isinstance(kind, str) or kind not in HOOKS:
-        raise unknown("a hook", kind, HOOKS)
+        raise unknown_name_error("a hook", kind, HOOKS)
     if "Fp16" in kind:
-        yield Setting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
+        yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
         yield _scale_of_hooks(f"{name}.type={kind!r}")
     yield from _hook(name, {field: value for field, value in fields.items() if field != "type"}, HOOKS[kind])
 
@@ -82,27 +84,29 @@ HOOKS = {
     "GradientCumulativeOptimizerHook": ("grad_clip", "cumulative_iters"),
     "GradientCumulativeFp16OptimizerHook": ("grad_clip", "loss_scale", "cumulative_iters"),
 }
-"""Hooks of MMCV (mmcv/runner/hooks/optimizer.py, 1.7), and which of their fields exist here."""
+"""MMCV's hooks (mmcv/runner/hooks/optimizer.py, 1.7), and those of their fields that memfit reads."""
 
 
-def _scale_of_hooks(given: str) -> Setting:
-    return Setting(given, "precision.loss_scale", 512.0, "MMCV's default", is_default=True)
+def _scale_of_hooks(given: str) -> GivenSetting:
+    return GivenSetting(given, "precision.loss_scale", 512.0, "MMCV's default", is_default=True)
 
 
-def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[Setting]:
+def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Iterator[GivenSetting]:
     for field, value in fields.items():
         given = f"{name}.{field}={value!r}"
         if field in _OF_RANKS or (field == "detect_anomalous_params" and value):
             about = "several ranks" if field in _OF_RANKS else "DistributedDataParallel"
-            raise UsageError(f"{given} is about {about}, and has no meaning here: leave it out.")
+            raise UsageError(f"{given} concerns {about}, which memfit does not support: leave it out.")
         if field == "detect_anomalous_params":
-            yield Setting(given, None, note=NOTHING)
+            yield GivenSetting(given, None, note=NOTHING)
         elif field not in known:
-            raise unknown(f"a field of {name}", field, known)
+            raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":
             yield _grad_clip(f"{name}.{field}", value)
         else:
-            yield Setting(given, _FIELDS[field], value, OVER_BATCHES if field == "cumulative_iters" else "")
+            yield GivenSetting(
+                given, _FIELDS[field], value, OVER_BATCHES if field == "cumulative_iters" else ""
+            )
 
 
 _FIELDS = {
@@ -111,88 +115,93 @@ _FIELDS = {
 }
 
 
-def _grad_clip(name: str, given: Any) -> Setting:
+def _grad_clip(name: str, given: Any) -> GivenSetting:
     if given is None:
-        return Setting(f"{name}=None", None, note="gradients are not clipped")
-    fields = expect(name, given, Mapping, "None, or a dict, as dict(max_norm=35)")
+        return GivenSetting(f"{name}=None", None, note="gradients are not clipped")
+    fields = expect(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
     for field in fields:
         if field not in ("max_norm", "norm_type"):
-            raise unknown(f"a field of {name}", field, ("max_norm", "norm_type"))
+            raise unknown_name_error(f"a field of {name}", field, ("max_norm", "norm_type"))
     if "max_norm" not in fields:
         raise UsageError(f"{name}={given!r} needs max_norm.")
     if fields.get("norm_type", 2) != 2:  # noqa: PLR2004 - the Euclidean one
-        raise UsageError(f"{name}.norm_type={fields['norm_type']!r}: gradients are clipped by their 2-norm.")
-    return Setting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
+        raise UsageError(
+            f"{name}.norm_type={fields['norm_type']!r} is not supported: gradients are clipped by their "
+            "2-norm."
+        )
+    return GivenSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
 
 
-def with_cp_inside(name: str, given: Any) -> Iterator[Setting]:
-    """Read the ``with_cp`` of MMCV's models, however deep inside; the rest of a model is its builder's."""
+def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder."""
     found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "a dict of a model")))
-    for place, value in found:
-        on = expect(place, value, bool | None, "true or false")
-        yield Setting(f"{place}={value!r}", "checkpointing" if on else None, note="" if on else NOTHING)
+    for path, value in found:
+        on = expect(path, value, bool | None, "true or false")
+        yield GivenSetting(f"{path}={value!r}", "checkpointing" if on else None, note="" if on else NOTHING)
     if not found:
-        yield Setting(name, None, note="there is no with_cp in it, and the rest is not memfit's")
+        yield GivenSetting(name, None, note="it has no with_cp, and memfit does not read the rest")
 
 
-def _with_cp(place: str, given: Any) -> Iterator[tuple[str, Any]]:
+def _with_cp(path: str, given: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(given, Mapping):
         for name, value in given.items():
             if name == "with_cp":
-                yield f"{place}.with_cp", value
+                yield f"{path}.with_cp", value
             else:
-                yield from _with_cp(f"{place}.{name}", value)
+                yield from _with_cp(f"{path}.{name}", value)
     elif isinstance(given, list | tuple):
         for index, value in enumerate(given):
-            yield from _with_cp(f"{place}[{index}]", value)
+            yield from _with_cp(f"{path}[{index}]", value)
 
 
 # ---- Caffe's memory multiloading ------------------------------------------------------------------------
 
 _MEM_PARAM = {
-    "optimize_train": "PyTorch frees what backward has used, and gives that memory out again by itself",
+    "optimize_train": "PyTorch frees and reuses the memory of tensors that backward has consumed by itself",
     "optimize_test": "under torch.no_grad() PyTorch frees each result after its last use by itself",
-    "exclude_blob": "PyTorch never gives out the memory of a tensor that the script holds",
+    "exclude_blob": "PyTorch never reuses the memory of a tensor that the script holds",
 }
 _BLOCK = re.compile(r"\bmem_param\s*:?\s*\{([^{}]*)\}")
 _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*""")
 
 
-def mem_param(name: str, given: Any) -> Iterator[Setting]:
-    """Read what Caffe's fork was told, as a dict or in a network's text: PyTorch does it unasked."""
+def mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read the memory settings of Caffe's fork, from a dict or a network's text: PyTorch needs none."""
     fields = parse_mem_param(given) if isinstance(given, str) else given
     for field, value in expect(name, fields, Mapping, "a dict, or the text of a network").items():
         if field not in _MEM_PARAM:
-            raise unknown(f"a field of {name}", field, _MEM_PARAM)
+            raise unknown_name_error(f"a field of {name}", field, _MEM_PARAM)
         if field == "exclude_blob":
             names = [value] if isinstance(value, str) else value
-            if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
-                raise UsageError(f"{name}.{field}={value!r} must be a name, or a list of names.")
+            if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+                raise UsageError(f"{name}.{field}={value!r} must be a name or a list of names.")
         else:
             expect(f"{name}.{field}", value, bool, "true or false")
-        yield Setting(f"{name}.{field}={value!r}", None, note=_MEM_PARAM[field])
+        yield GivenSetting(f"{name}.{field}={value!r}", None, note=_MEM_PARAM[field])
 
 
 def parse_mem_param(text: str) -> dict[str, Any]:
-    """Read the ``mem_param`` of a network in Caffe's text format, or what is between its braces.
+    """Read the ``mem_param`` block of a network in Caffe's text format, or only the text between its braces.
 
     >>> parse_mem_param('mem_param { optimize_train: true exclude_blob: "fc1" }')
     {'optimize_train': True, 'exclude_blob': ['fc1']}
 
     Raises:
-        UsageError: there is none, or it cannot be read.
+        UsageError: there is no such block, there are several, or it cannot be parsed.
     """
     plain = re.sub(r"#[^\n]*", "", text)
     blocks = _BLOCK.findall(plain)
     if len(blocks) > 1 or (not blocks and ("{" in plain or "mem_param" in plain)):
-        raise UsageError(f"There must be one mem_param {{ ... }} in the network; there are {len(blocks)}.")
+        raise UsageError(
+            f"The network must have exactly one mem_param {{ ... }} block; it has {len(blocks)}."
+        )
     body, at = blocks[0] if blocks else plain, 0
     fields: dict[str, Any] = {}
     while body[at:].strip():
         entry = _ENTRY.match(body, at)
         if entry is None:
             raise UsageError(
-                f"Cannot read mem_param at {body[at:].strip()[:40]!r}: it has name: value pairs."
+                f"Cannot parse mem_param at {body[at:].strip()[:40]!r}: expected name: value pairs."
             )
         name, at = entry[1], entry.end()
         value = next(part for part in entry.groups()[1:] if part is not None)
@@ -204,10 +213,10 @@ def parse_mem_param(text: str) -> dict[str, Any]:
 
 
 def expect(name: str, given: Any, kind: Any, what: str) -> Any:
-    """Return a value if it is of a kind.
+    """Return a value if it has the expected type.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it has another type.
     """
     if given is None and isinstance(None, kind):
         return given

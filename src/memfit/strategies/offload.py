@@ -1,53 +1,50 @@
-"""Offload: what backward will need waits on the host.
+"""Offload: tensors saved for backward wait on the host.
 
-    activations    every tensor saved in the modules named, or in the whole model
-    inputs         of checkpointed modules, the tensors that they begin again from
+    activations    every tensor saved in the named modules, or in the whole model
+    inputs         the inputs of checkpointed modules, from which they are recomputed
 
-Tensors are copied to pinned memory beside what is computed, and fetched ahead in backward. Parameters,
-buffers and views of them stay. Values are the same, bit for bit. It costs host memory for as much as moves,
-and time where the bus is slower than the computation. On a CPU it does nothing, and says so.
+Tensors are copied to pinned memory beside the computation, and prefetched in backward. Parameters, buffers
+and views of them stay on the device. Values are the same, bit for bit. The cost is host memory for everything
+that moves, and time where the bus is slower than the computation. On a CPU offload does nothing, and warns.
 """
 
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
-from memfit.strategies.mechanisms.host_copies import Copies, InOrder, SideStream
+from memfit.strategies.mechanisms.host_copies import HostCopies, InOrderCopies, SideStreamCopies
 from memfit.strategies.mechanisms.module_patterns import modules_named
-from memfit.strategies.mechanisms.recompute import Region
-from memfit.strategies.mechanisms.saved_tensor_offload import Mover
-from memfit.strategies.mechanisms.wrap_forward import Wrapped, wrap_forward, wrappers
-
-if TYPE_CHECKING:
-    from memfit.strategies.plan import Plan
+from memfit.strategies.mechanisms.recompute import CheckpointedForward
+from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
+from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward, wrappers
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Settings.
+    """Settings of offloading.
 
     Raises:
-        UsageError: they are none.
+        UsageError: a value is invalid.
     """
 
     modules: str | tuple[str, ...] = ()
     """Names, patterns or classes (``mechanisms/module_patterns.py``); by default all of the model."""
     what: Literal["activations", "inputs"] = "activations"
-    """All that is saved in them, or what checkpointed ones begin again from."""
+    """Everything saved in them, or the inputs of checkpointed ones."""
     min_bytes: int = 2**20
-    """Smaller memory stays: a copy costs more time than it is worth."""
+    """Smaller storages stay: copying them costs more time than it is worth."""
     pin_memory: bool = True
-    """Copy to page-locked memory, which the GPU reaches by itself; without it each copy waits for the GPU."""
+    """Copy to page-locked memory, which the GPU accesses directly; without it each copy waits for the GPU."""
     prefetch: int = 1
-    """Storages on their way at once, to the host in the forward and back in backward, beside what is
-    computed. They are on the device meanwhile. 0: copies take turns with what is computed."""
+    """Storages on their way at once, to the host in the forward and back in backward, beside the computation.
+    They occupy the device meanwhile. 0: copies take turns with the computation."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -58,49 +55,40 @@ class Offload:
         for name in ("min_bytes", "prefetch"):
             value = getattr(self, name)
             if value < 0:
-                raise UsageError(f"offload: {name}={value!r} must be a whole number of at least 0.")
+                raise UsageError(f"offload: {name}={value!r} must be an integer of at least 0.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(
-                "offload: prefetch needs pin_memory: copies of other memory do not run beside what "
-                "is computed. Without it: prefetch=0."
+                "offload: prefetch needs pin_memory, because copies of pageable memory cannot run beside the "
+                "computation. Use prefetch=0 without it."
             )
-
-    def conflicts(self, plan: "Plan") -> str | None:
-        """Say what in a plan does not go with it."""
-        if self.what == "inputs" and plan.checkpointing is None:
-            return (
-                "offload: what='inputs' are those of checkpointed modules, and the plan has no "
-                "checkpointing. Add Checkpointing(...), or take what='activations'."
-            )
-        return None
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Move what a model's modules save, and return the undo.
+        """Offload what a model's modules save, and return the undo.
 
         Raises:
-            UsageError: nothing is named so; or it is inside a checkpointed module, which saves nothing there.
+            UsageError: no module matches; or one is inside a checkpointed module, which saves nothing there.
         """
-        chosen = self._chosen(model)
-        around = Offloading(self)
+        selected = self._select(model)
+        around = OffloadState(self)
         undo = ExitStack()
-        for module in chosen:
+        for module in selected:
             undo.callback(wrap_forward(module, around, OffloadedModule))
         undo.callback(wrap_forward(model, around, OffloadedModel))
         return undo.close
 
-    def copies(self, device: torch.device) -> Copies | None:
-        """Return the way between a device and the host; None for the host."""
+    def copies(self, device: torch.device) -> HostCopies | None:
+        """Return what copies between a device and the host; None for the host."""
         if device.type != "cuda":
             return None
         if self.prefetch == 0:
-            return InOrder(device, pin_memory=self.pin_memory)
-        return SideStream(device)
+            return InOrderCopies(device, pin_memory=self.pin_memory)
+        return SideStreamCopies(device)
 
-    def _chosen(self, model: nn.Module) -> list[nn.Module]:
+    def _select(self, model: nn.Module) -> list[nn.Module]:
         regions = {
             name: module
             for name, module in model.named_modules()
-            if any(isinstance(each, Region) for each in wrappers(module))
+            if any(isinstance(each, CheckpointedForward) for each in wrappers(module))
         }
         named = modules_named(model, self.modules, "offload") if self.modules else {"": model}
         if self.what == "inputs":
@@ -108,75 +96,76 @@ class Offload:
             found = [module for module in regions.values() if id(module) in inside]
             if not found:
                 raise UsageError(
-                    "offload: what='inputs' are those of checkpointed modules; none is checkpointed."
+                    "offload: what='inputs' offloads the inputs of checkpointed modules, and none of the "
+                    "modules is checkpointed."
                 )
             return found
         for name, region in regions.items():
             parts = {id(part) for part in region.modules()} - {id(region)}
-            lost = [own for own, module in named.items() if id(module) in parts]
-            if lost:
+            inner = [own for own, module in named.items() if id(module) in parts]
+            if inner:
                 raise UsageError(
-                    f"offload: {lost[0]} is inside {name}, which is checkpointed: what it saves is dropped "
-                    "and computed again. Offload what is around it, or what='inputs'."
+                    f"offload: {inner[0]} is inside {name}, which is checkpointed: what it saves is dropped "
+                    "and recomputed. Offload modules around it, or use what='inputs'."
                 )
         return list(named.values())
 
 
-class Offloading:
-    """Where the saved tensors of one model go. A copy of it begins anew."""
+class OffloadState:
+    """The saved tensors of one model on their way to the host. A copy of it starts empty."""
 
     def __init__(self, settings: Offload) -> None:
         self._settings = settings
-        self.mover = Mover(settings.copies, settings.min_bytes, settings.prefetch)
-        self._said = False
+        self.offloader = SavedTensorOffloader(settings.copies, settings.min_bytes, settings.prefetch)
+        self._warned = False
 
-    def __reduce__(self) -> tuple[type["Offloading"], tuple[Offload]]:
-        """Leave out what is on its way."""
-        return Offloading, (self._settings,)
+    def __reduce__(self) -> tuple[type["OffloadState"], tuple[Offload]]:
+        """Leave out storages that are on their way."""
+        return OffloadState, (self._settings,)
 
-    def say_if_nothing_moved(self) -> None:
-        """Say it once, after a first forward that saved something."""
-        if self._said or self.mover.count or self.mover.reachable is None:
+    def warn_if_nothing_moved(self) -> None:
+        """Warn once, after the first forward that saved something."""
+        if self._warned or self.offloader.count or self.offloader.saw_movable_device is None:
             return
-        self._said = True
-        if not self.mover.reachable:
-            warnings.warn("offload does nothing here: what is saved is on the CPU already.", stacklevel=2)
+        self._warned = True
+        if not self.offloader.saw_movable_device:
+            warnings.warn("offload does nothing here: saved tensors are already on the CPU.", stacklevel=2)
             return
         warnings.warn(
-            f"offload moved nothing: no saved tensor has {self._settings.min_bytes:,} B (min_bytes) that are "
-            "no parameter's and no buffer's.",
+            "offload moved nothing: apart from parameters and buffers, no saved tensor has at least "
+            f"{self._settings.min_bytes:,} B (min_bytes).",
             stacklevel=2,
         )
 
 
-# Neither is traced by torch.compile. What is compiled inside saves its tensors when it runs: there the
-# hooks see them.
-class OffloadedModule(Wrapped):
-    """The forward of a module whose saved tensors move."""
+# torch.compile traces neither wrapper. A compiled module inside saves its tensors when it runs: the hooks see
+# them there.
+class OffloadedModule(WrappedForward):
+    """The forward of a module whose saved tensors are offloaded."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Have them moved, if there will be a backward."""
+        """Offload what the forward saves, if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        with self.around.mover.hooks():
+        with self.around.offloader.hooks():
             return self.__wrapped__(*args, **kwargs)
 
 
-class OffloadedModel(Wrapped):
-    """The forward of the whole model: what is its own stays on the device."""
+class OffloadedModel(WrappedForward):
+    """The forward of the whole model: its parameters and buffers stay on the device."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin and end a forward."""
-        offloading: Offloading = self.around
+        """Run a forward."""
+        state: OffloadState = self.around
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise UsageError(
-                "offload does not go into CUDA graphs: it takes host memory, and gives it back, in every "
-                "step. Checkpointing does."
+                "offload cannot be captured into a CUDA graph: it allocates and frees host memory in every "
+                "step. Use checkpointing instead."
             )
-        offloading.mover.begin(self.module)
+        state.offloader.begin_forward(self.module)
         result = self.__wrapped__(*args, **kwargs)
-        offloading.say_if_nothing_moved()
+        state.warn_if_nothing_moved()
         return result

@@ -3,7 +3,7 @@
     precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
     accumulation                                                divides batches; only ``Engine`` can
 
-It is plain data: JSON and back is the same plan.
+A plan is plain data: converted to JSON and back it is the same plan.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,10 +24,10 @@ from memfit.strategies.precision import Precision, device_type
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings by strategy; None is plain training.
+    """Settings by strategy; None leaves a strategy out.
 
     Raises:
-        UsageError: two of them cannot go together; it says why, and what to do instead.
+        UsageError: two of them cannot be combined; the message says why, and what to do instead.
 
     >>> Plan(accumulation=Accumulation(4)).accumulation.gradient_accumulation_steps
     4
@@ -40,42 +40,79 @@ class Plan:
     accumulation: Accumulation | None = None
 
     def __post_init__(self) -> None:
-        """Check types, and have each strategy look at the others."""
+        """Check types, and that the strategies can be combined."""
         check_types(self, "plan")
-        for strategy in self.strategies():
-            why = strategy.conflicts(self) if hasattr(strategy, "conflicts") else None
-            if why is not None:
-                raise UsageError(why)
+        conflict = _offload_conflict(self) or _step_in_backward_conflict(self)
+        if conflict:
+            raise UsageError(conflict)
 
     def strategies(self) -> Iterator[Any]:
-        """Return the settings that there are, in the order in which they are applied."""
+        """Yield the settings in use, in the order in which they are applied."""
         for field in fields(self):
             settings = getattr(self, field.name)
             if settings is not None:
                 yield settings
 
     def autocast(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for a forward of a model and its loss."""
+        """Return the context for a model's forward and its loss."""
         if self.precision is None:
             return nullcontext()
         return self.precision.context(device_type(model))
 
     @classmethod
     def of(cls, given: "Plan | Iterable[Any] | Any | None") -> "Plan":
-        """Read a plan, the settings of one strategy, or a list of them.
+        """Return the plan made of a plan, the settings of one strategy, or a list of settings.
 
         Raises:
-            UsageError: it is something else, or there are two of a kind.
+            UsageError: ``given`` is something else, or has two settings of one strategy.
         """
         if given is None or isinstance(given, Plan):
             return given or cls()
         kinds = {get_args(kind)[0]: name for name, kind in get_type_hints(cls).items()}
         settings: dict[str, Any] = {}
-        for one in given if isinstance(given, Iterable) else [given]:
-            name = kinds.get(type(one))
+        for each in given if isinstance(given, Iterable) else [given]:
+            name = kinds.get(type(each))
             if name is None:
-                raise UsageError(f"A plan is made of strategies' settings; {one!r} is none.")
+                raise UsageError(
+                    f"A plan consists of strategies' settings, such as memfit.Precision('bf16'); {each!r} is "
+                    "not one."
+                )
             if name in settings:
-                raise UsageError(f"A plan has one {name}, and here are two: {settings[name]} and {one}.")
-            settings[name] = one
+                raise UsageError(f"A plan takes one {name}; two were given: {settings[name]} and {each}.")
+            settings[name] = each
         return cls(**settings)
+
+
+# ---- Strategies that cannot be combined -------------------------------------------------------------------
+
+
+def _offload_conflict(plan: Plan) -> str:
+    if plan.offload is None or plan.offload.what != "inputs" or plan.checkpointing is not None:
+        return ""
+    return (
+        "offload: what='inputs' offloads the inputs of checkpointed modules, and the plan has no "
+        "checkpointing. Add Checkpointing(...), or use what='activations'."
+    )
+
+
+def _step_in_backward_conflict(plan: Plan) -> str:
+    """Return which setting needs all gradients at once, and what to do; empty if none does."""
+    if plan.optimizer_state is None or not plan.optimizer_state.step_in_backward:
+        return ""
+    accumulation, precision = plan.accumulation, plan.precision
+    if accumulation is not None and accumulation.several:
+        return (
+            "step_in_backward updates parameters in each backward, so that a window of several micro-batches "
+            "would be several updates: leave out the accumulation, or step_in_backward."
+        )
+    if precision is not None and precision.dtype == "fp16":
+        return (
+            "step_in_backward updates parameters before all gradients are known, and loss scaling skips the "
+            "whole update if one is not finite: choose bf16, or leave out step_in_backward."
+        )
+    if precision is not None and precision.master_weights:
+        return (
+            "step_in_backward updates the parameters that have gradients, but with master_weights the "
+            "optimizer updates float32 copies: leave out one of the two."
+        )
+    return ""

@@ -1,6 +1,6 @@
 """Mixed and low precision, and the loss scaling that fp16 needs.
 
-autocast    parameters stay float32; each operation runs in the precision that suits it
+autocast    parameters stay float32; autocast chooses each operation's precision
 pure        the model itself is cast; with ``master_weights`` the optimizer updates float32 copies
 """
 
@@ -25,10 +25,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """What the loss is multiplied by before backward, so that fp16 gradients do not vanish.
+    """The factor on the loss before backward, which keeps fp16 gradients from underflowing.
 
-    Fields are those of ``torch.amp.GradScaler``; a static scale never changes, but steps whose gradients are
-    not finite are skipped all the same.
+    Fields are those of ``torch.amp.GradScaler``. A static scale never changes, but steps whose gradients are
+    not finite are skipped too.
     """
 
     mode: Literal["dynamic", "static"] = "dynamic"
@@ -38,7 +38,7 @@ class LossScale:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        """Check each."""
+        """Check the values."""
         check_types(self, "loss_scale")
         for name, holds, what in (
             ("init_scale", 0 < self.init_scale < math.inf, "more than 0, and finite"),
@@ -54,7 +54,7 @@ class LossScale:
         """Read ``512.``, ``"dynamic"``, or ``dict(init_scale=512., mode="dynamic")``.
 
         Raises:
-            UsageError: it is none of these.
+            UsageError: the value is something else.
 
         >>> LossScale.of(512.0).mode, LossScale.of("dynamic").mode
         ('static', 'dynamic')
@@ -70,26 +70,26 @@ class LossScale:
             if value.keys() <= known:
                 return cls(**value)
             extra = sorted(map(str, value.keys() - known))
-            raise UsageError(f"loss_scale has no {extra}; it has {', '.join(sorted(known))}.")
-        raise UsageError(f"loss_scale={value!r} is neither a number, 'dynamic' nor a dict.")
+            raise UsageError(f"loss_scale has no field {extra}; its fields are {', '.join(sorted(known))}.")
+        raise UsageError(f"loss_scale={value!r} must be a number, 'dynamic' or a dict.")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Settings.
+    """Settings of mixed and low precision.
 
     Raises:
-        UsageError: they do not go together.
+        UsageError: they contradict each other.
     """
 
     dtype: Dtype = "bf16"
     autocast: bool = True
-    """Parameters stay float32 and operations choose; otherwise the model itself is of ``dtype``."""
+    """Keep parameters in float32 and run operations under autocast; otherwise cast the model to ``dtype``."""
     loss_scale: LossScale | None = None
-    """With fp16 ``"dynamic"`` by default; bf16 needs none."""
+    """For fp16, ``"dynamic"`` by default; bf16 needs none."""
     master_weights: bool = False
-    """Without autocast: float32 copies of the parameters, which the optimizer updates and the model's
-    parameters are rounded from. Only ``Engine`` holds them."""
+    """Without autocast: the optimizer updates float32 copies of the parameters, which are rounded into the
+    model. Only ``Engine`` keeps such copies."""
 
     def __post_init__(self) -> None:
         """Check, and fill in the loss scale."""
@@ -99,44 +99,47 @@ class Precision:
         if self.dtype == "fp16":
             scale = scale or LossScale()
         elif scale is not None:
-            raise UsageError(f"precision: loss_scale is for fp16; {self.dtype} has float32's range.")
+            raise UsageError(
+                f"precision: loss_scale is for fp16 only; {self.dtype} has the range of float32. Leave it "
+                "out."
+            )
         object.__setattr__(self, "loss_scale", scale)
         if self.master_weights and (self.autocast or self.dtype == "fp32"):
             raise UsageError(
-                "precision: master_weights are for models of low precision (autocast=False, bf16 or fp16): "
-                "here the parameters themselves are float32."
+                "precision: master_weights=True needs parameters of low precision (autocast=False with bf16 "
+                "or fp16); here the parameters themselves are float32."
             )
         if self.dtype == "fp16" and not (self.autocast or self.master_weights):
             raise UsageError(
-                "precision: fp16 parameters cannot be trained by themselves: torch.amp.GradScaler does not "
-                "unscale fp16 gradients. Use autocast, or master_weights=True."
+                "precision: pure fp16 parameters cannot be trained, because torch.amp.GradScaler does not "
+                "unscale fp16 gradients. Use autocast=True, or master_weights=True."
             )
 
     @property
     def loop(self) -> str:
-        """The setting, if there is one, that a training loop carries out and no model can."""
+        """The setting that applies to the training loop and not to the model; empty if none does."""
         if self.master_weights:
             return "master_weights"
-        # The default is whatever GradScaler a loop has.
+        # The default scale is that of the loop's own GradScaler.
         return "loss_scale" if self.loss_scale not in (None, LossScale()) else ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The same in PyTorch's terms."""
+        """The dtype as a ``torch.dtype``."""
         dtype: torch.dtype = getattr(torch, DTYPES[self.dtype])
         return dtype
 
     def context(self, device: str) -> AbstractContextManager[Any]:
-        """Return what a forward on a kind of device runs in."""
+        """Return the context for a forward on a type of device."""
         if not self.autocast or self.dtype == "fp32":
             return nullcontext()
         return torch.autocast(device, dtype=self.torch_dtype)
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Cast a model, or have its forward run under autocast; switch ``decorators`` on in it.
+        """Cast a model, or run its forward under autocast; enable the precision decorators in it.
 
         Returns:
-            What takes it back; parameters that were cast keep what rounding left.
+            The undo; parameters that were cast stay rounded.
         """
         with ExitStack() as undo:
             if self.dtype != "fp32":
@@ -149,7 +152,7 @@ class Precision:
 
 
 def device_type(model: nn.Module) -> str:
-    """Return the kind of device that a model is on; the CPU, if it has no parameters."""
+    """Return the type of a model's device; the CPU's, if it has no parameters."""
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
@@ -164,7 +167,7 @@ class _InContext:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Cast what is floating point, in place: parameters and buffers stay the objects that they are."""
+    """Cast floating-point parameters and buffers in place: they stay the same objects."""
     before = {
         tensor: tensor.dtype
         for tensor in chain(model.parameters(), model.buffers())
@@ -173,8 +176,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     for tensor in before:
         tensor.data = tensor.data.to(dtype)
 
-    def back() -> None:
-        for tensor, own in before.items():
-            tensor.data = tensor.data.to(own)
+    def cast_back() -> None:
+        for tensor, original in before.items():
+            tensor.data = tensor.data.to(original)
 
-    return back
+    return cast_back

@@ -1,4 +1,4 @@
-"""Methods of a model that must run in low, or in full, precision where the rest does otherwise.
+"""Decorators for methods that must run in low or full precision where the rest of the model does not.
 
     class Head(nn.Module):
         @auto_fp16(apply_to=("features",))       # features in bf16, the operations under autocast
@@ -8,10 +8,10 @@
         def loss(self, scores, labels): ...
 
 Without ``Precision`` on the model both do nothing. With it they do what MMCV's decorators of these names do:
-cast the tensors among the named arguments, in lists, tuples and dicts too, and have autocast on or off for
-the call. The "fp16" of the names is whatever dtype ``Precision`` chose. Where the model itself is of that
-dtype (``autocast=False``) its parameters stay so in ``force_fp32``, too: float32 tensors that meet them
-there are PyTorch's error.
+cast the tensors among the named arguments, in lists, tuples and dicts too, and switch autocast on or off for
+the call. "fp16" in the names stands for the dtype that ``Precision`` chose. If the model itself has that
+dtype (``autocast=False``), its parameters keep it in ``force_fp32`` too: PyTorch raises an error where
+float32 tensors meet them.
 
 Source: mmcv/runner/fp16_utils.py, 1.7.
 """
@@ -36,12 +36,12 @@ _MARK = "_memfit_precision"
 
 
 def mark(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[], None]:
-    """Switch the decorators on in a model and all its modules; return what switches them off.
+    """Enable the decorators in a model and all its modules; return a function that disables them.
 
-    The mark is an attribute of each module, a tuple of plain values: copies of the model have it, pickles
-    need no memfit for it, and ``state_dict`` does not know it.
+    The mark is an attribute of each module, a tuple of plain values: copies of the model have it, unpickling
+    it does not need memfit, and ``state_dict`` leaves it out.
     """
-    modules = WeakSet(model.modules())  # whoever holds the undo does not keep the model alive
+    modules = WeakSet(model.modules())  # the undo must not keep the model alive
     for module in modules:
         vars(module)[_MARK] = (str(dtype).removeprefix("torch."), autocast)
 
@@ -53,15 +53,22 @@ def mark(model: nn.Module, dtype: torch.dtype, *, autocast: bool) -> Callable[[]
 
 
 def auto_fp16(apply_to: Iterable[str] = (), *, out_fp32: bool = False) -> Callable[[Method], Method]:
-    """Run a module's method in low precision, if ``Precision`` is on the model.
+    """Run a module's method in low precision, if the model has ``Precision``.
 
     Args:
-        apply_to: names of the arguments whose float32 tensors are cast; all, if there are none.
+        apply_to: names of the arguments whose float32 tensors are cast; all arguments by default.
         out_fp32: whether low-precision tensors among the results are cast to float32.
 
     Raises:
-        UsageError: when decorating: it is no method, is a generator, or has no such argument; when called: on
-            no module.
+        UsageError: on decoration: the function is not a method, is a generator, or lacks such an argument; on
+            a call: the object is not a module.
+
+    >>> class Head(nn.Module):
+    ...     @auto_fp16(apply_to=("x",))
+    ...     def forward(self, x):
+    ...         return x.dtype
+    >>> Head()(torch.ones(1))  # without Precision
+    torch.float32
     """
 
     def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:
@@ -77,15 +84,14 @@ def auto_fp16(apply_to: Iterable[str] = (), *, out_fp32: bool = False) -> Callab
 
 
 def force_fp32(apply_to: Iterable[str] = (), *, out_fp16: bool = False) -> Callable[[Method], Method]:
-    """Run a module's method in float32, if ``Precision`` is on the model.
+    """Run a module's method in float32, if the model has ``Precision``.
 
     Args:
-        apply_to: names of the arguments whose low-precision tensors are cast to float32; all, if there are
-            none.
+        apply_to: names of the arguments whose low-precision tensors are cast to float32; all by default.
         out_fp16: whether float32 tensors among the results are cast to the low precision.
 
     Raises:
-        UsageError: as ``auto_fp16``.
+        UsageError: as for ``auto_fp16``.
     """
 
     def context(low: torch.dtype, device: str, autocast: bool) -> AbstractContextManager[Any]:  # noqa: ARG001
@@ -108,7 +114,7 @@ def _decorator(
     outputs: Callable[[Any, torch.dtype], Any],
 ) -> Callable[[Method], Method]:
     if callable(apply_to) or isinstance(apply_to, str | staticmethod | classmethod | property):
-        raise UsageError(f'@{name} takes names of arguments: @{name}(), or @{name}(apply_to=("x", "y")).')
+        raise UsageError(f'@{name} takes argument names: @{name}(), or @{name}(apply_to=("x", "y")).')
     names = tuple(apply_to)
 
     def decorate(method: Method) -> Method:
@@ -119,8 +125,8 @@ def _decorator(
             module = args[0] if args else None
             if not isinstance(module, nn.Module):
                 raise UsageError(
-                    f"@{name}: {method.__qualname__} was called on {type(module).__name__}: it is for "
-                    "methods of torch.nn.Module."
+                    f"@{name}: {method.__qualname__} was called on an object of type "
+                    f"{type(module).__name__}; the decorator is for methods of torch.nn.Module."
                 )
             marked = vars(module).get(_MARK)
             if marked is None:
@@ -140,20 +146,20 @@ def _decorator(
 
 
 def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signature:
-    """Return a method's signature, if it is one that can be decorated.
+    """Return the signature of a method that can be decorated.
 
     Raises:
-        UsageError: it is not, or it has no argument of one of the names.
+        UsageError: it cannot be, or it lacks a named argument.
     """
     if not inspect.isfunction(method):
         raise UsageError(
-            f"@{name} is for methods of torch.nn.Module; here it is given a {type(method).__name__}. Put "
+            f"@{name} is for methods of torch.nn.Module, and was applied to a {type(method).__name__}. Place "
             "other decorators above it."
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise UsageError(
-            f"@{name}: {method.__qualname__} is a generator or a coroutine, whose lines run after the call. "
-            "Decorate what it calls."
+            f"@{name}: {method.__qualname__} is a generator or a coroutine, whose body runs after the call. "
+            "Decorate the functions that it calls."
         )
     signature = inspect.signature(method)
     known = [*signature.parameters][1:]
@@ -166,12 +172,12 @@ def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signat
 
 
 def _cast(value: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """Cast the tensors of some dtypes in a value, in lists, tuples and dicts too; other things stay."""
+    """Cast the tensors of some dtypes in a value, also inside lists, tuples and dicts."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(to) if tensor.dtype in of else tensor, value)
 
 
 def _device(module: nn.Module, arguments: dict[str, Any]) -> str:
-    """Return the kind of device of a call: of its first tensor, or else of the module's first parameter."""
+    """Return the device type of a call: its first tensor's, or else the module's first parameter's."""
     given = (leaf for leaf in tree_leaves([*arguments.values()][1:]) if isinstance(leaf, torch.Tensor))
     first = next(given, None)
     if first is None:

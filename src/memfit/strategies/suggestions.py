@@ -1,4 +1,4 @@
-"""Refusing a name that is not known, with the nearest that are."""
+"""Errors for unknown names that suggest the nearest known ones."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from memfit.errors import UsageError
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> UsageError:
-    """Return the error to raise.
+def unknown_name_error(what: str, name: object, known: Iterable[str]) -> UsageError:
+    """Return the error to raise for an unknown name.
 
-    >>> print(unknown("a setting", "precison", ["precision", "loss_scale"]))
+    >>> print(unknown_name_error("a setting", "precison", ["precision", "loss_scale"]))
     'precison' is not a setting. Nearest: precision.
     """
     names = list(known)
     near = difflib.get_close_matches(str(name), names, n=3)
-    told = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(names)}."
-    return UsageError(f"{name!r} is not {what}. {told}")
+    suggestion = f"Nearest: {', '.join(near)}." if near else f"Known: {', '.join(names)}."
+    return UsageError(f"{name!r} is not {what}. {suggestion}")

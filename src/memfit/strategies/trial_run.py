@@ -1,4 +1,4 @@
-"""A script run again with a change that is not in it, and what came of it."""
+"""Run a script once more with a strategy injected, to measure what the change would do."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from memfit.run.parent import Progress, run_script
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.inject_plan import Intervention
 
-_UNATTENDED = "memfit.strategies.inject_plan"
+_INJECTOR = "memfit.strategies.inject_plan"
 
 
 def trial_runner(
@@ -29,47 +29,47 @@ def trial_runner(
         def show(progress: Progress) -> None:
             on_progress(replace(progress, trying=what))
 
-        return run_again(command, options, ghost, change, show)
+        return run_trial(command, options, ghost, change, show)
 
     return run
 
 
-def run_again(
+def run_trial(
     command: tuple[str, ...],
     options: RunOptions,
     ghost: GhostSettings,
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
 ) -> TrialResult | ScriptEnd:
-    """Run a script of which nobody knows whether it will work, silently and without input.
+    """Run a script with a change, silently and without input; it may fail.
 
     Args:
         command: the script's ``sys.argv``.
         options: as for a run of the script alone.
         ghost: what ``ghost_settings(options)`` returned.
-        change: what it is run with.
+        change: the change to inject.
         on_progress: as for ``run_script``.
 
     Returns:
-        The run; how it ended if that was not its end; or why it was not run with the change.
+        The run; how it ended if it did not complete; or why the change could not be applied.
 
     Raises:
-        KeyboardInterrupt: somebody has had enough.
+        KeyboardInterrupt: the user interrupted the run.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         models = Path(folder) / "models"
         models.touch()
-        told = Intervention(options.module, change.strategies, change.fused, str(models))
+        intervention = Intervention(options.module, change.strategies, change.fused, str(models))
         try:
             trace = run_script(
-                (_UNATTENDED, json.encode(told).decode(), *command),
+                (_INJECTOR, json.encode(intervention).decode(), *command),
                 replace(options, module=True),
                 ghost,
                 None,
                 on_progress,
             )
         except MemfitError as error:
-            why = str(error).replace(_UNATTENDED, command[0])
+            why = str(error).replace(_INJECTOR, command[0])
             return ScriptEnd("refused", error.exit_code, f"run again, without input, {why}")
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt

@@ -1,1 +1,1 @@
-"""Training that carries a plan out, and stays exactly right."""
+"""Training: an engine that carries out a plan with exactly the result of plain training."""

@@ -1,11 +1,11 @@
-"""A window: the micro-batches that make one update, and what their gradients are divided by.
+"""A window: the micro-batches of one update, and the divisors of their losses.
 
-micro-batch     0      1      2        each backward divides its loss; the end of the window mends
-weight         w0     w1     w2        what could not be known before
+micro-batch     0      1      2        each backward divides its loss; the end of the window corrects
+weight         w0     w1     w2        for what was not known before
 
-divisor of i  = total / wi             where the total is known, or taken to be w0 * planned:
-                                       exactly the number of micro-batches where weights are equal
-at the end      gradients * (total / sum of weights), left out where that is 1
+divisor of i  = total / wi             the total, if not known, is assumed to be w0 * planned:
+                                       exactly the number of micro-batches if weights are equal
+at the end      gradients * (total / sum of weights), left out if that is 1
 """
 
 from dataclasses import asdict, dataclass
@@ -18,45 +18,51 @@ from memfit.errors import UsageError
 
 @dataclass(slots=True)
 class Window:
-    """The accounts of one window."""
+    """The counts, weights and loss of one window."""
 
     planned: int
-    """Micro-batches that it is to have."""
+    """Micro-batches that fill it."""
     total: float | None = None
-    """What weights are divided by, from the first micro-batch on."""
+    """The divisor of the weights, from the first micro-batch on."""
     done: int = 0
     """Micro-batches so far."""
     weight: float = 0.0
-    """Of those."""
+    """The sum of their weights."""
     weighted: bool = False
     """Whether weights were given."""
     by_hand: bool = False
-    """Whether nobody knows its micro-batches before: it is closed when it is full, or by ``flush``."""
+    """Whether the caller's own loop feeds it: it closes when it is full, or by ``flush``."""
     whole: bool = False
-    """Whether it is a whole batch's: ``step`` holds the parts that are still to come."""
+    """Whether it is a whole batch's: ``step`` holds the remaining parts."""
     interrupted: bool = False
-    """Whether a backward, or the update, was begun and not ended: gradients are not what they are to be."""
+    """Whether a backward or the update began and did not complete: gradients are incomplete."""
     loss: torch.Tensor | None = None
-    """Sum of the losses by their divisors, detached."""
+    """Sum of the losses divided by their divisors, detached."""
 
     def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor | None:
-        """Count a micro-batch's mean loss; return what to go backward from, None if it weighs nothing.
+        """Count a micro-batch's mean loss; return the root of its backward, None if its weight is 0.
 
-        The window is ``interrupted`` until that is done.
+        The window is ``interrupted`` until that backward completes.
 
         Raises:
-            UsageError: weights are given for some only, or are none; or there are more than planned.
+            UsageError: only some micro-batches have weights, a weight is invalid, or the window is full.
         """
         if self.done == self.planned:
-            raise UsageError(f"The window has {self.planned} micro-batches, and each goes backward once.")
+            raise UsageError(
+                f"The window's {self.planned} micro-batches have all gone backward: call engine.backward "
+                "once for each."
+            )
         if self.done and self.weighted != (weight is not None):
             raise UsageError(
-                "A window's losses have weights or have none: give engine.backward all, or none."
+                "Some micro-batches of this window have a weight and others do not: pass one to every "
+                "engine.backward of a window, or to none."
             )
         self.weighted = weight is not None
         share = 1.0 if weight is None else float(weight)
         if not 0 <= share < float("inf"):
-            raise UsageError(f"A micro-batch of weight {share}: weights are numbers of tokens or samples.")
+            raise UsageError(
+                f"weight={share} must be finite and at least 0: a micro-batch's number of tokens or samples."
+            )
         self.interrupted = True
         if self.total is None and share:
             self.total = share * self.planned
@@ -70,12 +76,12 @@ class Window:
         return root
 
     def make_room(self, weight: float | None) -> float:
-        """Count in larger units, if a micro-batch weighs more than was planned for all.
+        """Raise the total, if a micro-batch weighs more than was planned for all.
 
-        So no loss is multiplied by more than 1, for which float16 may have no room.
+        No loss is then multiplied by more than 1, which could overflow float16.
 
         Returns:
-            What gradients are to be multiplied by; until that is done the window is ``interrupted``.
+            The factor for the gradients so far; the window is ``interrupted`` until they are multiplied.
         """
         if weight is None or self.total is None or not self.total < weight < float("inf"):
             return 1.0
@@ -87,31 +93,31 @@ class Window:
 
     @property
     def correction(self) -> float:
-        """What the gradients are to be multiplied by at the end."""
+        """The factor for the gradients at the window's end."""
         return 1.0 if self.total is None else self.total / self.weight
 
     def mean_loss(self) -> torch.Tensor:
         """Return the weighted mean of the losses.
 
         Raises:
-            UsageError: there are none.
+            UsageError: the window has no loss.
         """
         if self.loss is None:
             raise UsageError(
-                "The window weighs nothing: it has no micro-batch, or none with tokens or samples."
+                "The window has no loss: it has no micro-batch, or all of its micro-batches have weight 0."
             )
         return self.loss if self.correction == 1.0 else self.loss * self.correction
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the accounts as plain values and a tensor."""
+        """Return the window as plain values and a tensor."""
         return asdict(self)
 
 
 def _is_full(loss: torch.Tensor) -> bool:
-    """Whether losses add up as they are: a sum of bf16 losses stands still."""
+    """Return whether losses can be summed in their own dtype: a sum of bf16 losses stops growing."""
     return loss.dtype.itemsize >= torch.float32.itemsize
 
 
 def _plus(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    # The first is copied: it may be where a graph puts the next loss, too.
+    # The first is copied: a graph may write the next loss to the same tensor.
     return part.clone() if total is None else total.add_(part)

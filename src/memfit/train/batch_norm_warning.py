@@ -1,4 +1,4 @@
-"""Batch normalization sees what it is given: micro-batches are not the batch."""
+"""A warning for batch normalization, whose statistics of micro-batches are not those of the full batch."""
 
 import warnings
 
@@ -7,11 +7,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def warn_of_batch_norms(model: nn.Module, when: str, stacklevel: int) -> None:
-    """Warn of layers whose result depends on how a batch is divided, if there are any in training mode.
+    """Warn about batch norms in training mode: their results depend on how a batch is divided.
 
     Args:
-        model: is looked through.
-        when: since when they see micro-batches.
+        model: the model to search.
+        when: the end of "see micro-batches ...": since when.
         stacklevel: from here to the user's line.
     """
     modules = model.named_modules()
@@ -19,7 +19,7 @@ def warn_of_batch_norms(model: nn.Module, when: str, stacklevel: int) -> None:
     if names:
         warnings.warn(
             f"{len(names)} batch norms ({names[0]}, ...) see micro-batches {when}, so that accumulation does "
-            "not equal the whole batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
+            "not equal training on the full batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
             "(module.eval()), or SyncBatchNorm on several GPUs.",
             stacklevel=stacklevel,
         )

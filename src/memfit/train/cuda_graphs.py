@@ -1,14 +1,14 @@
-"""A step as two CUDA graphs, where asking for kernels takes longer than they do.
+"""A step as two CUDA graphs, for models whose kernels take less time than their launches.
 
-    warm-up       3 batches as usual, on a side stream, so that all that lives on is allocated
+    warm-up       3 batches without graphs, on a side stream, to allocate everything that persists
     accumulate    micro-batch, copied into place -> forward -> loss -> backward: added to the gradients
     update        the optimizer's step
 
-What lies between (clipping, zeroing gradients, what is weighed and counted) stays as it is. A micro-batch of
-other shapes goes as usual, on the same gradients; so does an update whose hyperparameters are not those of
-the graph. Gradients stay allocated from one step to the next.
+The rest of a step (clipping, zeroing gradients, weighting and counting) is not captured. A micro-batch of
+other shapes runs without a graph, on the same gradients; so does an update whose hyperparameters differ from
+the graph's. Gradients stay allocated from one step to the next.
 
-Source: the rules of capturing, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (2.14).
+Source: the rules of capture, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (2.14).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ from memfit.strategies.mechanisms.optimizer_info import parameters_of
 
 WARM_UP = 3
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Notes a function's work without doing it; returns what does it, and where its result will be."""
+"""Captures a function without running it; returns a function that replays it, and its result tensor."""
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share a pool."""
+    """Captures into CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -44,7 +44,7 @@ class CudaCapture:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Work on the stream that is captured later, in order with the one that is current."""
+        """Run on the stream used for capture, in order with the current stream."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -53,7 +53,7 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class _Accumulate:
+class _AccumulateGraph:
     kind: object
     inputs: list[Any]
     replay: Callable[[], None]
@@ -61,37 +61,35 @@ class _Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
+class _UpdateGraph:
     settings: object
     replay: Callable[[], None]
 
 
-class Graphs:
-    """The two graphs of an engine, captured when it is warm.
+class StepGraphs:
+    """The two graphs of an engine, captured after its warm-up.
 
     Args:
-        optimizer: is made capturable; its learning rates become tensors, so that a scheduler may change them.
-        capture: how work is captured.
-
-    Raises:
-        UsageError: its parameters are not on a GPU, or it cannot be captured.
+        optimizer: one that can be captured, see ``make_step_graphs``.
+        capture: captures work into a graph.
+        warming: the context in which warm-up steps run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, capture: Capture, warming: Any) -> None:
         self._optimizer, self._capture, self._warming = optimizer, capture, warming
         self._done = 0
         self._updated: list[torch.nn.Parameter] = []
-        self._accumulate: _Accumulate | None = None
-        self._update: _Update | None = None
+        self._accumulate: _AccumulateGraph | None = None
+        self._update: _UpdateGraph | None = None
 
     @property
     def warm(self) -> bool:
-        """Whether graphs are in use."""
+        """Whether the warm-up is over and graphs are in use."""
         return self._done >= WARM_UP
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Go through a window: on the side stream, as long as the engine warms up."""
+        """Return the context of a window: the side stream during warm-up."""
         if self.warm:
             yield
             return
@@ -102,15 +100,15 @@ class Graphs:
     def accumulate(
         self, backward: Callable[[Any], torch.Tensor], part: Any, divisor: float
     ) -> torch.Tensor | None:
-        """Add a micro-batch's gradients by the graph; return its loss, which the next one overwrites.
+        """Replay the graph to add a micro-batch's gradients; return its loss, overwritten by the next.
 
         Args:
-            backward: forward and backward of a micro-batch, that returns its mean loss.
+            backward: runs forward and backward of a micro-batch, and returns its mean loss.
             part: the micro-batch.
-            divisor: of its loss; a graph has one.
+            divisor: of its loss; a graph has a fixed one.
 
         Returns:
-            None if it is to go as usual: the engine is not warm, or the graph is of other micro-batches.
+            None if it must run without a graph: during warm-up, or if the graph has other shapes.
         """
         if not self.warm:
             return None
@@ -121,73 +119,75 @@ class Graphs:
             inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             static = _pytree.tree_unflatten(inputs, tree)
             replay, loss = self._capture(lambda: backward(static))
-            self._accumulate = _Accumulate(kind, inputs, replay, loss)
+            self._accumulate = _AccumulateGraph(kind, inputs, replay, loss)
         graph = self._accumulate
         if graph.kind != kind:
             return None
-        for place, leaf in zip(graph.inputs, leaves, strict=True):
+        for target, leaf in zip(graph.inputs, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                place.copy_(leaf, non_blocking=True)
+                target.copy_(leaf, non_blocking=True)
         graph.replay()
         return graph.loss
 
     def step(self) -> None:
-        """Step the optimizer, by the graph if it is as it was captured."""
+        """Step the optimizer, by the graph if its hyperparameters are those captured."""
         if not self.warm:
-            self._updated = [one for one in parameters_of(self._optimizer) if one.grad is not None]
+            self._updated = [
+                parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None
+            ]
             self._optimizer.step()
             return
         settings = _settings(self._optimizer)
         if self._update is None:
             replay, _ = self._capture(self._optimizer.step)
-            self._update = _Update(settings, replay)
+            self._update = _UpdateGraph(settings, replay)
         if self._update.settings == settings:
             self._update.replay()
         else:
             self._optimizer.step()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Zero the gradients where they are, once there are graphs that know where."""
+        """Zero the gradients in place once the graphs refer to them."""
         if self.warm:
             torch._foreach_zero_(_gradients(self._optimizer))
         else:
             self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def reset(self) -> None:
-        """Forget the graphs, and warm up again: what they work on was replaced."""
+        """Drop the graphs and warm up again: the tensors that they refer to were replaced."""
         self._done, self._accumulate, self._update = 0, None, None
         self._optimizer.zero_grad(set_to_none=True)
 
     def _have_gradients(self) -> None:
-        """Allocate what the graphs add to, for the parameters that had gradients: no others are updated."""
+        """Allocate gradients for the graphs, for parameters that had some: no others are updated."""
         for parameter in self._updated:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def graphs(optimizer: torch.optim.Optimizer) -> Graphs:
-    """Return an engine's graphs; its optimizer is made ready for them.
+def make_step_graphs(optimizer: torch.optim.Optimizer) -> StepGraphs:
+    """Return an engine's graphs, and make its optimizer capturable: its learning rates become tensors.
 
     Raises:
         UsageError: parameters are not on a GPU, or the optimizer has no capturable implementation.
     """
     device = next(parameters_of(optimizer)).device
     if device.type != "cuda":
-        raise UsageError(f"cuda_graphs need parameters on a GPU, and here they are on the {device.type}.")
+        raise UsageError(f"cuda_graphs needs parameters on a GPU; here they are on the {device.type}.")
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         elif not isinstance(optimizer, torch.optim.SGD):
             raise UsageError(
-                f"cuda_graphs: {type(optimizer).__name__} has no capturable implementation; Adam, AdamW, "
-                "RMSprop and SGD have."
+                f"cuda_graphs: {type(optimizer).__name__} has no capturable implementation. Use Adam, AdamW, "
+                "RMSprop or SGD."
             )
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device)
     capture = CudaCapture()
-    return Graphs(optimizer, capture, capture.warming)
+    return StepGraphs(optimizer, capture, capture.warming)
 
 
 def _kind(leaf: Any) -> Any:
@@ -201,7 +201,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what a graph has of the optimizer as constants."""
+    """Return the hyperparameters that a graph holds as constants."""
     return [
         {
             name: value

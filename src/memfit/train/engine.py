@@ -1,11 +1,11 @@
-"""The engine: who divides, scales, clips, steps and counts, so that nobody else has to.
+"""The engine: divides batches, scales, clips, steps and counts, so that a training loop need not.
 
-    window:  micro-batch ── forward ── backward ┐
-             micro-batch ── forward ── backward ├─> update.py: correct -> unscale -> clip -> step -> scheduler
-             micro-batch ── forward ── backward ┘              once       once      once    if all is finite
+    window:  micro-batch ── forward ── backward ┐   optimizer_update.py
+             micro-batch ── forward ── backward ├─> correct -> unscale -> clip -> step -> scheduler
+             micro-batch ── forward ── backward ┘   once       once      once    if all gradients are finite
 
-Three doors lead in. ``fit`` trains for epochs. ``step(batch)`` splits a batch itself, and finer when memory
-runs out. ``windows(loader)`` serves a loop of one's own.
+There are three ways to train. ``fit`` trains for epochs. ``step(batch)`` splits a batch itself, and into
+smaller parts when memory runs out. ``windows(loader)`` supports a training loop of your own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -24,36 +24,36 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback, Saving
-from memfit.train.data.position import batch_size_of
+from memfit.train.data.loader_position import batch_size_of
 from memfit.train.data.split_batch import batch_size, split
-from memfit.train.full_batch import WholeBatches
+from memfit.train.engine_setup import job_of, set_up
+from memfit.train.full_batch import FullBatchStepper
 from memfit.train.job import Job, Loss
+from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
-from memfit.train.setup import job_of, set_up
+from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.step_result import StepResult
-from memfit.train.update import Protect
-from memfit.train.window_ledger import Accounts
+from memfit.train.window_ledger import WindowLedger
 
 
 class Engine:
     """Trains a model with less memory, and with the same result.
 
     Args:
-        job: a ``Job``, or a model; then ``optimizer`` and what else is wanted of a job's parts are given by
-            name.
-        plan: a ``Plan``, settings of strategies, or a list of them: they are applied to the model. Or what
-            ``configure`` reads, or has read.
+        job: a ``Job``, or a model; with a model, pass ``optimizer`` and the job's other parts by name.
+        plan: a ``Plan``, the settings of a strategy, or a list of settings, applied to the model. Or anything
+            that ``configure`` reads or returns.
         optimizer, loss, scheduler, max_grad_norm: as in ``Job``.
-        callbacks: told of what happens.
-        size: ``size(batch)`` returns its samples, where a batch is of a kind of its own.
-        split: ``split(batch, sizes)`` returns its parts, there.
-        cuda_graphs: work by two CUDA graphs, one that accumulates and one that updates: for models whose
-            kernels take less time than asking for them.
-        retry: begin a batch again in smaller parts when memory runs out; later ones are split alike. Without
-            it buffers and random numbers are not noted, and stay as a step that fails leaves them.
-        protect: when parameters and optimizer state are copied to the host before an update, so that memory
-            that runs out inside it does no harm: ``"always"``, ``"never"``, or ``"auto"``, the first time and
-            whenever the allocator had to give back its cache.
+        callbacks: called at the events of training.
+        size: ``size(batch)`` returns the number of samples of a custom batch type.
+        split: ``split(batch, sizes)`` returns the parts of a custom batch type.
+        cuda_graphs: use two CUDA graphs, one that accumulates and one that updates: for models whose kernels
+            take less time than their launches.
+        retry: start a batch again in smaller parts when memory runs out, and split later ones alike. Without
+            it buffers and random numbers are not copied, and stay as a failed step leaves them.
+        protect: when to copy parameters and optimizer state to the host before an update, so that running
+            out of memory inside it does no harm: ``"always"``, ``"never"``, or ``"auto"``: the first time
+            and whenever the allocator had to release its cache.
 
     Raises:
         UsageError: parts are missing, or the plan does not suit them.
@@ -86,49 +86,50 @@ class Engine:
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        whole = job_of(job, optimizer, loss, scheduler, max_grad_norm)
+        job = job_of(job, optimizer, loss, scheduler, max_grad_norm)
         configuration = Configuration.of(plan)
-        norm = configuration.clipped_to(whole.max_grad_norm)
-        update = set_up(whole, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
-        self.model, self.plan = whole.model, configuration.plan
+        norm = configuration.clipped_to(job.max_grad_norm)
+        update = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
+        self.model, self.plan = job.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
-        if isinstance(callbacks, Callback) or not all(isinstance(one, Callback) for one in callbacks):
+        if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
             raise UsageError(
-                "Engine(callbacks=[...]) takes a list of callbacks, such as memfit.Saving(path)."
+                "Engine(callbacks=[...]) takes a list of memfit.Callback objects, such as "
+                "memfit.Saving(path)."
             )
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
         self.epoch = 0
-        """Passes of ``fit`` over the data so far."""
+        """Epochs that ``fit`` has completed."""
         self.epochs = 0
-        """How many ``fit`` is to make in all."""
+        """Epochs that ``fit`` trains in total."""
         self.batches: int | None = None
-        """How many an epoch of ``fit`` has, if its loader knows."""
+        """Batches of an epoch of ``fit``, if its loader has a length."""
         self._stopped = False
-        self._accounts = Accounts(update, partial(_tell, ref(self)))
-        self._whole = WholeBatches(
-            self._accounts, self.model, self.plan, whole.loss or _no_loss, size, split, retry=retry
+        self._ledger = WindowLedger(update, partial(_notify, ref(self)))
+        self._full_batch = FullBatchStepper(
+            self._ledger, self.model, self.plan, job.loss or _no_loss, size, split, retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation(gradient_accumulation_steps=1)
-        self._resumed: Window | None = None
+        self._resumed_window: Window | None = None
 
     @property
     def micro_step(self) -> int:
         """Micro-batches so far."""
-        return self._accounts.micro_step
+        return self._ledger.micro_step
 
     @property
     def optimizer_step(self) -> int:
         """Updates so far."""
-        return self._accounts.optimizer_step
+        return self._ledger.optimizer_step
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run stands between windows, and its last update is made or undone."""
-        return self._accounts.window is None and not self._accounts.update.torn
+        """Whether no window is open, and the last update was completed or undone."""
+        return self._ledger.window is None and not self._ledger.update.torn
 
     @property
     def notes(self) -> list[str]:
-        """What the plan's strategies cost this model, and where they do not pay."""
+        """What the plan's strategies cost for this model, and where they save nothing."""
         return [
             note
             for strategy in self.plan.strategies()
@@ -137,79 +138,79 @@ class Engine:
         ]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward and its loss: ``step`` enters it itself."""
+        """Return the context for a forward and its loss; ``step`` enters it itself."""
         return self.plan.autocast(self.model)
 
     def __enter__(self) -> Self:
-        """Have the end of the block check that no window was left open."""
+        """Enter a block whose end checks that no window was left open."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Complain about an open window, unless something else went wrong."""
+        """Raise an error if a window is open, unless another error is being raised."""
         if kind is None:
-            self._accounts.expect_closed()
+            self._ledger.expect_closed()
 
     # ---- Epochs --------------------------------------------------------------------------------------
 
     def fit(self, loader: Iterable[Any], epochs: int = 1) -> StepResult | None:
-        """Train until so many epochs are done in all, a batch to an optimizer step.
+        """Train up to a total number of epochs, one optimizer step per batch.
 
         Args:
-            loader: a ``DataLoader``, or whatever can be gone through once an epoch.
-            epochs: in all: a run that went on from a saved state makes those that are left.
+            loader: a ``DataLoader``, or any iterable that can be iterated once per epoch.
+            epochs: in total: a resumed run trains those that are left.
 
         Returns:
-            What the last batch became; None if there was none.
+            The result of the last batch; None if there was none.
         """
-        result, tell = None, self._accounts.tell
+        result, notify = None, self._ledger.notify
         self.epochs = epochs
         self.batches = _length(loader)
         self._stopped = False
-        self._go_on_inside_epoch(loader)
-        tell("on_fit_begin")
+        self._resume_inside_epoch(loader)
+        notify("on_fit_begin")
         try:
             while self.epoch < epochs and not self._stopped:
-                tell("on_epoch_begin")
+                notify("on_epoch_begin")
                 for batch in self.through(loader):
                     result = self.step(batch)
                     if self._stopped:
                         return result
                 if self.epoch and not self.batch:
                     raise UsageError(
-                        f"The loader gave no batch in epoch {self.epoch + 1}: a generator can be gone "
-                        "through once. Give fit what can be gone through once an epoch."
+                        f"The loader returned no batch in epoch {self.epoch + 1}: a generator can be "
+                        "iterated only once. Pass fit an iterable that starts again each epoch."
                     )
                 self.epoch += 1
-                tell("on_epoch_end")
+                notify("on_epoch_end")
         finally:
-            tell("on_fit_end")
+            notify("on_fit_end")
         return result
 
-    def _go_on_inside_epoch(self, loader: Iterable[Any]) -> None:
-        """Have ``fit`` begin where it was stopped in an epoch, as it would from a saved state."""
-        position = self._accounts.position
+    def _resume_inside_epoch(self, loader: Iterable[Any]) -> None:
+        """Have ``fit`` continue where it stopped inside an epoch, as from a saved state."""
+        position = self._ledger.position
         if position.began is not None and position.loader is loader:
-            position.load_state_dict(position.state_dict(0), position.random())
+            position.load_state_dict(position.state_dict(0), position.random_state())
 
     def stop(self) -> None:
-        """Have ``fit`` end after the batch that it is at."""
+        """End ``fit`` after the current batch."""
         self._stopped = True
 
     def through(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Return the batches of one pass over the data, for ``step``: a resumed run goes on where it was.
+        """Yield the batches of one epoch, for ``step``.
 
-        After ``load_state_dict`` the first call begins where the state was saved: give it the same data.
+        After ``load_state_dict`` the first call continues where the state was saved: pass the same data.
         """
         _expect_batches_of(self._accumulation.global_batch_size, loader, "global_batch_size", "an update")
-        for (batch,) in self._accounts.position.groups(loader, 1, "flush"):
+        for (batch,) in self._ledger.position.groups(loader, 1, "flush"):
             yield batch
 
     @property
     def batch(self) -> int:
-        """Batches, or micro-batches, of this pass over the data that are done."""
-        return self._accounts.position.consumed
+        """Batches of this epoch, or micro-batches with ``windows``, that are done."""
+        return self._ledger.position.consumed
 
     # ---- Whole batches -------------------------------------------------------------------------------
 
@@ -217,111 +218,128 @@ class Engine:
         """Make one update from a batch.
 
         Args:
-            batch: tensors, and tuples, lists and dicts of them; ``split`` says how it is divided.
+            batch: tensors, and tuples, lists and dicts of them; ``split`` divides it.
 
         Raises:
             UsageError: there is no loss, or a window is open.
-            torch.OutOfMemoryError: not even single samples fit, or the update does not: parameters, buffers,
-                optimizer state and random numbers are as they were.
-            TornUpdateError: memory ran out inside the optimizer's step, and nothing was copied before.
+            torch.OutOfMemoryError: single samples do not fit, or the update does not: parameters, buffers,
+                optimizer state and random numbers are restored.
+            TornUpdateError: memory ran out inside the optimizer's step, and there is no copy to restore.
         """
-        self._accounts.expect_closed()
-        return self._whole.step(batch)
+        self._ledger.expect_closed()
+        return self._full_batch.step(batch)
 
-    # ---- A loop of one's own -------------------------------------------------------------------------
+    # ---- A loop of your own --------------------------------------------------------------------------
 
-    def windows(self, loader: Iterable[Any]) -> Iterator["Micros"]:
-        """Return the windows of one pass over the data; each gives its micro-batches.
+    def windows(self, loader: Iterable[Any]) -> Iterator["MicroBatches"]:
+        """Yield the windows of one epoch; each yields its micro-batches.
 
-        A window's micro-batches are fetched before its first is handed out, so that the last one, which may
-        be shorter, is divided by what it has. After ``load_state_dict`` the first call goes on where the
-        state was saved: give it the same data.
+        All micro-batches of a window are fetched before the first is yielded, so that the last window, which
+        may be shorter, is divided by its actual number. After ``load_state_dict`` the first call continues
+        where the state was saved: pass the same data.
         """
-        accounts, settings = self._accounts, self._accumulation
+        ledger, settings = self._ledger, self._accumulation
         self._expect_no_graphs()
         _expect_batches_of(settings.micro_batch_size, loader, "micro_batch_size", "a micro-batch")
         steps = settings.gradient_accumulation_steps or 1
-        for group in accounts.position.groups(loader, steps, settings.partial_window):
-            accounts.expect_closed()
-            resumed, self._resumed = self._resumed, None
-            yield Micros(self, accounts.open(resumed or Window(len(group))), group)
-            accounts.expect_closed()
+        for group in ledger.position.groups(loader, steps, settings.partial_window):
+            ledger.expect_closed()
+            resumed, self._resumed_window = self._resumed_window, None
+            yield MicroBatches(self, ledger.open(resumed or Window(len(group))), group)
+            ledger.expect_closed()
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> StepResult | None:
-        """Go backward from a micro-batch's loss.
+        """Run backward from a micro-batch's loss.
 
         Args:
-            loss: its mean.
-            weight: what the mean is over (tokens, samples), if micro-batches differ; all of a window or none.
+            loss: the mean over the micro-batch.
+            weight: the number of tokens or samples in that mean, if micro-batches differ; pass it for all
+                micro-batches of a window or for none.
 
         Returns:
-            What became of the window, if it is one that ``windows`` did not open and this filled it.
+            The window's result, if this backward filled a window that ``windows`` did not open.
         """
-        accounts = self._accounts
-        window = accounts.window
+        ledger = self._ledger
+        window = ledger.window
         self._expect_no_graphs()
         if window is None:
             planned = self._accumulation.gradient_accumulation_steps or 1
-            window = accounts.open(Window(planned, by_hand=True))
-        accounts.backward(window, loss, weight)
-        accounts.position.taken()
-        return accounts.close(window) if window.by_hand and window.done == window.planned else None
+            window = ledger.open(Window(planned, by_hand=True))
+        ledger.backward(window, loss, weight)
+        ledger.position.confirm()
+        return ledger.close(window) if window.by_hand and window.done == window.planned else None
 
     def _expect_no_graphs(self) -> None:
-        if self._accounts.update.graphs is not None:
+        if self._ledger.update.graphs is not None:
             raise UsageError(
-                "cuda_graphs=True captures a forward and its backward, which in a loop of one's own are the "
-                "loop's: use engine.fit or engine.step, or leave cuda_graphs out."
+                "cuda_graphs=True captures the forward and backward, which your own training loop runs "
+                "itself: use engine.fit or engine.step, or leave out cuda_graphs."
             )
 
     def drop(self) -> None:
-        """Leave out an open window, with its gradients: in a loop of one's own, after a failed backward."""
-        self._accounts.drop()
-        self._accounts.position.close()
+        """Drop an open window and its gradients: after a failed backward in your own training loop."""
+        self._ledger.drop()
+        self._ledger.position.close()
 
     def flush(self) -> StepResult | None:
-        """Close an open window with the micro-batches that it has; None if there are none."""
-        window = self._accounts.window
+        """Update from the micro-batches of an open window so far; return None if there are none."""
+        window = self._ledger.window
         if window is None:
             return None
         if not window.done:
             self.drop()
             return None
-        return self._accounts.close(window)
+        return self._ledger.close(window)
 
     # ---- Saving and resuming -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a run needs to go on bit for bit, inside a window too: tensors and plain values.
+        """Return all that a run needs to resume bit for bit, inside a window too: tensors and plain values.
 
-        As with PyTorch's own, tensors are those of the run: training goes on in them. For a snapshot that
-        stays in memory copy them (``copy.deepcopy``).
+        As with PyTorch's own, the tensors are the run's, and training changes them. Copy them
+        (``copy.deepcopy``) to keep a snapshot in memory.
 
         Raises:
             TornUpdateError: the last update was interrupted.
-            UsageError: a backward was interrupted; or micro-batches are carried over to the next epoch.
+            UsageError: a backward was interrupted, or micro-batches are carried over to the next epoch.
         """
-        return engine_state.state_of(self)
+        return engine_state.get_state(self._parts())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a state; the next pass over the data begins where it was. The state stays as it is.
+        """Resume from a state, which stays unchanged; the next epoch continues at its position.
 
         Raises:
-            UsageError: it does not suit this engine; nothing was loaded.
-            FileFormatError: it is damaged; nothing was loaded.
+            UsageError: the state does not suit this engine; nothing was loaded.
+            FileFormatError: the state is damaged; nothing was loaded.
         """
-        engine_state.go_on(self, saved)
+        parts = self._parts()
+        engine_state.load_state(parts, saved)
+        self.epoch, self._resumed_window = parts.epoch, parts.resumed_window
+
+    def _parts(self) -> EngineParts:
+        return EngineParts(
+            self.model,
+            self.plan,
+            self.optimizer,
+            self.scheduler,
+            self.callbacks,
+            self._accumulation,
+            self._ledger,
+            self._full_batch,
+            self.epoch,
+            self._resumed_window,
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file: the whole of it or nothing."""
+        """Write the state to a file, atomically."""
         state_file.save(self.state_dict(), Path(path))
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file that ``save`` wrote.
+        """Resume from a file that ``save`` wrote.
 
         Raises:
-            FileFormatError: it is something else, or damaged.
-            UsageError: it does not suit this engine. Either way nothing was loaded.
+            FileFormatError: the file is something else, or damaged; nothing was loaded.
+            UsageError: the state does not suit this engine; nothing was loaded.
         """
         self.load_state_dict(state_file.load(Path(path)))
 
@@ -337,43 +355,44 @@ def _expect_batches_of(size: int | None, loader: Iterable[Any], name: str, what:
     given = batch_size_of(loader)
     if size is not None and given is not None and given != size:
         raise UsageError(
-            f"The loader's batch_size is {given}, and {name}={size}: here each of its batches makes {what}. "
-            "fit and step take whole batches and divide them; windows takes micro-batches."
+            f"The loader's batch_size is {given}, but {name}={size}: each of the loader's batches makes "
+            f"{what} here. fit and step take full batches and divide them; windows takes micro-batches."
         )
 
 
-def _tell(engine: "ref[Engine]", moment: str, *what: Any) -> None:
-    """Call the callbacks; what accounts hold is no engine, so that one goes when its last name goes."""
-    there = engine()
-    if there is not None:
-        for callback in there.callbacks:
-            getattr(callback, moment)(there, *[one.detach() if torch.is_tensor(one) else one for one in what])
+def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:
+    """Call the callbacks of an engine, held weakly so that it is freed when the script drops it."""
+    engine = reference()
+    if engine is not None:
+        given = [each.detach() if torch.is_tensor(each) else each for each in arguments]
+        for callback in engine.callbacks:
+            getattr(callback, event)(engine, *given)
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
-    raise UsageError("engine.step needs to know the loss: Engine(model, plan, optimizer=..., loss=...).")
+    raise UsageError("engine.step and engine.fit need a loss: Engine(model, plan, optimizer=..., loss=...).")
 
 
-class Micros:
-    """The micro-batches of one window; each is to go backward once."""
+class MicroBatches:
+    """The micro-batches of one window; call ``engine.backward`` once for each."""
 
     def __init__(self, engine: Engine, window: Window, items: list[Any]) -> None:
         self._engine, self._window, self._items = engine, window, items
         self.result: StepResult | None = None
-        """What became of the window, once all went backward."""
+        """The window's result, after the backward of its last micro-batch."""
 
     def __len__(self) -> int:
-        """Return how many there are, with those that went backward before a state was saved."""
+        """Return their number, including those that went backward before a state was saved."""
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out the micro-batches; after the last one, update."""
+        """Yield the micro-batches; after the last one, update."""
         for item in self._items[self._window.done :]:
             done = self._window.done
-            self._engine._accounts.position.hand_out()
+            self._engine._ledger.position.hand_out()
             yield item
             if self._window.done != done + 1:
                 raise UsageError(
-                    "A micro-batch was handed out and engine.backward was not called for it once."
+                    "engine.backward must be called exactly once for each micro-batch of a window."
                 )
         self.result = self._engine.flush()

@@ -1,6 +1,6 @@
-"""Gradients that are summed in float32, whatever the parameters are.
+"""Sums of gradients in float32, whatever the parameters' dtype.
 
-backward ──> parameter.grad (bf16) ──hook──> sum (float32)      once a micro-batch; the bf16 one is gone
+backward ──> parameter.grad (bf16) ──hook──> sum (float32)      per micro-batch; then the bf16 one is freed
 end of the window:  sum ──> master.grad, or, rounded once, parameter.grad
 """
 
@@ -21,7 +21,7 @@ class GradientSums:
     Args:
         parameters: leaves of low precision; each micro-batch's gradient is taken from them.
         dtype: of the sums.
-        masters: the tensors that the optimizer updates in place of parameters, where it does.
+        masters: the tensors, if any, that the optimizer updates in place of parameters.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class GradientSums:
         self._dtype, self._masters = dtype, masters
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self.active = False
-        """Whether gradients are taken: while a window is open; those of others' backwards are not ours."""
-        take = partial(_take, ref(self))  # parameters hold no sums: these go with their engine
+        """Whether gradients are taken: while a window is open. Gradients of other backwards are not."""
+        take = partial(_take, ref(self))  # parameters do not hold the sums, which are freed with the engine
         self._hooks = {
-            one: one.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            for one in parameters
+            parameter: parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            for parameter in parameters
         }
 
     def take(self, parameter: torch.Tensor) -> None:
@@ -53,59 +53,59 @@ class GradientSums:
             total.add_(gradient)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradients are summed here."""
+        """Return whether a parameter's gradients are summed here."""
         return parameter in self._hooks
 
     @property
-    def left(self) -> bool:
+    def has_unsummed(self) -> bool:
         """Whether parameters have gradients that were not taken."""
         return any(parameter.grad is not None for parameter in self._hooks)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a parameter's sum, in its own dtype; None if it had no gradient."""
+        """Return a parameter's sum, in the sums' dtype; None if it had no gradient."""
         return self._sums.get(parameter)
 
     def set(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        """Go on from a sum."""
+        """Continue from a saved sum."""
         self._sums[parameter] = total.to(self._dtype)
 
     def multiply(self, factor: float) -> None:
-        """Multiply the sums so far."""
+        """Multiply the sums so far by a factor."""
         for total in self._sums.values():
             total.mul_(factor)
 
-    def put_back(self, factor: float) -> None:
-        """Give what the optimizer updates the sums times a factor, rounded to its dtype once."""
+    def write_back(self, factor: float) -> None:
+        """Set the gradients that the optimizer reads: the sums times a factor, rounded once to its dtype."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            home = self._masters.get(parameter, parameter)
-            home.grad = (total if factor == 1.0 else total.mul_(factor)).to(home.dtype)
+            updated = self._masters.get(parameter, parameter)
+            updated.grad = (total if factor == 1.0 else total.mul_(factor)).to(updated.dtype)
 
     def clear(self) -> None:
-        """Forget the sums, and what an interrupted backward has left on parameters; take no more."""
+        """Drop the sums and any gradients that an interrupted backward left; take no more."""
         self.active = False
         self._sums.clear()
         for parameter in self._hooks:
             parameter.grad = None
 
     def hooks(self) -> list[RemovableHandle]:
-        """Return the parameters' hooks, to be removed."""
+        """Return the parameters' hooks, for removal."""
         return list(self._hooks.values())
 
 
 def _take(sums: "ref[GradientSums]", parameter: torch.Tensor) -> None:
-    there = sums()
-    if there is not None and there.active:
-        there.take(parameter)
+    owner = sums()
+    if owner is not None and owner.active:
+        owner.take(parameter)
 
 
 def gradient_sums(
     model: nn.Module, accumulation: Accumulation, masters: Mapping[nn.Parameter, nn.Parameter]
 ) -> GradientSums | None:
-    """Return sums for the parameters that need them; None if none does.
+    """Return sums for the parameters that need them; None if no parameter does.
 
-    Those are all that have a master, and, where there are several micro-batches, those of lower precision
-    than float32, or of another than ``gradient_dtype``.
+    Parameters with a master need them; with several micro-batches, also those of lower precision than
+    float32, or of another dtype than ``gradient_dtype``.
     """
     chosen = accumulation.gradient_dtype
     dtype: torch.dtype = getattr(torch, chosen or "float32")

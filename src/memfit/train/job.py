@@ -1,4 +1,4 @@
-"""What is trained: a model, its optimizer and its loss."""
+"""The job of an engine: a model, its optimizer and its loss."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ Loss = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, float | tor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """The parts of a training, so that one function of a user's can return them.
+    """What an engine trains, so that one function of a user's can return all of it.
 
     >>> job = Job(nn.Linear(4, 1), torch.optim.AdamW, lambda model, batch: model(batch).square().mean())
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    """Any of PyTorch's, or alike; or what makes one from parameters."""
+    """A PyTorch optimizer, or a function that creates one from parameters."""
     loss: Loss | None = None
-    """``loss(model, batch)`` returns the mean over a batch, or its sum and what that is to be divided by:
-    tokens, samples."""
+    """``loss(model, batch)`` returns the mean over a batch, or a pair: the sum, and its divisor in tokens or
+    samples."""
     scheduler: Any = None
-    """Of the learning rate: one of PyTorch's, or alike; it moves when the optimizer does. Or what makes one
-    from the optimizer."""
+    """A PyTorch learning-rate scheduler, stepped with the optimizer, or a function that creates one from the
+    optimizer."""
     max_grad_norm: float | None = None
-    """Gradients of a window are clipped to it, once."""
+    """The norm to which a window's gradients are clipped, once."""

@@ -1,4 +1,4 @@
-"""A progress bar for ``fit``, that says what it counts.
+"""A progress bar for ``fit`` that names its unit.
 
 epoch 2/5 ━━━━╸━━━━━ 12/26 batches (an optimizer step each) 3.1 per second 0:00:04 left in this epoch
 """
@@ -8,36 +8,33 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from memfit.strategies.mechanisms.global_generators import PYTHON
+from memfit.random_state import preserve_python_state
 
-_BEFORE = PYTHON.get_state()
-from rich.console import Console  # noqa: E402 - draws random numbers when it is imported, which are the script's
-from rich.progress import (  # noqa: E402
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+with preserve_python_state():  # importing rich draws random numbers from the script's generator
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-PYTHON.set_state(_BEFORE)
-
-from memfit.train.callbacks import Callback  # noqa: E402
+from memfit.train.callbacks import Callback, TrainingRun
 
 if TYPE_CHECKING:
-    from memfit.train.engine import Engine
     from memfit.train.step_result import StepResult
 
-_SECONDS_UNSEEN = 2.0
+_SECONDS_HIDDEN = 2.0
 _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
 
 
 class ProgressBar(Callback):
-    """Shows how far ``fit`` is: batches, which are optimizer steps unless a gradient is not finite.
+    """Shows the progress of ``fit`` in batches: optimizer steps, unless a gradient is not finite.
 
     Args:
-        console: where to; the terminal's standard error if none is given.
+        console: where to draw; the terminal's standard error by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -53,19 +50,19 @@ class ProgressBar(Callback):
         self._task: TaskID | None = None
         self._shown = 0.0
 
-    def on_fit_begin(self, engine: "Engine") -> None:  # noqa: ARG002
-        """Begin to draw."""
+    def on_fit_begin(self, engine: TrainingRun) -> None:  # noqa: ARG002
+        """Start drawing."""
         self._progress.start()
 
-    def on_epoch_begin(self, engine: "Engine") -> None:
-        """Begin a bar, from where a resumed epoch stands."""
+    def on_epoch_begin(self, engine: TrainingRun) -> None:
+        """Start a bar, at the position of a resumed epoch."""
         self._task = self._progress.add_task(
             "", total=engine.batches, epoch=f"{engine.epoch + 1}/{engine.epochs}", rate="", loss="-"
         )
         self._began, self._done = time.monotonic(), 0
 
-    def on_window_end(self, engine: "Engine", result: "StepResult") -> None:
-        """Move it on."""
+    def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:
+        """Advance the bar."""
         if self._task is None:
             return
         self._done += 1
@@ -76,20 +73,20 @@ class ProgressBar(Callback):
             rate = f"{self._done / max(now - self._began, 1e-9):.1f} per second"
             self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
 
-    def on_fit_end(self, engine: "Engine") -> None:  # noqa: ARG002
-        """Leave the terminal as it was."""
+    def on_fit_end(self, engine: TrainingRun) -> None:  # noqa: ARG002
+        """Stop drawing and restore the terminal."""
         self._progress.stop()
         self._task = None
 
 
-def reading_again(items: Iterable[Any], total: int, console: Console | None = None) -> Iterator[Any]:
-    """Hand items on, and show how far they are if that takes more than two seconds."""
+def show_rereading(items: Iterable[Any], total: int, console: Console | None = None) -> Iterator[Any]:
+    """Yield items, and show a progress bar if that takes more than two seconds."""
     began = time.monotonic()
     with ExitStack() as shown:
         bar: Progress | None = None
         for done, item in enumerate(items, 1):
-            if bar is None and time.monotonic() - began > _SECONDS_UNSEEN:
-                columns = TextColumn("reading the epoch again"), BarColumn(), MofNCompleteColumn()
+            if bar is None and time.monotonic() - began > _SECONDS_HIDDEN:
+                columns = TextColumn("re-reading the epoch"), BarColumn(), MofNCompleteColumn()
                 bar = Progress(
                     *columns,
                     TextColumn("batches"),

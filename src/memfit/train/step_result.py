@@ -1,4 +1,4 @@
-"""What one optimizer step did."""
+"""The result of one optimizer step."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,27 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What became of a window.
+    """The result of a window.
 
-    ``loss`` and ``grad_norm`` wait for the device when they are asked for, and not before.
+    Reading ``loss`` or ``grad_norm`` waits for the device; nothing before does.
     """
 
     updated: bool
-    """Whether the optimizer stepped; with loss scaling (fp16), not where a gradient was not finite."""
+    """Whether the optimizer stepped; with loss scaling (fp16) it does not if a gradient is not finite."""
     found_inf: bool
-    """Whether one was not; looked for with loss scaling only."""
+    """Whether a gradient was not finite; checked with loss scaling only."""
     loss_scale: float | None
-    """That the window was scaled with; None without scaling."""
+    """The scale of the window's losses; None without scaling."""
     micro_step: int
     """Micro-batches so far, this window's included."""
     optimizer_step: int
     """Updates so far."""
     retried: int
-    """Times that the window was begun again in smaller parts, for want of memory."""
+    """How often the window was retried in smaller parts because memory ran out."""
     loss_tensor: torch.Tensor
-    """Weighted mean over the window."""
+    """Weighted mean of the window's losses, on the device."""
     grad_norm_tensor: torch.Tensor | None
+    """Norm of all gradients before clipping, on the device."""
 
     @property
     def loss(self) -> float:

@@ -1,1 +1,1 @@
-"""How strategies do what they do: forwards run again, tensors that wait elsewhere, modules by name."""
+"""How strategies work: recomputed forwards, saved tensors on the host, modules selected by name."""

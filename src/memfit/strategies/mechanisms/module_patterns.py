@@ -1,12 +1,12 @@
-"""Which modules of a model a setting names.
+"""Modules of a model, selected by name, pattern or class.
 
     layers.3            the module of that name
-    layers.*            a star stands for anything but a dot: layers.0, layers.1, not layers.0.mlp
-    **.mlp              two stars for anything: layers.0.mlp, layers.1.mlp
+    layers.*            a star matches anything but a dot: layers.0, layers.1, not layers.0.mlp
+    **.mlp              two stars match anything: layers.0.mlp, layers.1.mlp
     TransformerBlock    every module of that class
 
-Names are those of ``model.named_modules()``, without the ``_orig_mod`` that ``torch.compile`` puts into
-them: what it wrapped is found under its own name, and stands for the wrapper.
+Names are those of ``model.named_modules()``, without the ``_orig_mod`` that ``torch.compile`` inserts: a
+compiled module is found under the name of the original.
 """
 
 import difflib
@@ -19,20 +19,20 @@ from torch import nn
 from memfit.errors import UsageError
 
 COMPILED = "_orig_mod"
-"""What torch.compile calls the module that it wraps (torch/_dynamo/eval_frame.py, OptimizedModule)."""
+"""torch.compile's name for the module that it wraps (torch/_dynamo/eval_frame.py, OptimizedModule)."""
 _STARS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
 
 
 def modules_named(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
-    """Return the modules that patterns name, in the model's order.
+    """Return the modules that patterns select, in the model's order.
 
     Args:
-        model: whose modules; itself it has no name.
-        patterns: one or several, as the module docstring says.
+        model: searched without the model itself, which has no name.
+        patterns: one or several, as in the module docstring.
         what: the setting that they belong to, for the message.
 
     Raises:
-        UsageError: a pattern names no module; the message has the nearest names.
+        UsageError: a pattern selects no module; the message lists the nearest names.
     """
     known = dict(_named(model))
     found: set[str] = set()
@@ -47,17 +47,17 @@ def modules_named(model: nn.Module, patterns: str | Sequence[str], what: str) ->
             classes = {class_name(module) for module in known.values()}
             near = difflib.get_close_matches(pattern, [*known, *sorted(classes)], n=3, cutoff=0.4)
             raise UsageError(
-                f"{what}: no module of {class_name(model)} is called {pattern!r}, nor is of that class. "
-                + (f"Near it: {', '.join(near)}." if near else f"It has {', '.join(list(known)[:5])}.")
+                f"{what}: no module of {class_name(model)} has the name or class {pattern!r}. "
+                + (f"Nearest: {', '.join(near)}." if near else f"It has {', '.join(list(known)[:5])}.")
             )
         found |= matching
     return {name: module for name, module in known.items() if name in found}
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that a model repeats: the outermost lists of at least two modules of one class.
+    """Return the blocks that a model repeats: its outermost lists of at least two modules of one class.
 
-    Empty where there is none. Single operations (a list of Linear) are no blocks: blocks have parts.
+    Empty if it has none. Single operations, such as a list of Linear, are not blocks: blocks have submodules.
     """
     found: dict[str, nn.Module] = {}
     for name, module in [("", unwrapped(model)), *_named(model)]:
@@ -75,13 +75,13 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what torch.compile wrapped; the module itself if it did not."""
+    """Return the module that torch.compile wrapped; the module itself if it is not compiled."""
     inside = getattr(module, COMPILED, module)
     return inside if isinstance(inside, nn.Module) else module
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class; of what is inside, if torch.compile wrapped it."""
+    """Return the name of a module's class; of the original, if torch.compile wrapped it."""
     return type(unwrapped(module)).__name__
 
 

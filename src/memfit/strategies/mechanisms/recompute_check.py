@@ -1,8 +1,8 @@
-"""Is what is recomputed what was computed? Every operation's result, compared by a checksum of its bits.
+"""Check a recomputation against its forward: each operation's result, compared by a checksum of its bits.
 
-It costs an operation or two for each one, memory for two numbers of 8 bytes for each element of a result
-while it is looked at, and a wait for the GPU for each operation of a recomputation. It is for finding a
-fault, not for training.
+Each operation costs one or two more, memory for two 8-byte numbers per element of the result while its
+checksum is computed, and, in a recomputation, a wait for the GPU. The check finds faults; it is not for
+training.
 """
 
 from collections.abc import Sequence
@@ -13,34 +13,33 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.errors import DivergenceError
-from memfit.strategies.mechanisms.forward_state import unseen
+from memfit.strategies.mechanisms.tensors import without_dispatch_modes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Not compared: checkpointing detaches more often in one of the two runs, and autograd clones what is about to
-# be written to, which a reentrant forward does without; autocast casts a weight once and
-# keeps it, so that the cast may be in one only (what uses the result is compared); empty tensors hold
-# anything.
-_PASSED_OVER = {"aten.detach", "aten.clone", "aten._to_copy", "prim.device"}
+# Not compared: checkpointing detaches more often in one of the two runs; autograd clones what is about to be
+# written to, but not in a reentrant forward; autocast casts a weight once and keeps it, so that the cast may
+# be in one run only (what uses the result is compared); empty tensors hold anything.
+_NOT_COMPARED = {"aten.detach", "aten.clone", "aten._to_copy", "prim.device"}
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """One operation's first result: what it was, and its bits' checksum."""
+    """One operation's first result: shape, dtype and the checksum of its bits."""
 
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     sum: torch.Tensor | None
-    """On the tensor's device; None where the bits say nothing, or cannot be had."""
+    """On the tensor's device; None where the bits are meaningless or cannot be read."""
 
     def __str__(self) -> str:
-        """Return what an error can say of it."""
+        """Return the operation and its result as they appear in an error."""
         return f"{self.operation} -> {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes the fingerprints of all operations below it."""
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes the fingerprints of all operations inside the context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,69 +47,70 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code is one operation among others."""
+        """Return True: compiled code counts as one operation."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation and look at its result."""
+        """Run the operation and take its result's fingerprint."""
         result = func(*args, **(kwargs or {}))
         name = str(func)
-        if name.rpartition(".")[0] not in _PASSED_OVER:
-            with unseen():
-                self.see(_fingerprint(name, result))
+        if name.rpartition(".")[0] not in _NOT_COMPARED:
+            with without_dispatch_modes():
+                self.take(_fingerprint(name, result))
         return result
 
-    def see(self, fingerprint: Fingerprint) -> None:
-        """Keep it."""
+    def take(self, fingerprint: Fingerprint) -> None:
+        """Keep a fingerprint."""
         self.fingerprints.append(fingerprint)
 
 
-class Comparing(Recording):  # type: ignore[no-untyped-call]
-    """Compares operations with those that were recorded, and ends at the first that differs.
+class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
+    """Compares operations with the recorded ones, and stops at the first that differs.
 
-    A recomputation may end early, so that fewer operations are no difference; more or other ones are.
+    A recomputation may end early: fewer operations are not a difference; additional or other ones are.
 
     Args:
-        region: the name for the error.
-        recorded: of the forward.
+        region: its name, for the error.
+        recorded: the forward's fingerprints.
 
     Raises:
-        DivergenceError: from inside the operation.
+        DivergenceError: an operation differs; raised from inside it.
     """
 
     def __init__(self, region: str, recorded: Sequence[Fingerprint]) -> None:
         super().__init__()
         self._region, self._recorded = region, recorded
 
-    def see(self, fingerprint: Fingerprint) -> None:
-        """Compare it with the one at its place."""
-        place = len(self.fingerprints)
+    def take(self, fingerprint: Fingerprint) -> None:
+        """Compare a fingerprint with the forward's of the same index."""
+        index = len(self.fingerprints)
         self.fingerprints.append(fingerprint)
-        if place >= len(self._recorded):
-            self._refuse(place, f"the forward ended before {fingerprint}")
-        before = self._recorded[place]
+        if index >= len(self._recorded):
+            self._refuse(index, f"the forward ended before {fingerprint}")
+        before = self._recorded[index]
         same = (before.operation, before.shape, before.dtype)
         if same != (fingerprint.operation, fingerprint.shape, fingerprint.dtype):
-            self._refuse(place, f"the forward did {before}, the recomputation {fingerprint}")
+            self._refuse(index, f"the forward did {before}, the recomputation {fingerprint}")
         if (
             before.sum is not None
             and fingerprint.sum is not None
             and not torch.equal(before.sum, fingerprint.sum)
         ):
-            self._refuse(place, f"{fingerprint} has other values than in the forward")
+            self._refuse(index, f"{fingerprint} has different values than in the forward")
 
-    def _refuse(self, place: int, what: str) -> None:
+    def _refuse(self, index: int, difference: str) -> None:
         raise DivergenceError(
-            f"Checkpointed region {self._region}: operation {place + 1}: {what}. Gradients would be wrong. "
-            "A forward must do the same when it runs again: look for state that is no buffer, for random "
-            "numbers of Python, NumPy or a generator of its own, for operations that are not deterministic."
+            f"Checkpointed region {self._region}: operation {index + 1}: {difference}. Gradients would be "
+            "wrong. A forward must compute the same when it runs again: look for state that is not in a "
+            "buffer, for random numbers from Python, NumPy or a generator of its own, and for "
+            "nondeterministic operations."
         )
 
 
 def _fingerprint(operation: str, result: Any) -> Fingerprint:
-    # Only the first result: others may be work space, or padded with what memory happened to hold.
+    # Only the first result: others may be workspace, or padded with whatever the memory held.
     first = result[0] if isinstance(result, tuple | list) and result else result
     if not isinstance(first, torch.Tensor):
         return Fingerprint(operation, (), None, None)
@@ -121,7 +121,7 @@ def _fingerprint(operation: str, result: Any) -> Fingerprint:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits times odd numbers, modulo 2**64: one element that changes always shows."""
+    """Return the sum of the bits times odd numbers, modulo 2**64: it detects any change of one element."""
     with torch.no_grad():
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         bits = real.resolve_neg().reshape(-1).view(_BITS[real.element_size()]).to(torch.int64)

@@ -1,4 +1,4 @@
-"""Updating each parameter in backward, as soon as its gradient is complete.
+"""Update each parameter in backward, as soon as its gradient is complete.
 
 backward of layer n ──┬── of layer n-1 ──┬── ...        the step at the end finds no gradient left
 step, free         step, free
@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_info import name_of
+from memfit.strategies.mechanisms.optimizer_info import optimizer_name
 
 
 class StepInBackward:
     """Updates each parameter in backward, and frees its gradient.
 
-    The optimizer stays the one that counts: its groups, state, ``state_dict`` and scheduler. Its ``step``,
-    at the end, finds no gradient left and only closes the window.
+    The optimizer keeps its groups, state, ``state_dict`` and scheduler. Its ``step``, at the end, finds no
+    gradient left and only closes the window.
 
     Args:
-        optimizer: one that treats each parameter by itself.
+        optimizer: one that updates each parameter independently of the others.
 
     Raises:
-        UsageError: it does not, or it is not known to; or it has hooks that want to see gradients.
+        UsageError: it does not, or is not known to; or it has hooks that need to see gradients.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -34,18 +34,22 @@ class StepInBackward:
             optimizer, torch.optim.LBFGS
         ):
             raise UsageError(
-                f"step_in_backward: {name_of(optimizer)} is not known to update each parameter by itself; "
-                "PyTorch's (but LBFGS), torchao's and bitsandbytes' are."
+                f"step_in_backward: {optimizer_name(optimizer)} is not known to update each parameter "
+                "independently. The optimizers of PyTorch (except LBFGS), torchao and bitsandbytes do."
             )
         if optimizer._optimizer_step_pre_hooks:
-            raise UsageError("step_in_backward: hooks before the optimizer's step would find no gradients.")
-        # Parameters hold this, so it holds neither them nor the optimizer: memory is freed when the script's
-        # last name for them goes, not when the collector runs.
+            raise UsageError(
+                "step_in_backward: the optimizer has step_pre_hooks, which would find no gradients. Remove "
+                "them, or leave out step_in_backward."
+            )
+        # Parameters hold this object, so it holds neither them nor the optimizer strongly: their memory is
+        # freed with the script's last reference, not when the garbage collector runs.
         self._optimizer = weakref.ref(optimizer)
         self.active = True
-        """Whether gradients are used: an engine says no between its windows, when backwards are others'."""
+        """Whether gradients are used. An engine clears it between its windows, when a backward is not its
+        own."""
         self.stepped: set[torch.Tensor] = set()
-        """Parameters whose update was begun since the last ``optimizer.step``."""
+        """Parameters whose update began after the last ``optimizer.step``."""
         # Without the wrapper that calls step hooks, which are for whole steps.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         self._hooks: list[RemovableHandle] = [
@@ -57,32 +61,32 @@ class StepInBackward:
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.stepped.clear()))
 
     def hooks(self) -> list[RemovableHandle]:
-        """Return the hooks of the parameters and of the optimizer, to be removed."""
+        """Return the hooks on parameters and optimizer, for removal."""
         return self._hooks
 
     def _update(self, index: int, parameter: torch.Tensor) -> None:
-        """Update a parameter of a group, if nobody else took its gradient and there still is an optimizer."""
+        """Update a parameter of a group, if its gradient and the optimizer still exist."""
         optimizer = self._optimizer()
         if parameter.grad is None or optimizer is None or not self.active:
             return
         if parameter in self.stepped:
             raise UsageError(
-                f"step_in_backward: a parameter of shape {tuple(parameter.shape)} got its gradient in two "
-                "pieces, and the first is used already. One backward to a step; and a module that two "
-                "reentrant checkpoints share needs use_reentrant=False."
+                f"step_in_backward: a parameter of shape {tuple(parameter.shape)} received its gradient in "
+                "two pieces, and the first has already updated it. Call backward once per step; a module "
+                "that two reentrant checkpoints share needs use_reentrant=False."
             )
-        self.stepped.add(parameter)  # before, for a step that fails may have changed its state
+        self.stepped.add(parameter)  # first: a step that fails may have changed its state
         with torch.no_grad():
             self._step(_with_only(optimizer, index, parameter))
         parameter.grad = None
 
 
 def _with_only(optimizer: Optimizer, index: int, parameter: torch.Tensor) -> Optimizer:
-    """Return an optimizer as it is now, with one parameter of a group: another object, the same state.
+    """Return another optimizer object with the same state and only one parameter of a group.
 
-    The object itself is not narrowed, for backward runs in one thread for each device.
+    The original is not narrowed: backward runs in one thread per device.
     """
     group = optimizer.param_groups[index]
-    one: Optimizer = object.__new__(type(optimizer))
-    vars(one).update(vars(optimizer), param_groups=[group | {"params": [parameter]}])
-    return one
+    narrowed: Optimizer = object.__new__(type(optimizer))
+    vars(narrowed).update(vars(optimizer), param_groups=[group | {"params": [parameter]}])
+    return narrowed

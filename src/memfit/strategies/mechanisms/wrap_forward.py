@@ -1,9 +1,9 @@
-"""Running something around a module's forward, and taking it back.
+"""Wrap a module's forward, and unwrap it.
 
-    module(x) -> hooks -> module.forward, a Wrapped -> around(the forward that was, x)
+    module(x) -> hooks -> module.forward, a WrappedForward -> around(original forward, x)
 
-The module, its class and its hooks stay; so do names and ``state_dict``. Copies and pickles of the module
-call their own forward, and ``inspect.signature`` sees the original's arguments.
+The module, its class, hooks, names and ``state_dict`` stay. Copies and pickles of the module call their own
+forward, and ``inspect.signature`` sees the original's arguments.
 """
 
 import weakref
@@ -15,27 +15,26 @@ from torch import nn
 Forward = Callable[..., Any]
 
 
-class Wrapped:
-    """Stands in a module in place of its forward.
+class WrappedForward:
+    """Takes the place of a module's forward.
 
     Args:
-        module: it is not kept alive: models are freed when they are deleted, not when the collector runs.
-        around: ``around(forward, *args, **kwargs)`` is what a call does; plain data, so that it
-            can be pickled.
-        inner: the forward that stood in the module itself; None if it was its class's.
+        module: held weakly: a model is freed when it is deleted, not when the garbage collector runs.
+        around: a call runs ``around(forward, *args, **kwargs)``; plain data, so that it can be pickled.
+        inner: the forward that the module's ``__dict__`` had; None if it was its class's.
     """
 
     def __init__(self, module: nn.Module, around: Any, inner: Forward | None) -> None:
         self._module = weakref.ref(module)
         self.around, self.inner = around, inner
 
-    def __reduce__(self) -> tuple[type["Wrapped"], tuple[Any, ...]]:
-        """Let copies be of the module's copy."""
+    def __reduce__(self) -> tuple[type["WrappedForward"], tuple[Any, ...]]:
+        """Bind copies to the module's copy."""
         return type(self), (self.module, self.around, self.inner)
 
     @property
     def module(self) -> nn.Module:
-        """Return the module; whoever calls its forward holds it."""
+        """Return the module; the caller of its forward holds it."""
         module = self._module()
         if module is None:
             raise AssertionError("a forward does not outlive its module")
@@ -43,34 +42,37 @@ class Wrapped:
 
     @property
     def __wrapped__(self) -> Forward:
-        """Return the forward that was; ``inspect.signature`` asks it, too."""
+        """Return the original forward; ``inspect.signature`` reads it too."""
         if self.inner is not None:
             return self.inner
         forward: Forward = type(self.module).forward.__get__(self.module)
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what is around the forward."""
+        """Run ``around`` with the original forward."""
         return self.around(self.__wrapped__, *args, **kwargs)
 
 
-def wrap_forward(module: nn.Module, around: Any, kind: type[Wrapped] = Wrapped) -> Callable[[], None]:
-    """Have ``around(forward, *args, **kwargs)`` called in place of a module's forward.
+def wrap_forward(
+    module: nn.Module, around: Any, kind: type[WrappedForward] = WrappedForward
+) -> Callable[[], None]:
+    """Have calls of a module's forward run ``around(forward, *args, **kwargs)`` instead.
 
     Args:
         module: its ``forward`` becomes an attribute of the object.
-        around: is best a function of a module or a frozen dataclass that is callable, so that copies work.
-        kind: what stands in the module.
+        around: best a module-level function or a callable frozen dataclass, so that copies work.
+        kind: the class of the wrapper.
 
     Returns:
-        What takes it back: wrappers are taken off in the reverse order. It does not keep the module alive.
+        A function that removes the wrapper; wrappers are removed in reverse order. It does not keep the
+        module alive.
     """
-    # Straight into the dictionary: torch.compile's wrapper would hand an attribute on to what it wraps.
+    # Set in __dict__: torch.compile's wrapper would pass an attribute on to the module inside.
     wrapper = module.__dict__["forward"] = kind(module, around, module.__dict__.get("forward"))
-    held = weakref.ref(module)
+    reference = weakref.ref(module)
 
-    def back() -> None:
-        module = held()
+    def unwrap() -> None:
+        module = reference()
         if module is None:
             return
         if module.__dict__["forward"] is not wrapper:
@@ -79,12 +81,12 @@ def wrap_forward(module: nn.Module, around: Any, kind: type[Wrapped] = Wrapped) 
         if wrapper.inner is not None:
             module.__dict__["forward"] = wrapper.inner
 
-    return back
+    return unwrap
 
 
-def wrappers(module: nn.Module) -> Iterator[Wrapped]:
-    """Yield what stands around a module's forward, from the outside in."""
+def wrappers(module: nn.Module) -> Iterator[WrappedForward]:
+    """Yield the wrappers of a module's forward, outermost first."""
     forward = module.__dict__.get("forward")
-    while isinstance(forward, Wrapped):
+    while isinstance(forward, WrappedForward):
         yield forward
         forward = forward.inner

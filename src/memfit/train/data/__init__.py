@@ -1,1 +1,1 @@
-"""Batches: where a run stands in its data, and how they are divided."""
+"""Batches: a run's position in its data, and how batches are divided."""

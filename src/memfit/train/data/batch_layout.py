@@ -1,14 +1,14 @@
-"""What a tuple or a list in a batch is: columns, or samples.
+"""Whether a tuple or a list in a batch holds columns or samples.
 
-columns    an entry for each field of a sample, as a DataLoader makes them of tuples
-samples    an entry for each sample, as a ``collate_fn`` of one's own may leave them
+columns    one entry per field of a sample, as a DataLoader collates tuples
+samples    one entry per sample, as a custom ``collate_fn`` may leave them
 
 [images, labels, paths], [x, {"y": y}]      entries of several kinds: columns
 [[image, image], [target, target]]          or sequences of several kinds
 ["a.png", "b.png"]                          plain values: samples
-[(image, 3), (image, 7)]                    numbers inside: samples, collating makes tensors of them
-[image, image], [{"boxes": b}, {...}]       either: as many as the batch has samples, or columns of that
-                                            length; the rest of the batch may tell
+[(image, 3), (image, 7)]                    numbers inside: samples, since collating makes tensors of them
+[image, image], [{"boxes": b}, {...}]       either: as many entries as the batch has samples, or columns of
+                                            that length; the rest of the batch may decide
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,23 +22,23 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 _TENSORS: frozenset[Any] = frozenset(("rows",))
 _PLAIN: frozenset[Any] = frozenset(("plain",))
 _CHANNELS, _IMAGE = 3, 3
-"""Channels of an image in colour, and its dimensions."""
+"""Channels of a colour image, and dimensions of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
-    """What a sequence may be, by what is in it; neither: it has no part in the batch's size."""
+class SequenceLayout:
+    """What a sequence may hold, judged by its entries; if neither, it says nothing about the batch's size."""
 
     columns: bool
     samples: bool
 
     @classmethod
-    def of(cls, value: Sequence[Any], *, outer: bool) -> "Readings":
-        """Look at a sequence.
+    def of(cls, value: Sequence[Any], *, outer: bool) -> "SequenceLayout":
+        """Classify a sequence.
 
         Args:
             value: a tuple or a list.
-            outer: whether it is the batch itself. A tuple then is what a function returned: columns.
+            outer: whether it is the batch itself. A tuple then is a function's result: columns.
         """
         kinds: frozenset[Any] = _TENSORS if all(map(has_rows, value)) and value else _kinds(value)
         if kinds == _PLAIN:
@@ -49,51 +49,51 @@ class Readings:
 
 
 def has_rows(value: object) -> TypeGuard[Any]:
-    """Whether a value is a tensor or an array with a first dimension."""
+    """Return whether a value is a tensor or an array with at least one dimension."""
     return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
 def sizes_of(value: object, *, outer: bool = False) -> set[int] | None:
-    """Return the numbers of samples that a batch, or a part of one, may have; None if it has no say."""
+    """Return the possible numbers of samples of a batch or a part; None if it does not determine any."""
     if has_rows(value):
         return {value.shape[0]}
     if isinstance(value, Mapping):
         return common_sizes(value.values())
     if not isinstance(value, tuple | list):
         return None
-    readings = Readings.of(value, outer=outer)
-    sizes = common_sizes(value) if readings.columns else None
-    return (sizes or set()) | {len(value)} if readings.samples else sizes
+    layout = SequenceLayout.of(value, outer=outer)
+    sizes = common_sizes(value) if layout.columns else None
+    return (sizes or set()) | {len(value)} if layout.samples else sizes
 
 
 def common_sizes(values: Iterable[object]) -> set[int] | None:
-    """Return the numbers of samples that all of these may have."""
+    """Return the numbers of samples that are possible for all of these values."""
     sizes = [found for value in values if (found := sizes_of(value)) is not None]
     return set.intersection(*sizes) if sizes else None
 
 
 def lengths(value: object, *, outer: bool = False) -> Iterator[int]:
-    """Yield the length of each part, where sequences that may be columns are."""
+    """Yield the length of each part, reading sequences that may be columns as columns."""
     if has_rows(value):
         yield value.shape[0]
     elif isinstance(value, Mapping):
         for entry in value.values():
             yield from lengths(entry)
     elif isinstance(value, tuple | list):
-        readings = Readings.of(value, outer=outer)
-        if readings.columns:
+        layout = SequenceLayout.of(value, outer=outer)
+        if layout.columns:
             for entry in value:
                 yield from lengths(entry)
-        elif readings.samples:
+        elif layout.samples:
             yield len(value)
 
 
 def looks_like_samples(value: Sequence[Any], *, alike: bool) -> bool:
-    """Whether columns would be too strange to take a sequence for them when it may be samples.
+    """Return whether a sequence that may be either is unlikely to be columns.
 
     Args:
-        value: of mappings, of tensors, or of sequences of these.
-        alike: whether tensors of one shape are strange, and not images only.
+        value: a sequence of mappings, of tensors, or of sequences of these.
+        alike: whether tensors of one shape count as unlikely columns, not only images.
     """
     if any(isinstance(entry, Mapping) for entry in value):
         return True
@@ -107,7 +107,7 @@ def looks_like_samples(value: Sequence[Any], *, alike: bool) -> bool:
 
 
 def _kinds(values: Iterable[object]) -> frozenset[Any]:
-    """Return what kinds of things there are; of sequences, what they are sequences of."""
+    """Return the kinds of values; for sequences, the kinds of their entries."""
     kinds = frozenset(map(_kind, values))
     return kinds - {frozenset()} or kinds
 
@@ -125,7 +125,7 @@ def _is_text(value: Iterable[object]) -> bool:
 
 
 def _is_bare(value: object) -> bool:
-    """Whether there is something in a value that collating would have made a tensor or a list of."""
+    """Return whether a value contains something that collating would have turned into a tensor or a list."""
     if isinstance(value, Mapping):
         return any(_is_bare(entry) for entry in value.values())
     if isinstance(value, tuple | list):

@@ -1,25 +1,22 @@
-"""Random number generators that a loader has of its own: ``DataLoader(shuffle=True, generator=...)``.
+"""Find the random number generators that a loader holds: ``DataLoader(shuffle=True, generator=...)``.
 
 loader ── sampler ── batch_sampler ── dataset        generators that are attributes of these, each once
 
-What is out of sight: generators in worker processes, and those that other objects keep.
+Generators in worker processes and in other objects are not found.
 """
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from memfit.errors import UsageError
-from memfit.strategies.mechanisms.global_generators import with_arrays, without_arrays
-
 _PARTS = ("sampler", "batch_sampler", "dataset")
 
 
-def own_generators(loader: Any) -> list[Any]:
-    """Return PyTorch's, NumPy's and Python's generators that a loader and its parts hold, in fixed order."""
+def generators_of(loader: Any) -> list[Any]:
+    """Return PyTorch's, NumPy's and Python's generators in a loader and its parts, in a fixed order."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if "numpy" in sys.modules:
         import numpy as np
@@ -42,45 +39,3 @@ def _parts(loader: Any) -> Iterator[Any]:
             seen.add(id(part))
             yield part
             waiting += [vars(part)[name] for name in _PARTS if name in vars(part)]
-
-
-def states_of(generators: Sequence[Any]) -> list[Any]:
-    """Return where generators stand, in tensors and plain values."""
-    return [_state_of(generator) for generator in generators]
-
-
-def set_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Put generators where ``states_of`` found them.
-
-    Raises:
-        UsageError: there are others than those.
-    """
-    try:
-        for generator, state in zip(generators, states, strict=True):
-            _set_state(generator, state)
-    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"Cannot resume: the state has {len(states)} random number generators of the loader's own, and "
-            f"this loader has {len(generators)}, or others ({error}). Give it the loader that it had."
-        ) from None
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "bit_generator"):
-        return without_arrays(generator.bit_generator.state)
-    return without_arrays(generator.get_state(legacy=False))
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = with_arrays(state)
-    else:
-        generator.set_state(with_arrays(state))

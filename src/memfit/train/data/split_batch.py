@@ -1,9 +1,9 @@
-"""Splitting a batch into micro-batches.
+"""Split a batch into micro-batches.
 
 tensors, arrays     along their first dimension, if that is the batch's size
 dicts               entry by entry
-tuples, lists       columns entry by entry, samples in slices: ``readings`` tells which
-all else            to every micro-batch as it is
+tuples, lists       columns entry by entry, samples in slices: ``batch_layout`` decides which
+anything else       goes unchanged to every micro-batch
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.train.data.batch_layout import (
-    Readings,
+    SequenceLayout,
     common_sizes,
     has_rows,
     lengths,
@@ -22,8 +22,8 @@ from memfit.train.data.batch_layout import (
     sizes_of,
 )
 
-_DO = (
-    "Give the engine both size=lambda batch: ..., which returns how many samples it has, and "
+_ADVICE = (
+    "Pass both to the engine: size=lambda batch: ..., which returns the number of samples, and "
     "split=lambda batch, sizes: [...], which returns parts of those sizes."
 )
 
@@ -32,7 +32,7 @@ def batch_size(batch: object) -> int:
     """Return the number of samples of a batch.
 
     Raises:
-        UsageError: there is nothing in it that has samples, or its parts do not agree.
+        UsageError: nothing in the batch has samples, or its parts disagree.
 
     >>> batch_size({"x": torch.zeros(8, 3), "y": torch.zeros(8), "epoch": 3})
     8
@@ -44,7 +44,7 @@ def batch_size(batch: object) -> int:
     if len(found) == 1 and found <= sizes:
         return found.pop()
     parts = f"parts of {sorted(found)} samples" if found else "nothing that has samples"
-    raise UsageError(f"Cannot tell the size of a batch with {parts}. {_DO}")
+    raise UsageError(f"Cannot determine the size of a batch with {parts}. {_ADVICE}")
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -55,7 +55,7 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
         sizes: samples of each part; together those of the batch.
 
     Raises:
-        UsageError: it cannot be told whether a list is of samples or of columns.
+        UsageError: a list may hold samples or columns.
 
     >>> [part["x"].shape[0] for part in split({"x": torch.zeros(5, 2)}, [3, 2])]
     [3, 2]
@@ -72,7 +72,7 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def even_sizes(samples: int, parts: int) -> list[int]:
-    """Return sizes that differ by one at most, the larger first; no part is empty.
+    """Return sizes that differ by at most one, the larger first; no part is empty.
 
     >>> even_sizes(10, 4), even_sizes(2, 4)
     ([3, 3, 2, 2], [1, 1])
@@ -83,22 +83,22 @@ def even_sizes(samples: int, parts: int) -> list[int]:
 
 
 class _Splitter:
-    """How one batch of so many samples is split."""
+    """Splits one batch with a known number of samples."""
 
-    def __init__(self, batch: object, whole: int) -> None:
-        self._whole = whole
+    def __init__(self, batch: object, size: int) -> None:
+        self._size = size
         self._samples: dict[int, bool] = {}
-        """What each sequence was found to be, for the parts after the first."""
+        """Whether each sequence holds samples, by its id: decided for the first part."""
         self._doubtful = len(sizes_of(batch, outer=True) or ()) > 1
-        """The batch as a whole may be of another size."""
-        # A DataLoader's own collating leaves no samples that hold tensors: where there are some, a collate_fn
-        # of the user's has made the batch, and what may be samples is.
+        """Whether the whole batch may have another size."""
+        # A DataLoader's default collating leaves no samples that hold tensors. If there are some, a custom
+        # collate_fn made the batch, and every sequence that may hold samples does.
         self._of_samples = any(self._only_samples(each, outer=each is batch) for each in _sequences(batch))
 
     def part(self, value: Any, part: slice, *, outer: bool = False) -> Any:
         """Return a part of a value."""
         if has_rows(value):
-            return value[part] if value.shape[0] == self._whole else value
+            return value[part] if value.shape[0] == self._size else value
         if isinstance(value, Mapping):
             return _like(value, {name: self.part(entry, part) for name, entry in value.items()})
         if not isinstance(value, tuple | list):
@@ -113,23 +113,23 @@ class _Splitter:
         return type(value)(parts)
 
     def _only_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
-        readings = Readings.of(value, outer=outer)
-        if not readings.samples or len(value) != self._whole:
+        layout = SequenceLayout.of(value, outer=outer)
+        if not layout.samples or len(value) != self._size:
             return False
         nested = any(has_rows(entry) or isinstance(entry, Mapping | tuple | list) for entry in value)
-        return nested and not (readings.columns and self._whole in (common_sizes(value) or ()))
+        return nested and not (layout.columns and self._size in (common_sizes(value) or ()))
 
     def _is_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
-        """Say whether a sequence is samples.
+        """Return whether a sequence holds samples.
 
         Raises:
-            UsageError: it may be columns just as well.
+            UsageError: it may just as well hold columns.
         """
-        readings, as_many = Readings.of(value, outer=outer), len(value) == self._whole
-        if not readings.samples:
-            # Numbers in a tuple: of each sample, or a size of images.
-            return as_many and not readings.columns and self._of_samples
-        if not readings.columns or self._whole not in (common_sizes(value) or ()):
+        layout, as_many = SequenceLayout.of(value, outer=outer), len(value) == self._size
+        if not layout.samples:
+            # Numbers in a tuple: one per sample, or the size of images.
+            return as_many and not layout.columns and self._of_samples
+        if not layout.columns or self._size not in (common_sizes(value) or ()):
             return as_many
         if as_many and self._of_samples and not outer:
             return True
@@ -137,8 +137,9 @@ class _Splitter:
             self._of_samples or looks_like_samples(value, alike=as_many and not outer)
         ):
             raise UsageError(
-                f"Cannot split a batch of {self._whole}: a {type(value).__name__} of {len(value)} "
-                f"entries in it may be {len(value)} samples, or {len(value)} columns of {self._whole}. {_DO}"
+                f"Cannot split a batch of {self._size}: a {type(value).__name__} of {len(value)} "
+                f"entries in it may be {len(value)} samples, or {len(value)} columns of {self._size}. "
+                f"{_ADVICE}"
             )
         return False
 
@@ -154,11 +155,11 @@ def _sequences(value: Any) -> Iterator[Sequence[Any]]:
 
 
 def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of a value's kind; a copy keeps what its class adds, as a default's factory."""
+    """Return a mapping of a value's class; a copy keeps extra attributes, such as a default factory."""
     if type(value) is dict:
         return parts
     if isinstance(value, MutableMapping):
-        made = copy.copy(value)
-        made.update(parts)
-        return made
+        copied = copy.copy(value)
+        copied.update(parts)
+        return copied
     return type(value)(parts)  # type: ignore[call-arg]

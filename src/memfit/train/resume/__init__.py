@@ -1,1 +1,1 @@
-"""Saving a run and going on from it: what is saved, whether it suits, and files that are whole."""
+"""Save a run and resume it: what is saved, whether it suits an engine, and its files."""

@@ -1,61 +1,68 @@
-"""Whether a saved run can go on in an engine: asked before anything is changed."""
+"""Check that a saved run suits an engine, before anything is changed."""
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memfit.errors import UsageError
 from memfit.strategies.mechanisms.module_patterns import unwrapped
-from memfit.train.resume.state_names import class_of, groups, named, others, precision_of, steps_of
+from memfit.train.resume.engine_parts import (
+    EngineParts,
+    class_path,
+    named_parameters,
+    parameter_groups,
+    precision_of,
+    tensors_outside_state_dict,
+)
+from memfit.train.resume.saved_run import SavedRun
 
-if TYPE_CHECKING:
-    from memfit.train.engine import Engine
-    from memfit.train.resume.saved_run import Saved
 
-
-def check_suits(engine: "Engine", state: "Saved") -> None:
-    """Refuse what cannot go on.
+def check_compatible(parts: EngineParts, state: SavedRun) -> None:
+    """Refuse a saved run that cannot resume in an engine.
 
     Raises:
-        UsageError: model, optimizer, scheduler are not those that were saved; or the state is of the inside
-            of a window, which another precision or accumulation cannot end.
+        UsageError: model, optimizer or scheduler differ from those saved; or the state was saved inside a
+            window, which another precision or accumulation cannot complete.
     """
-    model = unwrapped(engine.model).state_dict()
+    model = unwrapped(parts.model).state_dict()
     _check_shapes(model, state["model"])
     for what, here, there in (
-        ("optimizer", class_of(engine.optimizer), state["optimizer_class"]),
-        ("scheduler", engine.scheduler and class_of(engine.scheduler), state["scheduler_class"]),
+        ("optimizer", class_path(parts.optimizer), state["optimizer_class"]),
+        ("scheduler", parts.scheduler and class_path(parts.scheduler), state["scheduler_class"]),
     ):
         if here != there:
             raise UsageError(
-                f"Cannot resume: the state is of {there or f'no {what}'}, and the {what} here is "
-                f"{here or 'none'}, which keeps another. Go on with that, or load the model alone."
+                f"Cannot resume: the {what} was {there or 'none'} when the state was saved, and is "
+                f"{here or 'none'} here. Use the former one, or load only the model's state."
             )
-    _check_groups(groups(engine), state["groups"])
-    _check_shapes(others(engine), state["others"])
-    _check_callbacks(engine, state)
-    _check_scheduler(engine, state)
+    _check_groups(parameter_groups(parts), state["groups"])
+    _check_shapes(tensors_outside_state_dict(parts), state["others"])
+    _check_callbacks(parts, state)
+    _check_scheduler(parts, state)
     if not 0 <= state["position"]["carried"] <= state["steps"]:
-        raise UsageError("Cannot resume: more micro-batches are carried over than a window has.")
+        raise UsageError(
+            f"Cannot resume: the state carries over {state['position']['carried']} micro-batches, more than "
+            f"the {state['steps']} of its window."
+        )
     if state["window"] is not None:
-        _check_inside(engine, state)
+        _check_inside(parts, state)
 
 
 def _check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
     for name, value in here.items():
         if name not in there:
-            raise UsageError(f"Cannot resume: the model has {name!r}, and the saved one has not.")
+            raise UsageError(f"Cannot resume: the model has {name!r}, which the saved model lacks.")
         saved = there[name]
         if isinstance(value, torch.Tensor) != isinstance(saved, torch.Tensor) or (
             isinstance(value, torch.Tensor) and not _is_alike(value, saved)
         ):
             raise UsageError(
-                f"Cannot resume: {name!r} is of another shape or kind in the model than in the saved one."
+                f"Cannot resume: {name!r} has another shape or type in the model than in the saved one."
             )
     extra = next((name for name in there if name not in here), None)
     if extra is not None:
-        raise UsageError(f"Cannot resume: the saved model has {extra!r}, and the model has not.")
+        raise UsageError(f"Cannot resume: the saved model has {extra!r}, which this model lacks.")
 
 
 def _is_alike(one: torch.Tensor, saved: torch.Tensor) -> bool:
@@ -64,11 +71,11 @@ def _is_alike(one: torch.Tensor, saved: torch.Tensor) -> bool:
 
 
 def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
-    """Check order too: an optimizer knows its state by the places of parameters, and not by their names."""
+    """Check the order too: an optimizer's state refers to parameters by index, not by name."""
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(
-            f"Cannot resume: the optimizer has parameter groups of {[len(group) for group in here]} "
-            f"parameters, and the saved one of {[len(group) for group in there]}."
+            f"Cannot resume: the optimizer's parameter groups have {[len(group) for group in here]} "
+            f"parameters, and those of the saved one {[len(group) for group in there]}."
         )
     for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         for left, right in zip(ours, theirs, strict=True):
@@ -78,43 +85,45 @@ def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
                 )
 
 
-def _check_callbacks(engine: "Engine", state: "Saved") -> None:
-    here = [type(callback).__name__ for callback in engine.callbacks]
+def _check_callbacks(parts: EngineParts, state: SavedRun) -> None:
+    here = [type(callback).__name__ for callback in parts.callbacks]
     for name, kept in state["callbacks"]:
         if name in here:
             here.remove(name)
         elif kept:
             warnings.warn(
-                f"The state has that of a callback {name}, which this engine has not: it is left out.",
+                f"The saved state has that of a callback {name}, which this engine lacks: it is ignored.",
                 stacklevel=6,
             )
 
 
-def _check_scheduler(engine: "Engine", state: "Saved") -> None:
-    """Refuse what is none of a scheduler's own: ``load_state_dict`` takes all that it is given."""
-    own = {} if engine.scheduler is None else engine.scheduler.state_dict()
+def _check_scheduler(parts: EngineParts, state: SavedRun) -> None:
+    """Refuse entries that the scheduler does not have: its ``load_state_dict`` accepts anything."""
+    own = {} if parts.scheduler is None else parts.scheduler.state_dict()
     extra = (state["scheduler"] or {}).keys() - own.keys()
     if extra:
-        raise UsageError(f"Cannot resume: the saved scheduler has {sorted(extra)}, and this one has not.")
+        raise UsageError(f"Cannot resume: the saved scheduler has {sorted(extra)}, which this one lacks.")
 
 
-def _check_inside(engine: "Engine", state: "Saved") -> None:
-    steps = steps_of(engine)
+def _check_inside(parts: EngineParts, state: SavedRun) -> None:
+    steps = parts.steps
     if state["steps"] != steps:
         raise UsageError(
-            f"Cannot resume: the state was saved inside a window of {state['steps']} micro-batches, and here "
-            f"they are {steps}. Go on with {state['steps']}, or from a state that was saved between windows."
+            f"Cannot resume: the state was saved inside a window of {state['steps']} micro-batches, and "
+            f"windows have {steps} here. Use {state['steps']}, or resume from a state saved between windows."
         )
-    here = precision_of(engine)
+    here = precision_of(parts)
     other = [f"{name} {there!r}" for name, there in state["precision"].items() if here.get(name) != there]
-    if not engine._accounts.update.scaler.would_go_on(state["scaler"]):
-        other.append("a loss that was scaled otherwise")
+    if not parts.ledger.update.scaler.can_resume(state["scaler"]):
+        other.append("another loss scale")
     if other:
         raise UsageError(
-            f"Cannot resume: the state was saved inside a window with {', '.join(other)}. Go on with its "
-            "precision, or from a state that was saved between windows."
+            f"Cannot resume: the state was saved inside a window with {', '.join(other)}. Use the same "
+            "precision, or resume from a state saved between windows."
         )
-    parameters = named(engine)
+    parameters = named_parameters(parts)
     for name, gradient in state["gradients"].items():
         if name not in parameters or gradient.shape != parameters[name].shape:
-            raise UsageError(f"Cannot resume: the gradient of {name!r} belongs to no parameter here.")
+            raise UsageError(
+                f"Cannot resume: the saved gradient of {name!r} matches no parameter of this engine."
+            )

@@ -1,118 +1,127 @@
-"""What a run needs to go on: an engine's whole state, and going on from one.
+"""The whole state of an engine, and resuming an engine from one.
 
-Parameters are saved in float32 where the optimizer updates float32 copies of them, so that a run may go on in
-another precision. What belongs to the loss scale is new where there was none.
+Parameters are saved in float32 if the optimizer updates float32 copies of them, so that a run can resume in
+another precision. A loss scale starts from its initial value if the saved run had none.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
+from memfit.random_state import set_random_state
 from memfit.strategies.mechanisms.module_patterns import unwrapped
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.tensors import independent_copy, inner_tensors
 from memfit.train import master_weights
-from memfit.train.oom_retry import copy_of, parts_of
-from memfit.train.resume.compatibility import check_suits
-from memfit.train.resume.saved_run import VERSION, checked
-from memfit.train.resume.state_file import set_random_state
-from memfit.train.resume.state_names import class_of, groups, named, others, precision_of, steps_of
-from memfit.train.update import INTERRUPTED
+from memfit.train.callbacks import Callback
+from memfit.train.optimizer_update import INTERRUPTED
+from memfit.train.resume.compatibility import check_compatible
+from memfit.train.resume.engine_parts import (
+    EngineParts,
+    class_path,
+    named_parameters,
+    parameter_groups,
+    precision_of,
+    tensors_outside_state_dict,
+)
+from memfit.train.resume.saved_run import VERSION, SavedRun, validate
 
-if TYPE_CHECKING:
-    from memfit.train.engine import Engine
-    from memfit.train.resume.saved_run import Saved
 
-
-def state_of(engine: "Engine") -> dict[str, Any]:
-    """Return an engine's state, as tensors and plain values; tensors are the engine's own."""
-    accounts = engine._accounts
-    if accounts.update.torn:
+def get_state(parts: EngineParts) -> dict[str, Any]:
+    """Return an engine's state as plain values and tensors; the tensors are the engine's own."""
+    ledger = parts.ledger
+    if ledger.update.torn:
         raise TornUpdateError(INTERRUPTED)
-    window = accounts.window or engine._resumed  # the latter waits for its data
-    accounts.expect_whole()
+    window = ledger.window or parts.resumed_window
+    ledger.expect_uninterrupted()
     if window is not None and window.whole:
-        raise UsageError("engine.step is at work: save before it or after it, in on_window_end for one.")
-    scheduler = engine.scheduler
-    model = unwrapped(engine.model).state_dict()
+        raise UsageError(
+            "Cannot save the run inside engine.step: save before or after it, or in a callback's "
+            "on_window_end."
+        )
+    scheduler = parts.scheduler
+    model = unwrapped(parts.model).state_dict()
     return {
         "version": VERSION,
-        "steps": steps_of(engine),
-        "micro_step": engine.micro_step,
-        "optimizer_step": engine.optimizer_step,
-        "epoch": engine.epoch,
-        "finer": engine._whole.finer,
-        "model": model | _full(engine),
-        "others": {name: one.detach() for name, one in others(engine).items()},
-        "groups": groups(engine),
-        "optimizer": engine.optimizer.state_dict(),
-        "optimizer_class": class_of(engine.optimizer),
+        "steps": parts.steps,
+        "micro_step": ledger.micro_step,
+        "optimizer_step": ledger.optimizer_step,
+        "epoch": parts.epoch,
+        "finer": parts.full_batch.finer,
+        "model": model | _master_weights(parts),
+        "others": {name: tensor.detach() for name, tensor in tensors_outside_state_dict(parts).items()},
+        "groups": parameter_groups(parts),
+        "optimizer": parts.optimizer.state_dict(),
+        "optimizer_class": class_path(parts.optimizer),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scheduler_class": None if scheduler is None else class_of(scheduler),
-        "precision": precision_of(engine),
-        "scaler": accounts.update.scaler.state_dict(),
-        "position": accounts.position.state_dict(0 if window is None else window.done),
-        "random": accounts.position.random(),
+        "scheduler_class": None if scheduler is None else class_path(scheduler),
+        "precision": precision_of(parts),
+        "scaler": ledger.update.scaler.state_dict(),
+        "position": ledger.position.state_dict(0 if window is None else window.done),
+        "random": ledger.position.random_state(),
         "window": None if window is None else window.state_dict(),
-        "gradients": {} if window is None else _gradients(engine),
-        "callbacks": [(type(one).__name__, one.state_dict()) for one in engine.callbacks],
+        "gradients": {} if window is None else _gradients(parts),
+        "callbacks": [(type(callback).__name__, callback.state_dict()) for callback in parts.callbacks],
     }
 
 
-def go_on(engine: "Engine", saved: dict[str, Any]) -> None:
-    """Put an engine where the state was saved; what it holds is copied.
+def load_state(parts: EngineParts, saved: dict[str, Any]) -> None:
+    """Resume an engine from a saved state, whose tensors are copied.
 
-    Callbacks, optimizer and scheduler read their states themselves, and may refuse: they come first, and are
-    put back if one does.
+    Callbacks, optimizer and scheduler load their states themselves and may refuse: they are loaded first, and
+    restored if one does.
     """
-    state = checked(saved)
-    check_suits(engine, state)
-    accounts = engine._accounts
+    state = validate(saved)
+    check_compatible(parts, state)
+    ledger = parts.ledger
     with ExitStack() as undo:
         try:
-            _load_callbacks(engine, state["callbacks"], undo)
-            _load_optimizer(engine, state, undo)
-            _load_scheduler(engine, state, undo)
+            _load_callbacks(parts.callbacks, state["callbacks"], undo)
+            _load_optimizer(parts, state, undo)
+            _load_scheduler(parts, state, undo)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UsageError(f"Cannot resume: the state was refused ({error!r}).") from error
+            raise UsageError(
+                f"Cannot resume: a callback, the optimizer or the scheduler refused its state ({error!r})."
+            ) from error
         undo.pop_all()
-    model, parameters = unwrapped(engine.model), named(engine)
+    model, parameters = unwrapped(parts.model), named_parameters(parts)
     model.load_state_dict(state["model"])
     with torch.no_grad():
-        for name, one in others(engine).items():
-            one.copy_(state["others"][name])
-    values = {one: state["model"][name] for name, one in parameters.items() if name in state["model"]}
-    master_weights.load(accounts.update.masters, values)
-    accounts.drop()
-    if accounts.update.graphs is not None:
-        accounts.update.graphs.reset()
-    accounts.update.done()
-    accounts.micro_step, accounts.optimizer_step = state["micro_step"], state["optimizer_step"]
-    engine.epoch, engine._whole.finer = state["epoch"], state["finer"]
-    accounts.position.load_state_dict(saved["position"], saved["random"])
-    _load_window(engine, state)
+        for name, tensor in tensors_outside_state_dict(parts).items():
+            tensor.copy_(state["others"][name])
+    values = {each: state["model"][name] for name, each in parameters.items() if name in state["model"]}
+    master_weights.load(ledger.update.masters, values)
+    ledger.drop()
+    if ledger.update.graphs is not None:
+        ledger.update.graphs.reset()
+    ledger.update.finish()
+    ledger.micro_step, ledger.optimizer_step = state["micro_step"], state["optimizer_step"]
+    parts.epoch, parts.full_batch.finer = state["epoch"], state["finer"]
+    ledger.position.load_state_dict(saved["position"], saved["random"])
+    _load_window(parts, state)
     set_random_state(saved["random"])
 
 
-def _load_window(engine: "Engine", state: "Saved") -> None:
-    accounts, window, parameters = engine._accounts, state["window"], named(engine)
+def _load_window(parts: EngineParts, state: SavedRun) -> None:
+    ledger, window, parameters = parts.ledger, state["window"], named_parameters(parts)
     if window is not None and window.loss is not None:
-        window.loss = window.loss.to(next(engine.model.parameters()).device, copy=True)
-    inside = state["position"]["began"] is not None
-    engine._resumed, accounts.window = (window, None) if inside else (None, window)
-    if accounts.window is not None:
-        accounts.update.go_on()
+        window.loss = window.loss.to(next(parts.model.parameters()).device, copy=True)
+    inside_epoch = state["position"]["began"] is not None
+    parts.resumed_window, ledger.window = (window, None) if inside_epoch else (None, window)
+    if ledger.window is not None:
+        ledger.update.take_gradients()
     for name, gradient in state["gradients"].items():
-        _set_gradient(engine, parameters[name], gradient.to(parameters[name].device, copy=True))
+        _set_gradient(parts, parameters[name], gradient.to(parameters[name].device, copy=True))
 
 
-def _load_callbacks(engine: "Engine", states: list[tuple[str, Any]], undo: ExitStack) -> None:
+def _load_callbacks(callbacks: Iterable[Callback], states: list[tuple[str, Any]], undo: ExitStack) -> None:
     waiting = list(states)
-    for callback in engine.callbacks:
+    for callback in callbacks:
         state = next((pair for pair in waiting if pair[0] == type(callback).__name__), None)
         if state is not None:
             waiting.remove(state)
@@ -120,34 +129,36 @@ def _load_callbacks(engine: "Engine", states: list[tuple[str, Any]], undo: ExitS
             callback.load_state_dict(state[1])
 
 
-def _load_scheduler(engine: "Engine", state: "Saved", undo: ExitStack) -> None:
-    scheduler, scaler = engine.scheduler, engine._accounts.update.scaler
+def _load_scheduler(parts: EngineParts, state: SavedRun, undo: ExitStack) -> None:
+    scheduler = parts.scheduler
     if scheduler is not None:
         undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
         scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    scaler.load_state_dict(state["scaler"])
+    parts.ledger.update.scaler.load_state_dict(state["scaler"])
 
 
-def _load_optimizer(engine: "Engine", whole: "Saved", undo: ExitStack) -> None:
-    """Load a state, and share none of its tensors: ``Optimizer.load_state_dict`` takes those that fit.
+def _load_optimizer(parts: EngineParts, run: SavedRun, undo: ExitStack) -> None:
+    """Load a saved state without sharing its tensors: ``Optimizer.load_state_dict`` keeps those that fit.
 
-    It casts the others to the parameters' dtype. Where parameters are of the dtype that they had, state is,
-    too: an optimizer may keep float32 for them.
+    It casts the others to the parameters' dtype. If a parameter has its former dtype, its state keeps the
+    saved dtype too: an optimizer may keep float32 for it.
     """
-    optimizer, saved = engine.optimizer, whole["optimizer"]
-    theirs = {id(part) for state in saved["state"].values() for part in _tensors(state)}
-    # What is loaded takes the place of these, and leaves them as they are.
+    optimizer, saved = parts.optimizer, run["optimizer"]
+    saved_tensors = {id(part) for state in saved["state"].values() for part in _tensors(state)}
+    # load_state_dict replaces these, and does not change them.
     undo.callback(vars(optimizer).update, state=optimizer.state, param_groups=optimizer.param_groups)
     optimizer.load_state_dict(saved)
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and any(id(part) in theirs for part in parts_of(value)):
-                state[name] = copy_of(value)
-    values = whole["model"] | whole["others"]
-    names = [name for group in whole["groups"] for name in group]
-    for place, (name, parameter) in enumerate(zip(names, parameters_of(optimizer), strict=True)):
+            if isinstance(value, torch.Tensor) and any(
+                id(part) in saved_tensors for part in inner_tensors(value)
+            ):
+                state[name] = independent_copy(value)
+    values = run["model"] | run["others"]
+    names = [name for group in run["groups"] for name in group]
+    for index, (name, parameter) in enumerate(zip(names, parameters_of(optimizer), strict=True)):
         if values[name].dtype == parameter.dtype:
-            _keep_dtypes(optimizer.state[parameter], saved["state"].get(place, {}))
+            _keep_dtypes(optimizer.state[parameter], saved["state"].get(index, {}))
 
 
 def _keep_dtypes(state: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -160,22 +171,22 @@ def _keep_dtypes(state: dict[str, Any], saved: dict[str, Any]) -> None:
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
     for value in state.values():
         if isinstance(value, torch.Tensor):
-            yield from parts_of(value)
+            yield from inner_tensors(value)
 
 
-def _full(engine: "Engine") -> dict[str, torch.Tensor]:
+def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return the float32 copies by the names of their parameters."""
-    full = engine._accounts.update.masters
+    masters = parts.ledger.update.masters
     return {
-        name: full[parameter].detach()
-        for name, parameter in unwrapped(engine.model).named_parameters(remove_duplicate=False)
-        if parameter in full
+        name: masters[parameter].detach()
+        for name, parameter in unwrapped(parts.model).named_parameters(remove_duplicate=False)
+        if parameter in masters
     }
 
 
-def _gradients(engine: "Engine") -> dict[str, torch.Tensor]:
-    found, sums = {}, engine._accounts.update.sums
-    for name, parameter in named(engine).items():
+def _gradients(parts: EngineParts) -> dict[str, torch.Tensor]:
+    found, sums = {}, parts.ledger.update.sums
+    for name, parameter in named_parameters(parts).items():
         summed = sums.of(parameter) if sums is not None else None
         gradient = parameter.grad if summed is None else summed
         if gradient is not None:
@@ -183,8 +194,8 @@ def _gradients(engine: "Engine") -> dict[str, torch.Tensor]:
     return found
 
 
-def _set_gradient(engine: "Engine", parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    sums = engine._accounts.update.sums
+def _set_gradient(parts: EngineParts, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    sums = parts.ledger.update.sums
     if sums is not None and sums.has(parameter):
         sums.set(parameter, gradient)
     else:

@@ -1,6 +1,6 @@
-"""The form of a saved run: what is there, and of what kind.
+"""The format of a saved run: its fields and their types.
 
-A file may be damaged, or written by others: all of it is looked at before anything of a run is changed.
+A file may be damaged, or written by another program: all of it is checked before a run is changed.
 """
 
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -10,47 +10,41 @@ import torch
 from msgspec import Meta
 
 from memfit.errors import FileFormatError
+from memfit.random_state import get_random_state, set_random_state
 from memfit.train.accumulation_window import Window
-from memfit.train.resume.state_file import random_state, set_random_state
+from memfit.train.loss_scaler import LossScaleState
 
 VERSION = 1
 Count = Annotated[int, Meta(ge=0)]
-Some = Annotated[int, Meta(ge=1)]
+PositiveCount = Annotated[int, Meta(ge=1)]
 
 
-class Random(TypedDict):
-    """Where generators stood."""
+class SavedRandomState(TypedDict):
+    """The states of random number generators."""
 
     python: Any
     torch: torch.Tensor
     numpy: NotRequired[dict[str, Any]]
     cuda: NotRequired[list[torch.Tensor]]
     own: list[Any]
-    """The loader's."""
+    """The loader's own generators."""
 
 
-class Place(TypedDict):
-    """Where training stood in its data: see ``Position``."""
+class SavedPosition(TypedDict):
+    """The position in the data: see ``Position``."""
 
     consumed: Count
     carried: Count
-    began: Random | None
-    before: Random | None
-    batch_size: Some | None
+    began: SavedRandomState | None
+    before: SavedRandomState | None
+    batch_size: PositiveCount | None
 
 
-class Scale(TypedDict):
-    """The loss scale in force."""
-
-    scale: Annotated[float, Meta(ge=0, le=torch.finfo(torch.float32).max)]
-    growth_tracker: Count
-
-
-class Saved(TypedDict):
-    """A run."""
+class SavedRun(TypedDict):
+    """A saved run."""
 
     version: int
-    steps: Some
+    steps: PositiveCount
     """Micro-batches of a window."""
     micro_step: Count
     optimizer_step: Count
@@ -58,61 +52,64 @@ class Saved(TypedDict):
     finer: Annotated[int, Meta(ge=1, le=1 << 40)]
     model: dict[str, Any]
     others: dict[str, torch.Tensor]
-    """What the optimizer updates and is not the model's."""
+    """Tensors outside the model's ``state_dict``: non-persistent buffers, a loss's parameters."""
     groups: list[list[str]]
-    """Names of what the optimizer updates, by parameter group."""
+    """Names of the parameters in each of the optimizer's groups."""
     optimizer: dict[str, Any]
     optimizer_class: str
     scheduler: dict[str, Any] | None
     scheduler_class: str | None
     precision: dict[str, Any]
-    scaler: Scale | None
-    position: Place
-    random: Random
+    scaler: LossScaleState | None
+    position: SavedPosition
+    random: SavedRandomState
     window: Window | None
     gradients: dict[str, torch.Tensor]
     callbacks: list[tuple[str, Any]]
 
 
-def checked(saved: dict[str, Any]) -> Saved:
-    """Return a state whose form is right.
+def validate(saved: dict[str, Any]) -> SavedRun:
+    """Return a state if its format is valid.
 
     Raises:
-        FileFormatError: it is not; or it is of another version.
+        FileFormatError: it is invalid, or has another version.
     """
     if saved.get("version") != VERSION:
         raise FileFormatError(
-            f"Cannot resume: the state is of version {saved.get('version')}, and this memfit reads {VERSION}."
+            f"Cannot resume: the state has version {saved.get('version')}; this memfit reads version "
+            f"{VERSION}."
         )
     try:
-        read = msgspec.convert(saved, Saved)
+        read = msgspec.convert(saved, SavedRun)
     except msgspec.ValidationError as error:
-        raise FileFormatError(f"Cannot resume: the state is damaged, or no run's: {error}.") from None
+        raise FileFormatError(
+            f"Cannot resume: the state is damaged, or is not that of a training run: {error}."
+        ) from None
     window = read["window"]
-    if window is not None and not _can_be(window):
-        raise FileFormatError(f"Cannot resume: the state's window cannot be, {window}.")
+    if window is not None and not _is_possible(window):
+        raise FileFormatError(f"Cannot resume: the state has an impossible window, {window}.")
     if window is None and read["gradients"]:
-        raise FileFormatError("Cannot resume: the state has gradients, and no window that they are of.")
-    _try([read["random"], read["position"]["began"], read["position"]["before"]])
+        raise FileFormatError("Cannot resume: the state has gradients but no window that they belong to.")
+    _try_generators([read["random"], read["position"]["began"], read["position"]["before"]])
     return read
 
 
-def _can_be(window: Window) -> bool:
-    weighed = window.weight > 0 and window.total is not None and window.total > 0 and window.loss is not None
-    nothing = window.weight == 0 and window.total is None and window.loss is None
-    return 0 <= window.done <= window.planned and (weighed or nothing) and not window.interrupted
+def _is_possible(window: Window) -> bool:
+    weighted = window.weight > 0 and window.total is not None and window.total > 0 and window.loss is not None
+    empty = window.weight == 0 and window.total is None and window.loss is None
+    return 0 <= window.done <= window.planned and (weighted or empty) and not window.interrupted
 
 
-def _try(states: list[Any]) -> None:
-    """Put generators where they stood; and back to where they stand."""
-    now = random_state()
+def _try_generators(states: list[Any]) -> None:
+    """Check that generators accept the saved states; restore their current ones."""
+    now = get_random_state()
     try:
         for state in states:
             if state is not None:
                 set_random_state(state)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise FileFormatError(
-            f"Cannot resume: the state's random numbers cannot be drawn here ({error})."
+            f"Cannot resume: the random number generators here do not accept the saved states ({error})."
         ) from None
     finally:
         set_random_state(now)

@@ -1,4 +1,4 @@
-"""Saving and resuming: where random numbers stand, and files that are whole or not there."""
+"""Files of saved runs: written atomically, and checked when they are read."""
 
 import fcntl
 import os
@@ -13,47 +13,24 @@ import numpy as np
 import torch
 
 from memfit.errors import FileFormatError, UsageError
-from memfit.strategies.mechanisms.global_generators import NUMPY, PYTHON
-
-
-def random_state() -> dict[str, Any]:
-    """Return where every generator stands that training draws from: Python's, NumPy's, PyTorch's."""
-    state: dict[str, Any] = {
-        "python": PYTHON.get_state(),
-        "numpy": NUMPY.get_state(),
-        "torch": torch.default_generator.get_state(),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put every generator where ``random_state`` found it."""
-    PYTHON.set_state(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        NUMPY.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a state to a file, whole or not at all: a torn file is never under that name.
+    """Write a state to a file atomically: a partial file never has that name.
 
-    It is written beside it, under a name that a run that was killed there finds again, and takes its place
-    when it is on the disk.
+    It is written to a file beside it, and renamed once it is on the disk. The other file has a fixed name, so
+    that a run that is killed while saving leaves at most one behind, which its next save reuses.
 
-    NumPy's scalars become Python's; what ``load`` would not read is refused.
+    NumPy's scalars become Python's; values that ``load`` would not read are refused.
 
     Raises:
-        UsageError: another process is writing it; or there is something in it that is no plain value.
+        UsageError: another process is writing the file, or the state has a value that is not plain.
     """
     state = _plain(state, "")
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("ab") as file:
         if not _lock(file, partial):
-            raise UsageError(f"Another process is saving its run to {path}: give each a file.")
+            raise UsageError(f"Another process is saving its run to {path}: use one file per run.")
         try:
             file.truncate(0)
             torch.save(state, file)
@@ -71,14 +48,14 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 _PLAIN = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DICTS = (dict, OrderedDict, Counter)  # the last of MultiStepLR's milestones
+_DICTS = (dict, OrderedDict, Counter)  # Counter: MultiStepLR's milestones
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a copy of a state, in plain values and its own tensors.
+    """Return a copy of a state as plain values, with the same tensors.
 
     Raises:
-        UsageError: something in it is neither.
+        UsageError: the state has a value that is neither.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -89,17 +66,18 @@ def _plain(value: Any, where: str) -> Any:
             {_plain(name, where): _plain(entry, f"{where}[{name!r}]") for name, entry in value.items()}
         )
     if type(value) in (list, tuple, set):
-        return type(value)(_plain(entry, f"{where}[{place}]") for place, entry in enumerate(value))
+        return type(value)(_plain(entry, f"{where}[{index}]") for index, entry in enumerate(value))
     if type(value) in torch.serialization.get_safe_globals():
         return value
     raise UsageError(
-        f"Cannot save the run: state{where} is a {type(value).__module__}.{type(value).__qualname__}, and a "
-        "file holds tensors and plain values. Have state_dict (get_extra_state, a callback's) return those."
+        f"Cannot save the run: state{where} is a {type(value).__module__}.{type(value).__qualname__}, and "
+        "files hold only tensors and plain values. Have the state_dict or get_extra_state that returns it "
+        "return those."
     )
 
 
 def _lock(file: IO[bytes], path: Path) -> bool:
-    """Have a file to oneself; False if another process has it, or has just put it elsewhere."""
+    """Lock a file; return False if another process has locked it, or has just renamed it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(file.fileno()).st_ino == path.stat().st_ino
@@ -114,27 +92,25 @@ _UNREADABLE = (
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what ``save`` wrote: tensors and plain values only.
+    """Read a file that ``save`` wrote: tensors and plain values only.
 
     Raises:
-        FileFormatError: it is something else, or damaged.
+        FileFormatError: the file is something else, or damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch.save writes checksums, and torch.load does not look at them
+            damaged = file.testzip()  # torch.save writes checksums, which torch.load does not check
         if damaged is not None:
-            raise ValueError(f"the checksum of {damaged} is another")
+            raise ValueError(f"the checksum of {damaged} does not match")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strange pickles, which are refused below
+            warnings.simplefilter("ignore")  # about unusual pickles, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
         raise FileFormatError(
-            f"Cannot resume from {path}: it is no state of a training run, or damaged ({error})."
+            f"Cannot resume from {path}: it is not the state of a training run, or is damaged ({error})."
         ) from None
     if not isinstance(state, dict) or "version" not in state:
-        raise FileFormatError(
-            f"Cannot resume from {path}: it holds something else than a training run's state."
-        )
+        raise FileFormatError(f"Cannot resume from {path}: it does not hold the state of a training run.")
     return state

@@ -1,11 +1,12 @@
-"""The end of a window: gradients become an update, or nothing changes.
+"""The end of a window: its gradients become an update, or nothing changes.
 
     sums -> correct -> unscale -> clip -> step -> masters -> scheduler -> next scale
                           |               |_____________________________________|
-        not finite: no step, no scheduler    interrupted, or memory runs out: all is put back from a copy on
-                                             the host, if there is one; if not, the run is torn, and says so
+        not finite: no step, no scheduler    interrupted or out of memory: everything is restored from a copy
+                                             on the host, if there is one; if not, the run is torn
 
-Where the optimizer steps in backward, all this is before the window's end: the copy is made when it begins.
+If the optimizer steps in backward, all this happens before the window's end: the copy is made when the window
+opens.
 """
 
 from collections.abc import Callable
@@ -20,54 +21,54 @@ from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.train import master_weights
 from memfit.train.accumulation_window import Window
-from memfit.train.cuda_graphs import Graphs
+from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.gradient_sums import GradientSums
-from memfit.train.loss_scaler import Scaler
-from memfit.train.oom_retry import Backup, out_of_memory
+from memfit.train.loss_scaler import LossScaler
+from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
 
 INTERRUPTED = (
-    "The last update was interrupted, and some parameters may be updated while others are not. Load the last "
-    "state that was saved; Engine(protect='always') copies parameters and optimizer state to the host before "
-    "each update, so that they can be put back."
+    "The last update was interrupted: some parameters may be updated and others not. Load the last saved "
+    "state. Engine(protect='always') copies parameters and optimizer state to the host before each update, "
+    "so that they can be restored."
 )
 Protect = Literal["auto", "always", "never"]
 
 
-class Update:
-    """What is done to an optimizer at the end of each window.
+class OptimizerUpdate:
+    """The update of an optimizer at the end of each window.
 
     Args:
-        optimizer: whose ``step`` is the update.
-        scheduler: moves with it, if there is one.
-        scaler: of the loss.
-        sums: where gradients are, if not on the parameters.
-        masters: what the optimizer updates in place of parameters.
+        optimizer: its ``step`` is the update.
+        scheduler: steps with the optimizer; None for none.
+        scaler: scales the loss.
+        sums: holds the gradients, if the parameters do not.
+        masters: the tensors that the optimizer updates in place of parameters.
         max_grad_norm: None for no clipping.
-        protect: when a copy of parameters and states is made on the host before the step, so that they can be
-            put back if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and
-            after the allocator had to give back its cache.
-        graphs: what steps in the optimizer's place and zeroes gradients, where it was captured.
-        in_backward: parameters are updated in backward, and the step at the end finds nothing to do.
+        protect: when to copy parameters and states to the host before the step, so that they can be restored
+            if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and after
+            the allocator had to release its cache.
+        graphs: steps in the optimizer's place and zeroes gradients, if the step was captured.
+        in_backward: parameters are updated in backward, and the step at the end has nothing to do.
 
     Raises:
-        UsageError: the optimizer cannot be stepped in backward, or gradients are to be clipped as well.
+        UsageError: the optimizer cannot step in backward, or gradients are to be clipped as well.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        scaler: Scaler,
+        scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
         *,
         max_grad_norm: float | None,
         protect: Protect,
-        graphs: Graphs | None = None,
+        graphs: StepGraphs | None = None,
         in_backward: bool = False,
     ) -> None:
         if protect not in get_args(Protect):
-            raise UsageError(f"protect={protect!r} is none of {', '.join(get_args(Protect))}.")
+            raise UsageError(f"protect={protect!r} must be one of {', '.join(get_args(Protect))}.")
         if in_backward and max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward updates parameters before the norm of all gradients is known: leave out "
@@ -76,72 +77,73 @@ class Update:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters
         self._max_grad_norm, self._protect = max_grad_norm, protect
-        self._devices = {one.device for one in parameters_of(optimizer) if one.is_cuda}
-        self._given_back, self._most_gradients = self._cache_given_back(), 0
+        self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
+        self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
         self._stepper = graphs or optimizer
         self.in_backward = StepInBackward(optimizer) if in_backward else None
         if self.in_backward is not None:
             self.in_backward.active = False
-        self._backup: Backup | None = None
+        self._backup: OptimizerBackup | None = None
         self._stepping = False
-        self.failure: Exception | None = None
-        """What the scheduler raised after parameters were updated: such an update is made, and counted."""
+        self.scheduler_error: Exception | None = None
+        """Raised by the scheduler after parameters were updated: such an update is made and counted."""
 
     @property
     def torn(self) -> bool:
-        """Whether an update was begun, and was neither put back nor counted."""
+        """Whether an update began, and was neither restored nor counted."""
         return self._stepping or (self.in_backward is not None and bool(self.in_backward.stepped))
 
-    def begin(self) -> None:
-        """Be ready for a window's first backward: gradients that someone else left are not the window's."""
-        if self._with_gradients() or (self.sums is not None and self.sums.left):
+    def begin_window(self) -> None:
+        """Prepare for a window's first backward: drop gradients left by others."""
+        if self._with_gradients() or (self.sums is not None and self.sums.has_unsummed):
             self.clear()
-        self.go_on()
+        self.take_gradients()
         if self.in_backward is not None:
-            self._backup = self._copy(sum(one.requires_grad for one in parameters_of(self.optimizer)))
+            count = sum(parameter.requires_grad for parameter in parameters_of(self.optimizer))
+            self._backup = self._copy(count)
 
-    def go_on(self) -> None:
-        """Take gradients from here on, with those that there are."""
+    def take_gradients(self) -> None:
+        """Take gradients from here on, in addition to existing ones."""
         for taking in (self.sums, self.in_backward):
             if taking is not None:
                 taking.active = True
 
     def hooks(self) -> list[RemovableHandle]:
-        """Return what was put on parameters: handles, that keep nothing alive."""
+        """Return the hooks on parameters: handles, which keep nothing alive."""
         return [hook for taking in (self.sums, self.in_backward) if taking for hook in taking.hooks()]
 
-    def done(self) -> None:
-        """Take what is there for whole: an update that was counted, or a state that was loaded."""
+    def finish(self) -> None:
+        """Accept the current state as complete: an update that was counted, or a state that was loaded."""
         self._stepping, self._backup = False, None
         if self.in_backward is not None:
             self.in_backward.stepped.clear()
 
-    def undo(self, error: BaseException) -> None:
-        """Put back what an update changed that an exception ended.
+    def roll_back(self, error: BaseException) -> None:
+        """Restore what an update changed before an exception ended it.
 
         Raises:
-            TornUpdateError: memory ran out, and there was no copy to put back.
+            TornUpdateError: memory ran out, and there is no copy to restore.
         """
         self.scaler.forget()
-        self.failure = None
-        self._most_gradients = 0  # what failed may fail again: the next update is a risk, too
+        self.scheduler_error = None
+        self._most_gradients = 0  # whatever failed may fail again: the next update is at risk too
         if self.torn and self._backup is not None:
             self._backup.restore()
-            master_weights.write(self.masters)
-            self.done()
-        elif self.torn and out_of_memory(error):
+            master_weights.write_to_parameters(self.masters)
+            self.finish()
+        elif self.torn and is_out_of_memory(error):
             raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
 
-    def make(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
+    def run(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:
         """Update from a window's gradients; return whether one was not finite, and their norm if clipped.
 
         ``before_step`` is called when the gradients are final, unless one is not finite. An update is
-        ``torn`` from its first change on until it is ``done``: counted by the engine.
+        ``torn`` from its first change until ``finish``, when the engine counts it.
         """
         if self.sums is not None:
-            self._expect_no_others(self.sums)
-            self.sums.put_back(window.correction)
+            self._expect_all_summed(self.sums)
+            self.sums.write_back(window.correction)
         elif window.correction != 1.0:
             torch._foreach_mul_(self._gradients(), window.correction)
         found_inf = self.scaler.unscale(self.optimizer)
@@ -152,8 +154,8 @@ class Update:
         updated = self._with_gradients()
         if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
             raise UsageError(
-                "None of the optimizer's parameters has a gradient: are they those of the model that the "
-                "loss comes from?"
+                "None of the optimizer's parameters has a gradient. Does the loss come from the model whose "
+                "parameters the optimizer has?"
             )
         norm = None
         if self._max_grad_norm is not None:
@@ -163,13 +165,13 @@ class Update:
             self._backup = self._copy(len(updated))
         self._stepping = True
         self._stepper.step()
-        master_weights.write(self.masters)
+        master_weights.write_to_parameters(self.masters)
         try:
             self._schedule(window)
         except Exception as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
-            self.failure = error
+            self.scheduler_error = error
         self.scaler.update()
         return False, norm
 
@@ -180,7 +182,7 @@ class Update:
             self.scheduler.step()
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients so far."""
+        """Multiply the gradients so far by a factor."""
         if self.sums is not None:
             self.sums.multiply(factor)
         if gradients := self._gradients():
@@ -194,40 +196,40 @@ class Update:
         if self.in_backward is not None:
             self.in_backward.active = False
 
-    def _expect_no_others(self, sums: GradientSums) -> None:
-        """Complain about gradients that are not summed in float32 as the others are."""
+    def _expect_all_summed(self, sums: GradientSums) -> None:
+        """Refuse gradients that are not summed in float32 like the others."""
         for parameter in self._with_gradients():
             if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
                 raise UsageError(
-                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, and had "
-                    "requires_grad=False when the engine was made: it has no float32 sum or copy. Make the "
-                    "engine after thawing."
+                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, but had "
+                    "requires_grad=False when the engine was created, so it has no float32 sum or copy. "
+                    "Create the engine after unfreezing."
                 )
 
-    def _copy(self, count: int) -> Backup | None:
-        """Copy what an update of so many parameters may change, if it is a risk."""
+    def _copy(self, count: int) -> OptimizerBackup | None:
+        """Copy what an update of this many parameters may change, if it is at risk."""
         risky = self._is_risky(count)
-        return Backup(self.optimizer, self.scheduler, self.scaler.tensors()) if risky else None
+        return OptimizerBackup(self.optimizer, self.scheduler, self.scaler.tensors()) if risky else None
 
     def _is_risky(self, count: int) -> bool:
         if self._protect != "auto":
             return self._protect == "always"
-        given_back = self._cache_given_back()
-        risky = given_back is None or given_back != self._given_back or count > self._most_gradients
-        self._given_back, self._most_gradients = given_back, max(count, self._most_gradients)
+        releases = self._count_cache_releases()
+        risky = releases is None or releases != self._cache_releases or count > self._most_gradients
+        self._cache_releases, self._most_gradients = releases, max(count, self._most_gradients)
         return risky
 
-    def _cache_given_back(self) -> int | None:
-        """Return how often PyTorch's allocator had to give back its cache: a sign that memory is tight.
+    def _count_cache_releases(self) -> int | None:
+        """Return how often PyTorch's allocator had to release its cache: a sign that memory is tight.
 
-        None where another one is in its place (``memfit.arena``), which cannot be asked: then it may be.
+        None if another allocator is in its place (``memfit.arena``), which does not count: assume it may be.
         """
         if self._devices and torch.cuda.get_allocator_backend() == "pluggable":
             return None
         return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
 
     def _with_gradients(self) -> list[nn.Parameter]:
-        return [one for one in parameters_of(self.optimizer) if one.grad is not None]
+        return [parameter for parameter in parameters_of(self.optimizer) if parameter.grad is not None]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]

@@ -1,6 +1,6 @@
-"""From a job and a plan to what an engine works with: strategies are applied, in the order that they need.
+"""Set up an engine: check its job, and apply its plan in the order that the strategies need.
 
-float32 copies -> model cast, checkpointed, ... -> optimizer -> copies handed to it -> sums -> scheduler
+float32 copies -> model cast, checkpointed, ... -> optimizer, given the copies -> sums -> scheduler
 """
 
 from contextlib import ExitStack
@@ -19,17 +19,17 @@ from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
 from memfit.train import master_weights
 from memfit.train.batch_norm_warning import warn_of_batch_norms
-from memfit.train.cuda_graphs import graphs
+from memfit.train.cuda_graphs import make_step_graphs
 from memfit.train.gradient_sums import gradient_sums
 from memfit.train.job import Job, Loss
-from memfit.train.loss_scaler import Scaler
-from memfit.train.update import Protect, Update
+from memfit.train.loss_scaler import LossScaler
+from memfit.train.optimizer_update import OptimizerUpdate, Protect
 
 
 def job_of(
     job: Job | nn.Module, optimizer: Any, loss: Loss | None, scheduler: Any, max_grad_norm: float | None
 ) -> Job:
-    """Return a job, given or made of its parts.
+    """Return the job, as given or made of its parts.
 
     Raises:
         UsageError: parts are missing, or given twice.
@@ -37,10 +37,11 @@ def job_of(
     if isinstance(job, nn.Module):
         whole = Job(job, optimizer, loss, scheduler, max_grad_norm)
     elif not isinstance(job, Job):
-        raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, and was given {job!r}.")
+        raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
     elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
         raise UsageError(
-            "Engine(job, plan): the job has its own optimizer, loss, scheduler and max_grad_norm."
+            "Engine(job, plan): the job already has optimizer, loss, scheduler and max_grad_norm. Set them "
+            "there."
         )
     else:
         whole = job
@@ -48,24 +49,27 @@ def job_of(
     if norm is not None and not norm > 0:
         raise UsageError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping.")
     if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
-        raise UsageError("memfit.Engine trains on one GPU: several ranks are not supported yet.")
+        raise UsageError(
+            "memfit.Engine trains on one GPU: DistributedDataParallel and several ranks are not supported "
+            "yet."
+        )
     if next(whole.model.parameters(), None) is None:
-        raise UsageError(f"{type(whole.model).__name__} has no parameters: there is nothing to train.")
+        raise UsageError(f"{type(whole.model).__name__} has no parameters to train.")
     if not (isinstance(whole.optimizer, torch.optim.Optimizer) or callable(whole.optimizer)):
         raise UsageError(
-            "Engine(model, plan) needs an optimizer beside the model: optimizer=..., one of PyTorch's or "
-            "alike, or what makes one from parameters."
+            "Engine(model, plan) also needs optimizer=...: a PyTorch optimizer, or a function that creates "
+            "one from parameters."
         )
     return whole
 
 
 def set_up(
     job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
-) -> Update:
-    """Apply a plan to a job's model and optimizer; return what updates them.
+) -> OptimizerUpdate:
+    """Apply a plan to a job's model and optimizer; return their update.
 
     Raises:
-        UsageError: it does not suit them.
+        UsageError: the plan does not suit them.
     """
     with ExitStack() as undo:
         undo.callback(revert, job.model)
@@ -76,60 +80,61 @@ def set_up(
 
 def _set_up(
     job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
-) -> Update:
+) -> OptimizerUpdate:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
-    full = master_weights.copies(model.parameters()) if precision.master_weights else {}
+    masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
     apply_to_model(model, plan)
-    made = job.optimizer
-    optimizer = made if isinstance(made, torch.optim.Optimizer) else made(model.parameters())
+    given = job.optimizer
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS asks for the loss itself, several times a step, and an engine goes through a batch once. "
-            "Train it in a loop of your own; memfit.apply(model, plan) still serves there."
+            "LBFGS evaluates the loss several times per step, and an engine processes each batch once. Use "
+            "your own training loop; memfit.apply(model, plan) works there."
         )
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
-    master_weights.hand_over(optimizer, full)
+    master_weights.replace_parameters(optimizer, masters)
     in_backward = plan.optimizer_state is not None and plan.optimizer_state.step_in_backward
-    sums = gradient_sums(model, accumulation, full)
+    sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
-        for there, what in (
-            (precision.loss_scale, "fp16: the host reads whether a step is applied; choose bf16"),
-            (sums, "gradients that are summed in another dtype, as master weights need"),
+        for in_use, what in (
+            (precision.loss_scale, "fp16, where the host reads whether to apply a step: choose bf16"),
+            (sums, "gradients summed in another dtype, which master weights need"),
             (in_backward, "step_in_backward"),
         ):
-            if there:
-                raise UsageError(f"cuda_graphs cannot be with {what}.")
+            if in_use:
+                raise UsageError(f"cuda_graphs cannot be combined with {what}.")
     if accumulation.several:
         warn_of_batch_norms(model, "of a window", stacklevel=6)
-    update = Update(
+    update = OptimizerUpdate(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,
-        Scaler(precision.loss_scale, device_type(model)),
+        LossScaler(precision.loss_scale, device_type(model)),
         sums,
-        full,
+        masters,
         max_grad_norm=max_grad_norm,
         protect=protect,
-        graphs=graphs(optimizer) if cuda_graphs else None,
+        graphs=make_step_graphs(optimizer) if cuda_graphs else None,
         in_backward=in_backward,
     )
     for hook in update.hooks():
         on_revert(model, hook.remove)
-    if full:
-        on_revert(model, partial(_give_back, ref(update)), last=True)
+    if masters:
+        on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)
     return update
 
 
-def _give_back(update: "ref[Update]") -> None:
-    """Have a model's parameters be what their float32 copies are, and its optimizer update them again."""
-    there = update()
-    if there is not None:
-        master_weights.write(there.masters)
-        master_weights.hand_over(there.optimizer, {copy: one for one, copy in there.masters.items()})
+def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
+    """Write the float32 copies to the model's parameters, and have the optimizer update those again."""
+    update = reference()
+    if update is not None:
+        master_weights.write_to_parameters(update.masters)
+        originals = {master: parameter for parameter, master in update.masters.items()}
+        master_weights.replace_parameters(update.optimizer, originals)
 
 
 def world_size() -> int:
-    """Return how many ranks there are: 1 where nobody made a group of them."""
+    """Return the number of ranks: 1 without a process group."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -1,0 +1,156 @@
+"""A module's buffers before a forward, put back while the forward is recomputed.
+
+    forward       reads buffers b0, random numbers r0;    leaves b1, r1
+    ... the rest of the step ...
+    recomputation must read b0, r0;                       the model keeps b1, the generators keep r9
+
+``torch.utils.checkpoint`` restores the CPU's generator and those of its arguments' devices. It does not
+restore buffers, so that BatchNorm counts twice (PyTorch issue 96136), nor devices without an argument
+(issue 14518), nor Python's and NumPy's generators, with which blocks are skipped at random. Buffers are
+restored here, the other generators by ``memfit.random_state``.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
+
+Slot = tuple[int, str]
+"""A buffer's location: the index of its module in ``region.modules()``, and its name in that module."""
+
+
+@dataclass(slots=True)
+class BufferTracker:
+    """The buffers that a region's forwards change, as far as seen.
+
+    The first forward of a kind copies every buffer and keeps the copies of those that it changed; later
+    forwards copy only these. The kind is which modules are in training mode.
+    """
+
+    name: str
+    """Of the region, for the warning."""
+    _changed: dict[tuple[bool, ...], set[Slot]] = field(default_factory=dict)
+
+    def snapshot(self, region: nn.Module) -> "BufferSnapshot":
+        """Copy the buffers that the coming forward may change."""
+        parts = list(region.modules())
+        found = {
+            (index, name): buffer
+            for index, part in enumerate(parts)
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+        kind = tuple(part.training for part in parts)
+        known = self._changed.get(kind)
+        # Buffers that modules share stay shared when they are swapped.
+        copies = {
+            id(found[slot]): _copy(found[slot])
+            for slot in (found if known is None else known)
+            if slot in found
+        }
+        copied = {slot: copies[id(buffer)] for slot, buffer in found.items() if id(buffer) in copies}
+        absent = [
+            (index, name)
+            for index, part in enumerate(parts)
+            for name, buffer in part._buffers.items()
+            if buffer is None
+        ]
+        versions = {slot: version_of(buffer) for slot, buffer in found.items()}
+        return BufferSnapshot(parts, kind, known is None, found, versions, copied, absent)
+
+    def record_changes(self, snapshot: "BufferSnapshot") -> None:
+        """Record which buffers the forward changed; drop the copies of the others."""
+        known = self._changed.setdefault(snapshot.kind, set())
+        if snapshot.first:
+            known |= {
+                slot for slot in snapshot.copies if snapshot.replaced(slot) or snapshot.overwritten(slot)
+            }
+            snapshot.copies = {slot: copy for slot, copy in snapshot.copies.items() if slot in known}
+            return
+        late = {slot for slot in snapshot.found if slot not in snapshot.copies and snapshot.replaced(slot)}
+        known |= late
+        lost = {slot for slot in late if version_of(snapshot.found[slot]) != snapshot.versions[slot]}
+        # A buffer that was replaced and not written to still has its values.
+        snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
+        if lost:
+            warnings.warn(
+                f"{self.name}: this forward wrote to {', '.join(sorted(name for _, name in lost))}, which "
+                "earlier forwards did not: this step's recomputation reads the new values instead of those "
+                "before the forward. Later steps are correct.",
+                stacklevel=2,
+            )
+
+
+@dataclass(slots=True)
+class BufferSnapshot:
+    """A region's buffers before one forward."""
+
+    parts: list[nn.Module]
+    kind: tuple[bool, ...]
+    """Which parts were in training mode."""
+    first: bool
+    """Whether all buffers were copied, to find out which change."""
+    found: dict[Slot, torch.Tensor]
+    versions: dict[Slot, int]
+    copies: dict[Slot, torch.Tensor]
+    """Copies made before the forward."""
+    absent: list[Slot]
+    """Buffers that were None: a forward may create them."""
+
+    def replaced(self, slot: Slot) -> bool:
+        """Return whether a buffer is another tensor now, or was written to."""
+        index, name = slot
+        now = self.parts[index]._buffers.get(name)
+        return now is not self.found[slot] or version_of(now) != self.versions[slot]
+
+    def overwritten(self, slot: Slot) -> bool:
+        """Return whether a buffer's values changed: kernels may write without counting a version.
+
+        Batch normalization's kernels do; its layers are known to write, without waiting for the GPU to
+        compare.
+        """
+        part = self.parts[slot[0]]
+        if isinstance(part, _NormBase) and part.training:
+            return True
+        now = self.found[slot]
+        return not now.is_meta and not torch.equal(now, self.copies[slot])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the modules the copied buffers and their former modes; discard changes to them afterwards.
+
+        Other tensors take the buffers' places, and the buffers themselves are left alone: whatever autograd
+        saved of them elsewhere stays valid, and an exception that ends the recomputation early does no harm.
+        """
+        now = {slot: self.parts[slot[0]]._buffers.get(slot[1]) for slot in (*self.copies, *self.absent)}
+        modes = [part.training for part in self.parts]
+        # Copies of the copies: there may be a second backward.
+        with without_dispatch_modes():
+            replacements = {id(copied): _copy(copied) for copied in self.copies.values()}
+        try:
+            self._set_modes(self.kind)
+            for (index, name), copied in self.copies.items():
+                self.parts[index]._buffers[name] = replacements[id(copied)]
+            for index, name in self.absent:
+                self.parts[index]._buffers[name] = None
+            yield
+        finally:
+            self._set_modes(modes)
+            for (index, name), buffer in now.items():
+                self.parts[index]._buffers[name] = buffer
+
+    def _set_modes(self, training: Sequence[bool]) -> None:
+        for part, mode in zip(self.parts, training, strict=True):
+            if part.training is not mode:
+                part.training = mode
+
+
+def _copy(buffer: torch.Tensor) -> torch.Tensor:
+    # Forwards replace a buffer that is part of a graph, and do not write to it; its gradient needs the graph.
+    return buffer if buffer.requires_grad else buffer.detach().clone()

@@ -1,0 +1,63 @@
+"""Tensors inside objects, their versions, and copies that share no memory."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
+    """Return the tensors that an object holds, up to ``depth`` levels deep; modules are not searched."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth == 0 or isinstance(value, nn.Module | type):
+        return []
+    if isinstance(value, Mapping):
+        held: Iterable[object] = value.values()
+    elif isinstance(value, list | tuple):
+        held = value
+    else:
+        held = getattr(value, "__dict__", {}).values()
+    return [tensor for each in held for tensor in tensors_in(each, depth - 1)]
+
+
+def version_of(value: object) -> int:
+    """Return autograd's count of writes to a tensor; 0 for anything that has no count."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode sees operations.
+
+    Checkpointed regions compare operations, or count them to keep some results. memfit's own bookkeeping
+    differs between a forward and its recomputation, so they must not see it.
+    """
+    return _disable_current_modes()
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor subclass is made of; the tensor itself if it is plain.
+
+    A quantised state consists of several, and copying the whole may copy none of them: torchao's ``to``
+    shares them on the same device.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+
+
+def independent_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares no memory with a tensor, also of a subclass made of several tensors."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.detach().clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: independent_copy(getattr(tensor, name)) for name in names}
+    copied: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        inner, context, tensor.size(), tensor.stride()
+    )
+    return copied

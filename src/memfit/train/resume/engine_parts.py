@@ -1,0 +1,85 @@
+"""The parts of an engine that are saved, and the names under which they are saved.
+
+The names are the same in any engine made of the same model, optimizer and plan.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.module_patterns import unwrapped
+from memfit.strategies.plan import Plan
+from memfit.train.accumulation_window import Window
+from memfit.train.callbacks import Callback
+from memfit.train.full_batch import FullBatchStepper
+from memfit.train.window_ledger import WindowLedger
+
+
+@dataclass(slots=True, eq=False)
+class EngineParts:
+    """The parts of an engine; resuming changes them in place, and sets ``epoch`` and ``resumed_window``."""
+
+    model: nn.Module
+    plan: Plan
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    callbacks: tuple[Callback, ...]
+    accumulation: Accumulation
+    ledger: WindowLedger
+    full_batch: FullBatchStepper
+    epoch: int
+    resumed_window: Window | None
+    """The window inside which the state was saved, until its data are read again."""
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of a window."""
+        return self.accumulation.gradient_accumulation_steps or 1
+
+
+def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by name, and the optimizer's others, such as a loss's, by index."""
+    found = dict(unwrapped(parts.model).named_parameters())
+    known = {id(parameter) for parameter in (*found.values(), *parts.ledger.update.masters.values())}
+    for number, group in enumerate(parts.optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                found[f"param_groups[{number}][{index}]"] = parameter
+    return found
+
+
+def tensors_outside_state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
+    """Return what the model's ``state_dict`` leaves out: a loss's parameters, non-persistent buffers."""
+    model = unwrapped(parts.model)
+    known = model.state_dict().keys()
+    found = (*named_parameters(parts).items(), *model.named_buffers())
+    return {name: tensor for name, tensor in found if name not in known}
+
+
+def parameter_groups(parts: EngineParts) -> list[list[str]]:
+    """Return the names of the parameters in each group; float32 copies have their parameters' names."""
+    masters = parts.ledger.update.masters
+    names = {
+        id(masters.get(parameter, parameter)): name for name, parameter in named_parameters(parts).items()
+    }
+    return [[names[id(each)] for each in group["params"]] for group in parts.optimizer.param_groups]
+
+
+def precision_of(parts: EngineParts) -> dict[str, Any]:
+    """Return what a window's gradients depend on besides the loss scale, as plain values."""
+    precision = parts.plan.precision
+    low = precision is not None and precision.autocast and precision.dtype != "fp32"
+    return {
+        "parameters": sorted({str(parameter.dtype) for parameter in parts.model.parameters()}),
+        "autocast": precision.dtype if precision is not None and low else None,
+        "master_weights": bool(parts.ledger.update.masters),
+        "gradient_dtype": parts.accumulation.gradient_dtype,
+    }
+
+
+def class_path(value: object) -> str:
+    """Return the name of an object's class, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
