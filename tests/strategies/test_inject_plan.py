@@ -93,7 +93,11 @@ def run_again(monkeypatch):
             assert options.module
             assert command[2:] == ("train.py", "--fast")
             intervention = json.decode(command[1], type=Intervention)
-            assert (intervention.strategies, intervention.fused, intervention.module) == (("offload",), True, False)
+            assert (intervention.strategies, intervention.fused, intervention.module) == (
+                ("offload",),
+                True,
+                False,
+            )
             Path(intervention.models).write_text(models)
             return trace_of((), end=end)
 

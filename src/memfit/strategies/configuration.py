@@ -174,8 +174,8 @@ def _expect_plain(given: Any, name: str, levels: int) -> None:
             _expect_plain(value, name, levels - 1)
     elif not (given is None or isinstance(given, str | int | float)):
         raise UsageError(
-            f"{name} has the type {type(given).__name__}. Settings are strings, numbers, booleans, None, lists and "
-            "dicts."
+            f"{name} has the type {type(given).__name__}. Settings are strings, numbers, booleans, None, "
+            "lists and dicts."
         )
     elif isinstance(given, int) and given.bit_length() > _MAX_BITS:
         raise UsageError(f"{name} is a number of {given.bit_length()} bits; no setting is that large.")
