@@ -215,7 +215,7 @@ def test_out_of_memory_for_good_leaves_everything_as_it_was():
         pytest.raises(ValueError, match="more than 1 value") as error,
     ):
         run.step(data(1, size=8)[0])
-    assert "in 8 parts here, since memory had run out" in error.value.__notes__[0]
+    assert "into 8 parts here, because memory had run out" in error.value.__notes__[0]
     assert same(state(model), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert run.micro_step == 0

@@ -364,9 +364,9 @@ def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:
     """Call the callbacks of an engine, held weakly so that it is freed when the script drops it."""
     engine = reference()
     if engine is not None:
-        given = [each.detach() if torch.is_tensor(each) else each for each in arguments]
         for callback in engine.callbacks:
-            getattr(callback, event)(engine, *given)
+            detached = (each.detach() if torch.is_tensor(each) else each for each in arguments)
+            getattr(callback, event)(engine, *detached)
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
