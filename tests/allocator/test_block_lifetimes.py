@@ -1,4 +1,4 @@
-"""The blocks that BlockTracker reports at a moment; tests of timeline and fragmentation cover the rest."""
+"""Blocks that BlockTracker reports at an event; tests of timeline and fragmentation cover the rest."""
 
 from memfit.allocator.block_lifetimes import FREE, LIVE, PENDING, BlockTracker, TrackedBlock
 from memfit.allocator.config import AllocatorConfig
