@@ -141,7 +141,7 @@ def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
         ("nonsense:1", "is not an allocator setting"),
         ("garbage_collection_threshold:1", "less than 1"),
         ("roundup_power2_divisions:3", "not a power of two"),
-        ("max_split_size_mb", "cannot be read"),
+        ("max_split_size_mb", "Cannot parse PYTORCH_ALLOC_CONF="),
         ("backend:cudaMallocAsync", "memfit has no model of it"),
         ("expandable_segments:True,large_segment_size_mb:13", "a multiple of 2: with 13 PyTorch fails"),
     ],
