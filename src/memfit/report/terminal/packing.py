@@ -75,9 +75,8 @@ def _verdict(found: Packing | IndependentPackings, capacity: int | None) -> Text
 
 
 def _amount(found: Packing | IndependentPackings, size: int) -> str:
-    return (
-        format_bytes(size) if isinstance(found, IndependentPackings) else f"{size:,}"
-    )  # a table has its own units
+    # The sizes of a table have its own unit.
+    return format_bytes(size) if isinstance(found, IndependentPackings) else f"{size:,}"
 
 
 def _ratio(found: Packing | IndependentPackings) -> str:
