@@ -70,7 +70,7 @@ class KnownValues:
     >>> flag = torch.zeros(3)
     >>> values.put(flag, Known(0.0))
     >>> values.get(flag[1:])
-    Known(value=0.0, basis=<Basis.FILLED: 0>)
+    Known(value=0.0, basis=<Basis.FILLED: 0>, exceptions=0)
     >>> _ = flag.add_(1)
     >>> values.get(flag) is None
     True
