@@ -294,7 +294,7 @@ except TargetError as raised:
     print(rounds, str(raised).partition(": ")[0].split()[0].endswith(":30"), "--values float=" in str(raised))
 """
     line = (INSTALL_VALUES + script).splitlines().index("    while error.item() > 0.1:  # the loop")
-    out = on_ghost(INSTALL_VALUES + script.replace(":30", f":{line + 14}"))
+    out = on_ghost(INSTALL_VALUES + script.replace(":30", f":{line + 15}"))
     assert out == "159999 True True\n"
 
 
