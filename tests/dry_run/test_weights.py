@@ -68,7 +68,7 @@ def test_without_a_dtype_in_the_configuration_no_figure_is_exact(dry_run, checkp
     file.write_text(json.dumps({key: value for key, value in json.loads(named).items() if key != "dtype"}))
     run = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
     file.write_text(named)
-    assert "does not say in which dtype" in synthesized(run)[0]["text"]
+    assert "zero weights in torch.float32 were assumed" in synthesized(run)[0]["text"]
     assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
 
 
