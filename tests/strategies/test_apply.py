@@ -35,7 +35,7 @@ def test_a_part_of_a_model_with_a_plan():
         apply(model[0], Precision("bf16"))
 
 
-def test_reverting_what_has_no_plan_does_nothing():
+def test_revert_without_a_plan_does_nothing():
     model = net()
     assert revert(revert(model)) is model
 
@@ -54,7 +54,7 @@ def test_a_model_without_parameters_runs_on_the_cpu():
         (Precision("fp16", autocast=False, master_weights=True), "master_weights"),
     ],
 )
-def test_what_only_a_loop_can_carry_out_is_refused(settings, name):
+def test_settings_of_the_training_loop_are_refused(settings, name):
     model = net()
     with pytest.raises(UsageError, match=f"Precision: {name} applies to the training loop"):
         apply(model, settings)

@@ -73,7 +73,7 @@ class Exotic(nn.Module):
 
 
 @MODES
-def test_what_comes_back_is_what_the_forward_returned(use_reentrant):
+def test_results_are_those_the_forward_returned(use_reentrant):
     def call(model, x):
         seen = []
         found = model(x, seen)
@@ -361,7 +361,7 @@ def test_which_modules(settings, chosen):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_invalid_settings_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         make()
 

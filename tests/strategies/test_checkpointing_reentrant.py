@@ -108,7 +108,7 @@ def test_a_loss_that_a_block_leaves_on_a_module_is_warned_of():
     assert model[0].router.weight.grad is None, "what is warned of"
 
 
-def test_without_reentrant_its_gradients_are_there_and_nothing_is_said():
+def test_without_reentrant_the_gradients_exist_and_nothing_is_warned():
     plain, model = train(routed(), call=balanced), routed()
     Checkpointing("*").apply(model)
     with warnings.catch_warnings():

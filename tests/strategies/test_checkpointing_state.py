@@ -35,7 +35,7 @@ def test_only_buffers_that_change_are_kept():
     assert first.copies.keys() == noted.keys()
 
 
-def test_what_changes_is_learnt_anew_in_each_mode():
+def test_changed_buffers_are_recorded_for_each_mode():
     """Statistics stand still in eval mode, and when a part is thawed they do not; here between a forward and
     its backward, so that the recomputation finds another mode."""
     model = net(NORMS["BatchNorm"])
@@ -58,7 +58,7 @@ def test_a_buffer_that_is_replaced_late_is_found():
     compare(net(Late), steps=4)
 
 
-def test_a_buffer_that_is_written_late_is_told():
+def test_a_late_write_to_a_buffer_is_warned_about():
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
@@ -84,7 +84,7 @@ def test_a_buffer_that_is_written_late_is_told():
 
 @MODES
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_without_the_generators_state_draws_are_told(use_reentrant, p):
+def test_draws_are_warned_about_without_preserve_rng_state(use_reentrant, p):
     """Row 25."""
     model = net()
     for layer in model.layers:
@@ -121,7 +121,7 @@ def normal():
     [random.random, lambda: random.gauss(0, 1), uniform, normal],
     ids=["random", "gauss", "rand", "randn"],
 )
-def test_what_python_and_numpy_draw_is_drawn_again(use_reentrant, draw):
+def test_python_and_numpy_draw_the_same_in_the_recomputation(use_reentrant, draw):
     def seeded(model, x):
         random.seed(3)
         np.random.seed(3)  # noqa: NPY002 - the global one
@@ -151,7 +151,7 @@ def test_backward_leaves_pythons_generator_where_it_was(use_reentrant):
 
 
 @MODES
-def test_without_state_what_python_draws_is_told(use_reentrant):
+def test_draws_from_python_are_warned_about_without_preserve_rng_state(use_reentrant):
     model = Net([Scaled(random.random)])
     for layer in model.layers:
         layer.dropout.p = 0.0
@@ -177,7 +177,7 @@ class Lazy(Block):
 
 
 @MODES
-def test_a_buffer_that_was_none_is_none_when_it_is_computed_again(use_reentrant):
+def test_a_buffer_that_was_none_is_none_in_the_recomputation(use_reentrant):
     torch.manual_seed(1)
     compare(
         Net([Lazy(), Lazy()]), settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True)

@@ -107,7 +107,7 @@ def hook(kind, **settings):
         ({"step_in_backward": True}, Plan(optimizer_state=OptimizerState(step_in_backward=True))),
     ],
 )
-def test_every_name_becomes_what_it_says(given, plan):
+def test_every_name_sets_its_field(given, plan):
     found = configure(given)
     assert found.plan == plan
     assert {told.split("=")[0].split(".")[0] for told, _ in found.echo} == set(given)
@@ -129,7 +129,7 @@ def test_clipping_is_no_strategy_but_is_configured_too(given, norm):
     assert configure(given).max_grad_norm == norm
 
 
-def test_everything_given_is_echoed_with_what_it_became():
+def test_every_setting_is_echoed_with_the_field_it_became():
     over = "(over a loader's batches in engine.windows; fit divides each batch)"
     given = {"fp16": {}, "optimizer_config": {"grad_clip": {"max_norm": 35}}, "mini_steps": 4, "bf16": False}
     assert str(configure(given)).splitlines() == [
@@ -192,7 +192,7 @@ def test_two_names_that_contradict_each_other_are_refused(given, words):
         configure(given)
 
 
-def test_the_same_said_twice_is_no_contradiction():
+def test_the_same_value_twice_is_not_a_contradiction():
     twice = {
         "fp16": {"loss_scale": 512},
         "loss_scale": {"mode": "static", "init_scale": 512.0},
@@ -247,7 +247,7 @@ def test_values_that_cannot_be_are_refused_by_the_name_that_was_given(given, wor
         configure(given)
 
 
-def test_what_contains_itself_is_refused():
+def test_a_recursive_dict_is_refused():
     model = {}
     model["neck"] = model
     with pytest.raises(UsageError, match="more than 32 levels deep"):
@@ -288,9 +288,6 @@ def test_every_name_leads_somewhere():
     assert not (ALIASES.keys() | STRATEGIES.keys()) & READERS.keys()
 
 
-# ---- Files ----------------------------------------------------------------------------------------------
-
-
 def test_a_toml_file(tmp_path):
     path = tmp_path / "train.toml"
     path.write_text(
@@ -325,7 +322,7 @@ layer { name: "data" type: "Input" }
 """
 
 
-def test_caffe_s_text_is_read_and_said_to_be_what_pytorch_does(tmp_path):
+def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
     fields = {"optimize_train": True, "optimize_test": False, "exclude_blob": ["fc1", "fc2"]}
     assert len(configure({"mem_param": {"exclude_blob": "fc1"}}).echo) == 1
     assert parse_mem_param(NETWORK) == fields
@@ -352,9 +349,6 @@ def test_caffe_s_text_that_cannot_be_read(text, words):
         configure({"mem_param": text})
 
 
-# ---- Where it goes --------------------------------------------------------------------------------------
-
-
 def engine(plan, **options):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -378,13 +372,13 @@ def test_a_default_that_gave_way_is_not_echoed():
     ]
 
 
-def test_clipping_said_twice_must_be_the_same():
+def test_clipping_set_twice_must_agree():
     assert engine({"max_grad_norm": 0.5}, max_grad_norm=0.5).step(torch.ones(4, 4)).grad_norm > 0.5
     with pytest.raises(UsageError, match=r"max_grad_norm=1\.0.*0\.5"):
         engine({"max_grad_norm": 0.5}, max_grad_norm=1.0)
 
 
-def test_apply_takes_it_and_refuses_what_is_the_loop_s():
+def test_apply_takes_a_configuration_and_refuses_settings_of_the_loop():
     model = nn.Linear(2, 2)
     memfit.apply(model, {"precision": {"dtype": "bf16", "autocast": False}})
     assert model.weight.dtype == torch.bfloat16
@@ -393,7 +387,7 @@ def test_apply_takes_it_and_refuses_what_is_the_loop_s():
 
 
 @pytest.mark.parametrize("wrong", [3, [3], object(), [Precision("bf16"), "x"]])
-def test_what_is_no_plan_in_any_form_is_refused(wrong):
+def test_a_value_that_is_not_a_plan_is_refused(wrong):
     with pytest.raises(UsageError, match="is not one"):
         Configuration.of(wrong)
 

@@ -109,7 +109,7 @@ def run_again(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [ScriptEnd("end", 0), ScriptEnd("steps", 0)])
-def test_a_run_to_the_end_says_which_models_were_changed(run_again, end):
+def test_a_completed_run_reports_the_models_that_were_changed(run_again, end):
     found = run_again(end)
     assert isinstance(found, TrialResult)
     assert (found.trace.end, found.models) == (end, ("Net", "Net"))
@@ -118,7 +118,7 @@ def test_a_run_to_the_end_says_which_models_were_changed(run_again, end):
 @pytest.mark.parametrize(
     "end", [ScriptEnd("end", 3), ScriptEnd("exception", 1), ScriptEnd("out of memory", 1)]
 )
-def test_a_run_that_fails_says_how_it_ended(run_again, end):
+def test_a_failed_run_reports_how_it_ended(run_again, end):
     assert run_again(end) == end
 
 
@@ -128,7 +128,7 @@ def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_aga
     assert found == ScriptEnd("refused", 0, why)
 
 
-def test_a_run_that_cannot_be_made_says_why_in_the_scripts_name(run_again):
+def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(run_again):
     found = run_again(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
     assert found.reason == "refused"
     assert found.exception == "run again, without input, train.py failed before it used the GPU: EOFError"

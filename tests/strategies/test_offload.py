@@ -142,7 +142,7 @@ def moved(late, forward, *, min_bytes=0, owner=None):
     return mover, late_stream, loss
 
 
-def test_memory_moves_once_and_what_is_the_models_stays(late):
+def test_a_storage_moves_once_and_the_models_own_stay(late):
     layer = nn.Linear(8, 8, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
     base = torch.randn(4, 16, requires_grad=True) * 1
@@ -161,7 +161,7 @@ def test_memory_moves_once_and_what_is_the_models_stays(late):
 
 @pytest.mark.parametrize("min_bytes", [0, 2**20], ids=["moves", "stays"])
 @pytest.mark.parametrize("others", [0, 3])
-def test_what_is_written_to_after_it_was_saved_is_refused(late, min_bytes, others):
+def test_a_write_after_saving_is_refused(late, min_bytes, others):
     """As by plain autograd: with hooks it leaves that to them. What moves could be half of either."""
     x = torch.rand(5, requires_grad=True)
 
@@ -225,7 +225,7 @@ def test_a_second_backward_finds_the_same(late):
     assert stream.log.count("back") == 4
 
 
-def test_the_device_holds_what_is_on_its_way_and_no_more(late):
+def test_the_device_holds_only_storages_on_their_way(late):
     """In the forward the last storage stays for backward; it and all others are gone when the graph is."""
     made = []
 
@@ -255,7 +255,7 @@ def test_the_device_holds_what_is_on_its_way_and_no_more(late):
         gc.enable()
 
 
-def test_what_was_fetched_and_not_used_is_held_until_it_is_there(late):
+def test_an_unused_prefetch_is_held_until_it_completes(late):
     def forward():
         y = torch.rand(100, requires_grad=True)
         z = y.exp().exp()
@@ -272,7 +272,7 @@ def test_what_was_fetched_and_not_used_is_held_until_it_is_there(late):
     assert pending() is None
 
 
-def test_on_the_cpu_it_says_once_that_it_does_nothing():
+def test_on_the_cpu_offload_warns_once():
     model = net()
     plain = train(copy.deepcopy(model))
     Offload().apply(model)
@@ -281,7 +281,7 @@ def test_on_the_cpu_it_says_once_that_it_does_nothing():
     assert len(said) == 1
 
 
-def test_nothing_large_enough_is_said(late):
+def test_offload_warns_when_nothing_is_large_enough(late):
     model = net()
     Offload(min_bytes=2**20).apply(model)
     with pytest.warns(UserWarning, match=r"moved nothing: .* at least 1,048,576 B") as said:
@@ -337,12 +337,12 @@ def test_compiled(late, where):
         (lambda: Plan(offload=Offload(what="inputs")), "the plan has no checkpointing"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_invalid_settings_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         make()
 
 
-def test_what_is_dropped_cannot_be_moved():
+def test_modules_inside_a_checkpointed_one_cannot_be_offloaded():
     model = net()
     Checkpointing("Block").apply(model)
     with pytest.raises(UsageError, match=r"0\.inner is inside 0, which is checkpointed"):

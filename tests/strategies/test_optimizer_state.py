@@ -24,7 +24,7 @@ from support.optimizer_loops import groups, halving, net, same, train
         ({"step_in_backward": 1}, "step_in_backward=1 must be True or False"),
     ],
 )
-def test_what_cannot_be_is_refused(given, words):
+def test_invalid_settings_are_refused(given, words):
     with pytest.raises(UsageError, match=words):
         OptimizerState(**given)
 
@@ -53,7 +53,7 @@ def test_an_implementation_is_as_if_the_optimizer_had_been_made_with_it(kind, im
     assert len(hooked) == 5
 
 
-def test_the_implementation_is_of_this_run_whatever_a_saved_state_says():
+def test_this_runs_implementation_overrides_a_saved_one():
     model = net()
     saved = torch.optim.AdamW(model.parameters(), foreach=True)
     train(model, saved)
@@ -77,7 +77,7 @@ def test_the_implementation_is_of_this_run_whatever_a_saved_state_says():
         ),
     ],
 )
-def test_what_pytorch_does_not_have_is_refused_with_its_reason(make, words):
+def test_an_implementation_that_pytorch_lacks_is_refused_with_its_reason(make, words):
     with pytest.raises(UsageError, match=words):
         OptimizerState(implementation="fused").optimizer(make(), net())
 
@@ -148,7 +148,7 @@ class Sizes(nn.Module):
         (8, "bitsandbytes", 4096 + 4224 + 4352 + 4353),
     ],
 )
-def test_the_note_says_which_tensors_are_quantised(bits, backend, quantised, eager):
+def test_the_note_reports_which_tensors_are_quantised(bits, backend, quantised, eager):
     fewer("AdamW", bits, backend)
     model, settings = Sizes(), OptimizerState(bits=bits, backend=backend)
     optimizer = settings.optimizer(torch.optim.AdamW(model.parameters()), model)

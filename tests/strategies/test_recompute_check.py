@@ -37,7 +37,7 @@ def test_the_check_takes_tensors_of_all_kinds(use_reentrant):
 
 
 @MODES
-def test_the_check_finds_what_differs_and_names_it(use_reentrant):
+def test_the_check_names_the_operation_that_differs(use_reentrant):
     """Row 33: shapes are the same, values are not."""
 
     class Forgetful(nn.Module):

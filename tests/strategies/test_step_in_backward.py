@@ -75,7 +75,7 @@ def test_no_two_gradients_are_alive_at_once_and_groups_keep_their_own_settings()
     assert same(ours, plain)
 
 
-def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened():
+def test_saving_and_loading_does_not_change_training():
     ours, plain = net(), net()
     reference = torch.optim.AdamW(plain.parameters())
     train(plain, reference, steps=6)
@@ -106,7 +106,7 @@ def test_tied_weights_are_updated_once():
     assert same(ours, plain)
 
 
-def test_what_joins_or_thaws_later_is_updated_by_the_step_itself():
+def test_parameters_added_or_unfrozen_later_are_updated_by_step():
     ours, plain = net(), net()
     for model in (ours, plain):
         model[0].weight.requires_grad_(False)

@@ -89,7 +89,7 @@ def test_peaks_are_those_of_torch_checkpoint_by_hand(dry_run):
     assert found["all"][0] < found["kept"][0]
 
 
-def test_what_moves_to_the_host_is_gone_from_the_peak(dry_run):
+def test_offloaded_storages_are_gone_from_the_peak(dry_run):
     script = (
         PEAKS
         + """

@@ -77,7 +77,7 @@ def test_two_sizes_determine_the_third(given, steps, micro, whole):
         (lambda: Precision("fp16", autocast=False), "pure fp16 parameters cannot be trained"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_invalid_settings_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         make()
 

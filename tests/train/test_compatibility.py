@@ -68,7 +68,7 @@ def test_inside_a_window_no_precision_may_change(there, here, words):
         ("dynamic", [8.0, 8.0, 8.0]),
     ],
 )
-def test_the_loss_scale_goes_on_by_the_settings_of_this_run(settings, scales):
+def test_a_resumed_loss_scale_follows_the_settings_of_this_run(settings, scales):
     def scaled(loss_scale):
         return engine(net(), memfit.Precision("fp16", loss_scale=loss_scale))
 

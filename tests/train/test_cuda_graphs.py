@@ -102,7 +102,7 @@ def test_a_step_by_graphs_is_the_step(steps, norm, schedule, played):
     assert len(captured) == 2
 
 
-def test_a_state_that_is_loaded_is_what_the_graphs_work_on(played):
+def test_graphs_are_captured_again_on_a_loaded_state(played):
     plain, ours = engine(cuda_graphs=False), engine(cuda_graphs=True)
     for seed in range(6):
         plain.step(batch(8, seed))
@@ -119,7 +119,7 @@ def test_a_state_that_is_loaded_is_what_the_graphs_work_on(played):
     assert len(captured) == 2 + 2 + 2  # those that were captured before know tensors that are gone
 
 
-def test_what_cannot_be_captured_is_refused(played):
+def test_settings_that_cannot_be_captured_are_refused(played):
     def summed(model, data):
         return F.cross_entropy(model(data[0]), data[1], reduction="sum"), len(data[1])
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_is_refused(played):
             memfit.Engine(model, precision, optimizer=torch.optim.SGD(model.parameters()), cuda_graphs=True)
 
 
-def test_a_loop_of_ones_own_is_not_captured_and_refused(played):
+def test_a_hand_written_loop_is_refused_with_cuda_graphs(played):
     run = engine(cuda_graphs=True)
     with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
         next(run.windows([batch(4, 0)]))

@@ -131,7 +131,7 @@ def test_tokens_weigh_as_they_are():
         torch.testing.assert_close(before[name] - parameter.detach(), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_window_with_what_is_not_finite_is_skipped_and_its_scale_is_frozen():
+def test_a_window_with_a_gradient_that_is_not_finite_is_skipped():
     """Rows 11, 14, 15."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ def test_out_of_memory_is_answered_by_smaller_parts(fails):
         torch.testing.assert_close(value, state(plain)[name], rtol=1e-6, atol=1e-7)
 
 
-def test_out_of_memory_for_good_leaves_everything_as_it_was():
+def test_a_batch_that_never_fits_leaves_the_state_unchanged():
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     before, random = copy.deepcopy(state(model)), torch.get_rng_state()
 
@@ -233,7 +233,7 @@ def test_a_window_left_open_is_an_error():
 
 
 @pytest.mark.parametrize(("partial", "updates", "left"), [("flush", 3, 0), ("drop", 2, 0), ("carry", 2, 2)])
-def test_what_does_not_fill_a_window(partial, updates, left):
+def test_partial_windows_are_flushed_carried_or_dropped(partial, updates, left):
     """Rows 4 and 5: also a loader that is shorter than a window."""
     run = engine(net(), accumulation=Accumulation(K, partial_window=partial))
     through(run, data(10))
@@ -301,7 +301,7 @@ class Noisy(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("stopped", [1, 4, 5, 8, 14, 15, 17])
-def test_a_shuffled_loader_goes_on_with_the_same_samples(stopped, tmp_path):
+def test_a_shuffled_loader_resumes_with_the_same_samples(stopped, tmp_path):
     def train(run, until=None):
         loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
         while run.micro_step < 30 and run.micro_step != until:

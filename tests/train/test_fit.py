@@ -53,7 +53,7 @@ def test_moments_come_in_their_order():
     assert diary.lines == ["fit_begin", *epoch, *epoch, "fit_end"]
 
 
-def test_every_moment_is_told():
+def test_callbacks_are_called_at_every_event():
     diary = Diary()
     short = [True]
 
@@ -82,7 +82,7 @@ def test_callbacks_are_called_in_their_order_and_saving_is_last(tmp_path):
     assert (tmp_path / "run").exists()
 
 
-def test_the_end_is_told_when_training_fails():
+def test_on_fit_end_is_called_when_training_fails():
     diary = Diary()
 
     def loss(model, data):
@@ -114,7 +114,7 @@ def test_stop_ends_after_the_batch():
 
 
 @pytest.mark.parametrize("stopped", range(1, 9))
-def test_a_run_that_is_saved_and_stopped_goes_on_bit_for_bit(stopped, tmp_path):
+def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
     class Stops(memfit.Callback):
         def on_window_end(self, engine, result):
             if engine.optimizer_step == stopped:
@@ -166,7 +166,7 @@ def test_a_long_way_back_to_where_a_run_was_is_shown(monkeypatch):
     assert "5/5" in text.getvalue()
 
 
-def test_a_window_that_is_left_open_is_told_at_the_end_of_a_block():
+def test_a_window_left_open_at_the_end_of_a_block_is_an_error():
     run = engine(memfit.Accumulation(4))
     with pytest.raises(UsageError, match="A window is open, with 1 of 4"), run:
         run.backward(run.model(loader(1)[0]).square().mean())
@@ -177,18 +177,18 @@ def test_a_window_that_is_left_open_is_told_at_the_end_of_a_block():
         pass
 
 
-def test_what_is_missing_is_named():
+def test_an_error_names_the_missing_part():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(UsageError, match="also needs optimizer="):
         memfit.Engine(model)
-    with pytest.raises(UsageError, match="needs to know the loss"):
+    with pytest.raises(UsageError, match="need a loss"):
         memfit.Engine(model, optimizer=optimizer).step(loader(1)[0])
-    with pytest.raises(UsageError, match="the job has its own"):
+    with pytest.raises(UsageError, match="the job already has"):
         memfit.Engine(memfit.Job(model, optimizer), max_grad_norm=1.0)
 
 
-def test_a_job_may_give_what_makes_its_optimizer_and_scheduler():
+def test_a_job_may_have_factories_of_its_optimizer_and_scheduler():
     model = nn.Linear(3, 2)
     job = memfit.Job(
         model,
@@ -239,7 +239,7 @@ def ctrl_c(engine):
 
 
 @pytest.mark.parametrize("leave", [memfit.Engine.stop, ctrl_c], ids=["stop", "ctrl-c"])
-def test_what_was_trained_since_is_saved_where_fit_ends(leave, tmp_path):
+def test_fit_saves_the_remaining_windows_when_it_ends(leave, tmp_path):
     saving = memfit.Saving(tmp_path / "run", every=100)
     run = engine(callbacks=[saving, Leaves(2, leave)])
     with nullcontext() if leave is memfit.Engine.stop else pytest.raises(KeyboardInterrupt):
@@ -247,7 +247,7 @@ def test_what_was_trained_since_is_saved_where_fit_ends(leave, tmp_path):
     assert state_of(tmp_path / "run") == 2
 
 
-def test_what_a_ctrl_c_interrupted_is_left_out_of_what_is_saved(tmp_path):
+def test_a_save_leaves_out_the_window_that_ctrl_c_interrupted(tmp_path):
     def loss(model, data):
         if run.optimizer_step == 2:
             raise KeyboardInterrupt
@@ -266,7 +266,7 @@ def trained(steps):
     return run.model
 
 
-def test_what_is_saved_already_is_not_saved_again(tmp_path, monkeypatch):
+def test_a_run_without_new_windows_is_not_saved_again(tmp_path, monkeypatch):
     saves = []
     monkeypatch.setattr(memfit.Engine, "save", lambda engine, path: saves.append(engine.optimizer_step))
     engine(callbacks=[memfit.Saving(tmp_path / "run"), Leaves(2, memfit.Engine.stop)]).fit(loader(5))
@@ -282,7 +282,7 @@ def test_a_run_that_is_torn_is_not_saved_where_fit_ends(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_generator_is_an_epoch_and_no_more():
+def test_a_generator_is_refused_in_the_second_epoch():
     run = engine()
     run.fit(iter(loader(3)), epochs=1)
     assert run.optimizer_step == 3

@@ -70,7 +70,7 @@ def shuffled():
 
 @pytest.mark.parametrize("how", [lambda run: run, resumed], ids=["fit again", "save and resume"])
 @pytest.mark.parametrize("at", [1, 3, 4, 6, 23, 26])
-def test_a_fetch_that_was_interrupted_is_begun_again(at, how):
+def test_an_interrupted_fetch_is_repeated(at, how):
     run, loader = engine(), shuffled()
     interrupted(run, loader, at)
     run = how(run)
@@ -80,7 +80,7 @@ def test_a_fetch_that_was_interrupted_is_begun_again(at, how):
 
 @pytest.mark.parametrize("at", [1, 6, 10], ids=["reading again", "the fetch", "the next fetch"])
 @pytest.mark.parametrize("how", [lambda run: run, resumed], ids=["fit again", "save and resume"])
-def test_going_on_that_was_interrupted_is_begun_again(at, how):
+def test_an_interrupted_resume_is_repeated(at, how):
     run, loader = engine(), shuffled()
     interrupted(run, loader, 6)
     run = resumed(run)
@@ -105,7 +105,7 @@ def windows(run, data, until=0, *, backward=False):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("until", [1, 2, 3, 4])
-def test_a_forward_that_was_interrupted_is_begun_again_and_none_that_went_backward(until, backward):
+def test_an_interrupted_forward_is_repeated_and_no_completed_backward(until, backward):
     data = torch.utils.data.DataLoader(Drawing(), 4)
     plan = memfit.Accumulation(2)
     whole = windows(engine(plan), data)
@@ -117,7 +117,7 @@ def test_a_forward_that_was_interrupted_is_begun_again_and_none_that_went_backwa
     assert same(run, whole)
 
 
-def test_going_on_inside_a_window_that_was_interrupted_is_begun_again():
+def test_an_interrupted_resume_inside_a_window_is_repeated():
     data = torch.utils.data.DataLoader(Drawing(), 4)
     plan = memfit.Accumulation(3)
     whole = windows(engine(plan), data)

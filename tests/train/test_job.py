@@ -63,7 +63,7 @@ def test_nothing_to_train_is_refused(make):
 
 @DOORS
 @pytest.mark.parametrize("optimizer", ["adam", None, [torch.optim.SGD]])
-def test_what_makes_no_optimizer_is_refused(make, optimizer):
+def test_a_factory_that_returns_no_optimizer_is_refused(make, optimizer):
     with pytest.raises(UsageError, match="also needs optimizer="):
         make(nn.Linear(4, 1), optimizer)
 

@@ -51,7 +51,7 @@ def popped(model, data):
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict])
-def test_a_batch_that_a_loss_takes_entries_from_is_begun_again_with_them(kind):
+def test_a_batch_whose_entries_a_loss_removes_is_retried_with_them(kind):
     ours, plain = linear(), linear()
     data = kind({"x": torch.randn(8, 4), "labels": torch.randn(8, 1)})
     result = engine(ours, short_once(popped)).step(data)
@@ -78,7 +78,7 @@ class Odd:
         self.x = x
 
 
-def test_a_batch_of_a_kind_that_nobody_knows_raises_pytorch_s_error():
+def test_a_batch_of_an_unknown_type_raises_pytorchs_error():
     run = engine(linear(), short_once(lambda model, data: model(data.x).square().mean()))
     data = Odd(torch.randn(8, 4))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
@@ -120,13 +120,13 @@ class Buffered(nn.Linear):
 
 def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
     model = linear(Buffered)
-    moments = StepSnapshots(model)
+    snapshots = StepSnapshots(model)
 
     def copied():
-        moment = moments.take()
+        snapshot = snapshots.take()
         square(model, torch.randn(8, 4))
-        moments.record_writes(moment)
-        columns = zip(moment.places, moment.contents, strict=True)
+        snapshots.record_writes(snapshot)
+        columns = zip(snapshot.slots, snapshot.contents, strict=True)
         return {name for (_, name, _), content in columns if content is not None}
 
     assert copied() == {"mask", "mean", "late"}
@@ -136,31 +136,31 @@ def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
     assert copied() == {"mean", "late"}
 
 
-def test_a_buffer_that_a_kernel_writes_to_unsaid_is_found_in_the_first_step():
+def test_a_buffer_written_without_a_version_count_is_found_in_the_first_step():
     model = nn.Sequential(nn.Linear(4, 6), OwnStatistics())
-    moments = StepSnapshots(model)
+    snapshots = StepSnapshots(model)
     for step in range(2):
-        moment = moments.take()
+        snapshot = snapshots.take()
         before = {name: value.clone() for name, value in model.named_buffers()}
         model(torch.randn(8, 4))
-        assert moment.versions == [one._version for one in model.buffers()], f"counted in step {step}"
-        moments.record_writes(moment)
-    moment.restore()
+        assert snapshot.versions == [one._version for one in model.buffers()], f"counted in step {step}"
+        snapshots.record_writes(snapshot)
+    snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
 def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
     """Their kernels write without saying so; here they were frozen in the step that was looked at."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    moments = StepSnapshots(model)
-    moments.record_writes(moments.take())
-    assert not any(one is not None for one in moments.take().contents)
+    snapshots = StepSnapshots(model)
+    snapshots.record_writes(snapshots.take())
+    assert not any(one is not None for one in snapshots.take().contents)
     model.train()
-    moment = moments.take()
+    snapshot = snapshots.take()
     before = {name: value.clone() for name, value in model[1].named_buffers()}
     model(torch.randn(8, 4))
-    assert moment.lost == ""
-    moment.restore()
+    assert snapshot.lost == ""
+    snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
 
 
@@ -180,7 +180,7 @@ def test_a_copy_that_fails_leaves_none_that_is_taken_for_whole():
         assert [copied.tolist() for copied in copies.of([one, other])] == [[value] * 2] * 2
 
 
-def test_a_buffer_that_is_written_to_late_makes_a_batch_not_begun_again():
+def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     model, loss = linear(Buffered), short_once(square)
     loss.armed = False
     run = engine(model, loss)
@@ -207,7 +207,7 @@ def test_a_buffer_that_is_written_to_late_makes_a_batch_not_begun_again():
     assert model.late == 1 + 1 + 2
 
 
-def test_a_buffer_that_was_none_is_none_again():
+def test_a_buffer_that_was_none_is_restored_to_none():
     def fails(model, data):
         square(model, data)
         raise ValueError("no loss")

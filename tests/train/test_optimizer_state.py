@@ -101,7 +101,7 @@ def test_memory_that_runs_out_inside_backward_does_no_harm(plain, before):
     assert same(run, plain)
 
 
-def test_without_a_copy_the_run_is_torn_and_says_so():
+def test_without_a_copy_the_run_is_torn_and_reports_it():
     run = engine(IN_BACKWARD, protect="never")
     fail_at_the_first_layer(run)
     with pytest.raises(TornUpdateError, match="protect='always'"):

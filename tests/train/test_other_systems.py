@@ -77,7 +77,7 @@ def test_a_reverted_model_is_trained_as_any_other(plan, gone):
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was():
+def test_an_engine_that_fails_to_start_leaves_the_model_unchanged():
     model = net()
     for plan, options, words in (
         ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8-bit"),
@@ -86,7 +86,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was():
         ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ((), {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 must be"),
         ((), {"protect": "sometimes"}, "protect='sometimes' must be one of auto"),
-        ((), {"callbacks": memfit.ProgressBar()}, "a list of callbacks"),
+        ((), {"callbacks": memfit.ProgressBar()}, "a list of memfit.Callback"),
     ):
         with pytest.raises(UsageError, match=words):
             engine(model, *plan, **options)
@@ -115,7 +115,7 @@ def test_losses_of_low_precision_are_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("plan", [SUMS, MASTERS], ids=["sums", "masters"])
-def test_a_parameter_that_is_thawed_later_is_not_trained_in_low_precision_unsaid(plan):
+def test_a_parameter_unfrozen_later_is_refused_in_low_precision(plan):
     model = net()
     model[0].weight.requires_grad_(False)
     run = engine(model, *plan)
@@ -142,7 +142,7 @@ def test_a_micro_batch_that_weighs_nothing_adds_nothing():
         engine(ours, loss=tokens).step((x, y))
 
 
-def test_a_loop_of_one_s_own_goes_on_after_a_backward_that_failed():
+def test_a_hand_written_loop_continues_after_a_failed_backward():
     ours, plain = net(), net()
     run, reference = engine(ours, memfit.Accumulation(2)), engine(plain, memfit.Accumulation(2))
     run.backward(loss(ours, batch()))
@@ -169,12 +169,12 @@ def test_a_scheduler_that_looks_at_the_loss_is_given_the_window_s():
     assert scheduler.best == pytest.approx(loss(model, batch()).item())
 
 
-def test_an_optimizer_of_another_model_is_told():
+def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(UsageError, match="None of the optimizer's parameters has a gradient"):
         engine(net(), optimizer=torch.optim.SGD(net().parameters())).step(batch())
 
 
-def test_a_batch_that_was_changed_is_not_begun_again():
+def test_a_batch_that_was_changed_is_not_retried():
     def short(model, data):
         data[0].mul_(2)
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -184,8 +184,8 @@ def test_a_batch_that_was_changed_is_not_begun_again():
 
 
 @pytest.mark.parametrize("returned", [{"loss": 1}, 1.0, (1, 2, 3)])
-def test_a_loss_that_is_none_is_told(returned):
-    with pytest.raises(UsageError, match=f"returned a {type(returned).__name__}: It must return the mean"):
+def test_a_loss_of_a_wrong_type_is_refused(returned):
+    with pytest.raises(UsageError, match=f"returned a {type(returned).__name__}. It must return the mean"):
         engine(net(), loss=lambda model, data: returned).step(batch())
 
 
@@ -223,7 +223,7 @@ def test_memory_runs_out_in_many_words(error):
     assert engine(net(), loss=short).step(batch()).retried == 1
 
 
-def test_fit_goes_on_where_it_was_stopped():
+def test_fit_continues_where_it_was_stopped():
     class Stops(memfit.Callback):
         def on_window_end(self, engine, result):
             if engine.optimizer_step == 2:
@@ -256,7 +256,7 @@ def test_fit_with_other_data_than_it_was_stopped_in_begins_with_their_first():
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 4])
-def test_a_scaled_window_goes_on_wherever_it_was_saved(done):
+def test_a_scaled_window_resumes_wherever_it_was_saved(done):
     plan = memfit.Precision("fp16"), memfit.Accumulation(4)
     saved = {}
 
@@ -277,7 +277,7 @@ def test_a_scaled_window_goes_on_wherever_it_was_saved(done):
     assert same(again.model, whole.model)
 
 
-def test_a_loader_of_other_sizes_than_the_settings_is_told():
+def test_a_loader_whose_batch_size_contradicts_the_settings_is_refused():
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=8)
     settings = memfit.Accumulation(micro_batch_size=8, global_batch_size=32)
     with pytest.raises(UsageError, match="The loader's batch_size is 8, but global_batch_size=32"):
@@ -288,12 +288,12 @@ def test_a_loader_of_other_sizes_than_the_settings_is_told():
             run.backward(loss(run.model, part))
     assert run.optimizer_step == 2
     whole = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=32)
-    with pytest.raises(UsageError, match="The loader's batch_size is 32, and micro_batch_size=8"):
+    with pytest.raises(UsageError, match="The loader's batch_size is 32, but micro_batch_size=8"):
         next(engine(net(), settings).windows(whole))
     assert engine(net(), settings).fit(whole).micro_step == 8
 
 
-def test_data_without_a_length_are_gone_through():
+def test_data_without_a_length_are_accepted():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(zip(*batch(12), strict=True))
@@ -308,7 +308,7 @@ class Odd:
         self.x, self.y = x, y
 
 
-def test_a_batch_of_any_kind_is_gone_through_whole():
+def test_a_batch_of_any_type_is_trained_undivided():
     def of_odd(model, data):
         return loss(model, (data.x, data.y))
 
@@ -333,7 +333,7 @@ class Counted(nn.Linear):
         return out
 
 
-def test_buffers_that_are_not_persistent_go_on_too():
+def test_non_persistent_buffers_are_resumed():
     first, again = engine(Counted()), engine(Counted())
     for seed in range(3):
         first.step(batch(seed=seed))

@@ -31,7 +31,7 @@ def pool():
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("step", "protect"), [(0, "always"), (1, "auto")])
-def test_a_fault_does_no_harm_that_goes_unsaid(case, step, protect, fault):
+def test_a_fault_is_undone_or_reported(case, step, protect, fault):
     sweep = Sweep(case, step, fault, protect)
     dice = random.Random(f"{case} {step} {protect} {fault}")  # noqa: S311 - the same sample each time
     before, inside = dice.randrange(sweep.update), dice.randrange(sweep.update, sweep.places)
@@ -42,7 +42,7 @@ def test_a_fault_does_no_harm_that_goes_unsaid(case, step, protect, fault):
 
 
 @pytest.mark.parametrize("case", ["AdamW, clipped", "bf16 with float32 masters", "accumulation, uneven"])
-def test_a_loop_of_ones_own_is_told_that_its_window_is_not_whole(case):
+def test_a_hand_written_loop_gets_an_error_for_an_interrupted_window(case):
     """Partial gradients are neither counted, nor saved, nor corrected and clipped twice."""
 
     def window(engine, at=None):

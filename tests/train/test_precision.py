@@ -108,7 +108,7 @@ def test_an_optimizer_that_has_state_keeps_it():
     ],
     ids=lambda precision: f"{precision.dtype}{'' if precision.autocast else '-pure'}",
 )
-def test_a_run_goes_on_in_another_precision_from_full_parameters(first, second, tmp_path):
+def test_a_run_resumes_in_another_precision_from_full_parameters(first, second, tmp_path):
     run = engine(model(), first)
     for data in batches(3):
         run.step(data)
@@ -160,7 +160,7 @@ def test_another_model_is_refused_and_left_alone(other, words):
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
-def test_applying_and_taking_back():
+def test_apply_and_revert():
     net = model()
     assert memfit.apply(net, memfit.Precision("bf16")) is net
     assert net(batches()[0]).dtype == torch.bfloat16
@@ -178,7 +178,7 @@ def test_applying_and_taking_back():
         memfit.apply(net, memfit.Accumulation(2))
 
 
-def test_reverted_a_model_is_what_its_float32_copies_were():
+def test_revert_restores_the_float32_copies():
     """And may be trained on, with the optimizer that trained them."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

@@ -87,7 +87,7 @@ class Noisy(Dataset):
         return self.x[index] + torch.randn(6) / 3 + noise, self.y[index]
 
 
-def test_between_windows_augmentation_and_dropout_draw_what_they_would_have(tmp_path):
+def test_augmentation_and_dropout_draw_the_same_after_a_resume_between_windows(tmp_path):
     goes_on_the_same(
         lambda: DataLoader(Noisy(), batch_size=4, shuffle=True), tmp_path / "run", (1, 3, 6, 7, 12)
     )
@@ -127,7 +127,7 @@ def sampled(kind, *seed):
     ],
     ids=["torch", "python", "numpy", "numpy, old"],
 )
-def test_a_loader_with_a_generator_of_its_own_goes_on_in_its_order(loader, tmp_path):
+def test_a_loader_with_its_own_generator_resumes_in_the_same_order(loader, tmp_path):
     goes_on_the_same(loader, tmp_path / "run", (3, 6, 9), epochs=2)
 
 
@@ -147,7 +147,7 @@ def test_a_loader_of_other_batches_is_refused(tmp_path):
         run.fit(DataLoader(TensorDataset(*samples()), batch_size=8, shuffle=True), epochs=3)
 
 
-def test_lasting_workers_are_warned_of(tmp_path):
+def test_persistent_workers_are_warned_about(tmp_path):
     class Lasting(list):
         persistent_workers = True
 
@@ -179,7 +179,7 @@ def carry(run, until=None):
 
 
 @pytest.mark.parametrize("stopped", [10, 11, 12, 13, 18])
-def test_what_was_carried_over_is_not_trained_on_again(stopped, tmp_path):
+def test_carried_micro_batches_are_not_trained_twice(stopped, tmp_path):
     whole = carrying(net())
     seen = carry(whole)
     first = carrying(net())
@@ -191,7 +191,7 @@ def test_what_was_carried_over_is_not_trained_on_again(stopped, tmp_path):
     assert same(again.model, whole.model)
 
 
-def test_what_is_carried_over_and_waits_for_its_backward_is_not_saved():
+def test_carried_micro_batches_that_wait_cannot_be_saved():
     run = carrying(net())
     carry(run, 9)
     with pytest.raises(UsageError, match="1 micro-batches are carried over"):
@@ -270,7 +270,7 @@ def test_a_state_in_memory_may_be_loaded_twice():
     assert results[1].loss > 0
 
 
-def test_saved_between_epochs_it_goes_on_in_the_next_ones_order(tmp_path):
+def test_a_run_saved_between_epochs_resumes_in_the_next_ones_order(tmp_path):
     whole = fit(of_its_own)
     fit(of_its_own, memfit.Saving(tmp_path / "run"), epochs=2)
     again = engine(net(seed=9))
@@ -288,7 +288,7 @@ class SetsEpoch(memfit.Callback):
         self.sampler.set_epoch(engine.epoch)
 
 
-def test_a_sampler_is_told_its_epoch_by_a_callback(tmp_path):
+def test_a_callback_sets_the_epoch_of_a_sampler(tmp_path):
     def run(*callbacks, load=None):
         data = TensorDataset(*samples())
         sampler = DistributedSampler(data, num_replicas=1, rank=0)

@@ -55,7 +55,7 @@ def test_samples_of_many_lengths():
     assert [[len(sample) for sample in part] for part in parts] == [[3, 1], [2, 5, 4]]
 
 
-def test_what_is_no_sample_goes_to_every_part():
+def test_values_without_samples_go_to_every_part():
     scale = torch.tensor(2.0)
     parts = split({"x": X, "epoch": 3, "scale": scale}, [4, 1])
     assert [(part["epoch"], part["scale"] is scale) for part in parts] == [(3, True)] * 2
@@ -66,7 +66,7 @@ def test_what_is_no_sample_goes_to_every_part():
     ("batch", "words"),
     [({"epoch": 3}, "nothing that has samples"), ((X, torch.zeros(4)), r"parts of \[4, 5\] samples")],
 )
-def test_a_size_that_cannot_be_told(batch, words):
+def test_a_batch_of_unknown_size_is_refused(batch, words):
     with pytest.raises(UsageError, match=words):
         batch_size(batch)
 
@@ -109,7 +109,7 @@ SAMPLES = [
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_what_a_loader_makes_of_tuples_is_split_as_it_was_collated(sample):
+def test_collated_tuples_are_split_by_column(sample):
     dataset = Samples(sample)
     batch = next(iter(DataLoader(dataset, batch_size=6)))
     assert batch_size(batch) == 6
@@ -188,14 +188,14 @@ def test_numbers_of_samples_go_with_them_and_sizes_of_images_do_not():
         [[X[:3], X[:1]], [X[:4], X[:2]]],
     ],
 )
-def test_what_may_be_either_is_refused_where_it_is_split(batch):
+def test_an_ambiguous_sequence_is_refused_when_it_is_split(batch):
     whole = batch_size(batch)
     assert split(batch, [whole]) == [batch]
     with pytest.raises(UsageError, match=r"samples, or \d columns of \d.*size=lambda.*split=lambda"):
         split(batch, [1] * whole)
 
 
-def test_what_to_give_when_the_size_cannot_be_told_is_enough():
+def test_the_advice_for_an_unknown_size_works():
     class Batch:
         def __init__(self, x):
             self.x = x

@@ -17,7 +17,7 @@ from memfit.errors import FileFormatError, UsageError
 from memfit.train.resume import state_file
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "state"
     state_file.save({"version": 1}, path)
 
@@ -40,7 +40,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     state_file.save({"version": 1}, tmp_path / "state")
 
 
-def test_a_run_that_is_killed_goes_on_bit_for_bit():
+def test_a_killed_run_resumes_bit_for_bit():
     """The whole of it, 50 kills: python benchmarks/killed.py"""
     script = Path(__file__).parents[2] / "benchmarks" / "killed.py"
     done = subprocess.run(
@@ -60,7 +60,7 @@ class Evil:
     "content",
     [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"version": Evil()}, 2)],
 )
-def test_what_is_no_state_is_refused(tmp_path, content, capsys):
+def test_a_dict_that_is_not_a_state_is_refused(tmp_path, content, capsys):
     (tmp_path / "state").write_bytes(content)
     with pytest.raises(FileFormatError, match="Cannot resume from"):
         state_file.load(tmp_path / "state")
@@ -87,7 +87,7 @@ def test_something_else_is_refused(tmp_path):
         state_file.load(tmp_path / "nothing")
 
 
-def test_random_numbers_go_on_where_they_were():
+def test_random_numbers_continue_from_a_restored_state():
     import random
 
     import numpy as np
@@ -149,7 +149,7 @@ def test_numbers_of_numpy_s_are_saved_and_read(tmp_path):
         ({"a": np.zeros(3)}, r"\['_extra_state'\]\['a'\] is a numpy\.ndarray"),
     ],
 )
-def test_what_could_not_be_read_is_refused_when_it_is_saved(extra, place, tmp_path):
+def test_a_value_that_load_would_refuse_is_refused_by_save(extra, place, tmp_path):
     engine().save(tmp_path / "run")
     before = (tmp_path / "run").read_bytes()
     with pytest.raises(UsageError, match=f"Cannot save the run: .*{place}"):
@@ -158,7 +158,7 @@ def test_what_could_not_be_read_is_refused_when_it_is_saved(extra, place, tmp_pa
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_pytorch_s_schedulers_keep_is_plain(tmp_path):
+def test_the_state_of_pytorchs_schedulers_is_plain(tmp_path):
     def run():
         made = engine()
         milestones = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, list(np.arange(2, 8, 2)), gamma=0.5)
