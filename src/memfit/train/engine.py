@@ -22,6 +22,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
+from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback, Saving
 from memfit.train.data.loader_position import batch_size_of
@@ -33,7 +34,6 @@ from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.step_result import StepResult
-from memfit.train.window_ledger import WindowLedger
 
 
 class Engine:
@@ -105,7 +105,7 @@ class Engine:
         self.batches: int | None = None
         """Batches of an epoch of ``fit``, if its loader has a length."""
         self._stopped = False
-        self._ledger = WindowLedger(update, partial(_notify, ref(self)))
+        self._ledger = AccumulationLedger(update, partial(_notify, ref(self)))
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, job.loss or _no_loss, size, split, retry=retry
         )

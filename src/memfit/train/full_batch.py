@@ -17,6 +17,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.plan import Plan
+from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
@@ -24,7 +25,6 @@ from memfit.train.data.split_batch import even_sizes
 from memfit.train.job import Loss
 from memfit.train.oom_rollback import StepSnapshot, StepSnapshots, is_out_of_memory
 from memfit.train.step_result import StepResult
-from memfit.train.window_ledger import WindowLedger
 
 
 class FullBatchStepper:
@@ -42,7 +42,7 @@ class FullBatchStepper:
 
     def __init__(
         self,
-        ledger: WindowLedger,
+        ledger: AccumulationLedger,
         model: nn.Module,
         plan: Plan,
         loss: Loss,

@@ -12,10 +12,10 @@ from torch import nn
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.module_patterns import unwrapped
 from memfit.strategies.plan import Plan
+from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback
 from memfit.train.full_batch import FullBatchStepper
-from memfit.train.window_ledger import WindowLedger
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class EngineParts:
     scheduler: Any
     callbacks: tuple[Callback, ...]
     accumulation: Accumulation
-    ledger: WindowLedger
+    ledger: AccumulationLedger
     full_batch: FullBatchStepper
     epoch: int
     resumed_window: Window | None

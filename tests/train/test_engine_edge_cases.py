@@ -1,4 +1,4 @@
-"""What else is done with a model and its gradients, beside an engine: nothing is mixed up."""
+"""Edge cases of the engine: foreign gradients, failed steps, unusual losses, loaders and batches."""
 
 import copy
 import gc

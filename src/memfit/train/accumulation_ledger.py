@@ -1,4 +1,4 @@
-"""The ledger of windows: which one is open, and how many micro-steps and updates were made.
+"""The ledger of accumulation: which window is open, and how many micro-steps and updates were made.
 
 open ── backward ── backward ── ... ── close: optimizer_update.py, counters, position, callbacks
           |                               |
@@ -17,8 +17,8 @@ from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
 from memfit.train.step_result import StepResult
 
 
-class WindowLedger:
-    """One window after the other, from opening to update.
+class AccumulationLedger:
+    """Keeps which accumulation window is open and what was counted in it, from opening to update.
 
     Args:
         update: runs at a window's end.
