@@ -117,7 +117,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert run.code == 0
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
-    assert "No advice: run again, without input, script.py failed" in run.out
+    assert "No advice: when the script was run again without input, script.py failed" in run.out
     assert "The total it needs could not be measured: see below." in run.out
     assert run.err.count("the script runs again, silently, without input") == 1
 

@@ -23,7 +23,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
     copied = copy.deepcopy(apply(model, settings))
     with pytest.raises(UsageError, match=r"cannot be reverted: .* a copy"):
         revert(copied)
-    with pytest.raises(UsageError, match=r"cannot take a plan: .* a copy"):
+    with pytest.raises(UsageError, match=r"cannot be given a plan: .* a copy"):
         apply(copied, Precision("fp16"))
     assert copied(torch.ones(2, 4)).dtype is model(torch.ones(2, 4)).dtype
     assert apply(copy.deepcopy(revert(model)), settings)
@@ -31,7 +31,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
 
 def test_a_part_of_a_model_with_a_plan():
     model = apply(net(), Checkpointing("*"))
-    with pytest.raises(UsageError, match="cannot take a plan: it is already wrapped by another"):
+    with pytest.raises(UsageError, match="cannot be given a plan: it was wrapped when another"):
         apply(model[0], Precision("bf16"))
 
 

@@ -180,7 +180,8 @@ def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
     Checkpointing("0", use_reentrant=use_reentrant).apply(model)
     model[0](torch.randn(4, 6), Cache(), change=False).sum().backward()
     with pytest.raises(
-        UsageError, match=r"0 cannot be checkpointed: .* changes the Cache .*use_cache = False"
+        UsageError,
+        match=r"0 cannot be checkpointed: .* changes its argument of type Cache,.*use_cache = False",
     ):
         model[0](torch.randn(4, 6), Cache())
 
@@ -241,7 +242,7 @@ def test_compiled(where, save_ops):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.* batch norms")
+@pytest.mark.filterwarnings("ignore:.* BatchNorm layers")
 def test_in_a_plan_and_when_memory_runs_out_in_backward():
     """The engine begins the batch again in smaller parts: what was being computed again has left no trace."""
 
@@ -353,8 +354,11 @@ def test_which_modules(settings, chosen):
         ),
         (lambda: Checkpointing().apply(nn.Linear(2, 2)), "Linear has no list of repeated blocks"),
         (lambda: Checkpointing(every=0), "every=0 must be"),
-        (lambda: Checkpointing(save_ops=("aten.mn",)), "'aten.mn' is not an operation. Nearest: aten[.]m"),
-        (lambda: Checkpointing(save_ops=("mm",)), "'mm' is not an operation"),
+        (
+            lambda: Checkpointing(save_ops=("aten.mn",)),
+            "'aten.mn' is not a PyTorch operation. Nearest: aten[.]m",
+        ),
+        (lambda: Checkpointing(save_ops=("mm",)), "'mm' is not a PyTorch operation"),
         (
             lambda: Checkpointing(save_ops=("aten.mm",), use_reentrant=True),
             "save_ops needs use_reentrant=False",

@@ -47,8 +47,8 @@ def through_objects():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("1", r"1 cannot .* it returns a Output that contains"),
-        ("2", r"2 cannot .* it is passed a Output that contains"),
+        ("1", r"1 cannot .* its forward returns an object of type Output that contains"),
+        ("2", r"2 cannot .* its forward is passed an object of type Output that"),
     ],
 )
 def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(name, words):

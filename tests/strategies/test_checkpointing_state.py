@@ -75,7 +75,7 @@ def test_a_late_write_to_a_buffer_is_warned_about():
     Checkpointing("0").apply(model)
     model(torch.ones(2, 6)).sum().backward()
     model[0].write = True
-    with pytest.warns(UserWarning, match=r"0: this forward wrote to count, which earlier forwards did not"):
+    with pytest.warns(UserWarning, match=r"0: this forward wrote to count. No earlier forward"):
         model(torch.ones(2, 6)).sum().backward()
     assert model[0].count == 2, "the step that is warned of"
     model(torch.ones(2, 6)).sum().backward()
@@ -91,7 +91,7 @@ def test_draws_are_warned_about_without_preserve_rng_state(use_reentrant, p):
         layer.dropout.p = p
     Checkpointing("layers.0", use_reentrant=use_reentrant, preserve_rng_state=False).apply(model)
     if p:
-        with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers \(layers\.0\.dropout\)"):
+        with pytest.warns(UserWarning, match=r"layers\.0 draws random numbers \(in layers\.0\.dropout\)"):
             model(torch.randn(4, 6))
     model(torch.randn(4, 6)).sum().backward()  # once is enough
 

@@ -130,14 +130,14 @@ def test_clipping_is_no_strategy_but_is_configured_too(given, norm):
 
 
 def test_every_setting_is_echoed_with_the_field_it_became():
-    over = "(over a loader's batches in engine.windows; fit divides each batch)"
+    over = "(micro-batches are the loader's batches in engine.windows, and parts of them in engine.fit)"
     given = {"fp16": {}, "optimizer_config": {"grad_clip": {"max_norm": 35}}, "mini_steps": 4, "bf16": False}
     assert str(configure(given)).splitlines() == [
         "fp16                                         ->  precision.dtype='fp16'",
         "fp16                                         ->  precision.loss_scale=512.0 (MMCV's default)",
         "optimizer_config.grad_clip={'max_norm': 35}  ->  max_grad_norm=35",
         f"mini_steps=4                                 ->  accumulation.gradient_accumulation_steps=4 {over}",
-        "bf16=False                                   ->  nothing to set: plain training",
+        "bf16=False                                   ->  nothing to set: this is memfit's default",
     ]
 
 
@@ -182,9 +182,9 @@ def test_names_that_are_not_known_are_refused_with_the_nearest(given, words):
         ({"max_grad_norm": 1.0, "optimizer_config": {"grad_clip": {"max_norm": 35}}}, "contradict"),
         (
             {"global_batch_size": 30, "micro_batch_size": 8},
-            "not micro_batch_size=8 times.* Given: global_batch",
+            "multiple of micro_batch_size=8. The configuration sets global_batch",
         ),
-        ({"step_in_backward": True, "mini_steps": 2}, "several micro-batches"),
+        ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause an update"),
     ],
 )
 def test_two_names_that_contradict_each_other_are_refused(given, words):
@@ -204,14 +204,17 @@ def test_the_same_value_twice_is_not_a_contradiction():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mini_steps": 0}, "steps=0 must be an integer of at least 1. Given: mini_steps=0"),
+        ({"mini_steps": 0}, "steps=0 must be an integer of at least 1. The configuration sets mini_steps=0"),
         ({"mini_steps": True}, "must be an integer"),
         ({"accumulate_grad_batches": {"0": 4, "10": 8}}, "must be an integer"),
-        ({"precision": "fp8"}, "'fp8' must be one of bf16, fp16, fp32. Given: precision='fp8'"),
+        (
+            {"precision": "fp8"},
+            "'fp8' must be one of bf16, fp16, fp32. The configuration sets precision='fp8'",
+        ),
         ({"precision": ["bf16"]}, "must be one of bf16"),
         (
             {"optimizer_state": {"bits": 8.0}},
-            "bits=8.0 must be one of.*Given: optimizer_state.bits=8.0",
+            "bits=8.0 must be one of.*sets optimizer_state.bits=8.0",
         ),
         ({"precision": {"autocast": "yes"}}, "must be True or False"),
         ({"fp16": {"loss_scale": {"init_scale": "x"}}}, "init_scale='x' must be a number"),
@@ -220,23 +223,23 @@ def test_the_same_value_twice_is_not_a_contradiction():
         ({"bf16": 1}, "bf16=1 must be true or false"),
         ({"with_cp": "yes"}, "with_cp='yes' must be true or false"),
         ({"model": {"with_cp": 1}}, "model.with_cp=1 must be true or false"),
-        ({"model": 3}, "must be a dict of a model"),
+        ({"model": 3}, "must be the dict of a model"),
         ({"loss_scale": 512.0}, "loss_scale is for fp16"),
         ({"max_grad_norm": -1}, "must be a number above 0"),
         ({"max_grad_norm": True}, "must be a number above 0"),
         ({"max_grad_norm": float("nan")}, "must be a number above 0"),
         ({"optimizer_config": [1]}, "optimizer_config=.1. must be a dict"),
         ({"optimizer_config": {"grad_clip": {}}}, "needs max_norm"),
-        ({"optimizer_config": {"grad_clip": {"max_norm": 1, "norm_type": 1}}}, "by their 2-norm"),
+        ({"optimizer_config": {"grad_clip": {"max_norm": 1, "norm_type": 1}}}, "only by their 2-norm"),
         (hook("Fp16OptimizerHook", coalesce=True), "coalesce=True concerns several ranks"),
         (hook("OptimizerHook", detect_anomalous_params=True), "concerns DistributedDataParallel"),
         ({"mem_param": {"optimize_train": "yes"}}, "must be true or false"),
-        ({"mem_param": {"exclude_blob": [1]}}, "must be a name or a list of names"),
-        ({"mem_param": 3}, "must be a dict, or the text of a network"),
-        ({1: 2}, "the name 1 is not a string"),
-        ({"precision": object()}, "has the type object"),
-        ({"precision": torch.ones(2)}, "has the type Tensor"),
-        ({"mini_steps": 10**5000}, "is a number of 16610 bits"),
+        ({"mem_param": {"exclude_blob": [1]}}, "must be the name of a blob, or a list"),
+        ({"mem_param": 3}, "must be a dict, or a network in Caffe"),
+        ({1: 2}, "the key 1 must be a string"),
+        ({"precision": object()}, "a list or a dict, not object"),
+        ({"precision": torch.ones(2)}, "a list or a dict, not Tensor"),
+        ({"mini_steps": 10**5000}, "is an integer of 16610 bits"),
         (3, "Cannot read settings from 3"),
         ("no-such-file.toml", "No such file"),
         ("\0", "null byte"),
@@ -388,7 +391,7 @@ def test_apply_takes_a_configuration_and_refuses_settings_of_the_loop():
 
 @pytest.mark.parametrize("wrong", [3, [3], object(), [Precision("bf16"), "x"]])
 def test_a_value_that_is_not_a_plan_is_refused(wrong):
-    with pytest.raises(UsageError, match="is not one"):
+    with pytest.raises(UsageError, match="A plan consists of"):
         Configuration.of(wrong)
 
 

@@ -124,14 +124,17 @@ def test_a_failed_run_reports_how_it_ended(run_again, end):
 
 def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_again):
     found = run_again(ScriptEnd("end", 0), models="")
-    why = "offload suits no model whose parameters an optimizer takes"
+    why = "offload could not be applied to any model whose parameters an optimizer takes"
     assert found == ScriptEnd("refused", 0, why)
 
 
 def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(run_again):
     found = run_again(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
     assert found.reason == "refused"
-    assert found.exception == "run again, without input, train.py failed before it used the GPU: EOFError"
+    assert (
+        found.exception
+        == "when the script was run again without input, train.py failed before it used the GPU: EOFError"
+    )
 
 
 def test_who_interrupts_the_run_means_all_of_it(run_again):

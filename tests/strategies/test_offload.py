@@ -333,7 +333,7 @@ def test_compiled(late, where):
             lambda: Offload("Blok").apply(net()),
             "offload: no module of Sequential has the name or class 'Blok'. Nearest: Block",
         ),
-        (lambda: Offload(what="inputs").apply(net()), "none of the modules is checkpointed"),
+        (lambda: Offload(what="inputs").apply(net()), "none of the selected modules is checkpointed"),
         (lambda: Plan(offload=Offload(what="inputs")), "the plan has no checkpointing"),
     ],
 )

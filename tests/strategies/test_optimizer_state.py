@@ -18,9 +18,9 @@ from support.optimizer_loops import groups, halving, net, same, train
         ({"bits": 16}, "bits=16 must be one of 32, 8, 4"),
         ({"bits": "8"}, "bits='8' must be one of 32, 8, 4"),
         ({"bits": 8, "backend": "apex"}, "'apex' must be one of torchao, bitsandbytes"),
-        ({"backend": "torchao"}, "needs bits=8"),
+        ({"backend": "torchao"}, "Set bits=8 too"),
         ({"bits": 4, "backend": "bitsandbytes"}, "bitsandbytes has no 4-bit optimizer"),
-        ({"bits": 8, "implementation": "fused"}, "Set one of the two"),
+        ({"bits": 8, "implementation": "fused"}, "Set only one of the two"),
         ({"step_in_backward": 1}, "step_in_backward=1 must be True or False"),
     ],
 )
@@ -182,7 +182,7 @@ def size(state):
         (lambda p: torch.optim.SGD(p, lr=0.1), "torchao", "no 8-bit version of torch's SGD"),
         (lambda p: torch.optim.AdamW(p, maximize=True), "torchao", "maximize=True"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "bitsandbytes", "amsgrad=True"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "bitsandbytes", "decouples weight decay"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "bitsandbytes", "applies weight decay as AdamW"),
     ],
 )
 def test_hyperparameters_that_the_package_lacks_are_refused(make, backend, words):

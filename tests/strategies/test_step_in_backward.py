@@ -173,7 +173,7 @@ def test_a_second_backward_before_the_step_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepInBackward(optimizer)
     loss_of(model, 0).backward()
-    with pytest.raises(UsageError, match="two pieces, and the first has already updated it"):
+    with pytest.raises(UsageError, match="two parts, and was already updated"):
         loss_of(model, 1).backward()
 
 
@@ -271,15 +271,15 @@ def test_ranks_would_update_before_they_agree():
             self.module = module
 
     model = nn.ModuleDict({"inner": Replica(net())})
-    with pytest.raises(UsageError, match=r"DistributedDataParallel \(inner\)"):
+    with pytest.raises(UsageError, match=r"DistributedDataParallel, which wraps inner"):
         IN_BACKWARD.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 @pytest.mark.parametrize(
     ("accumulation", "precision", "words"),
     [
-        (Accumulation(2), None, "several micro-batches"),
-        (Accumulation(micro_batch_size=4), None, "several micro-batches"),
+        (Accumulation(2), None, "every micro-batch would cause"),
+        (Accumulation(micro_batch_size=4), None, "every micro-batch would cause"),
         (None, Precision("fp16"), "loss scaling"),
         (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
     ],

@@ -224,7 +224,7 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
     )
     assert (first, second) == (first_again, second_again)
     assert len({tuple(each) for each in (first, second, end)}) == 3
-    assert refused.startswith("offload does not go into CUDA graphs")
+    assert refused.startswith("offload cannot be captured into a CUDA graph")
     for preserve, ours, (forward, again), said, moved in found:
         assert (forward[1] == again[1]) is preserve, "the CPU's"
         assert (forward[0] == again[0]) is (preserve and ours), "the GPU's"

@@ -162,7 +162,7 @@ def build(case: str, *, protect: str = "always", device: str = "cpu") -> tuple[E
     plan: list[Any] = [Accumulation(steps)] if steps > 1 else []
     plan += [given[name] for name in ("precision", "optimizer_state") if name in given]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*batch norms")
+        warnings.filterwarnings("ignore", message=".*BatchNorm layers")
         engine = Engine(
             model,
             plan,

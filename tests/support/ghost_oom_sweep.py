@@ -116,7 +116,7 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
             engine.step(next(walk))
         return engine, walk, next(walk)
 
-    warnings.filterwarnings("ignore", message=".*batch norms")
+    warnings.filterwarnings("ignore", message=".*BatchNorm layers")
     gc.collect()
     gc.freeze()  # what is there stays, and need not be looked at each time
     engine, walk, batch = begin()

@@ -211,7 +211,7 @@ def test_a_batch_that_never_fits_leaves_the_state_unchanged():
     run = engine(model, loss=never)
     # A single sample has no variance: the error is BatchNorm's, and says that memory was the reason.
     with (
-        pytest.warns(UserWarning, match="see micro-batches from here on, because memory ran out"),
+        pytest.warns(UserWarning, match="single micro-batches from here on, because memory ran out"),
         pytest.raises(ValueError, match="more than 1 value") as error,
     ):
         run.step(data(1, size=8)[0])
@@ -227,7 +227,7 @@ def test_a_window_left_open_is_an_error():
     for batch in next(windows):
         run.backward(mean_loss(run.model, batch))
         break
-    with pytest.raises(UsageError, match="A window is open, with 1 of 4"):
+    with pytest.raises(UsageError, match="called for 1 of its 4 micro-batches"):
         next(windows)
     assert run.flush().updated
 
@@ -243,7 +243,7 @@ def test_partial_windows_are_flushed_carried_or_dropped(partial, updates, left):
     assert run.optimizer_step == updates + (partial != "drop")
     if left:
         through(run, data(3))
-        with pytest.raises(UsageError, match="3 micro-batches are carried over"):
+        with pytest.raises(UsageError, match="3 micro-batches were carried over"):
             run.state_dict()
 
 
@@ -283,7 +283,7 @@ def test_resuming_with_less_data_is_refused(tmp_path):
     run.save(tmp_path / "state")
     again = engine(net(), accumulation=Accumulation(K))
     again.load(tmp_path / "state")
-    with pytest.raises(UsageError, match="after 8 batches of an epoch, and the loader has only 5"):
+    with pytest.raises(UsageError, match="after 8 batches of an epoch, but this loader has only 5"):
         through(again, data(5))
 
 

@@ -18,14 +18,14 @@ SAMPLE = settings(
 )
 
 
-@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing", "ignore:.*batch norms")
+@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing", "ignore:.*BatchNorm layers")
 @SAMPLE
 @given(networks())
 def test_the_same_arithmetic_gives_the_same_bits(network):
     assert {name: found for name in EXACT if (found := differing(name, network))} == {}
 
 
-@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing", "ignore:.*batch norms")
+@pytest.mark.filterwarnings("ignore:offload", "ignore:checkpointing", "ignore:.*BatchNorm layers")
 @SAMPLE
 @given(networks(divisible=True))
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -190,7 +190,7 @@ def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     with (
         pytest.warns(
             UserWarning,
-            match="late: the step that is being undone wrote to this buffer",
+            match="the buffers late keep the values",
         ),
         pytest.raises(torch.OutOfMemoryError) as error,
     ):

@@ -27,7 +27,7 @@ def pool():
         yield pool
 
 
-@pytest.mark.filterwarnings("ignore:.*batch norms")
+@pytest.mark.filterwarnings("ignore:.*BatchNorm layers")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("step", "protect"), [(0, "always"), (1, "auto")])

@@ -155,7 +155,7 @@ def test_persistent_workers_are_warned_about(tmp_path):
     fit(lambda: batches, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
-    with pytest.warns(UserWarning, match="persistent_workers are restarted"):
+    with pytest.warns(UserWarning, match="persistent_workers are started anew"):
         run.fit(batches, epochs=1)
 
 
@@ -194,7 +194,7 @@ def test_carried_micro_batches_are_not_trained_twice(stopped, tmp_path):
 def test_carried_micro_batches_that_wait_cannot_be_saved():
     run = carrying(net())
     carry(run, 9)
-    with pytest.raises(UsageError, match="1 micro-batches are carried over"):
+    with pytest.raises(UsageError, match="1 micro-batches were carried over"):
         run.state_dict()
 
 

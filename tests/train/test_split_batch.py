@@ -64,7 +64,10 @@ def test_values_without_samples_go_to_every_part():
 
 @pytest.mark.parametrize(
     ("batch", "words"),
-    [({"epoch": 3}, "nothing that has samples"), ((X, torch.zeros(4)), r"parts of \[4, 5\] samples")],
+    [
+        ({"epoch": 3}, "it contains no tensors, arrays or lists"),
+        ((X, torch.zeros(4)), "its parts have the lengths 4, 5"),
+    ],
 )
 def test_a_batch_of_unknown_size_is_refused(batch, words):
     with pytest.raises(UsageError, match=words):
@@ -200,7 +203,9 @@ def test_the_advice_for_an_unknown_size_works():
         def __init__(self, x):
             self.x = x
 
-    with pytest.raises(UsageError, match=re.escape("both to the engine: size=lambda batch: ..., which")):
+    with pytest.raises(
+        UsageError, match=re.escape("two functions to memfit.Engine: size=lambda batch: ..., which")
+    ):
         batch_size(Batch(X))
 
 

@@ -55,22 +55,22 @@ class Accumulation:
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:
             if whole % micro or (steps and steps * micro != whole):
-                raise UsageError(
-                    f"global_batch_size={whole} is not micro_batch_size={micro}"
-                    + (f" times gradient_accumulation_steps={steps}." if steps else " times an integer.")
-                )
+                product = f"gradient_accumulation_steps={steps} times micro_batch_size={micro}"
+                wanted = product if steps else f"a multiple of micro_batch_size={micro}"
+                raise UsageError(f"global_batch_size={whole} must be {wanted}.")
             object.__setattr__(self, "gradient_accumulation_steps", whole // micro)
         elif steps and whole:
             if whole % steps:
                 raise UsageError(
-                    f"global_batch_size={whole} is not a multiple of gradient_accumulation_steps={steps}."
+                    f"global_batch_size={whole} must be a multiple of gradient_accumulation_steps={steps}."
                 )
             object.__setattr__(self, "micro_batch_size", whole // steps)
         elif steps and micro:
             object.__setattr__(self, "global_batch_size", steps * micro)
         elif whole:
             raise UsageError(
-                f"global_batch_size={whole} also needs micro_batch_size or gradient_accumulation_steps."
+                f"global_batch_size={whole} alone does not say how to divide a batch: set "
+                "micro_batch_size or gradient_accumulation_steps too."
             )
 
     @property
@@ -92,7 +92,8 @@ class Accumulation:
             for parameter in model.parameters()
             if parameter.requires_grad
         )
-        return [f"accumulation: {format_bytes(size)} of gradients stay allocated in later forwards (exact)"]
+        kept = f"{format_bytes(size)} of gradients stay allocated"
+        return [f"accumulation: {kept} in every forward of a window but the first (exact)"]
 
 
 def _check_dtype(name: str | None) -> None:

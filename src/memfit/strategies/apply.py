@@ -38,18 +38,19 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     plan = configuration.plan
     if configuration.max_grad_norm is not None:
         raise UsageError(
-            "max_grad_norm applies to the training loop, not to the model: clip there, or use memfit.Engine."
+            "max_grad_norm applies to the training loop, not to the model: clip gradients in "
+            "your loop, or use memfit.Engine."
         )
     for strategy in plan.strategies():
         if not hasattr(strategy, "apply"):
             raise UsageError(
-                f"{type(strategy).__name__} applies to the training loop, not to the model: pass the plan to "
-                "memfit.Engine, or leave it out here."
+                f"{type(strategy).__name__} applies to the training loop, not to the model: pass the "
+                f"plan to memfit.Engine, or leave {type(strategy).__name__} out."
             )
     if plan.precision is not None and plan.precision.loop:
         raise UsageError(
-            f"Precision: {plan.precision.loop} applies to the training loop, not to the model: pass the plan "
-            "to memfit.Engine, or leave it out here."
+            f"Precision: {plan.precision.loop} applies to the training loop, not to the model: "
+            f"pass the plan to memfit.Engine, or leave {plan.precision.loop} out."
         )
     return apply_to_model(model, plan)
 
@@ -57,8 +58,8 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
 def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply a plan's strategies that change the model: all of them, or none if one does not suit."""
     if model in _APPLIED:
-        raise UsageError("The model already has a plan: memfit.revert(model) removes it.")
-    _expect_unwrapped(model, "take a plan")
+        raise UsageError("The model already has a plan: call memfit.revert(model) to remove it first.")
+    _expect_unwrapped(model, "be given a plan")
     with ExitStack() as undo:
         for strategy in plan.strategies():
             if hasattr(strategy, "apply"):
@@ -96,8 +97,10 @@ def revert(model: nn.Module) -> nn.Module:
 def _expect_unwrapped(model: nn.Module, action: str) -> None:
     wrapped = [name for name, part in model.named_modules() if any(wrappers(part))]
     if wrapped:
+        where = f"its module {wrapped[0]!r}" if wrapped[0] else "it"
         raise UsageError(
-            f"The model cannot {action}: {repr(wrapped[0]) if wrapped[0] else 'it'} is already wrapped by "
-            "another model's plan, because this model is a copy or a part of that one. Copy models before "
-            "memfit.apply and memfit.Engine, or revert the other model first."
+            f"The model cannot {action}: {where} was wrapped when another model was given a plan, "
+            "and this model is a copy or a part of that other model. Call memfit.revert on the "
+            "other model first, or copy models before passing them to memfit.apply or "
+            "memfit.Engine."
         )

@@ -79,8 +79,8 @@ class Checkpointing:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.save_ops and self.use_reentrant:
             raise UsageError(
-                "checkpointing: save_ops needs use_reentrant=False; reentrant checkpointing in PyTorch "
-                "cannot keep results."
+                "checkpointing: save_ops needs use_reentrant=False, because PyTorch's reentrant "
+                "checkpointing cannot keep the results of single operations."
             )
         for operation in self.save_ops:
             operation_overloads(operation)
@@ -95,7 +95,7 @@ class Checkpointing:
         for name, module in regions.items():
             if any(isinstance(each, CheckpointedForward) for each in wrappers(module)):
                 raise UsageError(
-                    f"checkpointing: {name} is already checkpointed; memfit.revert(model) undoes that."
+                    f"checkpointing: {name} is already checkpointed. Call memfit.revert(model) to undo that."
                 )
         undo = ExitStack()
         for name, module in regions.items():
@@ -114,8 +114,9 @@ class Checkpointing:
         )
         if not named:
             raise UsageError(
-                f"checkpointing: {class_name(model)} has no list of repeated blocks. Name the modules: "
-                "Checkpointing('encoder.*'), or the name of a class."
+                f"checkpointing: {class_name(model)} has no list of repeated blocks. Name the "
+                "modules, for example Checkpointing('encoder.*'), or their class, for example "
+                "Checkpointing('EncoderLayer')."
             )
         # Inside compiled modules: the compiler then sees what is to be recomputed.
         selected = {name: unwrapped(module) for name, module in list(named.items())[:: self.every]}

@@ -77,8 +77,8 @@ class Configuration:
         """
         if None not in (self.max_grad_norm, max_grad_norm) and self.max_grad_norm != max_grad_norm:
             raise UsageError(
-                f"max_grad_norm={max_grad_norm} contradicts the configuration's "
-                f"max_grad_norm={self.max_grad_norm}. Leave one out."
+                f"max_grad_norm={max_grad_norm} contradicts max_grad_norm={self.max_grad_norm} in the "
+                "configuration. Leave one of the two out."
             )
         return self.max_grad_norm if max_grad_norm is None else max_grad_norm
 
@@ -147,7 +147,9 @@ def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
             raise FileFormatError(
                 f"Cannot read settings from {given}: it is not a text file ({error})."
             ) from None
-        raise UsageError(f"Cannot read settings from {given!r}: {error}. Pass a dict or a path.") from None
+        raise UsageError(
+            f"Cannot read settings from {given!r}: {error}. Pass a dict of settings, or the path of a file."
+        ) from None
     if path.suffix == ".prototxt":
         return {"mem_param": text}
     try:
@@ -167,18 +169,20 @@ def _expect_plain(given: Any, name: str, levels: int) -> None:
     if isinstance(given, Mapping):
         for key, value in given.items():
             if not isinstance(key, str):
-                raise UsageError(f"{name}: the name {key!r} is not a string.")
+                raise UsageError(f"{name}: the key {key!r} must be a string.")
             _expect_plain(value, key, levels - 1)
     elif isinstance(given, list | tuple):
         for value in given:
             _expect_plain(value, name, levels - 1)
     elif not (given is None or isinstance(given, str | int | float)):
         raise UsageError(
-            f"{name} has the type {type(given).__name__}. Settings are strings, numbers, booleans, None, "
-            "lists and dicts."
+            f"{name} must be a string, a number, a boolean, None, a list or a dict, not "
+            f"{type(given).__name__}."
         )
     elif isinstance(given, int) and given.bit_length() > _MAX_BITS:
-        raise UsageError(f"{name} is a number of {given.bit_length()} bits; no setting is that large.")
+        raise UsageError(
+            f"{name} is an integer of {given.bit_length()} bits. Integers must have at most {_MAX_BITS} bits."
+        )
 
 
 # ---- From names to settings -----------------------------------------------------------------------------
@@ -228,12 +232,14 @@ def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, Given
         if not setting.is_default and _compared(other) != _compared(setting):
             raise UsageError(
                 f"{other.given} and {setting.given} contradict each other: both set {setting.target}. "
-                "Leave one out."
+                "Leave one of the two out."
             )
     for setting in settings:
         for target, other in chosen.items():
             if setting.denies in (target, target.partition(".")[0]) and setting.value in (None, other.value):
-                raise UsageError(f"{setting.given} and {other.given} contradict each other. Leave one out.")
+                raise UsageError(
+                    f"{setting.given} and {other.given} contradict each other. Leave one of the two out."
+                )
     return chosen
 
 
@@ -256,7 +262,7 @@ def _build(strategy: type, values: dict[str, Any], given: str) -> Any:
     try:
         return strategy(**values)
     except UsageError as error:
-        raise UsageError(f"{str(error).rstrip('.')}. Given: {given}.") from None
+        raise UsageError(f"{str(error).rstrip('.')}. The configuration sets {given}.") from None
 
 
 def _given_for(chosen: Mapping[str, GivenSetting], strategy: str) -> str:

@@ -32,8 +32,8 @@ class GivenSetting:
 
 Reader = Callable[[str, Any], Iterator[GivenSetting]]
 
-NOTHING = "plain training"
-OVER_BATCHES = "over a loader's batches in engine.windows; fit divides each batch"
+NOTHING = "this is memfit's default"
+OVER_BATCHES = "micro-batches are the loader's batches in engine.windows, and parts of them in engine.fit"
 # Fields of hooks that only control how several ranks exchange gradients.
 _OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
 
@@ -71,7 +71,7 @@ def optimizer_config(name: str, given: Any) -> Iterator[GivenSetting]:
         yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
     kind = fields.get("type") or "OptimizerHook"
     if not isinstance(kind, str) or kind not in HOOKS:
-        raise unknown_name_error("a hook", kind, HOOKS)
+        raise unknown_name_error("an MMCV hook that memfit reads", kind, HOOKS)
     if "Fp16" in kind:
         yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
         yield _scale_of_hooks(f"{name}.type={kind!r}")
@@ -126,20 +126,20 @@ def _grad_clip(name: str, given: Any) -> GivenSetting:
         raise UsageError(f"{name}={given!r} needs max_norm.")
     if fields.get("norm_type", 2) != 2:  # noqa: PLR2004 - the Euclidean one
         raise UsageError(
-            f"{name}.norm_type={fields['norm_type']!r} is not supported: gradients are clipped by their "
-            "2-norm."
+            f"{name}.norm_type={fields['norm_type']!r} is not supported: memfit clips gradients "
+            "only by their 2-norm (norm_type=2)."
         )
     return GivenSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
 
 
 def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder."""
-    found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "a dict of a model")))
+    found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "the dict of a model")))
     for path, value in found:
         on = expect(path, value, bool | None, "true or false")
         yield GivenSetting(f"{path}={value!r}", "checkpointing" if on else None, note="" if on else NOTHING)
     if not found:
-        yield GivenSetting(name, None, note="it has no with_cp, and memfit does not read the rest")
+        yield GivenSetting(name, None, note="memfit reads only with_cp from a model, and this model has none")
 
 
 def _with_cp(path: str, given: Any) -> Iterator[tuple[str, Any]]:
@@ -157,8 +157,8 @@ def _with_cp(path: str, given: Any) -> Iterator[tuple[str, Any]]:
 # ---- Caffe's memory multiloading ------------------------------------------------------------------------
 
 _MEM_PARAM = {
-    "optimize_train": "PyTorch frees and reuses the memory of tensors that backward has consumed by itself",
-    "optimize_test": "under torch.no_grad() PyTorch frees each result after its last use by itself",
+    "optimize_train": "PyTorch itself frees and reuses the memory of tensors that backward no longer needs",
+    "optimize_test": "under torch.no_grad() PyTorch itself frees each result after its last use",
     "exclude_blob": "PyTorch never reuses the memory of a tensor that the script holds",
 }
 _BLOCK = re.compile(r"\bmem_param\s*:?\s*\{([^{}]*)\}")
@@ -168,13 +168,13 @@ _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*"
 def mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read the memory settings of Caffe's fork, from a dict or a network's text: PyTorch needs none."""
     fields = parse_mem_param(given) if isinstance(given, str) else given
-    for field, value in expect(name, fields, Mapping, "a dict, or the text of a network").items():
+    for field, value in expect(name, fields, Mapping, "a dict, or a network in Caffe's text format").items():
         if field not in _MEM_PARAM:
             raise unknown_name_error(f"a field of {name}", field, _MEM_PARAM)
         if field == "exclude_blob":
             names = [value] if isinstance(value, str) else value
             if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-                raise UsageError(f"{name}.{field}={value!r} must be a name or a list of names.")
+                raise UsageError(f"{name}.{field}={value!r} must be the name of a blob, or a list of names.")
         else:
             expect(f"{name}.{field}", value, bool, "true or false")
         yield GivenSetting(f"{name}.{field}={value!r}", None, note=_MEM_PARAM[field])
@@ -201,7 +201,8 @@ def parse_mem_param(text: str) -> dict[str, Any]:
         entry = _ENTRY.match(body, at)
         if entry is None:
             raise UsageError(
-                f"Cannot parse mem_param at {body[at:].strip()[:40]!r}: expected name: value pairs."
+                f"Cannot parse mem_param at {body[at:].strip()[:40]!r}: expected entries such as "
+                "optimize_train: true."
             )
         name, at = entry[1], entry.end()
         value = next(part for part in entry.groups()[1:] if part is not None)

@@ -58,8 +58,8 @@ class Offload:
                 raise UsageError(f"offload: {name}={value!r} must be an integer of at least 0.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(
-                "offload: prefetch needs pin_memory, because copies of pageable memory cannot run beside the "
-                "computation. Use prefetch=0 without it."
+                "offload: prefetch needs pin_memory, because copies of pageable memory cannot run "
+                "beside the computation. Set pin_memory=True, or prefetch=0."
             )
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
@@ -96,8 +96,8 @@ class Offload:
             found = [module for module in regions.values() if id(module) in inside]
             if not found:
                 raise UsageError(
-                    "offload: what='inputs' offloads the inputs of checkpointed modules, and none of the "
-                    "modules is checkpointed."
+                    "offload: what='inputs' offloads the inputs of checkpointed modules, but none of the "
+                    "selected modules is checkpointed."
                 )
             return found
         for name, region in regions.items():
@@ -105,8 +105,9 @@ class Offload:
             inner = [own for own, module in named.items() if id(module) in parts]
             if inner:
                 raise UsageError(
-                    f"offload: {inner[0]} is inside {name}, which is checkpointed: what it saves is dropped "
-                    "and recomputed. Offload modules around it, or use what='inputs'."
+                    f"offload: {inner[0]} is inside {name}, which is checkpointed: the tensors that "
+                    f"{inner[0]} saves are dropped and recomputed anyway. Offload a module that contains "
+                    f"{name}, or use what='inputs'."
                 )
         return list(named.values())
 
@@ -132,8 +133,9 @@ class OffloadState:
             warnings.warn("offload does nothing here: saved tensors are already on the CPU.", stacklevel=2)
             return
         warnings.warn(
-            "offload moved nothing: apart from parameters and buffers, no saved tensor has at least "
-            f"{self._settings.min_bytes:,} B (min_bytes).",
+            "offload moved nothing to the host: besides parameters and buffers, which always "
+            f"stay on the device, no saved tensor has at least {self._settings.min_bytes:,} B "
+            "(min_bytes).",
             stacklevel=2,
         )
 

@@ -79,18 +79,21 @@ class OptimizerState:
         if self.bits == 32:  # noqa: PLR2004 - bits of PyTorch's own
             if self.backend is not None:
                 raise UsageError(
-                    f"optimizer_state: backend={self.backend!r} needs bits=8; with 32 bits PyTorch's own "
-                    "optimizer is used."
+                    f"optimizer_state: backend={self.backend!r} provides only low-bit optimizers. Set "
+                    "bits=8 too, or leave out backend."
                 )
             return
         if self.implementation is not None:
             raise UsageError(
-                f"optimizer_state: implementation={self.implementation!r} chooses among PyTorch's own "
-                f"implementations, and bits={self.bits} replaces them. Set one of the two."
+                f"optimizer_state: implementation={self.implementation!r} chooses an implementation "
+                f"of PyTorch's own optimizer, but bits={self.bits} replaces that optimizer. Set only "
+                "one of the two."
             )
         backend = self.backend or "torchao"
         if self.bits not in BACKENDS[backend]:
-            raise UsageError(f"optimizer_state: {backend} has no {self.bits}-bit optimizer; torchao has.")
+            raise UsageError(
+                f"optimizer_state: {backend} has no {self.bits}-bit optimizer. Use backend='torchao'."
+            )
         object.__setattr__(self, "backend", backend)
 
     def notes(self, model: nn.Module) -> list[str]:
@@ -121,16 +124,17 @@ class OptimizerState:
             for name, module in model.named_modules():
                 if isinstance(module, DistributedDataParallel):
                     raise UsageError(
-                        "step_in_backward does not work with DistributedDataParallel "
-                        f"({name or 'the model'}): parameters would be updated before their gradients are "
+                        "step_in_backward does not work with DistributedDataParallel, which wraps "
+                        f"{name or 'the model'}: parameters would be updated before their gradients are "
                         "reduced across ranks."
                     )
         if self.implementation is None and self.bits == 32:  # noqa: PLR2004
             return optimizer
         if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad starts with step 0
             raise UsageError(
-                f"{optimizer_name(optimizer)} has already stepped, and converting it would lose its state: "
-                "apply optimizer_state before the first step, and load a saved state afterwards."
+                f"{optimizer_name(optimizer)} has already taken a step, and converting it now would "
+                "lose its state. Apply optimizer_state before the first step; load a saved state "
+                "after applying it."
             )
         if self.implementation is not None:
             _choose(optimizer, self.implementation)
@@ -175,8 +179,7 @@ def _low_bit_optimizer(optimizer: Optimizer, bits: int, backend: str) -> Optimiz
     groups = optimizer.param_groups
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise UsageError(
-            f"There is no {bits}-bit version of {optimizer_name(optimizer)}; torch.optim.Adam and AdamW have "
-            "one."
+            f"There is no {bits}-bit version of {optimizer_name(optimizer)}. Use torch.optim.Adam or AdamW."
         )
     for option in _REFUSED:
         if any(group.get(option) for group in groups):
@@ -187,20 +190,21 @@ def _low_bit_optimizer(optimizer: Optimizer, bits: int, backend: str) -> Optimiz
     if backend == "bitsandbytes":
         if any(group["amsgrad"] for group in groups):
             raise UsageError(
-                "amsgrad=True is not supported by bitsandbytes' 8-bit optimizers; backend='torchao' supports "
-                "it."
+                "amsgrad=True is not supported by bitsandbytes' 8-bit optimizers. Use "
+                "backend='torchao', which supports it."
             )
         if not decoupled and any(group["weight_decay"] for group in groups):
             # Seen with 0.50.2: its Adam with weight decay returns what AdamW returns.
             raise UsageError(
-                "bitsandbytes' Adam decouples weight decay, as AdamW does: use AdamW, weight_decay=0 or "
-                'backend="torchao".'
+                "bitsandbytes' Adam applies weight decay as AdamW does, not as torch.optim.Adam "
+                "does: use AdamW, weight_decay=0 or backend='torchao'."
             )
     try:
         package = importlib.import_module(f"{backend}.optim")
     except ImportError as error:
         raise UsageError(
-            f"optimizer_state: bits={bits} needs {backend}: pip install 'memfit[{backend}]' ({error})."
+            f"optimizer_state: bits={bits} needs the package {backend}: run pip install "
+            f"'memfit[{backend}]' ({error})."
         ) from None
     kept = [{name: value for name, value in group.items() if name not in _DROPPED} for group in groups]
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
@@ -219,7 +223,8 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise UsageError(
-            f"The step method of {optimizer_name(optimizer)} was replaced: apply optimizer_state before that."
+            f"The step method of {optimizer_name(optimizer)} was replaced by another function: "
+            "apply optimizer_state before replacing it."
         )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)

@@ -74,11 +74,13 @@ class Plan:
             name = kinds.get(type(each))
             if name is None:
                 raise UsageError(
-                    f"A plan consists of strategies' settings, such as memfit.Precision('bf16'); {each!r} is "
-                    "not one."
+                    "A plan consists of the settings of strategies, such as memfit.Precision('bf16'). It "
+                    f"cannot contain {each!r}."
                 )
             if name in settings:
-                raise UsageError(f"A plan takes one {name}; two were given: {settings[name]} and {each}.")
+                raise UsageError(
+                    f"A plan can have only one {name}, but two were given: {settings[name]} and {each}."
+                )
             settings[name] = each
         return cls(**settings)
 
@@ -90,8 +92,8 @@ def _offload_conflict(plan: Plan) -> str:
     if plan.offload is None or plan.offload.what != "inputs" or plan.checkpointing is not None:
         return ""
     return (
-        "offload: what='inputs' offloads the inputs of checkpointed modules, and the plan has no "
-        "checkpointing. Add Checkpointing(...), or use what='activations'."
+        "offload: what='inputs' offloads the inputs of checkpointed modules, but the plan "
+        "has no checkpointing. Add Checkpointing(...), or use what='activations'."
     )
 
 
@@ -102,13 +104,15 @@ def _step_in_backward_conflict(plan: Plan) -> str:
     accumulation, precision = plan.accumulation, plan.precision
     if accumulation is not None and accumulation.several:
         return (
-            "step_in_backward updates parameters in each backward, so that a window of several micro-batches "
-            "would be several updates: leave out the accumulation, or step_in_backward."
+            "step_in_backward updates parameters in each backward, so with accumulation every "
+            "micro-batch would cause an update of its own: leave out accumulation, or "
+            "step_in_backward."
         )
     if precision is not None and precision.dtype == "fp16":
         return (
-            "step_in_backward updates parameters before all gradients are known, and loss scaling skips the "
-            "whole update if one is not finite: choose bf16, or leave out step_in_backward."
+            "fp16 uses loss scaling, which skips the whole update if any gradient is not finite, "
+            "but step_in_backward updates parameters before all gradients are known: choose "
+            "bf16, or leave out step_in_backward."
         )
     if precision is not None and precision.master_weights:
         return (

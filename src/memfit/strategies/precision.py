@@ -70,7 +70,10 @@ class LossScale:
             if value.keys() <= known:
                 return cls(**value)
             extra = sorted(map(str, value.keys() - known))
-            raise UsageError(f"loss_scale has no field {extra}; its fields are {', '.join(sorted(known))}.")
+            raise UsageError(
+                f"loss_scale has no field {', '.join(map(repr, extra))}. Its fields are "
+                f"{', '.join(sorted(known))}."
+            )
         raise UsageError(f"loss_scale={value!r} must be a number, 'dynamic' or a dict.")
 
 
@@ -100,14 +103,14 @@ class Precision:
             scale = scale or LossScale()
         elif scale is not None:
             raise UsageError(
-                f"precision: loss_scale is for fp16 only; {self.dtype} has the range of float32. Leave it "
-                "out."
+                f"precision: loss_scale is for fp16 only; training in {self.dtype} needs none. Leave "
+                "out loss_scale."
             )
         object.__setattr__(self, "loss_scale", scale)
         if self.master_weights and (self.autocast or self.dtype == "fp32"):
             raise UsageError(
-                "precision: master_weights=True needs parameters of low precision (autocast=False with bf16 "
-                "or fp16); here the parameters themselves are float32."
+                "precision: master_weights=True needs parameters of low precision (autocast=False "
+                "with bf16 or fp16), but with these settings the parameters stay float32."
             )
         if self.dtype == "fp16" and not (self.autocast or self.master_weights):
             raise UsageError(

@@ -114,7 +114,10 @@ def _decorator(
     outputs: Callable[[Any, torch.dtype], Any],
 ) -> Callable[[Method], Method]:
     if callable(apply_to) or isinstance(apply_to, str | staticmethod | classmethod | property):
-        raise UsageError(f'@{name} takes argument names: @{name}(), or @{name}(apply_to=("x", "y")).')
+        raise UsageError(
+            f"@{name} needs parentheses, and a tuple of argument names if only some are cast: "
+            f'@{name}() or @{name}(apply_to=("x", "y")).'
+        )
     names = tuple(apply_to)
 
     def decorate(method: Method) -> Method:
@@ -153,8 +156,8 @@ def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signat
     """
     if not inspect.isfunction(method):
         raise UsageError(
-            f"@{name} is for methods of torch.nn.Module, and was applied to a {type(method).__name__}. Place "
-            "other decorators above it."
+            f"@{name} is for methods of torch.nn.Module, but was applied to a "
+            f"{type(method).__name__}. Write other decorators above @{name}."
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise UsageError(
@@ -166,7 +169,8 @@ def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signat
     for argument in names:
         if argument not in known:
             raise UsageError(
-                f"@{name}: {method.__qualname__} has no argument {argument!r}; it has {', '.join(known)}."
+                f"@{name}: {method.__qualname__} has no argument {argument!r}. Its arguments are "
+                f"{', '.join(known)}."
             )
     return signature
 

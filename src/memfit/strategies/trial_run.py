@@ -70,13 +70,18 @@ def run_trial(
             )
         except MemfitError as error:
             why = str(error).replace(_INJECTOR, command[0])
-            return ScriptEnd("refused", error.exit_code, f"run again, without input, {why}")
+            return ScriptEnd(
+                "refused", error.exit_code, f"when the script was run again without input, {why}"
+            )
         if trace.end.reason == "interrupted":
             raise KeyboardInterrupt
         if not ran_to_completion(trace.end):
             return trace.end
         changed = tuple(models.read_text().split())
         if change.strategies and not changed:  # updates by hand, a plan of its own, no blocks
-            suits = f"{' with '.join(change.strategies)} suits no model whose parameters an optimizer takes"
+            suits = (
+                f"{' with '.join(change.strategies)} could not be applied to any model whose "
+                "parameters an optimizer takes"
+            )
             return ScriptEnd("refused", 0, suits)
         return TrialResult(trace, changed)

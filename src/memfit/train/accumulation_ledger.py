@@ -111,14 +111,16 @@ class AccumulationLedger:
         """Raise an error if a window is open."""
         if self.window is not None:
             raise UsageError(
-                f"A window is open, with {self.window.done} of {self.window.planned} micro-batches done: "
-                "call engine.backward for each of the others, or close it with engine.flush()."
+                f"An accumulation window is open: engine.backward was called for {self.window.done} "
+                f"of its {self.window.planned} micro-batches. Call it for each of the others, or "
+                "update from the micro-batches so far with engine.flush()."
             )
 
     def expect_uninterrupted(self) -> None:
         """Raise an error if the open window's gradients are incomplete."""
         if self.window is not None and self.window.interrupted:
             raise UsageError(
-                "A backward or the update of this window was interrupted, and its gradients are incomplete. "
-                "Drop the window with engine.drop() and continue with the next, or load a saved state."
+                "A backward or the update of this accumulation window was interrupted, so its "
+                "gradients are incomplete. Drop the window with engine.drop() and continue with the "
+                "next, or load a saved state."
             )

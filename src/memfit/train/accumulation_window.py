@@ -49,19 +49,21 @@ class Window:
         """
         if self.done == self.planned:
             raise UsageError(
-                f"The window's {self.planned} micro-batches have all gone backward: call engine.backward "
-                "once for each."
+                f"engine.backward was called more than {self.planned} times in this accumulation "
+                f"window, which has {self.planned} micro-batches. Call it exactly once for each "
+                "micro-batch."
             )
         if self.done and self.weighted != (weight is not None):
             raise UsageError(
-                "Some micro-batches of this window have a weight and others do not: pass one to every "
-                "engine.backward of a window, or to none."
+                "In this accumulation window some calls of engine.backward have a weight and others "
+                "do not. Pass a weight in every call of a window, or in none."
             )
         self.weighted = weight is not None
         share = 1.0 if weight is None else float(weight)
         if not 0 <= share < float("inf"):
             raise UsageError(
-                f"weight={share} must be finite and at least 0: a micro-batch's number of tokens or samples."
+                f"weight={share} must be finite and at least 0. Pass the micro-batch's number of "
+                "tokens or samples."
             )
         self.interrupted = True
         if self.total is None and share:
@@ -103,9 +105,8 @@ class Window:
             UsageError: the window has no loss.
         """
         if self.loss is None:
-            raise UsageError(
-                "The window has no loss: it has no micro-batch, or all of its micro-batches have weight 0."
-            )
+            why = "all of its micro-batches have weight 0" if self.done else "it has no micro-batch"
+            raise UsageError(f"This accumulation window has no mean loss, because {why}.")
         return self.loss if self.correction == 1.0 else self.loss * self.correction
 
     def state_dict(self) -> dict[str, Any]:

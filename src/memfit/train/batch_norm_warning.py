@@ -11,15 +11,16 @@ def warn_of_batch_norms(model: nn.Module, when: str, stacklevel: int) -> None:
 
     Args:
         model: the model to search.
-        when: the end of "see micro-batches ...": since when.
+        when: which micro-batches, or since when: the end of "over single micro-batches ...".
         stacklevel: from here to the user's line.
     """
     modules = model.named_modules()
     names = [name for name, module in modules if isinstance(module, _BatchNorm) and module.training]
     if names:
         warnings.warn(
-            f"{len(names)} batch norms ({names[0]}, ...) see micro-batches {when}, so that accumulation does "
-            "not equal training on the full batch. Alternatives: GroupNorm or LayerNorm, frozen statistics "
-            "(module.eval()), or SyncBatchNorm on several GPUs.",
+            f"{len(names)} BatchNorm layers ({names[0]}, ...) compute their statistics over "
+            f"single micro-batches {when}, not over the full batch, so accumulation gives other "
+            "results than training on full batches. To avoid this, use GroupNorm or LayerNorm, "
+            "freeze the statistics (module.eval()), or use SyncBatchNorm on several GPUs.",
             stacklevel=stacklevel,
         )

@@ -179,8 +179,9 @@ class Engine:
                         return result
                 if self.epoch and not self.batch:
                     raise UsageError(
-                        f"The loader returned no batch in epoch {self.epoch + 1}: a generator can be "
-                        "iterated only once. Pass fit an iterable that starts again each epoch."
+                        f"The loader returned no batch in epoch {self.epoch + 1}. A generator, for example, "
+                        "can be iterated only once: pass engine.fit an iterable that starts again in each "
+                        "epoch."
                     )
                 self.epoch += 1
                 notify("on_epoch_end")
@@ -272,8 +273,8 @@ class Engine:
     def _expect_no_graphs(self) -> None:
         if self._ledger.update.graphs is not None:
             raise UsageError(
-                "cuda_graphs=True captures the forward and backward, which your own training loop runs "
-                "itself: use engine.fit or engine.step, or leave out cuda_graphs."
+                "cuda_graphs=True needs forward and backward to be run by the engine, but your own "
+                "training loop runs them: use engine.fit or engine.step, or leave out cuda_graphs."
             )
 
     def drop(self) -> None:
@@ -355,8 +356,9 @@ def _expect_batches_of(size: int | None, loader: Iterable[Any], name: str, what:
     given = batch_size_of(loader)
     if size is not None and given is not None and given != size:
         raise UsageError(
-            f"The loader's batch_size is {given}, but {name}={size}: each of the loader's batches makes "
-            f"{what} here. fit and step take full batches and divide them; windows takes micro-batches."
+            f"The loader's batch_size is {given}, but {name}={size}. They must be equal, because "
+            f"each batch of this loader makes {what}: engine.fit and engine.step take full "
+            "batches and divide them, and engine.windows takes micro-batches."
         )
 
 
@@ -370,7 +372,7 @@ def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
-    raise UsageError("engine.step and engine.fit need a loss: Engine(model, plan, optimizer=..., loss=...).")
+    raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")
 
 
 class MicroBatches:
@@ -393,6 +395,7 @@ class MicroBatches:
             yield item
             if self._window.done != done + 1:
                 raise UsageError(
-                    "engine.backward must be called exactly once for each micro-batch of a window."
+                    "engine.backward must be called exactly once for each micro-batch of an accumulation "
+                    "window."
                 )
         self.result = self._engine.flush()

@@ -40,8 +40,8 @@ def job_of(
         raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
     elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
         raise UsageError(
-            "Engine(job, plan): the job already has optimizer, loss, scheduler and max_grad_norm. Set them "
-            "there."
+            "Engine(job, plan): set optimizer, loss, scheduler and max_grad_norm in the "
+            "memfit.Job, not in the call of memfit.Engine."
         )
     else:
         whole = job
@@ -57,8 +57,8 @@ def job_of(
         raise UsageError(f"{type(whole.model).__name__} has no parameters to train.")
     if not (isinstance(whole.optimizer, torch.optim.Optimizer) or callable(whole.optimizer)):
         raise UsageError(
-            "Engine(model, plan) also needs optimizer=...: a PyTorch optimizer, or a function that creates "
-            "one from parameters."
+            "Engine(model, plan) also needs optimizer=...: pass a PyTorch optimizer, or a "
+            "function that creates one from parameters."
         )
     return whole
 
@@ -89,8 +89,8 @@ def _set_up(
     optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss several times per step, and an engine processes each batch once. Use "
-            "your own training loop; memfit.apply(model, plan) works there."
+            "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
+            "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
@@ -99,14 +99,20 @@ def _set_up(
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
         for in_use, what in (
-            (precision.loss_scale, "fp16, where the host reads whether to apply a step: choose bf16"),
-            (sums, "gradients summed in another dtype, which master weights need"),
+            (
+                precision.loss_scale,
+                "fp16, because the CPU must read from the GPU whether to apply each step: choose bf16",
+            ),
+            (
+                sums,
+                "gradients that are summed in another dtype than the parameters', as master_weights needs",
+            ),
             (in_backward, "step_in_backward"),
         ):
             if in_use:
                 raise UsageError(f"cuda_graphs cannot be combined with {what}.")
     if accumulation.several:
-        warn_of_batch_norms(model, "of a window", stacklevel=6)
+        warn_of_batch_norms(model, "of each window", stacklevel=6)
     update = OptimizerUpdate(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,

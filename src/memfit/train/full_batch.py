@@ -114,8 +114,8 @@ class FullBatchStepper:
                 raise
             if snapshot.lost:
                 error.add_note(
-                    f"The batch cannot be retried: the step wrote to {snapshot.lost}, which was not copied "
-                    "before."
+                    f"The batch cannot be retried: the step wrote to the buffers {snapshot.lost}, and "
+                    "memfit has no copy of them, because no earlier step wrote to them."
                 )
                 raise
             self._ledger.roll_back(snapshot)
@@ -138,8 +138,8 @@ class FullBatchStepper:
         loss = self._loss(part)
         if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
             raise UsageError(
-                f"loss(model, batch) returned a {type(loss).__name__}. It must return the mean loss as a "
-                "tensor, or a pair: the sum, and its divisor."
+                f"loss(model, batch) returned a {type(loss).__name__}. It must return the mean loss "
+                "as a tensor, or a pair of the summed loss and its divisor."
             )
         if isinstance(loss, tuple):
             weight = float(loss[1])
@@ -160,8 +160,8 @@ class FullBatchStepper:
             loss = self._loss(part)
             if isinstance(loss, tuple):
                 raise UsageError(
-                    "cuda_graphs needs a loss function that returns the mean: the weight of a (sum, weight) "
-                    "pair would have to be read from the GPU."
+                    "cuda_graphs needs a loss function that returns the mean loss: if it returns a pair "
+                    "(sum, weight), the weight would have to be read from the GPU."
                 )
             (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -187,8 +187,8 @@ def _expect_unchanged(batch: Any, seen: list[tuple[torch.Tensor, int]]) -> None:
         for (tensor, version), (other, before) in zip(now, seen, strict=True)
     ):
         raise UsageError(
-            "Memory ran out, and the batch cannot be retried: the loss or the model changed it in place. "
-            "Make that operation out of place."
+            "Memory ran out, and the batch cannot be retried: the loss function or the model "
+            "changed the batch in place. Use out-of-place operations on the batch."
         )
 
 

@@ -96,8 +96,9 @@ class LossScaler:
             return
         self._warned = True
         warnings.warn(
-            "Every window is skipped: gradients are not finite even at a loss scale of "
-            f"{self._scaler.get_scale():g}. The range of float16 is not the cause: check the loss itself.",
+            "Every update is skipped: gradients are not finite even at a loss scale of "
+            f"{self._scaler.get_scale():g}, so the limited range of float16 is not the cause. "
+            "Check the loss itself.",
             stacklevel=2,
         )
 

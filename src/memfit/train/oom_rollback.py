@@ -65,8 +65,9 @@ class StepSnapshot:
         set_random_state(self.random)
         if self.lost:
             warnings.warn(
-                f"{self.lost}: the step that is being undone wrote to this buffer, and no earlier step did, "
-                "so there is no copy: it keeps its new values.",
+                f"The failed step was undone, except that the buffers {self.lost} keep the values "
+                "that it wrote: no earlier step wrote to them, so memfit has no copy of their "
+                "earlier values.",
                 stacklevel=2,
             )
         with torch.no_grad():

@@ -27,9 +27,10 @@ from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
 
 INTERRUPTED = (
-    "The last update was interrupted: some parameters may be updated and others not. Load the last saved "
-    "state. Engine(protect='always') copies parameters and optimizer state to the host before each update, "
-    "so that they can be restored."
+    "The last update was interrupted: some parameters may be updated and others not. "
+    "Load the last saved state. To avoid this, use Engine(..., protect='always'), which "
+    "copies parameters and optimizer state to the host before each update and restores "
+    "them."
 )
 Protect = Literal["auto", "always", "never"]
 
@@ -71,8 +72,8 @@ class OptimizerUpdate:
             raise UsageError(f"protect={protect!r} must be one of {', '.join(get_args(Protect))}.")
         if in_backward and max_grad_norm is not None:
             raise UsageError(
-                "step_in_backward updates parameters before the norm of all gradients is known: leave out "
-                "max_grad_norm, or step_in_backward."
+                "step_in_backward updates parameters before the norm of all gradients is known, so "
+                "they cannot be clipped: leave out max_grad_norm, or step_in_backward."
             )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters
@@ -154,8 +155,8 @@ class OptimizerUpdate:
         updated = self._with_gradients()
         if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
             raise UsageError(
-                "None of the optimizer's parameters has a gradient. Does the loss come from the model whose "
-                "parameters the optimizer has?"
+                "None of the optimizer's parameters received a gradient. Check that the loss is "
+                "computed by the model whose parameters the optimizer updates."
             )
         norm = None
         if self._max_grad_norm is not None:
@@ -202,8 +203,8 @@ class OptimizerUpdate:
             if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
                 raise UsageError(
                     f"A parameter of shape {tuple(parameter.shape)} has a gradient, but had "
-                    "requires_grad=False when the engine was created, so it has no float32 sum or copy. "
-                    "Create the engine after unfreezing."
+                    "requires_grad=False when the engine was created, so the engine keeps no float32 sum "
+                    "or copy for it. Unfreeze parameters before creating the engine."
                 )
 
     def _copy(self, count: int) -> OptimizerBackup | None:

@@ -80,9 +80,10 @@ class BufferTracker:
         snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
         if lost:
             warnings.warn(
-                f"{self.name}: this forward wrote to {', '.join(sorted(name for _, name in lost))}, which "
-                "earlier forwards did not: this step's recomputation reads the new values instead of those "
-                "before the forward. Later steps are correct.",
+                f"{self.name}: this forward wrote to {', '.join(sorted(name for _, name in lost))}. "
+                "No earlier forward wrote to this buffer, so memfit kept no copy of it, and the "
+                "recomputation of this step reads the new values instead of the values before the "
+                "forward. Later steps are correct.",
                 stacklevel=2,
             )
 

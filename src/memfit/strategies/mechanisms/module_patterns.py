@@ -48,7 +48,11 @@ def modules_named(model: nn.Module, patterns: str | Sequence[str], what: str) ->
             near = difflib.get_close_matches(pattern, [*known, *sorted(classes)], n=3, cutoff=0.4)
             raise UsageError(
                 f"{what}: no module of {class_name(model)} has the name or class {pattern!r}. "
-                + (f"Nearest: {', '.join(near)}." if near else f"It has {', '.join(list(known)[:5])}.")
+                + (
+                    f"Nearest: {', '.join(near)}."
+                    if near
+                    else f"Its first modules are {', '.join(list(known)[:5])}."
+                )
             )
         found |= matching
     return {name: module for name, module in known.items() if name in found}

@@ -148,9 +148,9 @@ class CheckpointedCall:
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) and any(map(matters, tensors_in(leaf))):
                 raise UsageError(
-                    f"{self._name} cannot be checkpointed with use_reentrant=True: it {verb} a "
-                    f"{type(leaf).__name__} that contains tensors, whose gradients would be lost. Leave out "
-                    "use_reentrant."
+                    f"{self._name} cannot be checkpointed with use_reentrant=True: its forward {verb} an "
+                    f"object of type {type(leaf).__name__} that contains tensors, and their gradients "
+                    "would be lost. Leave out use_reentrant."
                 )
 
     def _attributes(self) -> dict[tuple[int, str], torch.Tensor]:
@@ -170,9 +170,9 @@ class CheckpointedCall:
         }
         if new:
             warnings.warn(
-                f"{self._name} stored {', '.join(sorted(new))} as an attribute of a module: reentrant "
-                "checkpointing records no gradient for it, so a loss that uses it would miss that part of "
-                "the gradient. Leave out use_reentrant.",
+                f"{self._name} stored {', '.join(sorted(new))} as an attribute of a module. Reentrant "
+                "checkpointing records no gradient for this tensor: if the loss uses it, a part of "
+                "the gradient is missing. Leave out use_reentrant.",
                 stacklevel=2,
             )
 
@@ -195,16 +195,17 @@ class CheckpointedCall:
         for each, held in holders:
             if not _same_objects(held, tensors_in(each)):
                 raise UsageError(
-                    f"{self._name} cannot be checkpointed: its forward changes the {type(each).__name__} "
-                    "that it is passed, and the recomputation would find it changed. Do not pass one; in "
-                    "transformers: model.config.use_cache = False."
+                    f"{self._name} cannot be checkpointed: its forward changes its argument of type "
+                    f"{type(each).__name__}, so the recomputation would start from the changed object. Do "
+                    "not pass such an argument; in transformers, set model.config.use_cache = False."
                 )
         changed = [index for index, each in enumerate(leaves) if version_of(each) != versions[index]]
         if changed:
             raise UsageError(
                 f"{self._name} cannot be checkpointed: its forward changes tensor {changed[0]} of its "
-                "arguments in place, so that it cannot be recomputed from them. Make that operation out of "
-                "place, or checkpoint a module that begins before it."
+                "arguments (counted from 0) in place, so the recomputation would start from the "
+                "changed tensor. Use an out-of-place operation instead, or checkpoint a larger "
+                "module that creates this tensor itself."
             )
         with without_dispatch_modes():
             self._region.buffer_tracker.record_changes(self._buffers)
@@ -222,9 +223,9 @@ class CheckpointedCall:
         parts = [part for part, each in module.named_modules() if isinstance(each, _DropoutNd)]
         dropouts = ", ".join(f"{name}.{part}".rstrip(".") for part in parts)
         warnings.warn(
-            f"{name} draws random numbers{f' ({dropouts})' if parts else ''} and preserve_rng_state is "
-            "False: the recomputation draws different ones, and gradients are wrong. Leave "
-            "preserve_rng_state on.",
+            f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, and "
+            "preserve_rng_state is False: the recomputation draws other random numbers than the "
+            "forward, and gradients are wrong. Set preserve_rng_state=True.",
             stacklevel=2,
         )
 

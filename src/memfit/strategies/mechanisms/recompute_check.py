@@ -88,23 +88,24 @@ class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
         index = len(self.fingerprints)
         self.fingerprints.append(fingerprint)
         if index >= len(self._recorded):
-            self._refuse(index, f"the forward ended before {fingerprint}")
+            self._refuse(index, f"the forward had already ended, and the recomputation ran {fingerprint}")
         before = self._recorded[index]
         same = (before.operation, before.shape, before.dtype)
         if same != (fingerprint.operation, fingerprint.shape, fingerprint.dtype):
-            self._refuse(index, f"the forward did {before}, the recomputation {fingerprint}")
+            self._refuse(index, f"the forward ran {before}, and the recomputation ran {fingerprint}")
         if (
             before.sum is not None
             and fingerprint.sum is not None
             and not torch.equal(before.sum, fingerprint.sum)
         ):
-            self._refuse(index, f"{fingerprint} has different values than in the forward")
+            self._refuse(index, f"the values of {fingerprint} differ from those of the forward")
 
     def _refuse(self, index: int, difference: str) -> None:
         raise DivergenceError(
-            f"Checkpointed region {self._region}: operation {index + 1}: {difference}. Gradients would be "
-            "wrong. A forward must compute the same when it runs again: look for state that is not in a "
-            "buffer, for random numbers from Python, NumPy or a generator of its own, and for "
+            f"The recomputation of checkpointed module {self._region} differs from its forward at "
+            f"operation {index + 1}: {difference}. Gradients would be wrong. A forward must "
+            "compute the same when it runs again: look for state that is kept outside buffers, "
+            "for random numbers from Python, NumPy or a separate generator, and for "
             "nondeterministic operations."
         )
 

@@ -256,8 +256,9 @@ class SavedTensorOffloader:
 
 def _modified(shape: torch.Size) -> RuntimeError:
     return RuntimeError(
-        f"one of the variables needed for gradient computation, of shape {list(shape)}, has been modified by "
-        "an inplace operation after it was saved (seen by memfit's offload, as by autograd without it)"
+        f"one of the variables needed for gradient computation, of shape {list(shape)}, has "
+        "been modified by an inplace operation after it was saved (memfit's offload found "
+        "this; without offload, autograd raises the same error)"
     )
 
 

@@ -45,6 +45,6 @@ def operation_overloads(operation: str) -> list[torch._ops.OpOverload]:
         operation, [f"{space}.{each}" for each in dir(getattr(torch.ops, space))]
     )
     raise UsageError(
-        f"checkpointing: save_ops={operation!r} is not an operation. "
-        + (f"Nearest: {', '.join(near)}." if near else "Names are those of torch.ops, such as 'aten.mm'.")
+        f"checkpointing: save_ops={operation!r} is not a PyTorch operation. "
+        + (f"Nearest: {', '.join(near)}." if near else "Use a name from torch.ops, such as 'aten.mm'.")
     )

@@ -98,8 +98,9 @@ class Position:
         sizes = {saved["batch_size"], self.batch_size} - {None} if saved.get("consumed") else set()
         if len(sizes) > 1:
             raise UsageError(
-                f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} when the "
-                f"state was saved, and is {self.batch_size} now. Pass the same data."
+                f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} "
+                f"when the state was saved, but is {self.batch_size} now. Pass a loader with the "
+                "former batch_size."
             )
         self._resumed = None
         inside = saved.get("began") is not None
@@ -146,8 +147,8 @@ class Position:
         self.consumed = sum(1 for _ in show_rereading(islice(items, consumed), consumed))
         if self.consumed < consumed:
             raise UsageError(
-                f"Cannot resume: the state was saved after {consumed} batches of an epoch, and the loader "
-                f"has only {self.consumed}. Pass the same data."
+                f"Cannot resume: the state was saved after {consumed} batches of an epoch, but this "
+                f"loader has only {self.consumed} batches. Pass the same data as in the saved run."
             )
 
     def random_state(self) -> dict[str, Any]:
@@ -180,8 +181,9 @@ class Position:
             waiting += max(0, self._from_last - self.consumed - done)
         if waiting:
             raise UsageError(
-                f"{waiting} micro-batches are carried over from one epoch to the next, and cannot be saved. "
-                'Save after their backward or before an epoch ends, or use partial_window="flush".'
+                f"Cannot save the run: {waiting} micro-batches were carried over from one epoch to "
+                "the next and not used yet, and a saved state cannot contain them. Save after their "
+                "backward, save before an epoch ends, or use partial_window='flush'."
             )
         return {
             "consumed": self.consumed,
@@ -208,17 +210,19 @@ def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
     try:
         set_generator_states(generators, states)
     except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"Cannot resume: the state has {len(states)} random number generators of the loader's own, and "
-            f"this loader has {len(generators)}, or other kinds ({error}). Pass the same loader."
-        ) from None
+        if len(states) == len(generators):
+            fault = f"a random number generator of this loader does not accept its saved state ({error})"
+        else:
+            numbers = f"{len(states)} random number generators, but this loader has {len(generators)}"
+            fault = f"the loader of the saved run had {numbers}"
+        raise UsageError(f"Cannot resume: {fault}. Pass the same loader as in the saved run.") from None
 
 
 def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         warnings.warn(
-            "The loader's persistent_workers are restarted in a resumed run: after the first epoch they draw "
-            "other random numbers than in an uninterrupted run. Without persistent_workers they draw the "
-            "same.",
+            "The loader's persistent_workers are started anew in a resumed run: after its first "
+            "epoch, they draw other random numbers than in an uninterrupted run. With "
+            "persistent_workers=False the random numbers are the same.",
             stacklevel=5,
         )

@@ -23,8 +23,9 @@ from memfit.train.data.batch_layout import (
 )
 
 _ADVICE = (
-    "Pass both to the engine: size=lambda batch: ..., which returns the number of samples, and "
-    "split=lambda batch, sizes: [...], which returns parts of those sizes."
+    "Pass two functions to memfit.Engine: size=lambda batch: ..., which returns the "
+    "number of samples, and split=lambda batch, sizes: [...], which returns parts of "
+    "those sizes."
 )
 
 
@@ -43,8 +44,12 @@ def batch_size(batch: object) -> int:
     found = set(lengths(batch, outer=True))
     if len(found) == 1 and found <= sizes:
         return found.pop()
-    parts = f"parts of {sorted(found)} samples" if found else "nothing that has samples"
-    raise UsageError(f"Cannot determine the size of a batch with {parts}. {_ADVICE}")
+    parts = (
+        f"its parts have the lengths {', '.join(map(str, sorted(found)))}"
+        if found
+        else "it contains no tensors, arrays or lists of samples"
+    )
+    raise UsageError(f"Cannot determine the number of samples of a batch: {parts}. {_ADVICE}")
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -137,9 +142,9 @@ class _Splitter:
             self._of_samples or looks_like_samples(value, alike=as_many and not outer)
         ):
             raise UsageError(
-                f"Cannot split a batch of {self._size}: a {type(value).__name__} of {len(value)} "
-                f"entries in it may be {len(value)} samples, or {len(value)} columns of {self._size}. "
-                f"{_ADVICE}"
+                f"Cannot split a batch of {self._size} samples: it contains a {type(value).__name__} "
+                f"of {len(value)} entries, which may be {len(value)} samples, or {len(value)} columns "
+                f"of {self._size} samples. {_ADVICE}"
             )
         return False
 

@@ -33,8 +33,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     ):
         if here != there:
             raise UsageError(
-                f"Cannot resume: the {what} was {there or 'none'} when the state was saved, and is "
-                f"{here or 'none'} here. Use the former one, or load only the model's state."
+                f"Cannot resume: the {what} was {there or 'none'} when the state was saved, but is "
+                f"{here or 'none'} here. Use the same {what} as in the saved run, or load only the "
+                "model's state."
             )
     _check_groups(parameter_groups(parts), state["groups"])
     _check_shapes(tensors_outside_state_dict(parts), state["others"])
@@ -42,8 +43,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     _check_scheduler(parts, state)
     if not 0 <= state["position"]["carried"] <= state["steps"]:
         raise UsageError(
-            f"Cannot resume: the state carries over {state['position']['carried']} micro-batches, more than "
-            f"the {state['steps']} of its window."
+            f"Cannot resume: the state is damaged. It has {state['position']['carried']} "
+            "micro-batches that were carried over from an epoch to the next, but an accumulation "
+            f"window has only {state['steps']}."
         )
     if state["window"] is not None:
         _check_inside(parts, state)
@@ -52,13 +54,14 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
 def _check_shapes(here: dict[str, Any], there: dict[str, Any]) -> None:
     for name, value in here.items():
         if name not in there:
-            raise UsageError(f"Cannot resume: the model has {name!r}, which the saved model lacks.")
+            raise UsageError(f"Cannot resume: this model has {name!r}, which the saved model lacks.")
         saved = there[name]
         if isinstance(value, torch.Tensor) != isinstance(saved, torch.Tensor) or (
             isinstance(value, torch.Tensor) and not _is_alike(value, saved)
         ):
             raise UsageError(
-                f"Cannot resume: {name!r} has another shape or type in the model than in the saved one."
+                f"Cannot resume: {name!r} is {_described(value)} in this model, but "
+                f"{_described(saved)} in the saved model."
             )
     extra = next((name for name in there if name not in here), None)
     if extra is not None:
@@ -70,18 +73,28 @@ def _is_alike(one: torch.Tensor, saved: torch.Tensor) -> bool:
     return one.shape == saved.shape and kinds[0] == kinds[1] and not saved.is_meta
 
 
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"of type {type(value).__name__}"
+    kind = f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    layout = "" if value.layout is torch.strided else f" and layout {value.layout}"
+    return f"{kind}{layout}{' without values' * value.is_meta}"
+
+
 def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
     """Check the order too: an optimizer's state refers to parameters by index, not by name."""
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(
-            f"Cannot resume: the optimizer's parameter groups have {[len(group) for group in here]} "
-            f"parameters, and those of the saved one {[len(group) for group in there]}."
+            "Cannot resume: this optimizer has parameter groups of "
+            f"{[len(group) for group in here]} parameters, but the saved optimizer had groups of "
+            f"{[len(group) for group in there]}."
         )
     for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         for left, right in zip(ours, theirs, strict=True):
             if left != right:
                 raise UsageError(
-                    f"Cannot resume: parameter group {number} has {left!r} where the saved one has {right!r}."
+                    f"Cannot resume: parameter group {number} of this optimizer has {left!r} where the "
+                    f"same group of the saved optimizer has {right!r}."
                 )
 
 
@@ -92,7 +105,8 @@ def _check_callbacks(parts: EngineParts, state: SavedRun) -> None:
             here.remove(name)
         elif kept:
             warnings.warn(
-                f"The saved state has that of a callback {name}, which this engine lacks: it is ignored.",
+                f"The saved run had a callback {name} with a state of its own. This engine has no "
+                f"callback {name}, so that state is ignored.",
                 stacklevel=6,
             )
 
@@ -102,28 +116,38 @@ def _check_scheduler(parts: EngineParts, state: SavedRun) -> None:
     own = {} if parts.scheduler is None else parts.scheduler.state_dict()
     extra = (state["scheduler"] or {}).keys() - own.keys()
     if extra:
-        raise UsageError(f"Cannot resume: the saved scheduler has {sorted(extra)}, which this one lacks.")
+        raise UsageError(
+            "Cannot resume: the state of the saved scheduler has "
+            f"{', '.join(map(repr, sorted(extra)))}, which this scheduler lacks."
+        )
 
 
 def _check_inside(parts: EngineParts, state: SavedRun) -> None:
     steps = parts.steps
     if state["steps"] != steps:
         raise UsageError(
-            f"Cannot resume: the state was saved inside a window of {state['steps']} micro-batches, and "
-            f"windows have {steps} here. Use {state['steps']}, or resume from a state saved between windows."
+            "Cannot resume: the state was saved inside an accumulation window of "
+            f"{state['steps']} micro-batches, but windows have {steps} here. Set "
+            f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between "
+            "windows."
         )
     here = precision_of(parts)
-    other = [f"{name} {there!r}" for name, there in state["precision"].items() if here.get(name) != there]
+    other = [
+        f"{name}={there!r} (here {here.get(name)!r})"
+        for name, there in state["precision"].items()
+        if here.get(name) != there
+    ]
     if not parts.ledger.update.scaler.can_resume(state["scaler"]):
-        other.append("another loss scale")
+        other.append("a loss scale other than the one here")
     if other:
         raise UsageError(
-            f"Cannot resume: the state was saved inside a window with {', '.join(other)}. Use the same "
-            "precision, or resume from a state saved between windows."
+            f"Cannot resume: the state was saved inside an accumulation window with {', '.join(other)}. "
+            "Use the precision of the saved run, or resume from a state saved between windows."
         )
     parameters = named_parameters(parts)
     for name, gradient in state["gradients"].items():
         if name not in parameters or gradient.shape != parameters[name].shape:
             raise UsageError(
-                f"Cannot resume: the saved gradient of {name!r} matches no parameter of this engine."
+                "Cannot resume: no parameter of this engine has the name and the shape of the saved "
+                f"gradient {name!r}."
             )

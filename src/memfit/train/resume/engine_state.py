@@ -41,8 +41,8 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
     ledger.expect_uninterrupted()
     if window is not None and window.whole:
         raise UsageError(
-            "Cannot save the run inside engine.step: save before or after it, or in a callback's "
-            "on_window_end."
+            "Cannot save the run inside engine.step: save it before or after engine.step, or in "
+            "a callback's on_window_end."
         )
     scheduler = parts.scheduler
     model = unwrapped(parts.model).state_dict()
@@ -80,14 +80,15 @@ def load_state(parts: EngineParts, saved: dict[str, Any]) -> None:
     check_compatible(parts, state)
     ledger = parts.ledger
     with ExitStack() as undo:
+        part = "a callback"
         try:
             _load_callbacks(parts.callbacks, state["callbacks"], undo)
+            part = "the optimizer"
             _load_optimizer(parts, state, undo)
+            part = "the scheduler"
             _load_scheduler(parts, state, undo)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UsageError(
-                f"Cannot resume: a callback, the optimizer or the scheduler refused its state ({error!r})."
-            ) from error
+            raise UsageError(f"Cannot resume: {part} did not accept its saved state ({error!r}).") from error
         undo.pop_all()
     model, parameters = unwrapped(parts.model), named_parameters(parts)
     model.load_state_dict(state["model"])

@@ -76,20 +76,26 @@ def validate(saved: dict[str, Any]) -> SavedRun:
     """
     if saved.get("version") != VERSION:
         raise FileFormatError(
-            f"Cannot resume: the state has version {saved.get('version')}; this memfit reads version "
-            f"{VERSION}."
+            f"Cannot resume: the state has version {saved.get('version')}, but this memfit reads "
+            f"only version {VERSION}."
         )
     try:
         read = msgspec.convert(saved, SavedRun)
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot resume: the state is damaged, or is not that of a training run: {error}."
+            f"Cannot resume: the state is damaged, or is not the state of a training run: {error}."
         ) from None
     window = read["window"]
     if window is not None and not _is_possible(window):
-        raise FileFormatError(f"Cannot resume: the state has an impossible window, {window}.")
+        raise FileFormatError(
+            "Cannot resume: the state is damaged. The counts and sums of its accumulation window "
+            f"contradict each other: {window}."
+        )
     if window is None and read["gradients"]:
-        raise FileFormatError("Cannot resume: the state has gradients but no window that they belong to.")
+        raise FileFormatError(
+            "Cannot resume: the state is damaged. It has gradients, but no accumulation window "
+            "to which they belong."
+        )
     _try_generators([read["random"], read["position"]["began"], read["position"]["before"]])
     return read
 

@@ -30,7 +30,7 @@ def save(state: dict[str, Any], path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("ab") as file:
         if not _lock(file, partial):
-            raise UsageError(f"Another process is saving its run to {path}: use one file per run.")
+            raise UsageError(f"Another process is saving its run to {path}. Use one file per run.")
         try:
             file.truncate(0)
             torch.save(state, file)
@@ -70,9 +70,10 @@ def _plain(value: Any, where: str) -> Any:
     if type(value) in torch.serialization.get_safe_globals():
         return value
     raise UsageError(
-        f"Cannot save the run: state{where} is a {type(value).__module__}.{type(value).__qualname__}, and "
-        "files hold only tensors and plain values. Have the state_dict or get_extra_state that returns it "
-        "return those."
+        f"Cannot save the run: state{where} is a "
+        f"{type(value).__module__}.{type(value).__qualname__}, but a file can hold only "
+        "tensors and plain values. Change the state_dict or get_extra_state method that "
+        "returns this value."
     )
 
 
