@@ -83,7 +83,10 @@ def test_a_batch_of_an_unknown_type_raises_pytorchs_error():
     data = Odd(torch.randn(8, 4))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
         run.step(data)
-    assert "cannot be retried in smaller parts. Cannot determine the size" in error.value.__notes__[0]
+    assert (
+        "cannot be retried in smaller parts. Cannot determine the number of samples"
+        in error.value.__notes__[0]
+    )
     assert run.step(data).updated
 
 
