@@ -199,7 +199,10 @@ def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     ):
         run.step(torch.randn(8, 4))
     assert error.value.__notes__ == [
-        "The batch cannot be retried: the step wrote to late, which was not copied before."
+        (
+            "The batch cannot be retried: the step wrote to the buffers late, and memfit has no copy of "
+            "them, because no earlier step wrote to them."
+        )
     ]
     assert (model.late, run.optimizer_step) == (1, 1)
     assert torch.equal(model.mean, mean)
