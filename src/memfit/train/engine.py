@@ -395,7 +395,6 @@ class MicroBatches:
             yield item
             if self._window.done != done + 1:
                 raise UsageError(
-                    "engine.backward must be called exactly once for each micro-batch of an accumulation "
-                    "window."
+                    "engine.backward must be called exactly once for each micro-batch of a window."
                 )
         self.result = self._engine.flush()
