@@ -23,10 +23,10 @@ Options of memfit come before the script; whatever follows the script is passed 
 
 | exit code | meaning |
 |--:|---|
-| 0 | the command did what it was asked to |
+| 0 | the command succeeded |
 | 1 | `--fail` was given, and the result does not fit |
 | 2 | wrong usage, or a file that cannot be read |
-| 3 | the script could not be run, or a compiler is missing |
+| 3 | the script failed or could not be run, or a C compiler is missing |
 | 130 | interrupted (Ctrl-C) |
 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),

@@ -82,7 +82,7 @@ def test_following_the_advice_gives_the_predicted_figures(dry_run):
         ("offload activations", True),
     ]
     needed = dry_run(TRAIN, *LONG, options=NO_LIMIT).answer["peak"]["process"]
-    assert f"With unlimited memory it needs {needed / 2**30:.2f} GiB" in run.out
+    assert f"With unlimited memory, the run needs {needed / 2**30:.2f} GiB" in run.out
     for number, one in enumerate(advice, 1):
         script, environment = followed(TRAIN, advice[:number])
         again = dry_run(script, *LONG, options=NO_LIMIT, env=environment).answer
@@ -118,7 +118,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: when the script was run again without input, script.py failed" in run.out
-    assert "The total it needs could not be measured: see below." in run.out
+    assert "The total that the script needs could not be measured: see below." in run.out
     assert run.err.count("the script runs again, silently, without input") == 1
 
 

@@ -59,7 +59,7 @@ def test_advice_reads_as_on_the_terminal():
         assert "needs 7.0 GiB fits" in words
         assert "costs +11 % time" in words
     assert "No change was found" in Elements(report(run(), advice=())).text
-    assert "Do next" not in report(run())
+    assert "What to do next" not in report(run())
 
 
 def test_advice_is_escaped():
@@ -78,10 +78,10 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
     in_all = Figure(3 * GIB, Provenance.EXACT)
     for advice in ((), (CHECKPOINT,)):
         text = Elements(report(trace, advice=advice, in_all=in_all)).text
-        assert "With unlimited memory it needs 3.00 GiB" in text
-        assert ("the script needs 3.0 GiB with unlimited memory" in text) == bool(advice)
+        assert "With unlimited memory, the run needs 3.00 GiB" in text
+        assert ("Unchanged, the run needs 3.0 GiB." in text) == bool(advice)
     assert "With unlimited memory" not in Elements(report(trace)).text
-    assert "For changes that make it fit, run again with --advise" in Elements(report(trace)).text
+    assert "To find changes that make it fit, run again with --advise" in Elements(report(trace)).text
     assert "--advise" not in Elements(report(trace, advice=())).text
 
 

@@ -70,7 +70,7 @@ def test_every_result_prints_itself():
 def test_out_of_memory_shows_where_and_how_much(answer):
     failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
-    assert "OUT OF MEMORY   of 80.00 GiB: requested 3.0 GiB with 1.0 GiB free, short by 2.0 GiB" in text
+    assert "OUT OF MEMORY   on a GPU of 80.00 GiB: 3.0 GiB requested, 1.0 GiB free, short by 2.0 GiB" in text
     assert "Ran out in: step 2 · forward · layers.3.mlp" in text
 
 

@@ -19,18 +19,20 @@ def allocator(
     in_use: Annotated[str | None, Parameter(group=TARGET)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
 ) -> int:
-    """Find the best allocator settings for a recorded run, and the smallest GPU for each.
+    """Find the best allocator setting for a recorded run, and the smallest GPU that each setting needs.
 
-    memfit replays the run under every setting worth trying, and reports the memory that each reserves and
-    the time that it costs per step. It recommends a setting only if that reserves less memory than the
-    current settings and is no slower.
+    memfit replays the recorded allocations under each allocator setting worth trying. For each setting, it
+    reports how much memory PyTorch reserves and how much time the calls to the CUDA driver take per step.
+    memfit recommends a setting that makes the run fit, or that lowers the reserved memory by at least 1 %,
+    provided that a training step becomes at most 1 ms slower.
 
     Args:
-        path: A trace (run.memfit) or a memory snapshot written by PyTorch (snapshot.pickle).
-        gpu: The GPU to assume instead of the one that the run was recorded for.
-        memory: Use this much GPU memory instead of the GPU's own: 12GiB.
-        in_use: GPU memory that the desktop or other jobs already use: 1.5GiB.
-        json: Write the result as JSON to this file, or - for standard output.
+        path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
+            (snapshot.pickle).
+        gpu: Assume this GPU instead of the one that the run was recorded for.
+        memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
+        in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
     write_comparison(compare(path, None, gpu, memory, in_use, smallest=True), json)
     return 0

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 RERUNS = (
-    "memfit: to try its advice, memfit runs the script again, silently and without input. Each run writes "
-    "the script's output files again."
+    "memfit: to try changes, memfit runs the script again, without input and without showing its output. "
+    "Each run writes the script's output files again."
 )
 
 

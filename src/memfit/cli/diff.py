@@ -17,14 +17,15 @@ def diff(
     by: Literal["category", "module", "line", "op"] = "category",
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
 ) -> int:
-    """Compare two recorded runs: what holds the GPU memory at the same moment of each.
+    """Compare what holds the GPU memory in two recorded runs, at the same moment of each.
 
     Args:
-        before: The first run: a trace, or a memory snapshot written by PyTorch.
-        after: The second run, likewise.
-        at: The moment to compare, as for memfit explain: peak, a phase, or a training step.
+        before: The first run: a trace written by memfit, or a memory snapshot written by PyTorch.
+        after: The second run: a trace or a snapshot.
+        at: The moment to compare: peak, a phase (forward, loss, backward, optimizer, ...), or the number
+            of a training step (2).
         by: Sum the allocated memory by category, module, line or op.
-        json: Write the result as JSON to this file, or - for standard output.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
     from memfit import api
 

@@ -13,12 +13,12 @@ def doctor(
     gaps: Annotated[bool, Parameter(negative="")] = False,
     context: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Check that everything memfit needs is installed: PyTorch, a C compiler, the ghost.
+    """Check that PyTorch, the C compiler, and the ghost (memfit's stand-in for a GPU) work on this machine.
 
     Args:
-        gaps: List the CUDA functions that the ghost does not implement.
-        context: Measure, on this machine's GPU, what a process holds outside PyTorch's allocator and what
-            lowers it. Later dry runs for this GPU use the measured figure.
+        gaps: List the CUDA functions that PyTorch may call and that the ghost does not implement.
+        context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
+            and how much several settings change it. Later dry runs for this GPU use the measured figure.
     """
     if context:
         return _measure_context()

@@ -34,33 +34,41 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 ) -> int:
     """Run a script without a GPU and report the GPU memory it would use.
 
-    The script runs unmodified, as python would run it, on the ghost: a stand-in CUDA runtime. PyTorch's
-    allocations are real, but nothing is computed. memfit stops the script after a few training steps.
+    The script runs unmodified, as python would run it, on the ghost: memfit's stand-in for the CUDA runtime.
+    PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
+    files. memfit stops it after a few training steps.
+
     Options of memfit come before the script; everything after the script's name is passed to the script.
 
     Args:
         command: The script and its own arguments.
         module: Run a module, as python -m does.
-        gpu: The GPU to stand in for: a name that memfit gpus lists, or a MIG slice (A100-80GB:1g.10gb).
-        memory: Use this much GPU memory instead of the GPU's own: 12GiB.
-        in_use: GPU memory that the desktop or other jobs already use: 1.5GiB.
+        gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
+        memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
+        in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         steps: Stop the script after this many training steps.
-        output: Save the trace to this file (run.memfit).
-        json: Write the result as JSON to this file, or - for standard output.
-        html: Write a report for the browser to this file: one page that loads nothing else.
-        fail: Exit with code 1 if the script does not fit.
-        advise: Look for changes that lower the peak without editing the training loop. memfit tries each
-            one in a run of its own (up to about six), silent and without input. Each run of the script
-            writes its output files again.
-        values: Values the ghost returns when the script reads a GPU value:
-            float=1,int=1,bool=false,all=true,count=upper.
-        fill_host_memory: Fill large CPU tensors as usual, instead of leaving their pages untouched.
-        no_weights: Do not download or read checkpoints in transformers' from_pretrained; create every model
-            from its configuration. Without this option, only models whose checkpoint is not on this machine
-            are created that way.
-        workspaces: Where cuDNN's workspace sizes come from: the installed cuDNN (cudnn; the rules where
-            cuDNN cannot answer), memfit's rules only (rules), or count 0 bytes (none).
-        labels: Record modules and phases. Byte counts are the same without.
+        output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
+            run; memfit explain, diff, replay, allocator and pack read it.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
+        html: Write an HTML report to this file: a single page that loads no other files.
+        fail: Exit with code 1 if the script does not fit into the GPU's memory.
+        advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
+            runs the script up to about six more times, without input and without showing its output. Each
+            of these runs writes the script's output files again.
+        values: The values that the script gets when it reads from the GPU. The defaults are
+            float=1,int=1,bool=false,all=true,count=upper; name only those to change. all is the result of
+            torch.all and similar checks. count is the number of elements that nonzero and similar ops find:
+            upper (as many as possible), a fraction such as 0.5, or an integer.
+        fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
+            they take no host memory.
+        no_weights: In from_pretrained of transformers, create every model from its configuration; do not read
+            or download its checkpoint. By default, memfit does so only for models whose checkpoint is not
+            on this machine.
+        workspaces: How to determine the sizes of cuDNN's workspaces. cudnn asks the installed cuDNN, and
+            applies memfit's rules where cuDNN has no answer; rules applies only the rules; none counts
+            0 bytes.
+        labels: Record the module and the phase of the step that make each allocation. With --no-labels,
+            memfit records neither; the byte counts are the same either way.
     """
     from memfit import api
 

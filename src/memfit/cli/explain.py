@@ -26,18 +26,21 @@ def explain(  # noqa: PLR0913 - one parameter an option
     """Show what holds the GPU memory of a recorded run, when, and which line allocated it.
 
     Args:
-        path: A trace (run.memfit) or a memory snapshot written by PyTorch (snapshot.pickle).
-        at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), or a training
-            step (2). For a phase or a step, this is the moment when most memory is allocated.
-        by: Sum the allocated memory by category, module, line or op. The rows add up to all of it.
-        json: Write the result as JSON to this file, or - for standard output.
-        snapshot: Write the trace to this file as a snapshot for PyTorch's viewer (memory_viz).
-        html: Write a report for the browser to this file: one page that loads nothing else.
+        path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
+            (snapshot.pickle).
+        at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), or the number of a
+            training step (2). Within a phase or a step, memfit chooses the moment with the most allocated
+            memory.
+        by: Sum the allocated memory by category, module, line or op. The rows add up to all allocated memory.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
+        snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
+        html: Write an HTML report to this file: a single page that loads no other files.
         source: Include file names and line numbers in the HTML report.
-        chrome: Write the memory timeline by category to this file as a Chrome trace, for Perfetto.
+        chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
-        fragmentation: Also show how much reserved memory no tensor requested, at the peaks and at the end
-            (rounding, holes, cached segments), and which blocks keep the largest holes.
+        fragmentation: Also show how much of the reserved memory no tensor uses, at the peaks and at the end
+            of the run: rounding, holes between blocks, and cached segments. List the blocks that keep
+            PyTorch from releasing the largest holes.
     """
     from memfit import api
 

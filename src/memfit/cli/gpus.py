@@ -4,7 +4,7 @@ from memfit.cli.console import stdout
 
 
 def gpus() -> int:
-    """List the GPUs that the ghost can stand in for."""
+    """List the GPUs that memfit dry-run --gpu accepts."""
     from memfit.devices import all_devices
     from memfit.report.terminal.devices import print_devices
 

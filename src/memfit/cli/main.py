@@ -28,7 +28,7 @@ _BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE ended
 
 app = App(
     name="memfit",
-    help="Know how much GPU memory a training script will use, before you have the GPU.",
+    help="Find out how much GPU memory a training script will use, before you have the GPU.",
     version=__version__,
     result_action="return_value",
     suppress_keyboard_interrupt=False,

@@ -20,17 +20,20 @@ def pack(
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
-    """Find the least memory a recorded step needs if every buffer gets a planned offset.
+    """Plan an offset for every buffer of a recorded step, and report how little memory the step then needs.
+
+    memfit packs the last complete training step; of a run without training steps, the whole run.
 
     Args:
-        path: A trace (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle), or a table of
-            buffers (.csv) with the columns id, lower, upper and size: a buffer is live in [lower, upper).
-        capacity: Stop the search once the packing is within this size: 8GiB, or a number in the table's
-            units. By default memfit searches for the smallest packing.
-        seconds: Time limit of the search.
-        csv: Write each buffer with its offset to this file.
-        json: Write the result as JSON to this file, or - for standard output.
-        fail: Exit with code 1 if the packing found is larger than the capacity.
+        path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),
+            or a table of buffers (.csv) with the columns id, lower, upper and size. A buffer is live from
+            lower up to, but not including, upper.
+        capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB, or a number in
+            the units of the table. By default, memfit searches for the smallest size.
+        seconds: Stop the search after this many seconds.
+        csv: Write a table of all buffers and their offsets to this file.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
+        fail: Exit with code 1 if memfit finds no packing that fits into --capacity.
     """
     from memfit import api
     from memfit.report.terminal.progress_line import progress_line

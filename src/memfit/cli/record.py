@@ -26,20 +26,22 @@ def record(
 ) -> int:
     """Run a script on this machine's GPU and report the GPU memory it used.
 
-    The script really trains; memfit stops it after a few training steps. memfit records PyTorch's allocator
-    history, and reads from the driver what the process holds outside PyTorch's allocator. The trace is
-    saved; memfit explain reads it on any machine.
+    The script really trains, until memfit stops it after a few training steps. memfit records every
+    allocation of PyTorch's allocator, and reads from the driver how much memory the process holds outside
+    PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
 
     Args:
         command: The script and its own arguments.
         module: Run a module, as python -m does.
         steps: Stop the script after this many training steps.
-        to_end: Let the script run to its end instead. Host memory grows with every allocation recorded.
-        output: Save the trace to this file. The default is run.memfit; memfit does not overwrite it unless
-            you name it with this option.
-        json: Write the result as JSON to this file, or - for standard output.
-        fail: Exit with code 1 if the script does not fit.
-        labels: Record modules and phases. Byte counts are the same without.
+        to_end: Let the script run to its end instead of stopping it. Every allocation that is recorded takes
+            host memory.
+        output: Save the trace to this file. The default is run.memfit. memfit overwrites an existing
+            run.memfit only if you name it with this option.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
+        fail: Exit with code 1 if the script does not fit into the GPU's memory.
+        labels: Record the module and the phase of the step that make each allocation. With --no-labels,
+            memfit records neither; the byte counts are the same either way.
     """
     from memfit import api
 

@@ -23,19 +23,20 @@ def replay(
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
-    """Predict a recorded run under other allocator settings, or on another GPU.
+    """Predict the memory that a recorded run needs under other allocator settings, or on another GPU.
 
     The script does not run again: memfit replays its allocations through a model of PyTorch's allocator.
 
     Args:
-        path: A trace (run.memfit) or a memory snapshot written by PyTorch (snapshot.pickle).
-        alloc_conf: A value of PYTORCH_ALLOC_CONF; repeat the option to compare several. The settings that
-            the run was recorded with are always included.
-        gpu: The GPU to assume instead of the one that the run was recorded for.
-        memory: Use this much GPU memory instead of the GPU's own: 12GiB.
-        in_use: GPU memory that the desktop or other jobs already use: 1.5GiB.
-        json: Write the result as JSON to this file, or - for standard output.
-        fail: Exit with code 1 if the run does not fit under one of the settings.
+        path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
+            (snapshot.pickle).
+        alloc_conf: A value of PYTORCH_ALLOC_CONF, for example expandable_segments:True; repeat the option to
+            compare several. memfit always includes the settings that the run was recorded with.
+        gpu: Assume this GPU instead of the one that the run was recorded for.
+        memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
+        in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
+        fail: Exit with code 1 unless the run fits under every setting compared, the recorded one included.
     """
     comparison = compare(path, alloc_conf or [], gpu, memory, in_use, smallest=False)
     write_comparison(comparison, json)

@@ -153,7 +153,8 @@ def advice(result: DryRun, words: PageTexts) -> str:
         f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
     ]
-    return f'<h2>Do next <small>{heading(result)}</small></h2><ol class="advice">{"".join(items)}</ol>{rest}'
+    title = f"<h2>What to do next <small>{heading(result)}</small></h2>"
+    return f'{title}<ol class="advice">{"".join(items)}</ol>{rest}'
 
 
 def sums(facts: PageFacts) -> str:

@@ -16,8 +16,8 @@ def heading(result: DryRun) -> str:
     """Describe how advice was tested, and the total it starts from if the summary does not show that."""
     total = ""
     if result.in_all is not None and result.in_all.bytes != result.peak_process.bytes:
-        total = f"; unchanged, the script needs {format_bytes(result.in_all.bytes)} with unlimited memory"
-    return f"each was tried together with those above it{total}"
+        total = f" Unchanged, the run needs {format_bytes(result.in_all.bytes)}."
+    return f"Each suggestion was tried together with the ones above it.{total}"
 
 
 def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
@@ -30,7 +30,7 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
     found = result.advice or ()
     yield Text()
     if found:
-        yield Text(f"Do next: {heading(result)}")
+        yield Text(f"What to do next. {heading(result)}")
     width = max((len(one.what) for one in found), default=0)
     for number, one in enumerate(found, 1):
         line = Text(f"  {number} {one.what:<{width}}  saves {format_bytes(one.saves.bytes):>10}")

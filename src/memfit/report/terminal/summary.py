@@ -130,15 +130,15 @@ def _failure(result: DryRun) -> Text:
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
     text.append(
-        f"   of {format_gib(result.device.total.bytes)}: requested {format_bytes(failure.requested)} with "
-        f"{format_bytes(failure.free)} free",
+        f"   on a GPU of {format_gib(result.device.total.bytes)}: "
+        f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free",
         style="not bold",
     )
     if failure.shortfall:
         text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
     if result.in_all is not None:
-        advice = f"With unlimited memory it needs {format_gib(result.in_all.bytes)}."
+        advice = f"With unlimited memory, the run needs {format_gib(result.in_all.bytes)}."
     elif result.verdict != "out of memory":
         advice = "The script caught the error and continued."
     elif not failure.shortfall:
@@ -147,10 +147,12 @@ def _failure(result: DryRun) -> Text:
             "PYTORCH_ALLOC_CONF sets."
         )
     elif result.advice is not None:
-        advice = "The total it needs could not be measured: see below."
+        advice = "The total that the script needs could not be measured: see below."
     else:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        advice = f"For changes that make it fit, {run} with --advise; for the total, with --memory 1TiB."
+        advice = (
+            f"To find changes that make it fit, {run} with --advise; to see the total, with --memory 1TiB."
+        )
     return text.append(f"\n{advice}", style="not bold default")
 
 
