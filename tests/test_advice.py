@@ -119,7 +119,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: when the script was run again without input, script.py failed" in run.out
     assert "The total that the script needs could not be measured: see below." in run.out
-    assert run.err.count("the script runs again, silently, without input") == 1
+    assert run.err.count("memfit runs the script again, without input") == 1
 
 
 def test_explain_reruns_nothing_and_tries_settings_only(dry_run):
