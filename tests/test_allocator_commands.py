@@ -68,7 +68,7 @@ def test_the_failing_location_is_named(trace):
     assert done.returncode == 1
     assert "default: out of memory in step 1" in done.stdout
     assert "gan.py:" in done.stdout
-    assert "It fits with none of these." in done.stdout
+    assert "The run does not fit under any of these settings." in done.stdout
     (row,) = settings(memfit("replay", trace, "--memory", "900MiB", "--json", "-")).values()
     assert not row["fits"]
     assert row["failure"]["where"]["step"] == 1
@@ -136,13 +136,13 @@ def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
     ("conf", "words"),
     [
         ("max_split_size_mb:3", "must be at least 20"),
-        ("max_split_size_mb:many", "is not a number of MiB"),
-        ("expandable_segments:yes", "neither True nor False"),
+        ("max_split_size_mb:many", "must be a whole number of MiB"),
+        ("expandable_segments:yes", "must be True or False"),
         ("nonsense:1", "is not an allocator setting"),
         ("garbage_collection_threshold:1", "less than 1"),
         ("roundup_power2_divisions:3", "not a power of two"),
         ("max_split_size_mb", "Cannot parse PYTORCH_ALLOC_CONF="),
-        ("backend:cudaMallocAsync", "memfit has no model of it"),
+        ("backend:cudaMallocAsync", "memfit has no model of CUDA's own allocator"),
         ("expandable_segments:True,large_segment_size_mb:13", "a multiple of 2: with 13 PyTorch fails"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_failure_of_any_size_is_replayed():
 @pytest.mark.parametrize("size", [0, -1, -(1 << 70)])
 def test_a_block_of_invalid_size_is_refused(size):
     allocator = CachingAllocator(DeviceMemory(GIB), AllocatorConfig())
-    with pytest.raises(UsageError, match="bytes: a block has at least 1 byte"):
+    with pytest.raises(UsageError, match="bytes: the size must be at least 1 byte"):
         allocator.malloc(size)
     assert check(allocator) == []
 

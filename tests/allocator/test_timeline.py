@@ -87,7 +87,7 @@ def test_earlier_events_need_blocks_at_the_beginning(rows):
             SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
         ],
     )
-    with pytest.raises(FileFormatError, match="older than the history"):
+    with pytest.raises(FileFormatError, match="older than the allocator history"):
         timeline(trace_of(rows, [live]))
 
 
@@ -251,10 +251,13 @@ def test_a_forged_history_is_replayed_or_refused(history, segments_):
         ({"allocated_bytes.all.current": 512, "reserved_bytes.all.peak": 2 * MIB}, ""),
         (
             {"allocated_bytes.all.current": 1024},
-            "counted 1,024 bytes allocated (current); its history gives 512",
+            "counted 1,024 allocated bytes (current), but its allocator history gives 512",
         ),
-        ({"allocated_bytes.all.peak": 512}, "counted 512 bytes allocated (peak); its history gives 1,024"),
-        ({"reserved_bytes.all.current": 0}, "counted 0 bytes reserved (current)"),
+        (
+            {"allocated_bytes.all.peak": 512},
+            "counted 512 allocated bytes (peak), but its allocator history gives 1,024",
+        ),
+        ({"reserved_bytes.all.current": 0}, "counted 0 reserved bytes (current)"),
     ],
 )
 def test_a_disagreement_with_the_statistics_is_reported(statistics, words):

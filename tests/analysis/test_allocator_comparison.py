@@ -35,14 +35,14 @@ def test_the_device_is_that_of_the_trace_unless_overridden(options, total, taken
 
 
 def test_a_trace_without_a_device_needs_one_named():
-    with pytest.raises(UsageError, match="Name one with --gpu, or its memory with --memory"):
+    with pytest.raises(UsageError, match="Name a GPU with --gpu, or give the GPU's memory with --memory"):
         compare_settings(trace_of(HISTORY), [])
     assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
 @pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
 def test_no_memory_left_is_an_error(memory, said):
-    words = f"of {said}, the CUDA context takes 512.0 MiB and other processes 100.0 MiB"
+    words = f"of {said}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
     with pytest.raises(UsageError, match=words):
         compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
@@ -66,11 +66,11 @@ def test_the_traces_own_settings_come_first_and_once():
         ({"in_use": -5}, "in_use=-5 must be a whole number of bytes, 0 or more"),
         (
             {"confs": "throw_on_cudamalloc_oom:True"},
-            "needs PyTorch 2.12 or later; the trace was made with 2.11",
+            "needs PyTorch 2.12 or later, but the trace was made with PyTorch 2.11",
         ),
         (
             {"confs": ["per_process_memory_fraction:0.9"], "torch": "2.9.1"},
-            "needs PyTorch 2.10 or later; the trace was made with 2.9",
+            "needs PyTorch 2.10 or later, but the trace was made with PyTorch 2.9",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_replay_that_does_not_end_as_pytorch_did_is_noted():
     end["allocated_bytes.all.current"] = 512
     differs = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [])
     (note,) = [note for note in differs.notes if "does not model" in note.text]
-    assert "ends with 0 bytes allocated and 20,971,520 reserved, PyTorch with 512 and 20,971,520" in note.text
+    assert "but PyTorch ended with 512 allocated and 20,971,520 reserved" in note.text
     assert note.provenance is Provenance.ASSUMED
     elsewhere = compare_settings(trace_of(HISTORY, device=DEVICE, statistics=end), [], memory=GIB)
     assert not [note for note in elsewhere.notes if "does not model" in note.text]
@@ -130,9 +130,9 @@ def test_unknowns_are_noted():
     end = ScriptEnd("out of memory", 1)
     notes = [note.text for note in compare_settings(trace_of(late, (), end=end), [], memory=GIB).notes]
     assert [" ".join(text.split()[:4]) for text in notes] == [
-        "A snapshot does not",
+        "A memory snapshot does",
         "The CUDA context is",
-        "The history begins with",
+        "The allocator history begins with",
         "The script ran out",
     ]
     assert "20,971,520 bytes already reserved" in notes[2]

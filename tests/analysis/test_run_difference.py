@@ -54,7 +54,7 @@ def test_rows_sum_to_what_is_allocated(by):
 
 
 def test_a_moment_that_one_run_lacks_is_refused():
-    with pytest.raises(UsageError, match="no such phase"):
+    with pytest.raises(UsageError, match="has no backward phase"):
         compare_runs(run("a"), run("a"), "backward")
 
 

@@ -51,7 +51,7 @@ MESSAGES = {
     ),
     "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
     "too_late": (
-        "memfit.arena comes too late: CUDA is already in use",
+        "memfit.arena was created too late: CUDA is already in use",
         "Create the arena at the start of the script",
     ),
     "several_gpus": (

@@ -52,7 +52,7 @@ def test_a_recommended_setting_shows_its_cost():
     unknown = printed(compared([""]), 200)
     assert "no slower" not in unknown
     assert "; its cost per step is unknown: fewer than two steps completed" in unknown
-    assert "?: fewer than two training steps completed." in unknown
+    assert "A ? means that fewer than two training steps completed." in unknown
 
 
 def test_the_memory_fraction_is_named():

@@ -73,7 +73,10 @@ def test_the_table_splits_reserved_bytes_by_use():
 
 def test_a_hole_is_printed_once_with_its_moments_and_pinning_blocks():
     text = printed(FOUND)
-    assert text.count("13.0 MiB in a large segment of 20.0 MiB at 0x200000, kept by 2 blocks (7.0 MiB)") == 1
+    assert (
+        text.count("13.0 MiB in a large segment of 20.0 MiB at 0x200000, kept in use by 2 blocks (7.0 MiB)")
+        == 1
+    )
     assert "(peak reserved, the end)" in text
     where = "step 1 · backward · layers.3 · MmBackward0 · /somewhere/train.py:12"
     assert f"before   3.0 MiB  gradient · {where}; freed in step 2 · optimizer" in text
@@ -89,8 +92,8 @@ def test_at_most_three_holes_of_a_moment_are_printed():
     ("pin", "shown"),
     [
         (replace(PIN, freed=None), "; held to the end"),
-        (replace(PIN, born=None), "allocated before the history; freed in step 2"),
-        (replace(PIN, state="active_awaiting_free"), "; freed, another stream still uses it"),
+        (replace(PIN, born=None), "allocated before the allocator history; freed in step 2"),
+        (replace(PIN, state="active_awaiting_free"), "; freed, but another stream still uses it"),
         (replace(PIN, address=20 * MIB), "after    3.0 MiB"),
     ],
 )
@@ -111,7 +114,7 @@ def test_the_table_fits_a_terminal_of_80_columns():
 
 def test_expandable_segments_get_a_remark_on_empty_cache():
     mapped = replace(FOUND, moments=(replace(MOMENT, holes=(replace(HOLE, expandable=True),)),))
-    assert "empty_cache releases only the whole handles within a hole" in printed(mapped)
+    assert "empty_cache releases only whole handles within a hole" in printed(mapped)
     assert "handles" not in printed(FOUND)
 
 

@@ -41,7 +41,7 @@ COMPARED = """
 def test_steps_are_compared_with_their_prediction(dry_run, rehearse):
     predicted = dry_run(WATCHED + COMPARED, options=("-o", "run.memfit"))
     assert predicted.code == 0
-    aside = "memfit: watch() does nothing here: memfit is already recording this script."
+    aside = "memfit: watch() does nothing in this run, because memfit is already recording the script."
     assert predicted.err.splitlines().count(aside) == 1
 
     done = rehearse(WATCHED + COMPARED)
@@ -139,10 +139,10 @@ def test_a_watch_restores_hooks_and_keeps_no_memory(rehearse):
 def test_invalid_arguments_are_refused(tmp_path):
     with pytest.raises(UsageError, match="folder for post-mortems does not exist"):
         watch(folder=tmp_path / "gone")
-    with pytest.raises(UsageError, match="holds no training step"):
+    with pytest.raises(UsageError, match="contains no complete training step"):
         watch(trace_of([]))
-    with pytest.raises(UsageError, match="as a post-mortem does"):
+    with pytest.raises(UsageError, match="as the trace of a post-mortem does"):
         watch(trace_of([(Action.EARLIER, 0, 512)], marks=(Mark(1, MarkKind.TRAINING_STEP, 0),)))
     for wrong in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
-        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}=|does not exist: None"):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}( must be|=)|does not exist: None"):
             watch(**wrong)

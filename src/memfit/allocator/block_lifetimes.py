@@ -132,11 +132,11 @@ class _CachedBlocks:
             rounded = self._rounded[size] = round_size(size, self._config)
         free = self._layout.take(address)
         if free is None:
-            raise ImpossibleEventError("no free block starts there")
+            raise ImpossibleEventError("no free block starts at this address")
         stop, segment = free
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleEventError(f"the free block there has only {stop - address:,} bytes")
+            raise ImpossibleEventError(f"the free block at this address has only {stop - address:,} bytes")
         if should_split(rounded, remainder, self._config):
             self._layout.put(address + rounded, stop, segment)
             stop = address + rounded
@@ -147,7 +147,7 @@ class _CachedBlocks:
         """Attribute a block from before the history to an event; return its size."""
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
-            raise ImpossibleEventError("no block in use there is older than the history")
+            raise ImpossibleEventError("no block in use at this address is older than the allocator history")
         self._live[address] = position, stop, segment
         return stop - address
 
@@ -155,7 +155,7 @@ class _CachedBlocks:
         """Return the event that allocated the block, None if it is older than the history, and its size."""
         block = self._live.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no block in use starts there")
+            raise ImpossibleEventError("no block in use starts at this address")
         self._pending[address] = block
         return block[0], block[1] - address
 
@@ -163,7 +163,7 @@ class _CachedBlocks:
         """Free a block whose last stream is done with it."""
         block = self._pending.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no free of a block there was requested")
+            raise ImpossibleEventError("no earlier event requested the free of a block at this address")
         self._layout.release(address, block[1], block[2])
 
     def segment(self, action: int, address: int, size: int) -> None:
@@ -195,19 +195,19 @@ class _UncachedBlocks:
     def alloc(self, position: int, address: int, size: int) -> int:
         """Return the size of the allocation."""
         if address in self._live:
-            raise ImpossibleEventError("there is memory in use at that address already")
+            raise ImpossibleEventError("memory at this address is already in use")
         self._live[address] = position, size
         return size
 
     def earlier(self, _position: int, _address: int) -> int:
         """Raise: without segments, earlier blocks are unknown."""
-        raise ImpossibleEventError("no block in use there is older than the history")
+        raise ImpossibleEventError("no block in use at this address is older than the allocator history")
 
     def free_requested(self, address: int) -> tuple[int, int]:
         """Return the event that made the allocation, and its size."""
         piece = self._live.pop(address, None)
         if piece is None:
-            raise ImpossibleEventError("no memory in use starts there")
+            raise ImpossibleEventError("no memory in use starts at this address")
         return piece
 
     def free_completed(self, address: int) -> None:

@@ -211,7 +211,7 @@ class CachingAllocator(Segments):
     def _round(self, size: int) -> int:
         """Round a size seen for the first time: training requests the same sizes over and over."""
         if size < 1:
-            raise UsageError(f"Cannot allocate {size:,} bytes: a block has at least 1 byte.")
+            raise UsageError(f"Cannot allocate {size:,} bytes: the size must be at least 1 byte.")
         rounded = self._rounded[size] = round_size(size, self.config)
         return rounded
 

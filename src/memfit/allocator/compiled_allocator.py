@@ -106,7 +106,10 @@ class CompiledAllocator:
         if status == _BEYOND_64_BITS:
             raise OverflowError
         if status == _IMPOSSIBLE:
-            raise UsageError(f"Request {self.outcome().position} of {len(asked.ask)} cannot be served.")
+            raise UsageError(
+                f"Request {self.outcome().position} of {len(asked.ask)} cannot be served: its block does not "
+                "exist, or its size is invalid."
+            )
         return status != _OUT_OF_MEMORY
 
     def outcome(self) -> ServeResult:

@@ -141,8 +141,8 @@ class AllocatorConfig:
         for name in values:
             if name not in DEVICE_SETTINGS | HOST_SETTINGS:
                 raise UsageError(
-                    f"{name!r} is not an allocator setting of PyTorch 2.14. Settings that affect device "
-                    f"memory: {', '.join(sorted(DEVICE_SETTINGS))}."
+                    f"{name!r} is not an allocator setting of PyTorch 2.14. The settings that affect "
+                    f"device memory are {', '.join(sorted(DEVICE_SETTINGS))}."
                 )
         config = cls.read({"conf": conf})
         large = config.large_segment_size // MIB
@@ -161,7 +161,10 @@ def check_version(conf: str, version: tuple[int, int]) -> None:
     for name in parse(conf):
         if version < FIRST_VERSION.get(name, (0, 0)):
             first, of = (".".join(map(str, numbers)) for numbers in (FIRST_VERSION[name], version))
-            raise UsageError(f"{name} needs PyTorch {first} or later; the trace was made with {of}.")
+            raise UsageError(
+                f"The allocator setting {name} needs PyTorch {first} or later, but the trace was made with "
+                f"PyTorch {of}."
+            )
 
 
 def script_settings(settings: Mapping[str, str]) -> str:
@@ -211,8 +214,8 @@ def parse(conf: str) -> dict[str, str]:
         entry = _ENTRY.match(text, position)
         if entry is None:
             raise UsageError(
-                f"Cannot parse PYTORCH_ALLOC_CONF={conf!r} from {text[position:]!r} on: expected "
-                "name:value pairs, separated by commas."
+                f"Cannot parse PYTORCH_ALLOC_CONF={conf!r}: expected name:value pairs separated by commas, "
+                f"but found {text[position:]!r}."
             )
         settings[entry[1]] = entry[2]
         position = entry.end()
@@ -222,14 +225,14 @@ def parse(conf: str) -> dict[str, str]:
 def _boolean(values: Mapping[str, str], name: str) -> bool:
     value = values.get(name, "False")
     if value not in _BOOLEAN:
-        raise UsageError(f"{name}:{value} in the allocator settings is neither True nor False.")
+        raise UsageError(f"{name}:{value} in the allocator settings must be True or False.")
     return _BOOLEAN[value]
 
 
 def _backend(values: Mapping[str, str]) -> str:
     backend = values.get("backend", _BACKENDS[0])
     if backend not in _BACKENDS:
-        raise UsageError(f"backend:{backend} in the allocator settings is neither {' nor '.join(_BACKENDS)}.")
+        raise UsageError(f"backend:{backend} in the allocator settings must be {' or '.join(_BACKENDS)}.")
     return backend
 
 
@@ -238,7 +241,7 @@ def _size(values: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if not _MEBIBYTES.fullmatch(value):
-        raise UsageError(f"{name}:{value} in the allocator settings is not a number of MiB.")
+        raise UsageError(f"{name}:{value} in the allocator settings must be a whole number of MiB.")
     return int(value) * MIB
 
 
@@ -252,7 +255,7 @@ def _fraction(values: Mapping[str, str], name: str) -> float | None:
     if value is None:
         return None
     if not _FRACTION.fullmatch(value) or float(value) > 1:
-        raise UsageError(f"{name}:{value} in the allocator settings is not a fraction from 0 to 1.")
+        raise UsageError(f"{name}:{value} in the allocator settings must be a fraction from 0 to 1.")
     return float(value)
 
 

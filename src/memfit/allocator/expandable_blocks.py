@@ -143,5 +143,8 @@ def _forget(block: Block) -> None:
 
 def _segment_of(block: Block) -> ExpandableSegment:
     if block.expandable is None:
-        raise AssertionError("only expandable segments are mapped and unmapped")
+        raise AssertionError(
+            f"Internal error: cannot map or unmap the block at {block.address:#x}, "
+            "because its segment is not expandable."
+        )
     return block.expandable

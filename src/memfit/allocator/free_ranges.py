@@ -20,7 +20,7 @@ EXPANDABLE = -1
 
 
 class ImpossibleEventError(Exception):
-    """The event contradicts the history before it; the message says why, the caller adds where."""
+    """The event contradicts the rest of the history; the message gives the reason, the caller the event."""
 
 
 def impossible_event(events: Events, position: int, reason: ImpossibleEventError) -> FileFormatError:
@@ -29,8 +29,8 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
         f"Cannot replay this trace: event {position} of {len(events)}, {action} of {size:,} bytes at "
-        f"{address:#x}, is impossible: {reason}. Part of the history is missing, or the allocator's "
-        "settings differed from those in the trace; record it again from the start."
+        f"{address:#x}, is impossible: {reason}. Either part of the allocator history is missing, or the run "
+        "used other allocator settings than the trace records. Record the run again from its start."
     )
 
 
@@ -61,7 +61,7 @@ class FreeRanges:
     def put(self, start: int, stop: int, segment: int) -> None:
         """Add a free block without merging it: the remainder of a split."""
         if start in self._starts or stop in self._stops:
-            raise ImpossibleEventError("it overlaps a free block")
+            raise ImpossibleEventError("its memory overlaps a free block")
         self._starts[start] = stop, segment
         self._stops[stop] = start
 
@@ -87,7 +87,7 @@ class FreeRanges:
     def remove_segment(self, start: int, stop: int) -> None:
         """Remove a segment that was released with cudaFree: it must be one free block."""
         if self.take(start) != (stop, start):
-            raise ImpossibleEventError("no wholly free segment is there")
+            raise ImpossibleEventError("no segment at this address is entirely free and has this size")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
@@ -102,7 +102,7 @@ class FreeRanges:
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
-            raise ImpossibleEventError("that memory is not mapped and free")
+            raise ImpossibleEventError("this memory is not both mapped and free")
         end, _ = self._starts.pop(around)
         del self._stops[end]
         if around < start:

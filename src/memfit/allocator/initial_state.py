@@ -78,8 +78,8 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     if reserved < 0:
         raise FileFormatError(
             f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
-            f"release, but its segments at the end hold {at_end:,}. The file was truncated or edited; "
-            "record it again."
+            f"release, but its segments at the end hold only {at_end:,} bytes. The file was truncated or "
+            "edited. Record the run again."
         )
     if reserved == 0:
         return InitialState()
@@ -116,15 +116,16 @@ def _check_tiling(segments: Iterable[Segment]) -> None:
     free_from = 0
     for segment in sorted(segments, key=lambda segment: segment.address):
         address = segment.address
-        whole = address >= free_from
+        overlaps, is_tiled = address < free_from, True
         for block in segment.blocks:
-            whole = whole and block.address == address and block.size > 0
+            is_tiled = is_tiled and block.address == address and block.size > 0
             address += block.size
         free_from = segment.address + segment.size
-        if not whole or address != free_from:
+        if overlaps or not is_tiled or address != free_from:
+            fault = "overlaps another segment" if overlaps else "is not filled exactly by its blocks"
             raise FileFormatError(
                 f"Cannot replay this trace: the segment of {segment.size:,} bytes at {segment.address:#x} "
-                "overlaps another, or its blocks do not fill it. Record it again."
+                f"{fault}. Record the run again."
             )
 
 
@@ -167,7 +168,7 @@ class _Rewind:
         """Undo an allocation: a block in use becomes the start of a free block."""
         extent = self._live.pop(address, None)
         if extent is None:
-            raise ImpossibleEventError("that block is not in use afterwards")
+            raise ImpossibleEventError("the block is not in use after this event")
         self._used.pop(extent[0], None)
         self._spare.pop(address, None)
         self._return_remainder(address, extent[1])
@@ -177,7 +178,9 @@ class _Rewind:
         """Undo the request of a free: a tensor holds the block again."""
         extent = self._pending.pop(address, None)
         if extent is None:
-            raise ImpossibleEventError("the free of that block is not completed or under way afterwards")
+            raise ImpossibleEventError(
+                "no later event completes this free, and the block is not waiting for a stream at the end"
+            )
         self._live[address] = extent
 
     def free_completed(self, address: int, size: int) -> None:
@@ -186,7 +189,7 @@ class _Rewind:
         rounded = round_size(size, self._config)
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleEventError("the block reaches into another")
+            raise ImpossibleEventError("rounded up, the block would overlap the next one")
         self._drop(start)
         if start < address:
             self._put(start, (address, segment))
@@ -228,7 +231,7 @@ class _Rewind:
         owner = self._used.pop(start, None)
         if owner is None:
             raise ImpossibleEventError(
-                "the memory before that block was free and would have been allocated first"
+                "the memory just before the block was free, and PyTorch would have allocated that first"
             )
         self._drop(start)
         in_use = self._live if owner in self._live else self._pending
@@ -242,7 +245,7 @@ class _Rewind:
         around = self._order[index] if index >= 0 else -1
         extent = self._free.get(around, (-1, 0))
         if extent[0] < stop:
-            raise ImpossibleEventError("that memory is not free afterwards")
+            raise ImpossibleEventError("this memory is not free after the event")
         return around, extent
 
     def _release(self, start: int, extent: Extent) -> None:
@@ -264,7 +267,7 @@ class _Rewind:
     def _put(self, start: int, extent: Extent) -> None:
         index = bisect_left(self._order, start)
         if start in self._free:
-            raise ImpossibleEventError("there is memory at that address already")
+            raise ImpossibleEventError("a free block already starts at this address")
         self._order.insert(index, start)
         self._free[start] = extent
 

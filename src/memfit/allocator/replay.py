@@ -76,7 +76,8 @@ def replay(
     """
     if config.max_split_size is not None and config.max_split_size < config.large_segment_size:
         raise UsageError(
-            "max_split_size must be at least large_segment_size: otherwise parts of segments are released."
+            "max_split_size must be at least large_segment_size. With a smaller value, the allocator would "
+            "release parts of segments."
         )
     if config.caching:
         with compiled_allocator.opened(

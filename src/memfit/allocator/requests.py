@@ -149,15 +149,16 @@ def read_requests(trace: Trace) -> Requests:
 
 def _check(trace: Trace, config: AllocatorConfig) -> None:
     if not config.records_requests:
-        made = f"backend:{config.backend}" if config.caching else "PYTORCH_NO_CUDA_MEMORY_CACHING"
+        used = f"backend:{config.backend}" if config.caching else "PYTORCH_NO_CUDA_MEMORY_CACHING"
         raise FileFormatError(
-            f"Cannot replay this trace: it was made with {made}, and its history is incomplete. "
-            "Record it with PyTorch's own caching allocator."
+            f"Cannot replay this trace: the run used {used}, so its allocator history is incomplete. "
+            "Record the run with PyTorch's own caching allocator."
         )
     if trace.events.pool is None and _has_private_pools(trace):
         raise FileFormatError(
-            "Cannot replay this trace: it has private pools (of CUDA graphs or torch.cuda.MemPool), and the "
-            "file does not record which allocations belong to them. Record it with PyTorch 2.12 or later."
+            "Cannot replay this trace: the run used private memory pools (of CUDA graphs or "
+            "torch.cuda.MemPool), and the file does not record which allocations belong to each pool. "
+            "Record the run with PyTorch 2.12 or later."
         )
     events = trace.events
     least = np.isin(events.action, (_ALLOC, _OOM)).astype(int)  # for 0 bytes PyTorch makes no block
@@ -166,8 +167,9 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
         event = int(absurd[0])
         raise FileFormatError(
             f"Cannot replay this trace: event {event} of {len(events)}, "
-            f"{Action(events.action[event]).name.lower()}, has {events.size[event]:,} bytes; "
-            f"sizes range from 1 to {_MOST:,}. The file was truncated or edited; record it again."
+            f"{Action(events.action[event]).name.lower()}, has {events.size[event]:,} bytes, but its size "
+            f"must be between {least[event]} and {_MOST:,}. The file was truncated or edited. "
+            "Record the run again."
         )
 
 

@@ -89,7 +89,10 @@ class Segments:
         while block is not None and block.size < size:
             following = block.next
             if following is None:
-                raise AssertionError("a block that can grow is followed by an unmapped one")
+                raise AssertionError(
+                    f"Internal error: cannot grow the block at {block.address:#x}, "
+                    "because no unmapped block follows it."
+                )
             block = self._map_block(following, min(size - block.size, following.size))
         if block is not None:
             pool.remove(block)

@@ -25,11 +25,14 @@ def setting_config(setting: AllocatorSetting) -> AllocatorConfig:
     """
     config = AllocatorConfig.of(",".join(filter(None, (setting.conf, setting.script))))
     if not config.has_segments:
-        raise UsageError(f"backend:{config.backend} is CUDA's own allocator: memfit has no model of it.")
+        raise UsageError(
+            f"Cannot replay under backend:{config.backend}: memfit has no model of CUDA's own allocator."
+        )
     if config.expandable_segments and config.large_segment_size % GRANULE:
         raise UsageError(
-            "expandable_segments:True needs a large_segment_size_mb that is a multiple of 2: with "
-            f"{config.large_segment_size // MIB} PyTorch fails at the first large tensor."
+            "expandable_segments:True needs a large_segment_size_mb that is a multiple of 2. With "
+            f"large_segment_size_mb:{config.large_segment_size // MIB}, PyTorch fails at the first large "
+            "tensor."
         )
     return config if setting.caching else AllocatorConfig(caching=False)
 

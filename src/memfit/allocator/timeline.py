@@ -69,5 +69,8 @@ def disagreement(trace: Trace, derived: Timeline) -> str:
         for what, figure in (("current", int(level[-1])), ("peak", int(level.max()))):
             counted = trace.statistics.get(f"{name}_bytes.all.{what}", figure)
             if counted != figure:
-                return f"PyTorch counted {counted:,} bytes {name} ({what}); its history gives {figure:,}."
+                return (
+                    f"PyTorch counted {counted:,} {name} bytes ({what}), but its allocator history gives "
+                    f"{figure:,}."
+                )
     return ""

@@ -130,7 +130,7 @@ class AdviceAttempt:
             MemfitError: it used another allocator than PyTorch's own, or its history is incomplete.
         """
         if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
-            raise UsageError("The script used memfit.arena: PyTorch's allocator settings have no effect.")
+            raise UsageError("The script used memfit.arena, so PyTorch's allocator settings have no effect.")
         asked = read_requests(trial.trace)
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 

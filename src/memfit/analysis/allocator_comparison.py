@@ -59,8 +59,8 @@ def compare_settings(
     taken = context + others
     if taken >= total:
         raise UsageError(
-            f"No memory is left to replay in: of {format_bytes(total)}, the CUDA context takes "
-            f"{format_bytes(context)} and other processes {format_bytes(others)}."
+            f"The GPU has no memory left for the run: of its {format_bytes(total)}, the CUDA context uses "
+            f"{format_bytes(context)}, and other processes use {format_bytes(others)}."
         )
     script = script_settings(trace.settings)
     own = AllocatorSetting(environment_settings(trace.settings))
@@ -97,8 +97,9 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     """Return the bytes of the device, and of the CUDA context."""
     if trace.device.machine is Machine.CPU:
         raise UsageError(
-            "This is a trace of CPU tensors: PyTorch does not cache CPU memory, and its allocator settings "
-            "apply to GPUs. memfit pack reports how little memory the tensors need at planned offsets."
+            "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
+            "apply only to GPUs. Use memfit pack to find the least memory that the tensors need if each of "
+            "them gets a planned offset."
         )
     total, context = (
         (device.total_bytes, device.context_bytes)
@@ -107,7 +108,8 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     )
     if memory is None and not total:
         raise UsageError(
-            "This trace does not record its GPU. Name one with --gpu, or its memory with --memory 24GiB."
+            "This trace does not record its GPU. Name a GPU with --gpu, or give the GPU's memory with "
+            "--memory, for example --memory 24GiB."
         )
     return total if memory is None else memory, context
 

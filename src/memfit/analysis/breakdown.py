@@ -64,7 +64,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     """
     allocated = line.allocated
     if not len(allocated):
-        raise UsageError("Nothing was allocated in this run: it has no moment to explain.")
+        raise UsageError("This run allocated no memory, so there is nothing to explain.")
     if at == "peak":
         return int(np.argmax(allocated))
     if at.isdecimal() and len(at) < _DIGITS:
@@ -72,7 +72,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         none = f"{steps_before(trace, len(allocated))} training steps"
     elif at in _MOMENTS:
         within = phases(trace) == list(Phase).index(Phase(at))
-        none = "no such phase"
+        none = f"no {at} phase"
     else:
         raise UsageError(
             f"--at {at}: expected one of {', '.join(_MOMENTS)}, or the number of a training step."

@@ -70,7 +70,9 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     moments = _moments(trace, line) if at is None else at
     for name, events in moments.items():
         if not 0 <= events <= len(trace.events):
-            raise UsageError(f"{name}: the number of events is from 0 to {len(trace.events)}, not {events}.")
+            raise UsageError(
+                f"{name}: the number of events must be between 0 and {len(trace.events)}, not {events}."
+            )
     start = initial_state(trace, config)
     tracker = BlockTracker(trace.events, config, start)
     pieces: dict[int, list[TrackedBlock]] = {}
@@ -80,8 +82,8 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
         reserved = int(line.reserved[events - 1]) if events else start.reserved
         if sum(piece.stop - piece.start for piece in pieces[events]) != reserved:
             raise FileFormatError(
-                f"Cannot replay this trace: after {events} of {len(trace.events)} events its blocks do not "
-                f"fill the {reserved:,} bytes reserved. Record it again."
+                f"Cannot replay this trace: after {events} of {len(trace.events)} events, its blocks do not "
+                f"fill the {reserved:,} bytes reserved. Record the run again."
             )
     tracker.advance_to(len(trace.events))  # to know when blocks are freed
     classifier = _Classifier(trace, config, tracker)
@@ -96,10 +98,13 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
 def _why_not(config: AllocatorConfig) -> str:
     if config.caching:
         return (
-            f"With backend:{config.backend} CUDA's own pool holds the memory, and the history does not "
-            "record its segments."
+            f"With backend:{config.backend}, CUDA's own pool holds the memory, and PyTorch's allocator "
+            "history does not record the segments of that pool."
         )
-    return "With PYTORCH_NO_CUDA_MEMORY_CACHING each tensor is a cudaMalloc: nothing is cached or split."
+    return (
+        "With PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch calls cudaMalloc for each tensor; it caches and splits "
+        "no memory."
+    )
 
 
 def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
@@ -177,7 +182,7 @@ class _Classifier:
         if not 0 <= requested <= piece.stop - piece.start:
             raise FileFormatError(
                 f"Cannot replay this trace: the block at {piece.start:#x} has {piece.stop - piece.start:,} "
-                f"bytes, but {requested:,} were requested. Record it again."
+                f"bytes, but {requested:,} bytes were requested for it. Record the run again."
             )
         return requested
 

@@ -37,13 +37,16 @@ def _of_the_settings(trace: Trace, outcomes: Sequence[SettingOutcome]) -> Iterat
         version = ".".join(map(str, NEWEST))
         yield Note(
             Provenance.ASSUMED,
-            f"A snapshot does not record its PyTorch version; {version} is assumed.",
+            f"A memory snapshot does not record its PyTorch version; memfit assumes {version}.",
         )
     script = script_settings(trace.settings)
     if script:
-        yield Note(Provenance.EXACT, f"The script itself sets {script}: every row includes it.")
+        yield Note(Provenance.EXACT, f"The script itself sets {script}, so every row includes this setting.")
     if any(not row.setting.caching for row in outcomes):
-        text = "Without its cache PyTorch takes what cudaMalloc allocates: multiples of 2 MiB, from 1 MiB up."
+        text = (
+            "Without its cache, PyTorch calls cudaMalloc for each tensor, and cudaMalloc rounds sizes of "
+            "1 MiB and more up to multiples of 2 MiB."
+        )
         yield Note(Provenance.ASSUMED, text)
 
 
@@ -53,7 +56,8 @@ def _of_the_device(trace: Trace, context: int) -> Iterator[Note]:
     if not context:
         yield Note(
             Provenance.ASSUMED,
-            "The CUDA context is not counted: the trace does not record its size. --gpu NAME adds it.",
+            "The CUDA context is not counted, because the trace does not record its size. With --gpu NAME, "
+            "memfit counts the context of that GPU.",
         )
 
 
@@ -61,18 +65,20 @@ def _of_the_history(trace: Trace, asked: Requests) -> Iterator[Note]:
     if asked.reserved_before:
         yield Note(
             Provenance.ASSUMED,
-            f"The history begins with {asked.reserved_before:,} bytes already reserved. Replays "
-            "allocate the live blocks first, in the order of addresses; the cached blocks are unknown.",
+            f"The allocator history begins with {asked.reserved_before:,} bytes already reserved. Replays "
+            "first allocate the blocks that were live then, in the order of their addresses; which blocks "
+            "were cached then is unknown.",
         )
     if failed := asked.ask.count(RequestKind.FAILED):
         yield Note(
             Provenance.ASSUMED,
-            f"The script continued after {failed} failed mallocs. Replays do so even on a larger GPU.",
+            f"The script continued after {failed} failed allocations. These allocations fail in replays, "
+            "too, even on a larger GPU.",
         )
     if trace.end.reason == "out of memory":
         yield Note(
             Provenance.ASSUMED,
-            "The script ran out of memory: what it would have requested after that is unknown.",
+            "The script ran out of memory. The allocations that would have followed are unknown.",
         )
 
 
@@ -80,14 +86,15 @@ def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
     if asked.captures:
         yield Note(
             Provenance.ASSUMED,
-            "The history does not record when a CUDA graph was deleted: its pool counts as used until part "
-            "of it is released. PyTorch may need less if memory is short in between.",
+            "The allocator history does not record when a CUDA graph was deleted. In a replay, the graph's "
+            "memory pool stays in use until part of the pool is released. PyTorch may need less memory if "
+            "memory runs short before that.",
         )
     if asked.captures and not any(mark.kind is MarkKind.CAPTURE_BEGIN for mark in trace.marks):
         yield Note(
             Provenance.ASSUMED,
-            "The history does not record when CUDA graphs were captured: a malloc that runs short of memory "
-            "during a capture fails in PyTorch, but empties the cache here.",
+            "The allocator history does not record when CUDA graphs were captured. If memory runs short "
+            "during a capture, the allocation fails in PyTorch; in a replay, it empties the cache instead.",
         )
 
 
@@ -103,7 +110,8 @@ def _disagreement(trace: Trace, own: SettingOutcome, *, total: int, taken: int) 
     if theirs != ours:
         yield Note(
             Provenance.ASSUMED,
-            f"Under the trace's own settings the replay ends with {ours[0]:,} bytes allocated and {ours[1]:,}"
-            f" reserved, PyTorch with {theirs[0]:,} and {theirs[1]:,}: the script did something that "
-            "memfit does not model, and the figures are off by as much. docs/allocator.md lists known cases.",
+            f"Under the trace's own settings, the replay ends with {ours[0]:,} bytes allocated and "
+            f"{ours[1]:,} reserved, but PyTorch ended with {theirs[0]:,} allocated and {theirs[1]:,} "
+            "reserved. The script did something that memfit does not model, and the figures are off by the "
+            "difference. docs/allocator.md lists known cases.",
         )

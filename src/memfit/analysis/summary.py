@@ -207,12 +207,15 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         )
     before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
-        text = f"The history begins with {before.reserved:,} bytes already reserved"
-        short = f"; allocated may be too low by up to {before.uncertain:,} bytes, reserved is exact."
+        text = f"The allocator history begins with {before.reserved:,} bytes already reserved"
+        short = (
+            f"; allocated figures may be too low by up to {before.uncertain:,} bytes, reserved figures are "
+            "exact."
+        )
         sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
         notes.append(Note(sure, text + (short if before.uncertain else ".")))
     # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):
-        notes.append(Note(Provenance.ASSUMED, f"{differs} Figures here may be off by the difference."))
+        notes.append(Note(Provenance.ASSUMED, f"{differs} The figures may be off by the difference."))
     return notes

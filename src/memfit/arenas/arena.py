@@ -107,7 +107,8 @@ def _memory_of(device: str) -> ArenaMemory | None:
     if installed() is None:
         return CudaMemory()
     warnings.warn(
-        "memfit.arena does nothing here: memfit is already recording this script with PyTorch's allocator.",
+        "memfit.arena does nothing in this run, because memfit is already recording the script with "
+        "PyTorch's allocator.",
         stacklevel=3,
     )
     return None
@@ -207,7 +208,9 @@ class Arena:
             UsageError: the arena keeps no history; it does so on request.
         """
         if self._memory is None or not self._has_history:
-            raise UsageError("This arena has no history. Create it with memfit.arena(history=True).")
+            raise UsageError(
+                "This arena has logged no allocations. Create the arena with memfit.arena(history=True)."
+            )
         rows = native.logged(self._memory.arena)
         return trace_of(rows, self._steps, self._memory.device(), is_cut=len(rows) == MOST_LOGGED)
 
@@ -232,7 +235,7 @@ class Arena:
     def _check_no_step(self) -> None:
         running = self._running()  # the generator's own state is right wherever Ctrl-C interrupted it
         if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_CLOSED:
-            raise UsageError("The previous step of this arena has not ended. End it first.")
+            raise UsageError("The previous step of this arena has not ended. Leave its with block first.")
 
     def _begin(self, name: str, batch: tuple[Any, ...]) -> AbstractContextManager[None]:
         itself: list[Running] = []
@@ -301,8 +304,9 @@ class Arena:
         if not self._is_full:
             self._is_full = True
             warnings.warn(
-                f"memfit.arena: there are more than {MOST_KINDS} kinds of steps; further kinds use the "
-                "default allocator. Pad batches to a few shapes, or pass train() a part of the batch.",
+                f"memfit.arena: there are more than {MOST_KINDS} kinds of steps, for example because batches "
+                "have many shapes. Steps of any further kind use the default allocator. Pad batches to a few "
+                "shapes, or pass only a part of the batch to train().",
                 stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)

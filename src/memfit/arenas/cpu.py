@@ -27,15 +27,16 @@ class CpuMemory:
         machine = f"{sys.platform} on {platform.machine()}"
         if machine != "linux on x86_64":
             raise UnsuitableEnvironmentError(
-                f"memfit.arena places CPU tensors only on Linux on x86-64; this is {machine}. "
+                f"memfit.arena places CPU tensors only on Linux on x86-64; this machine is {machine}. "
                 "Run the script without the arena; its results are the same."
             )
         self.arena = load().cpu_attach(_LIBRARY)
         if not self.arena:
             raise UnsuitableEnvironmentError(
-                f"memfit.arena cannot find where PyTorch {torch.__version__} allocates CPU memory "
-                "(posix_memalign and free in libc10.so), or cannot reserve 4 TiB of address space "
-                "(ulimit -v). Run the script without the arena; its results are the same."
+                "memfit.arena cannot place CPU tensors in this process. Either the process cannot reserve "
+                f"4 TiB of address space (see ulimit -v), or PyTorch {torch.__version__} does not allocate "
+                "CPU memory with posix_memalign and free in libc10.so. Run the script without the arena; its "
+                "results are the same."
             )
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc; musl has none
 

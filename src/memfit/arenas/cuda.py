@@ -15,7 +15,7 @@ from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
 
 _BENCHMARK = (
     "memfit.arena: torch.backends.cudnn.benchmark is on, but PyTorch can time convolutions only with its own "
-    "allocator. Convolutions will raise (cacheInfo). Turn benchmark off."
+    "allocator. Convolutions will raise an error about cacheInfo. Set torch.backends.cudnn.benchmark = False."
 )
 
 
@@ -143,14 +143,14 @@ def _route() -> Any:
     if not library.cuda_attach(0):
         raise UnsuitableEnvironmentError(
             f"memfit.arena cannot find the CUDA functions it needs (PyTorch {torch.__version__}). "
-            "It needs CUDA 12 or newer. Run the script without the arena; its results are the same."
+            "The arena needs CUDA 12 or newer. Run the script without the arena; its results are the same."
         )
     try:
         torch._C._cuda_changeCurrentAllocator(pluggable)
     except RuntimeError as error:
         raise UsageError(
-            f"memfit.arena comes too late: CUDA is already in use ({str(error).splitlines()[0]}). Create the "
-            "arena at the start of the script, before anything is moved to the GPU."
+            f"memfit.arena was created too late: CUDA is already in use ({str(error).splitlines()[0]}). "
+            "Create the arena at the start of the script, before anything is moved to the GPU."
         ) from None
     return pluggable
 

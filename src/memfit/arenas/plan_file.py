@@ -127,5 +127,5 @@ def _plan(row: _SavedPlan, alignment: int, path: Path) -> StepPlan:
         if (size > 0).all() and (offset[placed] % alignment == 0).all() and is_inside:
             return StepPlan(size, offset, row.height, row.bound, row.unshared)
     raise FileFormatError(
-        f"{path} holds an invalid plan. Remove the file; the arena records the steps again."
+        f"{path} holds an invalid plan. Remove the file; memfit then records the steps again."
     )

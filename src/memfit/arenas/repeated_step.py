@@ -91,8 +91,8 @@ class StepKind:
         if not self.handle:
             self.drops = MOST_DROPS
             warnings.warn(
-                f"memfit.arena: not enough memory for the arena of a {self.name} "
-                f"({format_bytes(plan.height)}). These steps use the default allocator.",
+                f"memfit.arena: there is not enough memory for the arena of a {self.name}, which needs "
+                f"{format_bytes(plan.height)}. Steps of this kind use the default allocator.",
                 stacklevel=5,
             )
             return
@@ -137,9 +137,9 @@ class StepKind:
             self.has_warned = True
             warnings.warn(
                 f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
-                "because an earlier tensor still occupied their slot. The tensor was kept longer than in the "
-                "recorded steps (gradients, if zero_grad runs after an evaluation?). memfit warns once; the "
-                "report counts such allocations.",
+                "because an earlier tensor still occupied their slot. The script kept that tensor longer "
+                "than in the recorded steps, for example a gradient that zero_grad freed only after an "
+                "evaluation. memfit warns only once; the arena's report counts all such allocations.",
                 stacklevel=5,
             )
 
@@ -147,9 +147,10 @@ class StepKind:
         if self.recorded == MANY and not self.has_warned:
             self.has_warned = True
             warnings.warn(
-                f"memfit.arena: {MANY} steps of the kind '{self.name}' were recorded, and no two were the "
-                "same. Pass what makes steps differ to train(): a name, as in train('generator', batch), or "
-                "tensors whose shapes give the size of the step.",
+                f"memfit.arena: memfit recorded {MANY} steps of the kind '{self.name}', and no two in a row "
+                "were the same, so it cannot plan them. If the script has several kinds of steps, name each "
+                "kind: train('generator', batch). If the sizes of the steps differ, pass train() the tensors "
+                "whose shapes determine them.",
                 stacklevel=5,
             )
 
@@ -187,13 +188,13 @@ class StepKind:
     def _difference(self, tally: dict[str, int]) -> str:
         if tally["differing"]:
             requested = format_bytes(tally["first_bytes"])
-            what = f"it requested {requested} at allocation {tally['first']:,}, which the plan does not"
+            what = f"its allocation {tally['first']:,} requested {requested}, which is not in the plan"
         else:
-            what = f"{tally['skipped']:,} planned allocations were not made"
+            what = f"it skipped {tally['skipped']:,} planned allocations"
         then = (
             "memfit records the next steps again."
             if self.drops < MOST_DROPS
-            else f"This was plan {MOST_DROPS} of {MOST_DROPS}: later steps use the default allocator."
+            else f"This was the last of {MOST_DROPS} plans: later such steps use the default allocator."
         )
         return (
             f"memfit.arena: a {self.name} did not match its plan: {what}. {tally['unplanned']:,} allocations "

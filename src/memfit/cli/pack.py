@@ -39,7 +39,7 @@ def pack(
     from memfit.report.terminal.progress_line import progress_line
 
     if fail and capacity is None:
-        raise UsageError("--fail needs a capacity to compare with: add --capacity 8GiB.")
+        raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
     if csv is not None and csv.resolve() == path.resolve():
         raise UsageError(f"--csv {csv} would overwrite the input. Name another file.")
     for output in (None if json == "-" else json, csv):

@@ -49,7 +49,10 @@ def record(
         raise UsageError("No script given. Run memfit record SCRIPT.py [ARGS...], or use -m MODULE.")
     trace = Path("run.memfit") if output is None else output
     if output is None and trace.exists():
-        raise UsageError(f"{trace} already exists. Name another file with -o, or this one to overwrite it.")
+        raise UsageError(
+            f"{trace} already exists. Name another file with -o, or overwrite the existing one with "
+            f"-o {trace}."
+        )
     if json is not None and json != "-":
         api.check_output(Path(json))
     step_limit = None if to_end else steps

@@ -54,7 +54,7 @@ def read_buffers(path: Path) -> Buffers:
     if not buffers:
         raise FileFormatError(f"Cannot read {path}: it contains no buffers.")
     if sum(size for *_, size in buffers) >= _LIMIT:
-        raise FileFormatError(f"Cannot read {path}: its sizes add up to 2^62 or more.")
+        raise FileFormatError(f"Cannot read {path}: the sum of its sizes must be below 2^62.")
     lower, upper, size = np.ascontiguousarray(np.array(buffers, np.int64).T)
     return Buffers(lower, upper, size, tuple(names))
 
@@ -70,15 +70,15 @@ def _find_columns(header: list[str]) -> list[int]:
     if missing or repeated:
         shown, fault = ",".join(header)[:80], "has no" if missing else "repeats"
         raise _BadRowError(
-            f"{shown!r} {fault} column {', '.join(missing or repeated)}; "
-            f"the header must have {','.join(_COLUMNS)}, once each"
+            f"the header {shown!r} {fault} column {', '.join(missing or repeated)}; "
+            f"it must contain each of {','.join(_COLUMNS)} once"
         )
     return [*map(header.index, _COLUMNS)]
 
 
 def _parse_row(row: list[str], columns: list[int], expected: int) -> tuple[str, int, int, int]:
     if len(row) != expected:
-        raise _BadRowError(f"{len(row)} columns, but the header has {expected}")
+        raise _BadRowError(f"number of columns is {len(row)}, but the header has {expected}")
     name, *texts = (row[column] for column in columns)
     if not name:
         raise _BadRowError("column id is empty")

@@ -69,4 +69,4 @@ def source(prediction: Prediction, torch: str) -> str:
     made = f"predicted: {prediction.provenance} {_ORIGINS[prediction.machine]}".strip()
     if prediction.torch in ("", torch):
         return made
-    return f"{made} with torch {prediction.torch}; this is {torch}"
+    return f"{made} with torch {prediction.torch}; this run uses torch {torch}"

@@ -64,7 +64,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     ``_cuda_attach_out_of_memory_observer`` in torch/csrc/cuda/Module.cpp.
     """
     if UNCACHED in os.environ:
-        raise RuntimeError(f"PyTorch reports no failures while its cache is off ({UNCACHED}).")
+        raise RuntimeError(f"PyTorch does not report failed allocations when {UNCACHED} turns its cache off.")
     if not _attached:
         torch._C._cuda_attach_out_of_memory_observer(_notify)  # type: ignore[attr-defined]
         _attached.append(True)
@@ -169,6 +169,6 @@ def _reserve_name(folder: Path) -> Path:
             continue
         except OSError as error:
             raise UsageError(
-                f"Cannot write {path}: {error.strerror}. Name another folder: memfit.watch(folder=...)."
+                f"Cannot write {path}: {error.strerror}. Choose another folder with memfit.watch(folder=...)."
             ) from None
         return path

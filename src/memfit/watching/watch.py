@@ -83,15 +83,19 @@ def watch(
     ...     train()
     """
     if not isinstance(prediction, Trace | str | Path | None):
-        raise UsageError(f"prediction={prediction!r}: pass the trace of a dry run, or its path.")
+        raise UsageError(f"prediction must be the trace of a dry run, or its path, not {prediction!r}.")
     if writer is not None and not callable(getattr(writer, "add_scalar", None)):
         raise UsageError(
-            f"writer={writer!r} has no add_scalar method. Pass a SummaryWriter, or leave it out."
+            f"writer={writer!r} has no add_scalar method. Pass a TensorBoard SummaryWriter, or omit writer."
         )
     if not isinstance(files, int) or files < 0:
-        raise UsageError(f"files={files!r}: pass a whole number, or 0 for no post-mortem.")
+        raise UsageError(
+            f"files must be a whole number, 0 or more, not {files!r}. With 0, memfit writes no post-mortem."
+        )
     if not isinstance(folder, str | Path) or not Path(folder).is_dir():
-        raise UsageError(f"The folder for post-mortems does not exist: {folder}. Create it, or pass another.")
+        raise UsageError(
+            f"The folder for post-mortems does not exist: {folder}. Create the folder, or pass another one."
+        )
     if isinstance(prediction, str | Path):
         prediction = read(prediction)
     expected = None if prediction is None else Prediction.of(prediction)
@@ -150,7 +154,7 @@ class Watch:
         from memfit.recording.recorder import Recorder, installed
 
         if installed() is not None:
-            _print_line("watch() does nothing here: memfit is already recording this script.")
+            _print_line("watch() does nothing in this run, because memfit is already recording the script.")
             return
         recorder = Recorder(
             None, None, labels=self._labels, on_change=self._on_phase_change, end_now=lambda: None, live=True
@@ -179,7 +183,7 @@ class Watch:
         try:
             self._print_conclusion()
         except Exception as error:  # noqa: BLE001 - CUDA may be unusable after an error
-            _print_line(f"no summary of the run: {type(error).__name__}: {error}")
+            _print_line(f"no summary of the run was printed: {type(error).__name__}: {error}")
 
     # -- while the script runs ----------------------------------------------------------------
 
@@ -262,7 +266,8 @@ class Watch:
             elif self._failures == self._files + 1:
                 again = " again" if self._files else ""
                 _print_line(
-                    f"out of memory{again}; the limit of {self._files} post-mortems (files=) is reached."
+                    f"out of memory{again}; memfit writes no further post-mortem, because watch() was called "
+                    f"with files={self._files}."
                 )
         except BaseException as error:
             _print_line(f"no post-mortem was written: {type(error).__name__}: {error}")
@@ -273,7 +278,7 @@ class Watch:
 
     def _print_conclusion(self) -> None:
         if self._last is None:
-            _print_line("no training step that uses a GPU completed while watching.")
+            _print_line("no training step that uses a GPU completed while memfit watched.")
             return
         step, measured = self._last
         # The peak may have risen since, also in a step that did not complete.

@@ -77,10 +77,15 @@ def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> Bl
     unknown = np.full(len(old), -1)
     everywhere = np.concatenate((old[:, 0].astype(np.uint64), events.address[born]))
     size = np.concatenate((old[:, 1], attribution.block))
-    if len(size) and (int(everywhere.max()) >= LARGEST or int(size.max()) >= LARGEST):
+    if len(size) and int(size.max()) >= LARGEST:
         raise FileFormatError(
-            f"Cannot draw this trace: it has a block of {int(size.max()):,} bytes or at "
-            f"{int(everywhere.max()):#x}, beyond what any device has. Record it again."
+            f"Cannot draw this trace: it has a block of {int(size.max()):,} bytes, which is more memory than "
+            "any device has. Record the run again."
+        )
+    if len(size) and int(everywhere.max()) >= LARGEST:
+        raise FileFormatError(
+            f"Cannot draw this trace: it has a block at {int(everywhere.max()):#x}, which is not an address "
+            "on any device. Record the run again."
         )
     address = everywhere.astype(np.int64)
     freed = np.concatenate((old[:, 2], attribution.freed))

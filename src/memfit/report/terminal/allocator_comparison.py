@@ -37,10 +37,10 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
         table.add_row(*_cells(row, result, sized=sized))
     console.print(table)
     console.print(
-        f"On a GPU with {format_gib(result.total)}, {format_gib(result.taken)} of it already in use. A step "
-        "costs the calls of cudaMalloc and cudaFree, the mappings and the waits of the last complete "
-        "training step; the time of each is assumed."
-        + " ?: fewer than two training steps completed."
+        f"Replayed on a GPU with {format_gib(result.total)}, of which {format_gib(result.taken)} is already "
+        "in use. The cost of a step is the time of the allocator's cudaMalloc and cudaFree calls, mappings "
+        "and waits in the last complete training step; the time of each call is assumed."
+        + " A ? means that fewer than two training steps completed."
         * any(row.seconds_per_step is None for row in result.outcomes),
         style="dim",
     )
@@ -98,18 +98,20 @@ def _advice(result: AllocatorComparison) -> Text:
     if best is None and not current.replay.fits:
         fitting = any(row.replay.fits for row in result.outcomes)
         return Text(
-            "It fits only under settings that cost time: see above."
+            "The run fits only under settings that cost time: see the table above."
             if fitting
-            else "It does not fit under any of these settings."
+            else "The run does not fit under any of these settings."
         )
     if best is None:
-        return Text("None of these settings reserves less than the recorded ones without costing time.")
+        return Text(
+            "None of these settings reserves less memory than the recorded ones without costing time."
+        )
     text = Text("Worth setting: " if best.setting.conf else "Worth unsetting: ", style="bold")
     text.append(
         f"PYTORCH_ALLOC_CONF={escaped(best.setting.conf or current.setting.conf)}", style="bold green"
     )
     if not current.replay.fits:
-        return text.append("  then it fits" + _at_a_cost(best), style="not bold")
+        return text.append("  then the run fits" + _at_a_cost(best), style="not bold")
     less = current.replay.peak_reserved - best.replay.peak_reserved
     share = 100 * less / current.replay.peak_reserved
     return text.append(

@@ -18,7 +18,7 @@ def print_context(report: ContextReport, console: Console) -> None:
     console.print(_trials(report))
     for trial in report.trials:
         console.print(Text(f"{trial.what}: {trial.why}.", style="dim"))
-    console.print(Text(f"MiB. The process's bytes are {report.way}.", style="dim"))
+    console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
     if report.machine is Machine.REHEARSAL:
         console.print(
             Text(

@@ -22,8 +22,8 @@ _ROWS: dict[str, Callable[[ReservedBytes], int]] = {
     "── reserved": lambda split: split.reserved,
 }
 _EXPANDABLE = (
-    "These segments are expandable: empty_cache releases only the whole handles within a hole (2 MiB each in "
-    "the small pool; large_segment_size in the large pool, 20 MiB by default)."
+    "In expandable segments, empty_cache releases only whole handles within a hole. A handle has 2 MiB in "
+    "the small pool, and large_segment_size in the large pool (20 MiB by default)."
 )
 _SHOWN = 3
 """Holes printed per moment."""
@@ -77,7 +77,7 @@ def _wasted(split: ReservedBytes) -> str:
 def _hole(hole: Hole, names: list[str]) -> list[Text]:
     blocks = "1 block" if hole.blocks == 1 else f"{hole.blocks} blocks"
     head = Text(f"  {format_bytes(hole.size)} in a {hole.kind} segment of {format_bytes(hole.segment_size)}")
-    head.append(f" at {hole.segment:#x}, kept by {blocks} ({format_bytes(hole.in_use)})")
+    head.append(f" at {hole.segment:#x}, kept in use by {blocks} ({format_bytes(hole.in_use)})")
     head.append(f"  ({', '.join(names)})", style="dim")
     return [head, *(_pin(pin, hole) for pin in hole.pins)]
 
@@ -85,13 +85,13 @@ def _hole(hole: Hole, names: list[str]) -> list[Text]:
 def _pin(pin: PinningBlock, hole: Hole) -> Text:
     side = "before" if pin.address < hole.address else "after "
     what = "" if pin.category == "rest" else f"{pin.category.replace('_', ' ')} · "
-    born = "allocated before the history" if pin.born is None else in_words(pin.born)
+    born = "allocated before the allocator history" if pin.born is None else in_words(pin.born)
     return Text(f"    {side} {format_bytes(pin.size):>9}  {what}{born}; {_end(pin)}")
 
 
 def _end(pin: PinningBlock) -> str:
     if pin.state == "active_awaiting_free":
-        return "freed, another stream still uses it"
+        return "freed, but another stream still uses it"
     if pin.freed is None:
         return "held to the end"
     return f"freed in {in_words(replace(pin.freed, op='', line=''))}"
