@@ -86,7 +86,7 @@ def test_a_replay_of_an_out_of_memory_fails_at_the_same_place(tmp_path):
     assert row["failure"]["free"] == first["out_of_memory"]["free"]
     larger = memfit("replay", path, "--fail", "--memory", "8GiB")
     assert larger.returncode == 0
-    assert "what it would have requested after that is unknown" in larger.stdout
+    assert "The allocations that would have followed are unknown" in larger.stdout
 
 
 SETS = """

@@ -42,7 +42,7 @@ def test_a_trace_without_a_device_needs_one_named():
 
 @pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
 def test_no_memory_left_is_an_error(memory, said):
-    words = f"of {said}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
+    words = f"of its {said}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
     with pytest.raises(UsageError, match=words):
         compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
@@ -132,7 +132,7 @@ def test_unknowns_are_noted():
     assert [" ".join(text.split()[:4]) for text in notes] == [
         "A memory snapshot does",
         "The CUDA context is",
-        "The allocator history begins with",
+        "The allocator history begins",
         "The script ran out",
     ]
     assert "20,971,520 bytes already reserved" in notes[2]
