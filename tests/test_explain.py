@@ -153,8 +153,8 @@ def test_an_invalid_action_is_refused_by_every_command(tmp_path, command):
     write_trace(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 << 20), (unknown, BASE, 512)]), tmp_path / "file")
     done = memfit(tmp_path, command, "file")
     assert done.returncode == 2
-    assert done.stderr.startswith("memfit: Cannot read file: it contradicts itself: ")
-    assert f"outside 0 to {max(Action)}" in done.stderr
+    assert done.stderr.startswith("memfit: Cannot read file: it is inconsistent: ")
+    assert f"not between 0 and {max(Action)}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

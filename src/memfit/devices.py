@@ -175,8 +175,9 @@ def find_device(name: str) -> Device:
     if device is None:
         nearest = ", ".join(_nearest(card))
         raise UnknownDeviceError(
-            f"memfit has no GPU named {card!r}. Nearest: {nearest}. `memfit gpus` lists all of them; "
-            "for another card, name one of the same generation and add its memory: --memory 12GiB."
+            f"memfit has no GPU named {card!r}. Nearest: {nearest}. `memfit gpus` lists all GPUs that memfit "
+            "knows. For any other GPU, name one of the same generation and pass your GPU's memory, for "
+            "example --memory 12GiB."
         )
     if not profile:
         return device
@@ -233,8 +234,8 @@ def refusal(device: Device, architectures: Sequence[str], torch_version: str) ->
     serves = _table()["capability"][f"{major}.{minor}"]["served_by"]
     return (
         f"PyTorch {torch_version} has no kernels for {device.name} (compute capability {major}.{minor}): "
-        f"it was built for {built_for}. Install {serves}; "
-        "or choose another --gpu (`memfit gpus` lists them)."
+        f"it was built for {built_for}. Install {serves}, "
+        "or choose another GPU with --gpu (`memfit gpus` lists them)."
     )
 
 

@@ -54,7 +54,9 @@ def find_compiler() -> tuple[str, ...]:
     try:
         commands = [shlex.split(chosen)] if chosen else [[name] for name in COMPILERS]
     except ValueError as error:  # an unclosed quotation
-        raise UnsuitableEnvironmentError(f"CC={chosen} is not a command: {error}.") from None
+        raise UnsuitableEnvironmentError(
+            f"Cannot build memfit's C code: CC={chosen} is not a valid command ({error})."
+        ) from None
     for name, *options in commands:
         path = shutil.which(name)
         if path:
@@ -62,7 +64,8 @@ def find_compiler() -> tuple[str, ...]:
     looked_for = f"$CC ({chosen})" if chosen else ", ".join(COMPILERS)
     raise UnsuitableEnvironmentError(
         f"Cannot build memfit's C code: no C compiler was found (looked for {looked_for}). "
-        "Install one: apt install gcc, dnf install gcc, or conda install gcc_linux-64 and set CC."
+        "Install one with apt install gcc or dnf install gcc. With conda, run conda install gcc_linux-64 and "
+        "set CC to the compiler that it installs."
     )
 
 

@@ -85,9 +85,9 @@ def test_without_a_gpu_the_error_suggests_dry_run(memfit, tmp_path):
     (tmp_path / "script.py").write_text("")
     run = memfit("record", "script.py", card=None)
     assert run.code == 3
-    assert "Cannot record script.py: no GPU can be used here" in run.err
+    assert "Cannot record script.py without a GPU: " in run.err
     assert "memfit dry-run" in run.err
-    with pytest.raises(UnsuitableEnvironmentError, match="Cannot look: no GPU"):
+    with pytest.raises(UnsuitableEnvironmentError, match="Cannot look without a GPU"):
         find_card("look")
 
 

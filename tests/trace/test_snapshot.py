@@ -181,7 +181,7 @@ def test_the_requested_device_is_read(tmp_path):
     assert (len(first.events), len(second.events)) == (2, 1)
     assert (first.segments[0].address, second.segments[0].address) == (BASE, 2 * BASE)
     for device in (2, 3, -1):
-        with pytest.raises(FileFormatError, match=rf"no history of device {device} .*one: 0, 1\)"):
+        with pytest.raises(FileFormatError, match=rf"no allocator history of device {device} .*: 0, 1\)"):
             read_snapshot(path, device)
 
 
@@ -284,7 +284,7 @@ def test_plain_data_other_than_a_dict_is_refused(tmp_path, data, kind):
 
 
 def test_a_snapshot_without_a_history_is_refused(tmp_path):
-    assert "devices with one: none). Call torch.cuda.memory._record" in refused(
+    assert "devices with a history: none). Call torch.cuda.memory._record" in refused(
         saved(tmp_path, small(device_traces=[[]]))
     )
 
@@ -325,13 +325,13 @@ EVENT = small()["device_traces"][0][0]
 )
 def test_snapshots_that_pytorch_never_writes_are_refused(tmp_path, changes):
     message = refused(saved(tmp_path, small(**changes)))
-    assert "not a memory snapshot written by PyTorch" in message or "no history" in message
+    assert "not a memory snapshot written by PyTorch" in message or "no allocator history" in message
 
 
 def test_a_missing_key_is_named(tmp_path):
     snapshot = small()
     del snapshot["segments"]
-    assert "it lacks 'segments'" in refused(saved(tmp_path, snapshot))
+    assert "it has no key 'segments'" in refused(saved(tmp_path, snapshot))
 
 
 def test_a_snapshot_cannot_be_written_where_there_is_no_folder(tmp_path):

@@ -107,7 +107,7 @@ def test_a_missing_or_an_extra_member_is_refused(file, trace):
 def test_unknown_formats_and_versions_are_refused(file, trace):
     assert "newer memfit (version 5; this one reads 4). Upgrade" in refused(with_header(file, version=5))
     write_trace(trace, file)
-    assert "does not exist (0)" in refused(with_header(file, version=0))
+    assert "has the format version 0, which does not exist" in refused(with_header(file, version=0))
     write_trace(trace, file)
     assert "not a memfit trace: its format is 'other'" in refused(with_header(file, format="other"))
 
@@ -160,13 +160,13 @@ def test_segments_out_of_range_are_refused(file, trace):
     assert "a block's state is not one of inactive" in refused(file)
     elsewhere = replace(segment, pool=(7, 0), blocks=())
     write_trace(replace(trace, segments=(elsewhere,)), file)
-    assert "a segment's pool is not among its pools" in refused(file)
+    assert "a segment's pool is not among the trace's pools" in refused(file)
 
 
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("action", 11, "event 1 of 2 has action 11, outside 0 to 10"),
+        ("action", 11, "event 1 of 2 has action 11, not between 0 and 10"),
         ("category", 12, "event 1 of 2 has category 12,"),
         ("size", -1, "event 1 of 2 has size -1,"),
         ("address", 1 << 63, "event 1 of 2 has address 9223372036854775808,"),

@@ -42,18 +42,18 @@ class _ContextChange:
 CHANGES = (
     _ContextChange(
         "CUDA_MODULE_LOADING=EAGER",
-        "loads every kernel at once; PyTorch sets LAZY unless the environment says otherwise",
+        "CUDA loads every kernel at once; PyTorch sets LAZY unless this variable is already set",
         {"CUDA_MODULE_LOADING": "EAGER"},
     ),
     _ContextChange(
         "torch.backends.cudnn.enabled = False",
-        "a library that is never called is never loaded",
+        "PyTorch never calls cuDNN, so the library is never loaded",
         {},
         cudnn=False,
     ),
     _ContextChange(
         "CUBLAS_WORKSPACE_CONFIG=:0:0",
-        "cuBLAS keeps no workspace; it is allocated by PyTorch, and some matrix products get slower",
+        "cuBLAS uses no workspace (PyTorch would allocate one); some matrix products get slower",
         {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
     ),
 )
@@ -66,10 +66,10 @@ def measure_context() -> ContextReport:
         UnsuitableEnvironmentError: there is no GPU.
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
-    find_card("measure the context")
+    find_card("measure the CUDA context")
     plain = _probe({}, Settings())
     if isinstance(plain, str):
-        raise TargetError(f"Cannot measure the context: PyTorch could not use the GPU:\n{plain}")
+        raise TargetError(f"Cannot measure the CUDA context: PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
         probed = _probe(change.environment, Settings(change.cudnn))

@@ -70,7 +70,7 @@ def main() -> None:
         reading = meter.read()
         measured.append(ContextStage(what, torch.cuda.memory_allocated(0), reading.reserved, reading.process))
         way = reading.way
-    card = find_card("measure the context")
+    card = find_card("measure the CUDA context")
     print(
         msgspec.json.encode(
             Probed(

@@ -43,12 +43,12 @@ def find_card(purpose: str) -> Card:
         cuda = ctypes.CDLL("libcuda.so.1")
         status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
-        raise _no_card(purpose, "there is no NVIDIA driver (libcuda.so.1)") from None
+        raise _no_card(purpose, "no NVIDIA driver (libcuda.so.1) was found") from None
     if (status == _NO_DEVICE or not count.value) and "CUDA_VISIBLE_DEVICES" in os.environ:
         shown = os.environ["CUDA_VISIBLE_DEVICES"]
-        raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} names no GPU of this machine")
+        raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} selects none of this machine's GPUs")
     if status not in (_SUCCESS, _NO_DEVICE):
-        raise _no_card(purpose, f"the NVIDIA driver does not start (CUDA error {status}; see nvidia-smi)")
+        raise _no_card(purpose, f"the NVIDIA driver fails to start (CUDA error {status}); check nvidia-smi")
     if not count.value:
         raise _no_card(purpose, "the NVIDIA driver finds no GPU")
     cuda.cuDeviceGetName(name, _TEXT, 0)
@@ -79,6 +79,6 @@ def is_rehearsal() -> bool:
 
 def _no_card(purpose: str, why: str) -> UnsuitableEnvironmentError:
     return UnsuitableEnvironmentError(
-        f"Cannot {purpose}: no GPU can be used here: {why}. "
-        "Run it on a machine with a GPU, or use memfit dry-run, which needs none."
+        f"Cannot {purpose} without a GPU: {why}. "
+        "Use a machine with a GPU, or memfit dry-run, which needs none."
     )

@@ -16,7 +16,7 @@ from memfit.card.nvml import Nvml, Usage
 from memfit.records import Figure, Provenance
 
 BY_PROCESS = "NVML's figure for this process"
-BY_GROWTH = "NVML's figure for the card, less what it was before this process"
+BY_GROWTH = "NVML's figure for the card, minus its figure before this process used the card"
 BY_CARD = "cudaMemGetInfo's figure for the card, other processes included (no figure from NVML)"
 
 
@@ -70,8 +70,8 @@ class OutsideMeter:
         """Return the most bytes read outside the allocator."""
         most = self._most or self.read()
         if is_rehearsal():
-            return Figure(most.outside, Provenance.ASSUMED, "rehearsal: the ghost's configured context")
-        return Figure(most.outside, Provenance.MEASURED, f"{most.way}, less PyTorch's reserved")
+            return Figure(most.outside, Provenance.ASSUMED, "rehearsal: the context configured for the ghost")
+        return Figure(most.outside, Provenance.MEASURED, f"{most.way}, minus PyTorch's reserved bytes")
 
 
 def read_once(device: int) -> Reading:

@@ -10,8 +10,8 @@ from memfit.estimating.serialise import PackedModel
 from memfit.records import DryRun, Note, Provenance
 
 _LOSS_CALL = (
-    "The loss was called as loss(model, inputs), so that it runs the forward itself. For a loss that takes "
-    "(output, target), pass a criterion: loss=nn.MSELoss(), inputs=(x, target)."
+    "memfit called the loss as loss(model, inputs); such a loss must run the forward itself. To use a loss "
+    "of (output, target), pass a criterion module: loss=nn.MSELoss(), inputs=(x, target)."
 )
 
 

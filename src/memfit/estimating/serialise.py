@@ -30,8 +30,11 @@ _FAILURES = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, Valu
 """Exceptions of objects that cannot be pickled."""
 
 
-_NO_LOSS = "No loss was given: the loss in the model's output is used, or else the sum of its outputs."
-_DETACHED = "A tensor that the model keeps from an earlier computation was copied without its graph."
+_NO_LOSS = (
+    "No loss was given: memfit uses the loss in the model's output or, without one, the sum of the model's "
+    "outputs."
+)
+_DETACHED = "A tensor that the model keeps from an earlier computation was copied without its autograd graph."
 _WITH_TARGET = 2
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -79,7 +82,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._seen.add(id(part))
                 self._moved.update(map(id, (*part._parameters.values(), *part._buffers.values())))
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise _NotCopyableError("the module was compiled in place; pass torch.compile(model) instead")
+            raise _NotCopyableError(
+                "the module was compiled in place by module.compile(); pass torch.compile(model) instead"
+            )
         if parametrize.is_parametrized(module):
             (original,) = type(module).__bases__
             return _empty_object, (original,), vars(module), None, None, _set_parametrized
@@ -111,13 +116,15 @@ def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not (value is None or callable(value) or isinstance(value, Optimizer)):
             raise UsageError(
-                f"{name}={value!r} is not callable. See help(memfit.estimate) for what it may be."
+                f"{name}={value!r} is not callable. help(memfit.estimate) lists the accepted values."
             )
     if isinstance(loss, type):
         raise UsageError(f"loss={loss.__name__} is a class. Pass an instance: loss={loss.__name__}().")
     _check_optimizer(model, optimizer)
     if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
-        raise UsageError("A criterion needs a target: inputs=(inputs of the model, target).")
+        raise UsageError(
+            f"The loss {type(loss).__name__} needs a target: pass inputs=(inputs of the model, target)."
+        )
     return TrainingStep(
         model=model,
         inputs=inputs,
@@ -134,16 +141,16 @@ def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, Optimizer) and not _steps_without_closure(kind):
         raise UsageError(
-            f"{kind.__name__} steps with a closure that repeats forward and backward, which estimate does "
-            "not provide. Measure the script itself: memfit dry-run train.py."
+            f"{kind.__name__}.step() needs a closure that repeats forward and backward, and estimate "
+            "provides none. Measure the script itself: memfit dry-run train.py."
         )
     if not isinstance(optimizer, Optimizer):
         return
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
-            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was made "
-            "for another model, or before this one was recreated. Make it from model.parameters()."
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was "
+            "created for another model, or before the model was recreated. Create it from model.parameters()."
         )
 
 
@@ -168,7 +175,7 @@ def pack(step: TrainingStep) -> PackedModel:
     except (*_FAILURES, RecursionError):
         where, culprit, why = _culprit(step)
         raise NotSentError(
-            f"Cannot send {where} to the ghost's process, a {_type_name(culprit)}: {why}. "
+            f"Cannot send {where} (type {_type_name(culprit)}) to the ghost's process: {why}. "
             "Remove it from the model, or measure the script itself: memfit dry-run train.py."
         ) from None
     assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}

@@ -25,7 +25,7 @@ _EACH_TOKEN = (
 )
 _EACH_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _SPAN = "ForQuestionAnswering"
-_YOURSELF = "Make a batch yourself, of any values: memfit.estimate uses shapes and dtypes only."
+_YOURSELF = "Make a batch yourself; its values do not matter, as memfit.estimate uses only shapes and dtypes."
 _TARGETS = {"labels", "next_sentence_label", "start_positions", "end_positions"}
 _CLASSES = (None, "single_label_classification")
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -106,7 +106,8 @@ class _Maker:
             batch = {"pixel_values": self.images(channels)}
         else:
             raise UsageError(
-                f"memfit cannot make the inputs of {self._name} ({', '.join(takes)}). {_YOURSELF}"
+                f"memfit cannot make the inputs of {self._name}, whose forward takes ({', '.join(takes)}). "
+                f"{_YOURSELF}"
             )
         return batch | (self._targets(takes.keys() & _TARGETS) if labels else {})
 
@@ -114,9 +115,7 @@ class _Maker:
         """Return images in the dtype of the model."""
         size = self._image or getattr(getattr(self._model, "config", None), "image_size", None)
         if size is None:
-            raise UsageError(
-                f"{self._name} does not define the size of its images: pass image=(height, width)."
-            )
+            raise UsageError(f"{self._name} does not define an image size: pass image=(height, width).")
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
         shape = (self._batch_size, channels, height, width)
@@ -128,11 +127,14 @@ class _Maker:
 
     def _tokens(self, count: int) -> torch.Tensor:
         if self._length is None:
-            raise UsageError(f"{self._name} is a text model: pass length=, the tokens of its longest sample.")
+            raise UsageError(
+                f"{self._name} is a text model: pass length=, the number of tokens in the longest sample."
+            )
         for name, positions in _positions(self._model):
             if self._length > positions:
                 raise UsageError(
-                    f"length={self._length} exceeds the positions of {self._name}: {name} has {positions}."
+                    f"length={self._length} is too long for {self._name}: its position embedding {name} "
+                    f"supports at most {positions} tokens."
                 )
         return torch.randint(count, (self._batch_size, self._length), generator=self._generator)
 
@@ -147,10 +149,14 @@ class _Maker:
             return {"labels": self.classes(config.num_labels)}
         if self._name.endswith(_SPAN) and self._length is not None:
             return {name: self.classes(self._length) for name in ("start_positions", "end_positions")}
-        targets = ", ".join(sorted(wanted)) or "it takes no labels"
+        if not wanted:
+            raise UsageError(
+                f"memfit cannot make labels for {self._name}: its forward takes none of the labels that "
+                f"memfit knows ({', '.join(sorted(_TARGETS))}). Pass labels=False."
+            )
         raise UsageError(
-            f"memfit cannot make the labels of {self._name} ({targets}). "
-            "Make them yourself, and pass labels=False here."
+            f"memfit cannot make the labels of {self._name} ({', '.join(sorted(wanted))}). "
+            "Pass labels=False and make them yourself."
         )
 
 
@@ -173,7 +179,7 @@ def _classifier(model: nn.Module) -> tuple[int, int]:
     else:
         return first.in_channels, layers[-1].out_features
     raise UsageError(
-        f"memfit cannot make the inputs of {type(model).__name__}: it is not an image classifier, as {why}. "
+        f"memfit cannot make the inputs of {type(model).__name__}: it is not an image classifier: {why}. "
         f"{_YOURSELF}"
     )
 

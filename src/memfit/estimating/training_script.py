@@ -89,17 +89,20 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """Return an output's ``.loss``, or else the sum of its tensors with a gradient (a dict of losses).
+    """Return an output's ``.loss``, or else the sum of its tensors that require grad (a dict of losses).
 
     Raises:
-        ValueError: nothing in the output has a gradient.
+        ValueError: no tensor in the output requires grad.
     """
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
     found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not found:
-        raise ValueError("no tensor that the model returned has a gradient: pass estimate(..., loss=...)")
+        raise ValueError(
+            "no tensor in the model's output requires grad, so memfit has no loss to use: "
+            "pass estimate(..., loss=...)"
+        )
     return functools.reduce(operator.add, (tensor.sum() if tensor.dim() else tensor for tensor in found))
 
 

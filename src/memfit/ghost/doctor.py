@@ -78,7 +78,7 @@ def _cudnn(built: Build) -> Check:
     except NoAnswerError as error:
         text = f"cannot be queried, so convolution workspaces are sized by fixed rules: {error}"
         return Check("cudnn", True, text)
-    return Check("cudnn", True, f"version {version}, queried without a GPU for its convolution workspaces")
+    return Check("cudnn", True, f"version {version}, queried without a GPU for convolution workspaces")
 
 
 def _gpus() -> Check:

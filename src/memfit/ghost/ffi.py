@@ -18,7 +18,8 @@ from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 _CONFIGURE_ERRORS = {
     1: "the device count or the bytes in use are out of range",
     2: "device memory is already allocated; configure the ghost before the first use of CUDA",
-    3: "its 48 TiB of addresses could not be reserved; lift the limit on address space (ulimit -v unlimited)",
+    3: "its 48 TiB of virtual addresses could not be reserved; lift the limit on address space "
+    "(ulimit -v unlimited)",
 }
 """Status of ``ghost_configure`` -> the reason."""
 

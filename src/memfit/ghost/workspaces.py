@@ -115,13 +115,13 @@ _SUBJECTS: Mapping[type, str] = {
     Dropout: "the states of dropout between recurrent layers",
     CTC: "the CTC loss",
     OperationGraph: "attention",
-    UnknownOperation: "operations of many dimensions",
+    UnknownOperation: "operations with many dimensions",
 }
 
 
 _FROM_CUDNN = (
-    "The workspaces of convolutions are those that cuDNN {version} chooses for this card. cuDNN was queried "
-    "without a GPU; the sizes have not been compared with a real card yet."
+    "The workspace sizes of convolutions are those that cuDNN {version} chooses for this card. cuDNN was "
+    "queried without a GPU; the sizes have not been compared with a real card yet."
 )
 _NOT_TIMED = (
     "With torch.backends.cudnn.benchmark, PyTorch times cuDNN's engines on a card and takes the fastest. "
@@ -132,7 +132,7 @@ _MISSING_FUNCTIONS = (
 )
 _NO_ANSWER = (
     "The installed cuDNN returned no workspace size for {count} distinct convolutions (reason: {reason}), so "
-    "memfit's rules were applied."
+    "memfit applied its own rules."
 )
 
 
@@ -227,7 +227,8 @@ class Workspaces:
             return self._by_rule(operation, str(error))
         is_last_list = question.descriptor.values(ENGINEHEUR_MODE) == (HEUR_MODE_FALLBACK,)
         if is_last_list and not result.configurations:
-            return self._by_rule(operation, "cuDNN has no engine for them, and on a card PyTorch may raise")
+            reason = "cuDNN has no engine for them; on a card PyTorch may raise an error"
+            return self._by_rule(operation, reason)
         return _WorkspaceAnswer(operation, result.configurations, result.version, timed=_benchmarks())
 
     def _by_rule(self, operation: Operation, refusal: str = "") -> _WorkspaceAnswer:
@@ -291,7 +292,7 @@ class Workspaces:
         }
         for rule in self._rules["convolution"]:
             if all(rule[name] == fact for name, fact in facts.items() if name in rule):
-                return WorkspaceRule(rule["bytes"], f"cuDNN's workspace of {rule['name']}", rule["source"])
+                return WorkspaceRule(rule["bytes"], f"cuDNN's workspace for {rule['name']}", rule["source"])
         return WorkspaceRule()
 
     def _recurrent(self, operation: Recurrent) -> WorkspaceRule:

@@ -136,7 +136,7 @@ class _StorageInterpreter(fx.Interpreter):
         self._node = n
         if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
             raise self._refused(
-                "is a subgraph, whose memory memfit cannot follow. Inline it: "
+                "is a subgraph, whose memory memfit cannot follow. Inline the subgraph: "
                 "make_fx(graph_module)(*inputs), or exported.run_decompositions({}).graph_module."
             )
         before = [
@@ -151,13 +151,14 @@ class _StorageInterpreter(fx.Interpreter):
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._refused(
-                f"cannot be run without values ({why}). Remove it from the graph; a custom operator needs "
-                "torch.library.register_fake."
+                f"cannot be run on fake tensors ({why}). Remove it from the graph. If it is a custom "
+                "operator, register a fake kernel with torch.library.register_fake."
             ) from error
         for used, storage, tensor in before:
             if _storage(tensor) != storage:
                 raise self._refused(
-                    f"moves {used.name} to another storage. Use an operation that returns a new tensor."
+                    f"moves {used.name} to another storage. Replace it with an operation that "
+                    "returns a new tensor."
                 )
         if n.op != "output":
             self._record(n, result)
@@ -180,13 +181,17 @@ class _StorageInterpreter(fx.Interpreter):
     def _stand_in(self, value: Any) -> Any:
         """Return a tensor without values at the same place in a stand-in storage, one for each storage."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise self._refused(f"is {value}: sizes must be numbers. Trace without dynamic shapes.")
+            raise self._refused(
+                f"is the symbol {value}, but sizes must be numbers. Trace without dynamic shapes."
+            )
         if not isinstance(value, torch.Tensor):
             return value
         self._check_layout(value)
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if any(isinstance(number, torch.SymInt) for number in (*shape, *strides, offset)):
-            raise self._refused(f"is of {tuple(shape)}: sizes must be numbers. Trace without dynamic shapes.")
+            raise self._refused(
+                f"has the shape {tuple(shape)}, but sizes must be numbers. Trace without dynamic shapes."
+            )
         storage, size = _storage(value), value.untyped_storage().nbytes()
         if storage not in self._stand_ins:
             self._stand_ins[storage] = torch.empty(size, dtype=torch.uint8, device=value.device)
@@ -200,7 +205,7 @@ class _StorageInterpreter(fx.Interpreter):
     def _check_layout(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             kind = tensor.layout if tensor.layout is not torch.strided else type(tensor).__name__
-            raise self._refused(f"is {kind}, which is not in one storage. Use strided tensors.")
+            raise self._refused(f"is a {kind} tensor, which has no single storage. Use strided tensors.")
 
     def _record(self, node: fx.Node, result: Any) -> None:
         for tensor in _tensors(result):

@@ -23,11 +23,11 @@ from memfit.trace.snapshot import settings, with_earlier
 
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _NO_HISTORY_NOTES = {
-    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch keeps no history: figures come from "
-    "calls of the CUDA runtime, without source lines. cudaMalloc is assumed to round sizes up to 512 bytes "
-    "below 1 MiB, and to 2 MiB from there on.",
-    False: "PyTorch keeps no history with backend:cudaMallocAsync: figures come from calls of the CUDA "
-    "runtime, without source lines. CUDA's memory pool is assumed to grow by 32 MiB at a time.",
+    True: "Caching is off (PYTORCH_NO_CUDA_MEMORY_CACHING), so PyTorch keeps no allocator history: figures "
+    "come from calls to the CUDA runtime, without source lines. cudaMalloc is assumed to round sizes up to "
+    "512 bytes below 1 MiB, and to 2 MiB from there on.",
+    False: "PyTorch keeps no allocator history with backend:cudaMallocAsync: figures come from calls to the "
+    "CUDA runtime, without source lines. CUDA's memory pool is assumed to grow by 32 MiB at a time.",
 }
 """Notes on figures without a history, by whether caching is off."""
 _FREED = ("free_requested", "free_completed")

@@ -90,7 +90,7 @@ class CompiledCode:
         recompiled = self._codes.total() - len(self._codes)
         text = f"torch.compile made {_count(len(self._graphs), 'graph')}"
         if recompiled:
-            text += f", {recompiled} of them for code that it had compiled before"
+            text += f", {recompiled} of them for code that was already compiled"
         return f"{text}; their allocations are labelled by graph."
 
     def _watch(self) -> None:

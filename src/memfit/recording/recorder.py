@@ -156,7 +156,8 @@ class Recorder:
     def _note_ignored_call(self) -> None:
         self.note(
             Provenance.EXACT,
-            "The script's own call of _record_memory_history was ignored: memfit is recording the history.",
+            "memfit ignored the script's own call to _record_memory_history, because memfit records the "
+            "allocator history itself.",
         )
 
     def _mark_calls(self) -> None:
@@ -293,7 +294,9 @@ class Recorder:
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
         missed, saved = mark_workspaces(events, serials, self._workspace_uses())
         if missed:
-            text = "library workspaces were not found in the allocator's history: they count as other memory."
+            text = (
+                "library workspaces were not found in the allocator history, so they count as other memory."
+            )
             self.note(Provenance.ASSUMED, f"{missed} {text}", sizes=True)
         return Trace(
             events=events,

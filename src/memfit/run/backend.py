@@ -164,8 +164,8 @@ class GhostBackend:
         others = [name for name in self.ghost.gaps_reached() if name not in gaps]
         requested = [name for name in others if name.isidentifier() and re.match("cu[A-Z]", name)]
         notes = [
-            f"The run called {self._named(name)}, a known gap: the ghost returned an error; later figures "
-            f"may be wrong."
+            f"The script called {self._named(name)}, which the ghost does not implement: the ghost returned "
+            f"an error, and figures after this call may be wrong."
             for name in gaps
         ]
         notes += [
@@ -175,8 +175,8 @@ class GhostBackend:
         ]
         if requested:  # a CUDA runtime bundled with a library requests every driver function
             notes.append(
-                f"A library requested driver functions that the ghost does not have ({len(requested)}, the "
-                f"first {requested[0]}); it may have continued without them."
+                f"A library requested CUDA driver functions that the ghost does not have ({len(requested)} "
+                f"in total, the first was {requested[0]}). The library may have continued without them."
             )
         return notes
 
@@ -212,8 +212,8 @@ class CardBackend:
         if backend == "native":
             return ""
         return (
-            f"Cannot record with {backend}: PyTorch keeps no history of its allocations. Unset it to record, "
-            "or use memfit dry-run, which records them on the ghost."
+            f"Cannot record with {backend}: PyTorch then keeps no allocator history. Remove this setting, or "
+            "use memfit dry-run, which records the allocations on the ghost."
         )
 
     def stepped(self) -> None:
@@ -246,7 +246,7 @@ class CardBackend:
             total=Figure(
                 torch.cuda.mem_get_info(0)[1],
                 Provenance.ASSUMED if rehearsal else Provenance.MEASURED,
-                "rehearsal: the ghost's" if rehearsal else "cudaMemGetInfo",
+                "rehearsal: the ghost's memory" if rehearsal else "cudaMemGetInfo",
             ),
             context=self._outside.figure(),
             in_use=last.others,

@@ -113,7 +113,7 @@ def _check_script(path: Path) -> None:
     if not path.exists():
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise UsageError(f"{path} is a folder without a __main__.py. Give the script itself.")
+        raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
 
 
 def _check_end(script: str, last: _ChildMessage) -> None:
@@ -220,14 +220,18 @@ def _never_used(name: str, end: ScriptEnd) -> str:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
         f"{name} finished and never used the GPU, so there is nothing to measure. "
-        "Does it run on the CPU by default, or train in subprocesses? memfit does not measure those yet."
+        "Check whether the script runs on the CPU by default. If it trains in subprocesses, memfit cannot "
+        "measure them yet."
     )
 
 
 def _died(status: int, *, on_ghost: bool) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-    gap = "; a crash inside a CUDA library call is a gap in the ghost (known ones: memfit doctor --gaps)"
+    gap = (
+        " If it crashed inside a CUDA library call, the ghost does not support that call "
+        "(memfit doctor --gaps lists the unsupported calls that are known)."
+    )
     return (
         f"The script's process {how} before it returned a result. If there is a Python traceback above, it "
-        f"names the line{gap if on_ghost else ''}."
+        f"names the line.{gap if on_ghost else ''}"
     )

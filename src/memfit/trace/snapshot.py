@@ -60,7 +60,7 @@ def read_snapshot(path: Path, device: int = 0) -> Trace:
     except FileFormatError as error:
         raise FileFormatError(f"Cannot read {path}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        detail = f"it has no key {error}" if isinstance(error, KeyError) else str(error)
         raise FileFormatError(
             f"Cannot read {path}: it is not a memory snapshot written by PyTorch ({detail})."
         ) from None
@@ -81,7 +81,7 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     with_history = [index for index, history in enumerate(histories) if history]
     if device not in with_history:
         raise FileFormatError(
-            f"it has no history of device {device} (devices with one: "
+            f"it has no allocator history of device {device} (devices with a history: "
             f"{', '.join(map(str, with_history)) or 'none'}). Call torch.cuda.memory."
             "_record_memory_history() before the code of interest, and _dump_snapshot(file) after it."
         )
@@ -230,8 +230,9 @@ def _load(path: Path) -> Mapping[str, Any]:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise FileFormatError(
-                f"Cannot read {path}: it has {format_bytes(size)}, and memfit reads snapshots of up to "
-                f"{format_bytes(MAX_BYTES)}. Record fewer events (max_entries)."
+                f"Cannot read {path}: it has a size of {format_bytes(size)}, and memfit reads snapshots "
+                f"of up to {format_bytes(MAX_BYTES)}. Record fewer events: pass max_entries to "
+                "_record_memory_history."
             )
         snapshot = loads(path.read_bytes())
     except OSError as error:

@@ -188,7 +188,7 @@ def _read(file: BinaryIO) -> Trace:
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
     for fault in _faults(trace):
-        raise _TraceError(f"contradicts itself: {fault}. It is damaged or was edited; record it again.")
+        raise _TraceError(f"is inconsistent: {fault}. It is damaged or was edited; record it again.")
     return trace
 
 
@@ -211,7 +211,9 @@ def _check_directory(file: BinaryIO) -> None:
     file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
-        raise _TraceError("is not a memfit trace, or it is truncated. memfit dry-run -o writes traces.")
+        raise _TraceError(
+            "is not a memfit trace, or its end is missing. Write one with memfit dry-run -o FILE."
+        )
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _TraceError("is a zip, but not a memfit trace.")
@@ -223,7 +225,9 @@ def _check_directory(file: BinaryIO) -> None:
 def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> bytes:
     """Decompress a member. zipfile reads at most the size that it declares, and checks the CRC."""
     if member.file_size > limit:
-        raise _TraceError(f"declares {member.file_size:,} bytes of {member.filename}, more than a trace has.")
+        raise _TraceError(
+            f"declares {member.file_size:,} bytes for {member.filename}, more than a trace can have."
+        )
     content = archive.read(member)
     if len(content) != member.file_size:
         raise _TraceError(f"is truncated inside {member.filename}. Record it again.")
@@ -232,7 +236,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> b
 
 def _bytes_of(column: str, events: int) -> int:
     if not 0 <= events <= MAX_EVENTS:
-        raise _TraceError(f"declares {events:,} events; a trace has at most {MAX_EVENTS:,}.")
+        raise _TraceError(f"declares {events:,} events, but a trace has at most {MAX_EVENTS:,}.")
     return events * np.dtype(_COLUMNS[column]).itemsize
 
 
@@ -265,12 +269,10 @@ def _decode(content: bytes) -> _Header:
                 "Upgrade memfit."
             )
         if signature.version < 1:
-            raise _TraceError(f"names a version that does not exist ({signature.version}).")
+            raise _TraceError(f"has the format version {signature.version}, which does not exist.")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _TraceError(
-            f"has a header that is damaged or not that of a trace ({error}). Record it again."
-        ) from None
+        raise _TraceError(f"has an invalid header ({error}). Record it again.") from None
 
 
 def _first_names(members: dict[str, zipfile.ZipInfo]) -> str:
@@ -298,7 +300,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         outside = np.flatnonzero((of_event < low) | (of_event > high))
         if len(outside):
             event = outside[0]
-            yield f"event {event} of {len(events)} has {name} {of_event[event]}, outside {low} to {high}"
+            yield f"event {event} of {len(events)} has {name} {of_event[event]}, not between {low} and {high}"
     numbers: dict[str, tuple[npt.ArrayLike, int, int]] = {
         "a pool's number": ([number for pool in trace.pools for number in pool], 0, _MAX_INTEGER),
         "a label's stack": ([label.stack for label in trace.labels], -1, stacks - 1),
@@ -317,11 +319,11 @@ def _faults(trace: Trace) -> Iterator[str]:
     for what, (values, low, high) in numbers.items():
         column = np.asarray(values)
         if column.size and not (low <= column.min() and column.max() <= high):
-            yield f"{what} is outside {low} to {high}"
+            yield f"{what} is not between {low} and {high}"
     if trace.pools and trace.pools[0] != DEFAULT_POOL:
         yield "its first pool is not the default pool"
     if trace.pools and not {segment.pool for segment in trace.segments} <= set(trace.pools):
-        yield "a segment's pool is not among its pools"
+        yield "a segment's pool is not among the trace's pools"
     if any(block.state not in BLOCK_STATES for segment in trace.segments for block in segment.blocks):
         yield f"a block's state is not one of {', '.join(BLOCK_STATES)}"
 

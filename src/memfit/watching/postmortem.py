@@ -142,7 +142,7 @@ def _write_trace(trace: Trace, folder: Path) -> Path:
 
 def _device(index: int) -> DeviceUse:
     seen = read_once(index)
-    provenance, way = Provenance.MEASURED, f"{seen.way}, less PyTorch's reserved"
+    provenance, way = Provenance.MEASURED, f"{seen.way}, minus PyTorch's reserved bytes"
     if is_rehearsal():
         provenance, way = Provenance.ASSUMED, "rehearsal: the ghost's"
     context = provenance if seen.way != BY_CARD else Provenance.ASSUMED

@@ -190,7 +190,7 @@ def test_a_read_only_cache_folder_is_reported(tmp_path, monkeypatch):
 def test_files_other_than_elf_are_rejected(tmp_path):
     path = tmp_path / "libfake.so"
     path.write_bytes(b"MZ" + bytes(64))
-    with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
+    with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
         ElfFile(path)
 
 

@@ -96,9 +96,9 @@ class ExtensionStubs:
             provided = self._provided.get(library.stem, library)
             if library.major != provided.major:
                 raise GhostError(
-                    f"{imports.path.name} was not loaded: it needs {library.soname}, and the ghost provides "
-                    f"{provided.soname}, which PyTorch {self._build.torch_version} was built for. Install a "
-                    f"build of it for CUDA {self._build.cuda_version}. ({imports.path})"
+                    f"{imports.path.name} was not loaded: it needs {library.soname}, but the ghost provides "
+                    f"{provided.soname}, the version of PyTorch {self._build.torch_version}. Install a build "
+                    f"of {imports.path} for CUDA {self._build.cuda_version}."
                 )
 
     def _load_stubs(self, imported: Sequence[NvidiaImports]) -> None:

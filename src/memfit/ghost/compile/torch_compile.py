@@ -38,12 +38,13 @@ _TIE_MS = 1000.0
 """The duration of every candidate: longer than any timing loop, so that each runs only a few times."""
 
 _KERNEL_NOT_TIMED = (
-    "Kernels that are chosen by timing on a card were not timed: the first candidate was used each time. The "
-    "allocations for the timing are counted, as in a card's first run; later runs find the choice in a cache."
+    "On a card, candidate kernels are timed and the fastest is used. The ghost cannot time kernels, so the "
+    "first candidate was used. The allocations for the timing are counted, as in the first run on a card; "
+    "later runs on a card read the choice from a cache."
 )
 _GRAPH_NOT_TIMED = (
-    "While compiling, alternative implementations were not timed, and the first one was used. Sizes differ "
-    "if another one pads its inputs or needs a workspace."
+    "On the ghost, torch.compile took the first of several implementations without timing them. Sizes differ "
+    "if a card would choose an implementation that pads its inputs or needs a workspace."
 )
 _TIMING = "timing kernels"
 _TIMED = "memfit_timed"  # set on the tracing context of a graph that depends on timings

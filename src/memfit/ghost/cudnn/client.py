@@ -167,7 +167,7 @@ class CudnnClient:
             ) from error
         self.missed.update(reply.missed)
         if reply.configurations is None:
-            raise NoAnswerError(f"cuDNN refused: {reply.refused}")
+            raise NoAnswerError(f"cuDNN rejected the query: {reply.refused}")
         return HeuristicsResult(started.version, reply.configurations)
 
     def _disconnect(self, reason: str, *, for_good: bool) -> NoAnswerError:
@@ -201,7 +201,7 @@ def installed_cudnn(device: GhostDevice, build: Build) -> CudnnClient:
 
     library, cublas = find("libcudnn"), find("libcublasLt")
     if library is None:
-        raise NoAnswerError("libcudnn is not installed (pip install torch installs it)")
+        raise NoAnswerError("libcudnn is not installed; pip install torch installs it")
     before = [build.no_device, *([cublas] if cublas else [])]
     described = device_properties(device, build.cuda_version)
     cache = HeuristicsCache.of(cache_folder("cudnn"), library, described)

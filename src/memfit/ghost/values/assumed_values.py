@@ -27,7 +27,7 @@ _NOTHING_COMPUTED = "The ghost computes nothing, so"
 _BASIS_NOTES = {
     Basis.FINITE: "GPU values are assumed to be finite: the read returned {answer}.",
     Basis.CHECKED: "Checks on GPU values are assumed to pass: the read returned {answer}. "
-    "--values all=false or bool=true changes that.",
+    "--values all=false or bool=true changes this assumption.",
 }
 
 
@@ -122,8 +122,8 @@ class AssumedValues:
             self._assumed.clear()
             raise TargetError(
                 f"{where} read GPU values {_MAX_READS:,} times without a training step. {_NOTHING_COMPUTED} "
-                f"each read returned {answer}. If the loop waits for a value, choose one that ends it with "
-                f"--values {kind}=…."
+                f"each read returned {answer}. If the loop waits for a certain value, pass the value that "
+                f"ends the loop: --values {kind}=…."
             )
         return complex(answer) if tensor.is_complex() else answer
 

@@ -81,16 +81,17 @@ def _answer_by_ghost(
         if found is None:
             found = values.options.count_of(upper)
             name = op.removeprefix("_").removesuffix("2")
-            text = f"{name} is assumed to find {found:,} of at most {upper:,}"
+            text = f"{name} is assumed to find {found:,} of at most {upper:,} elements"
             _note(values, found, text, bounded=True)
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
             # Beyond 2**31 elements, nonzero counts in chunks and copies all counts at once: over 8 bytes.
             text = (
-                f"nonzero of {upper:,} elements found {len(result):,}; memfit cannot set a count of this size"
+                f"A size depends on GPU values: nonzero found {len(result):,} of {upper:,} elements, because "
+                "memfit cannot choose the count in a tensor of more than 2**31 elements."
             )
-            _note(values, len(result), text)
+            values.assume("count", len(result), text)
         return result
 
 
@@ -148,7 +149,8 @@ def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
             _note(
                 values,
                 total,
-                f"repeat_interleave is assumed to return {total:,} elements in total (upper: one per input)",
+                f"repeat_interleave is assumed to return {total:,} elements in total "
+                "(count=upper: one per input)",
             )
         with values.prepared(total, True):  # the sum of the repeats, and that none is negative
             return run(repeats)
@@ -180,18 +182,19 @@ def _keep_padding(overrides: Overrides, values: AssumedValues) -> None:
     @overrides.add("_nested_tensor_from_mask_left_aligned", "CUDA")
     def left_aligned(_run: Kernel, _tensor: torch.Tensor, mask: torch.Tensor) -> bool:
         text = "a padded batch is assumed to stay padded, which takes the most memory"
-        values.assume("count", mask.numel(), f"A size that depends on GPU values: {text}.")
+        values.assume("count", mask.numel(), f"A size depends on GPU values: {text}.")
         return False
 
 
 def _classes(values: AssumedValues, op: str, argument: str) -> int:
     count = values.options.count
     classes = count if isinstance(count, int) else _CLASSES
-    _note(values, classes, f"{op} is assumed to find {classes:,} classes; pass {argument} to set the number")
+    text = f"{op} is assumed to find {classes:,} classes; pass {argument} to set the number of classes"
+    _note(values, classes, text)
     return max(classes, 1)
 
 
 def _note(values: AssumedValues, found: int, text: str, *, bounded: bool = False) -> None:
     extreme = "1: the least memory" if values.options.count == "upper" else "upper: the most memory"
     advice = f"--values count=… chooses another size{f' (count={extreme})' if bounded else ''}."
-    values.assume("count", found, f"A size that depends on GPU values: {text}. {advice}")
+    values.assume("count", found, f"A size depends on GPU values: {text}. {advice}")

@@ -8,7 +8,7 @@ from memfit.errors import UsageError
 
 Count = Literal["upper"] | float | int
 
-_EXAMPLE = "The keys are float, int, bool, all and count; separate pairs by commas: float=0.5,count=0.25."
+_EXAMPLE = "The keys are float, int, bool, all and count; separate pairs with commas: float=0.5,count=0.25."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _count(pair: str, value: str) -> Count:
         count = -1
     if count < 0 or (isinstance(count, float) and not 0 < count <= 1):
         raise UsageError(
-            f"values {pair}: {value!r} is not a count. Write upper, a fraction of all elements in (0, 1] "
-            f"like 0.25, or a number of elements."
+            f"values {pair}: {value!r} is not a count. Write upper, a number of elements, or a fraction of "
+            f"all elements: above 0 and at most 1, for example 0.25."
         )
     return count

@@ -188,7 +188,7 @@ API status cusparseXbsrsm2_zeroPivot(void *handle, void *solver, int *position)
 /* At most `entries`, and at most the number of elements of the matrix. */
 static int64_t entries_within(int64_t entries, int64_t rows, int64_t columns)
 {
-    ghost_assumed("entries of a sparse product or sum, the most that there can be");
+    ghost_assumed("number of entries in a sparse product or sum, the largest possible");
     int64_t places, most = __builtin_mul_overflow(rows, columns, &places) ? INT64_MAX : places;
     return entries < most ? entries : most;
 }

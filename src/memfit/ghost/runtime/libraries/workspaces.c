@@ -19,7 +19,7 @@ int ghost_ask(const char *question, struct ghost_configuration *out, int room)
         int count = answerer(question, out, room);
         return count < 0 ? 0 : count < room ? count : room;
     }
-    ghost_assumed("workspaces of libraries");
+    ghost_assumed("library workspaces, 0 bytes");
     if (room > 0)
         out[0] = (struct ghost_configuration){0};
     return room > 0;
