@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 C_FOLDERS := src tests
 
-.PHONY: demo test browser docs lint format check clean
+.PHONY: demo test test-fast browser docs lint format check clean
 
 demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a small card runs out
 	$(BIN)/memfit dry-run examples/gpt.py
@@ -17,6 +17,9 @@ demo: $(READY)  # what a GPT of GPT-2 small's size needs, and what to do where a
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-fast: $(READY)  # the tests that start no process
+	$(BIN)/pytest -n 2 -m "not process"
 
 browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install chromium); make test skips them otherwise
 	$(BIN)/python -m pip install --quiet -e '.[browser]'

@@ -1,4 +1,8 @@
-"""Shared fixtures: a dry run of a short script, and its result."""
+"""Shared fixtures: a dry run of a short script, and its result; and the mark of tests that start processes.
+
+`make test-fast` runs the tests that start no process. A test that starts a process has the mark ``process``, in
+its file or because it uses a fixture of ``STARTERS``. Without the mark, the process is refused.
+"""
 
 import json
 import subprocess
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 - its import runs ldconfig: before processes are refused
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,35 @@ def dry_run(tmp_path):
         return DryRunOutput(done.returncode, done.stdout, done.stderr, found, tmp_path)
 
     return run
+
+
+STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehearse"}
+"""Fixtures that start processes."""
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that use such a fixture."""
+    for item in items:
+        if STARTERS.intersection(item.fixturenames):
+            item.add_marker("process")
+
+
+_STARTING = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+_running = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Know which test is running, with its fixtures, when a process starts."""
+    _running[:] = [item]
+    result = yield
+    _running.clear()
+    return result
+
+
+def _refuse_without_the_mark(event, _arguments):
+    if event in _STARTING and _running and "process" not in _running[0].keywords:
+        raise AssertionError(f"{_running[0].nodeid} starts a process ({event}): mark it `process`.")
+
+
+sys.addaudithook(_refuse_without_the_mark)

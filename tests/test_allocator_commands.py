@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 CONF = "expandable_segments:True"
 

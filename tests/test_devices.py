@@ -335,6 +335,7 @@ def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():
     assert "CUDA 12.8 or later" in str(refusal(find_device("B200"), CUDA_12_6, "2.14.1+cu126"))
 
 
+@pytest.mark.process
 def test_reading_the_table_does_not_import_torch():
     program = "import sys, memfit.devices as d; d.all_devices(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

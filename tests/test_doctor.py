@@ -3,8 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from memfit.devices import all_devices, find_device
 from memfit.ghost.build.runtime_library import read_gaps
+
+pytestmark = pytest.mark.process
 
 
 def memfit(*arguments, **options):

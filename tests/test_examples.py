@@ -118,6 +118,7 @@ def test_every_example_is_in_the_table():
         assert "memfit" not in (EXAMPLES / name).read_text(), name
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
 def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tmp_path):
     trace, script = tmp_path / "run.memfit", EXAMPLES / example.script
@@ -174,6 +175,7 @@ def without_former_requests(segment):
     return replace(segment, blocks=tuple(blocks))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "script",
     [
@@ -194,6 +196,7 @@ def test_a_longer_script_is_stopped_after_three_steps(script, tmp_path):
     assert not own_peaks(run.printed)
 
 
+@pytest.mark.process
 def test_out_of_memory_is_a_result_with_its_line_and_phase(tmp_path):
     run = dry_run(tmp_path, "--gpu", "RTX-3060", EXAMPLES / "gpt.py", "--batch-size", "32")
     assert run.answer["verdict"] == "out of memory"
@@ -205,12 +208,14 @@ def test_out_of_memory_is_a_result_with_its_line_and_phase(tmp_path):
     assert failure["shortfall"] > 0
 
 
+@pytest.mark.process
 def test_a_7b_model_built_on_the_cpu_costs_little_host_memory(tmp_path):
     run = dry_run(tmp_path, "--gpu", "A100-80GB", EXAMPLES / "llama7b.py")
     assert run.answer["verdict"] == "out of memory"
     assert run.host_bytes < 2 * GIB
 
 
+@pytest.mark.process
 def test_json_on_standard_output_is_not_mixed_with_other_output(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "memfit", "dry-run", "--json", "-", EXAMPLES / "manual_sgd.py"],
@@ -249,6 +254,7 @@ def added_by_line(printed):
     return {name: int(amount.replace(",", "")) for name, amount in found}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("script", "real"), [("linear1024.py", LINEAR_1024), ("two_linear.py", TWO_LINEAR)])
 def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
     run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / script, CUBLAS_WORKSPACE_CONFIG=":0:0")
@@ -256,6 +262,7 @@ def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
     assert {line: added[line] for line in real} == real
 
 
+@pytest.mark.process
 def test_the_optimizers_temporaries_are_what_a_real_gpu_showed(tmp_path):
     run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / "linear1024.py", CUBLAS_WORKSPACE_CONFIG=":0:0")
     held = sum(LINEAR_1024.values())

@@ -13,6 +13,8 @@ from memfit.records import Action
 from memfit.trace.trace_file import write_trace
 from support.traces import BASE, trace_of
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAIN = """
     import torch

@@ -46,6 +46,7 @@ def test_folders_that_need_torch_exist(folder):
     assert (PACKAGE / folder).is_dir()
 
 
+@pytest.mark.process
 def test_modules_outside_these_folders_do_not_import_torch():
     culprits = run_python(
         "import importlib, sys\n"
@@ -56,6 +57,7 @@ def test_modules_outside_these_folders_do_not_import_torch():
     assert culprits == ""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["dry-run", "--help"], ["record", "--help"], ["--version"], ["gpus"]]
 )
@@ -71,6 +73,7 @@ def test_the_command_line_answers_without_torch(arguments):
     assert printed
 
 
+@pytest.mark.process
 def test_python_m_memfit_is_the_same_command():
     as_module = subprocess.run(
         [sys.executable, "-m", "memfit", "--help"], capture_output=True, text=True, check=True
@@ -101,6 +104,7 @@ def test_a_name_that_is_not_exported_raises_attribute_error():
         memfit.no_such_name  # noqa: B018
 
 
+@pytest.mark.process
 def test_importing_memfit_imports_none_of_its_modules():
     loaded = run_python("import memfit, sys; print(*(m for m in sys.modules if m.startswith('memfit.')))")
     assert loaded.split() == []

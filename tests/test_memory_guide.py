@@ -39,6 +39,7 @@ def missing(shown, printed):
     return [line for line in lines if not any(line == found for found in left)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
 def test_the_guide_shows_what_the_command_prints(command, shown, tmp_path):
     printed = run(command, tmp_path)

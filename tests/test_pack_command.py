@@ -12,6 +12,8 @@ import pytest
 from memfit import pack
 from memfit.report.schema.pack_schema import PackingJson
 
+pytestmark = pytest.mark.process
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gan.py"
 PROBLEM = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
 

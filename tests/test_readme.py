@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 LEFT_OUT = "..."
@@ -17,6 +19,7 @@ def shown_run():
     return shlex.split(command), [re.sub(r"\s*[①-⑨]?$", "", line) for line in lines.splitlines()]
 
 
+@pytest.mark.process
 def test_the_readme_shows_what_the_command_prints():
     arguments, shown = shown_run()
     command = [sys.executable, "-m", "memfit", *arguments]

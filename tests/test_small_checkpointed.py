@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "small_checkpointed.py"
 
 # MiB of max_memory_allocated: input 1x3x224x224, each network is built while the previous one is alive.

@@ -10,6 +10,8 @@ import pytest
 from memfit.allocator.config import AllocatorConfig
 from memfit.errors import UsageError
 
+pytestmark = pytest.mark.process
+
 CONFS = (
     "",
     "a",

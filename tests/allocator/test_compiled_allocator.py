@@ -133,6 +133,7 @@ def empty_cache(tmp_path, monkeypatch):
     compiled_allocator.load.cache_clear()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "cc '", "false"])
 def test_without_a_compiler_replays_run_in_python(empty_cache, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
@@ -141,6 +142,7 @@ def test_without_a_compiler_replays_run_in_python(empty_cache, monkeypatch, comp
     assert not list(empty_cache.glob("**/*"))
 
 
+@pytest.mark.process
 def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
     code = "from memfit.allocator.compiled_allocator import load; assert load()"
     load = [sys.executable, "-c", code]
@@ -154,6 +156,7 @@ def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
     assert library.stat().st_size > 1000
 
 
+@pytest.mark.process
 def test_random_requests_under_sanitizers(tmp_path):
     sources = [CHECK, *sorted(compiled_allocator.LIBRARY.sources.glob("*.c"))]
     check = build(tmp_path / "check", sources, f"-I{compiled_allocator.LIBRARY.sources}")

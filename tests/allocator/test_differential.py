@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "allocator_differential.py"
 OPERATIONS = 50_000
 SEED = 20261122  # the benchmark takes a fresh one at each run

@@ -14,6 +14,8 @@ from watched import CONFS, run
 
 from memfit.allocator import caching_allocator
 
+pytestmark = pytest.mark.process
+
 DRIVER = Path(__file__).parents[2] / "benchmarks" / "allocator" / "drive.py"
 GIB = 1 << 30
 SITUATIONS = {

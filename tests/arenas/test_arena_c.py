@@ -7,6 +7,8 @@ import pytest
 from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
+pytestmark = pytest.mark.process
+
 PARTS = [LIBRARY.sources / name for name in ("arena.c", "extents.c", "request_log.c", "step_recorder.c")]
 CHECK = Path(__file__).with_name("check_arena.c")
 

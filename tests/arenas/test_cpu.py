@@ -172,6 +172,7 @@ def test_an_exception_ends_the_step_and_keeps_the_plan(arena):
     assert kind_of(arena).unplanned == 0
 
 
+@pytest.mark.process
 def test_a_data_loader_may_fork_workers_within_a_step(arena):
     data = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(8, 4))
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
@@ -200,6 +201,7 @@ def test_allocations_of_other_threads_are_not_placed(arena):
     assert torch.equal(ours, torch.full((500,), 10.0))
 
 
+@pytest.mark.process
 def test_a_process_forked_within_a_step_places_nothing(arena):
     def step():
         with arena.train():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCENARIOS = Path(__file__).with_name("cuda_scenarios.py")
 OUTPUT = {
     "planned": "3 2 0 0 True\nTrue True\nTrue\nTrue\nTrue\n",

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from memfit.arenas.native import LIBRARY
 from memfit.native_build import COMPILE_FLAGS, SHARED_C, find_compiler
 
+pytestmark = pytest.mark.process
+
 MANY = 100_000
 
 

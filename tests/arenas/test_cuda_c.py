@@ -7,6 +7,8 @@ import pytest
 from memfit.arenas.native import LIBRARY
 from support.sanitized_build import run_under
 
+pytestmark = pytest.mark.process
+
 HERE = Path(__file__).parent
 PARTS = [path for path in LIBRARY.sources.glob("*.c") if path.name not in {"cpu_allocator.c", "throw_oom.c"}]
 

@@ -93,6 +93,7 @@ def test_a_rehearsal_among_the_kept_files_is_ignored(report):
     assert kept_context(find_device("A100-80GB"), TORCH) is None
 
 
+@pytest.mark.process
 def test_a_dry_run_uses_the_kept_context(report, tmp_path, monkeypatch):
     keep_context(report)
     script = tmp_path / "script.py"

@@ -20,7 +20,10 @@ from memfit.records import (
 )
 from support.traces import Event, trace_of
 
-pytestmark = pytest.mark.xdist_group("validate")  # on one worker: the tests share a rehearsal
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.xdist_group("validate"),
+]  # on one worker: the tests share a rehearsal
 
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 JOBS = ("linear1024", "attention flash")

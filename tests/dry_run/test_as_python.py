@@ -8,7 +8,11 @@ import sys
 import textwrap
 import time
 
+import pytest
+
 from support.scripts import TRAIN
+
+pytestmark = pytest.mark.process
 
 
 def test_the_script_sees_the_environment_that_python_gives_it(dry_run):

@@ -55,6 +55,7 @@ AUTOCAST = """
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("setup", "forward", "optimizer"),
     [
@@ -92,6 +93,7 @@ def test_peaks_equal_those_of_the_script_to_the_byte(setup, forward, optimizer, 
     assert run.terms == expected.terms
 
 
+@pytest.mark.process
 def test_the_users_objects_are_unchanged_and_the_breakdown_adds_up():
     model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(), nn.BatchNorm1d(1024)).train()
     model[1].eval()
@@ -130,6 +132,7 @@ def test_the_users_objects_are_unchanged_and_the_breakdown_adds_up():
     assert "No loss was given" in str(answer)
 
 
+@pytest.mark.process
 def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(16)))
     answer = memfit.estimate(model, torch.ones(8, 16384), gpu="RTX-3060")
@@ -142,11 +145,13 @@ def test_a_model_that_does_not_fit_reports_its_total_and_fits_another_gpu():
     assert f"With unlimited memory, the run needs {answer.total.bytes / 2**30:,.2f} GiB" in str(answer)
 
 
+@pytest.mark.process
 def test_a_failing_model_is_reported_with_its_error(tmp_path):
     with pytest.raises(TargetError, match=r"model failed on the ghost.*RuntimeError: mat1 and mat2"):
         memfit.estimate(nn.Linear(3, 4), torch.ones(2, 5))
 
 
+@pytest.mark.process
 def test_a_model_that_exits_has_failed_and_a_loss_function_error_shows_its_signature():
     class Exiting(nn.Linear):
         def forward(self, *_):
@@ -196,6 +201,7 @@ print(answer.run.peak_place.phase, answer.breakdown["parameters"].bytes, answer.
 """
 
 
+@pytest.mark.process
 def test_classes_and_switches_of_an_interactive_session_are_sent(tmp_path):
     done = subprocess.run(
         [sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, check=False, cwd=tmp_path

@@ -16,6 +16,8 @@ from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME, read_gaps
 from memfit.ghost.build.torch_install import find_torch, scan_imports
 from memfit.native_build import find_compiler
 
+pytestmark = pytest.mark.process
+
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 HEADERS = (
     "cuda.h",

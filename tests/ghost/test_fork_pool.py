@@ -14,6 +14,8 @@ from memfit.ghost.build.runtime_library import build
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.fork_pool import ForkPool, PoolJob
 
+pytestmark = pytest.mark.process
+
 TARGETS = str(Path(__file__).with_name("fork_pool_targets.py"))
 GIB = 1 << 30
 

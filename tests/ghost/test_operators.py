@@ -11,6 +11,8 @@ import pytest
 
 from support.scripts import INSTALL_VALUES, check
 
+pytestmark = pytest.mark.process
+
 OPS = Path(__file__).parents[2] / "benchmarks/ops.py"
 
 LINEAR_ALGEBRA = """

@@ -9,6 +9,8 @@ import pytest
 from memfit.ghost.build.runtime_library import INCLUDES, RUNTIME
 from support.sanitized_build import build
 
+pytestmark = pytest.mark.process
+
 CHECKS = Path(__file__).with_name("checks")
 NAMES = re.findall(r"each\((\w+)\)", (CHECKS / "checks.h").read_text())
 

@@ -18,6 +18,7 @@ from support.sanitized_build import build
 CHECK = Path(__file__).with_name("check_packers.c")
 
 
+@pytest.mark.process
 def test_under_sanitizers(tmp_path):
     sources = [CHECK, *sorted(native.LIBRARY.sources.glob("*.c"))]
     check = build(tmp_path / "check", sources, f"-I{native.LIBRARY.sources}")
@@ -63,6 +64,7 @@ def test_each_buffer_goes_where_a_naive_search_places_it(is_circle, tightest):
         assert found.tolist() == naive(problem, order.tolist(), tightest=tightest)
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_a_search():
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it

@@ -69,6 +69,7 @@ def assert_equal(one, other):
 # -- of PyTorch -------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     referee = replace(trace, statistics=real["statistics"])
@@ -82,6 +83,7 @@ def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
     assert trace.events.stream.max() == 1
 
 
+@pytest.mark.process
 def test_a_real_snapshot_round_trips(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
     again = tmp_path / "again.pickle"
@@ -92,6 +94,7 @@ def test_a_real_snapshot_round_trips(tmp_path, real):
     assert_equal(read_trace(as_trace), trace)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kept", [0, 1, 100, 600])
 def test_blocks_older_than_the_history_are_prepended_to_it(real, kept):
     """With them, a truncated history has the bytes of the whole one, and ends with its blocks."""
@@ -118,6 +121,7 @@ def test_blocks_older_than_the_history_are_prepended_to_it(real, kept):
     assert left(told, line) == left(whole, expected)
 
 
+@pytest.mark.process
 def test_pytorchs_own_tools_read_our_snapshot_like_the_original(tmp_path, real):
     memory_viz = pytest.importorskip("torch.cuda._memory_viz")
     theirs, ours = real["snapshot"], tmp_path / "ours.pickle"
@@ -132,6 +136,7 @@ def test_pytorchs_own_tools_read_our_snapshot_like_the_original(tmp_path, real):
     assert "add_local_files" in memory_viz.trace_plot(ours)
 
 
+@pytest.mark.process
 def test_a_snapshot_without_the_keys_that_early_versions_lack_is_read(tmp_path, real):
     early = pickle.loads(pickle.dumps(real["snapshot"]))  # noqa: S301  a deep copy
     for event in early["device_traces"][0]:

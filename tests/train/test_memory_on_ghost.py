@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "engine_memory.py"
 SAMPLE = [
     "accumulation of 4",

@@ -113,6 +113,7 @@ def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
     assert not differing(picture(engine), picture(reference))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "case", ["AdamW, clipped", "bf16 with float32 masters", "AdamW, stepped in backward"]
 )
@@ -123,6 +124,7 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
     assert found["reported"] > 1
 
 
+@pytest.mark.process
 def test_the_less_memory_the_smaller_the_parts(pool):
     """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ...
     0."""

@@ -40,6 +40,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     state_file.save({"version": 1}, tmp_path / "state")
 
 
+@pytest.mark.process
 def test_a_killed_run_resumes_bit_for_bit():
     """The whole of it, 50 kills: python benchmarks/killed.py"""
     script = Path(__file__).parents[2] / "benchmarks" / "killed.py"

@@ -16,6 +16,8 @@ from memfit.ghost.cudnn.client import CudnnClient, NoAnswerError
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import convolution
 
+pytestmark = pytest.mark.process
+
 QUESTION = convolution("forward")
 OTHERS = [convolution("forward", images=images) for images in range(2, 6)]
 

@@ -16,6 +16,8 @@ from memfit.ghost.device import GhostDevice
 from memfit.native_build import find_compiler
 from support.cudnn_descriptors import FALLBACK, convolution
 
+pytestmark = pytest.mark.process
+
 # cuDNN 9.24.0: workspace bytes of its first choice for 64 to 64 channels, 3x3, on 1x64x224x224 in float32.
 FIRST_CHOICE = {
     "A100-80GB": {"forward": 12_992_528, "data gradient": 25_837_584, "weight gradient": 28_787_243},
