@@ -145,7 +145,7 @@ def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
         ("roundup_power2_divisions:3", "not a power of two"),
         ("max_split_size_mb", "Cannot parse PYTORCH_ALLOC_CONF="),
         ("backend:cudaMallocAsync", "memfit has no model of CUDA's own allocator"),
-        ("expandable_segments:True,large_segment_size_mb:13", "a multiple of 2: with 13 PyTorch fails"),
+        ("expandable_segments:True,large_segment_size_mb:13", "With large_segment_size_mb:13, PyTorch fails"),
     ],
 )
 def test_an_invalid_setting_is_an_error_message(trace, conf, words):
