@@ -1,7 +1,7 @@
 """Shared fixtures: a dry run of a short script, and its result; and the mark of tests that start processes.
 
-`make test-fast` runs the tests that start no process. A test that starts a process has the mark ``process``, in
-its file or because it uses a fixture of ``STARTERS``. Without the mark, the process is refused.
+`make test-fast` runs the tests that start no process. A test that starts a process has the mark ``process``,
+by itself or through a fixture of ``STARTERS``. Without the mark, the process is refused.
 """
 
 import json
