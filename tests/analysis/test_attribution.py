@@ -231,5 +231,5 @@ def test_a_trace_without_events_has_no_breakdown():
     attribution = attribute(trace, line)
     assert len(attribution.category) == 0
     assert phase_ledger(trace, line, attribution) == ()
-    with pytest.raises(UsageError, match="Nothing was allocated"):
+    with pytest.raises(UsageError, match="allocated no memory"):
         peak_event(trace, line, "peak")

@@ -93,7 +93,7 @@ def test_an_exhausted_memory_fraction_is_named(dry_run):
     """
     run = dry_run(script)
     assert run.answer["out_of_memory"]["shortfall"] == 0
-    assert "a memory fraction" in run.out
+    assert "reached the memory fraction" in run.out
 
 
 def test_memory_in_use_and_the_context_reduce_the_free_memory(dry_run):

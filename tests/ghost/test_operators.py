@@ -67,7 +67,7 @@ LINEAR_ALGEBRA = """
 
 def test_linear_algebra_runs_forward_and_backward(on_ghost):
     out = on_ghost(INSTALL_VALUES + "values = install()\n" + textwrap.dedent(LINEAR_ALGEBRA))
-    assert out == '("cuSOLVER workspace, as large as LAPACK documents",)\n'
+    assert out == "('cuSOLVER workspace, as large as LAPACK documents',)\n"
 
 
 def test_the_workspace_of_a_solver_is_allocated(on_ghost):
@@ -108,7 +108,7 @@ SPARSE = """
 def test_sparse_matrices_run_and_their_products_have_the_largest_possible_number_of_entries(on_ghost):
     counts, reached = on_ghost(INSTALL_VALUES + "values = install()\n" + textwrap.dedent(SPARSE)).splitlines()
     assert counts == f"3 {3 * 3} {3 + 2} {64 * 64}"
-    assert "cuSPARSE work space" in reached
+    assert "cuSPARSE workspace" in reached
     assert "entries of a sparse product or sum" in reached
     assert reached.count(",") == 3, reached
 
