@@ -223,7 +223,9 @@ def test_earlier_memory_has_the_stream_and_pool_of_its_end():
     ],
 )
 def test_private_pools_without_recorded_pools_are_refused(fields):
-    with pytest.raises(FileFormatError, match=r"private memory pools.*Record the run with PyTorch 2\.12 or later"):
+    with pytest.raises(
+        FileFormatError, match=r"private memory pools.*Record the run with PyTorch 2\.12 or later"
+    ):
         read_requests(trace_of(used(A, 12 * MIB, 0), **fields))
 
 
