@@ -147,7 +147,10 @@ class _CachedBlocks:
         """Attribute a block from before the history to an event; return its size."""
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
-            raise ImpossibleEventError("no block in use at this address is older than the allocator history")
+            raise ImpossibleEventError(
+                "this event names a block from before the allocator history, and no such block is in use at this "
+                "address"
+            )
         self._live[address] = position, stop, segment
         return stop - address
 
@@ -201,7 +204,10 @@ class _UncachedBlocks:
 
     def earlier(self, _position: int, _address: int) -> int:
         """Raise: without segments, earlier blocks are unknown."""
-        raise ImpossibleEventError("no block in use at this address is older than the allocator history")
+        raise ImpossibleEventError(
+            "this event names a block from before the allocator history, and no such block is in use at this "
+            "address"
+        )
 
     def free_requested(self, address: int) -> tuple[int, int]:
         """Return the event that made the allocation, and its size."""

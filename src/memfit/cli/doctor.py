@@ -18,7 +18,7 @@ def doctor(
     Args:
         gaps: List the CUDA functions that PyTorch may call and that the ghost does not implement.
         context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
-            and how much several settings change it. Later dry runs for this GPU use the measured figure.
+            and how several settings change that amount. Later dry runs for this GPU use the measured figure.
     """
     if context:
         return _measure_context()

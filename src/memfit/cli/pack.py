@@ -22,7 +22,7 @@ def pack(
 ) -> int:
     """Plan an offset for every buffer of a recorded step, and report how little memory the step then needs.
 
-    memfit packs the last complete training step; of a run without training steps, the whole run.
+    memfit packs the last complete training step, or the whole run if it has no training steps.
 
     Args:
         path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),

@@ -133,9 +133,9 @@ class OffloadState:
             warnings.warn("offload does nothing here: saved tensors are already on the CPU.", stacklevel=2)
             return
         warnings.warn(
-            "offload moved nothing to the host: besides parameters and buffers, which always "
-            f"stay on the device, no saved tensor has at least {self._settings.min_bytes:,} B "
-            "(min_bytes).",
+            "offload moved nothing to the host: every saved tensor is smaller than min_bytes "
+            f"({self._settings.min_bytes:,} B). Parameters and buffers do not count: they always stay on the "
+            "device.",
             stacklevel=2,
         )
 

@@ -65,9 +65,9 @@ class StepSnapshot:
         set_random_state(self.random)
         if self.lost:
             warnings.warn(
-                f"The failed step was undone, except that the buffers {self.lost} keep the values "
-                "that it wrote: no earlier step wrote to them, so memfit has no copy of their "
-                "earlier values.",
+                f"The failed step was undone, except for the buffers {self.lost}, which keep the values it "
+                "wrote. memfit saves only buffers that an earlier step has changed; this step was the first "
+                "to change these.",
                 stacklevel=2,
             )
         with torch.no_grad():
