@@ -148,8 +148,8 @@ class _CachedBlocks:
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
             raise ImpossibleEventError(
-                "this event names a block from before the allocator history, and no such block is in use at this "
-                "address"
+                "this event names a block from before the allocator history, and no such block is in use at "
+                "this address"
             )
         self._live[address] = position, stop, segment
         return stop - address
