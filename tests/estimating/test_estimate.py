@@ -159,7 +159,7 @@ def test_a_model_that_exits_has_failed_and_a_loss_function_error_shows_its_signa
 
     with pytest.raises(TargetError, match=r"test_estimate\.py:\d+\): RuntimeError: it called sys\.exit\(3\)"):
         memfit.estimate(Exiting(3, 4), torch.ones(2, 3))
-    with pytest.raises(TargetError, match=r"failed on the ghost.* called as loss\(model, inputs\)"):
+    with pytest.raises(TargetError, match=r"failed on the ghost.* called the loss as loss\(model, inputs\)"):
         memfit.estimate(nn.Linear(3, 4), (torch.ones(2, 3), torch.ones(2, 4)), loss=nn.functional.mse_loss)
 
 

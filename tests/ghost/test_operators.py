@@ -109,7 +109,7 @@ def test_sparse_matrices_run_and_their_products_have_the_largest_possible_number
     counts, reached = on_ghost(INSTALL_VALUES + "values = install()\n" + textwrap.dedent(SPARSE)).splitlines()
     assert counts == f"3 {3 * 3} {3 + 2} {64 * 64}"
     assert "cuSPARSE workspace" in reached
-    assert "entries of a sparse product or sum" in reached
+    assert "entries in a sparse product or sum" in reached
     assert reached.count(",") == 3, reached
 
 

@@ -60,7 +60,7 @@ def test_a_count_that_cannot_be_set_is_noted(on_ghost):
     script = """
 install()
 found = len(torch.empty(2**31 + 5, dtype=torch.bool, device="cuda").nonzero())
-print(found, f"nonzero of 2,147,483,653 elements found {found:,}" in notes[-1][1])
+print(found, "2,147,483,653 elements" in notes[-1][1])
 """
     assert on_ghost(INSTALL_VALUES + script) == "0 True\n"
 
