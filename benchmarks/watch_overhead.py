@@ -94,7 +94,7 @@ def main() -> None:
 
     device = find_device(parameters.gpu)
     ghost = load(build())
-    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)
+    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, context=device.context_bytes)
     from engine_overhead import medium, small
 
     import memfit

@@ -80,7 +80,7 @@ def run_compiler(*command: str) -> None:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
         raise GhostError(
             f"Cannot build memfit's C code: {command[0]} failed (exit code {done.returncode}). "
-            f"Try another compiler by setting CC. Its last lines:\n{output}"
+            f"Try another compiler by setting CC. The last lines of its output:\n{output}"
         )
 
 

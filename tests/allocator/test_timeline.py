@@ -87,7 +87,7 @@ def test_earlier_events_need_blocks_at_the_beginning(rows):
             SnapshotBlock(BASE + 512, 2 * MIB - 512, 0, STATES[0]),
         ],
     )
-    with pytest.raises(FileFormatError, match="names a block from before"):
+    with pytest.raises(FileFormatError, match="refers to a block allocated before"):
         timeline(trace_of(rows, [live]))
 
 

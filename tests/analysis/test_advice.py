@@ -164,7 +164,7 @@ def test_the_cost_of_settings_is_that_of_their_driver_calls():
     (one,) = advice_for(first)[0].advice
     assert one.costs == f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
     answer, _ = advice_for(trace(400, cached=300, **PARAMETERS))
-    assert answer.advice[0].costs == "an unknown time: fewer than two steps completed"
+    assert answer.advice[0].costs == "an unknown amount of time: fewer than two steps completed"
 
 
 def test_at_most_three_pieces_of_advice():

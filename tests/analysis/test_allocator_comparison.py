@@ -61,9 +61,9 @@ def test_the_traces_own_settings_come_first_and_once():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory": 12.5e9}, "memory=12500000000.0 must be a whole number"),
-        ({"memory": "12GiB"}, "memory='12GiB' must be a whole number"),
-        ({"in_use": -5}, "in_use=-5 must be a whole number of bytes, 0 or more"),
+        ({"memory": 12.5e9}, "memory must be a whole number of bytes, 0 or more, not 12500000000.0"),
+        ({"memory": "12GiB"}, "memory must be a whole number of bytes, 0 or more, not '12GiB'"),
+        ({"in_use": -5}, "in_use must be a whole number of bytes, 0 or more, not -5"),
         (
             {"confs": "throw_on_cudamalloc_oom:True"},
             "needs PyTorch 2.12 or later, but the trace was made with PyTorch 2.11",

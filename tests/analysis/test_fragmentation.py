@@ -197,5 +197,5 @@ def test_overlapping_blocks_are_refused():
         event(Action.ALLOC, 0, 20 * MIB),
     ]
     segments = [segment(address, 20 * MIB) for address in (BASE, BASE + 40 * MIB)]
-    with pytest.raises(FileFormatError, match="do not fill the 41,943,040 bytes reserved"):
+    with pytest.raises(FileFormatError, match="do not add up to the 41,943,040 bytes reserved"):
         told(history, segments)

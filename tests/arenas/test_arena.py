@@ -76,7 +76,7 @@ def test_the_report_counts_each_kind_of_step(arena):
     assert [term.name for term in report.terms] == ["process now", "process at its peak"]
     for words in (
         "training step with float32[8, 1, 8, 8]",
-        "3 recorded, 2 placed",
+        "3 steps recorded, 2 placed",
         "0 unplanned",
         "measured",
     ):

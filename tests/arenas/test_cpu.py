@@ -146,9 +146,9 @@ def test_a_step_that_differs_from_its_plan_warns_and_is_recorded_again(arena):
     for drops in range(1, MOST_DROPS + 1):
         training.model.extra = 4096 * drops
         last = (
-            "later such steps use the default allocator"
+            "later steps of this kind use the default allocator"
             if drops == MOST_DROPS
-            else "records the next steps again"
+            else "now records the next steps of this kind"
         )
         with pytest.warns(UserWarning, match=rf"training step with float32\[8, 1, 8, 8\] did not .*{last}"):
             training.step()

@@ -74,6 +74,6 @@ def test_a_job_can_set_its_device_and_environment(pool, device):
 def test_a_failed_job_raises_with_its_traceback_and_the_pool_continues(pool):
     with pytest.raises(TargetError, match=r"fails failed: ValueError: this one cannot work[\s\S]*line \d+"):
         pool.run(PoolJob(target("fails")))
-    with pytest.raises(TargetError, match="died without a result"):
+    with pytest.raises(TargetError, match="died without returning a result"):
         pool.run(PoolJob(target("dies")))
     assert pool.run(PoolJob(target("one_tensor"), {"size": 512})) == 512

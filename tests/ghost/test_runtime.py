@@ -313,7 +313,7 @@ def test_loading_after_torch_is_refused(on_ghost):
         except GhostError as error:
             print(error)
     """)
-    assert out.startswith("Cannot load the ghost: PyTorch is loaded already.")
+    assert out.startswith("Cannot load the ghost: PyTorch is already loaded.")
 
 
 def test_configuring_after_an_allocation_is_refused(on_ghost):

@@ -148,9 +148,7 @@ def test_an_argument_changed_in_place_is_refused(use_reentrant):
 
     model = nn.Sequential(nn.Linear(6, 6), Bare())
     Checkpointing("Bare", use_reentrant=use_reentrant).apply(model)
-    with pytest.raises(
-        UsageError, match=r"1 cannot be checkpointed: its forward changes tensor 0 of its arg"
-    ):
+    with pytest.raises(UsageError, match=r"1 cannot be checkpointed: its forward changes one of its arg"):
         model(torch.randn(4, 6))
 
 
@@ -242,7 +240,7 @@ def test_compiled(where, save_ops):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.* BatchNorm layers")
+@pytest.mark.filterwarnings("ignore:.*BatchNorm layers")
 def test_in_a_plan_and_when_memory_runs_out_in_backward():
     """The engine begins the batch again in smaller parts: what was being computed again has left no trace."""
 
@@ -353,7 +351,7 @@ def test_which_modules(settings, chosen):
             r"layers is a ModuleList, which has no forward; .*layers\.\*\?",
         ),
         (lambda: Checkpointing().apply(nn.Linear(2, 2)), "Linear has no list of repeated blocks"),
-        (lambda: Checkpointing(every=0), "every=0 must be"),
+        (lambda: Checkpointing(every=0), "every must be an integer of 1 or more, not 0"),
         (
             lambda: Checkpointing(save_ops=("aten.mn",)),
             "'aten.mn' is not a PyTorch operation. Nearest: aten[.]m",

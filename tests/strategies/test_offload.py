@@ -325,9 +325,9 @@ def test_compiled(late, where):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Offload(what="all"), "'all' must be one of activations, inputs"),
-        (lambda: Offload(min_bytes=-1), "min_bytes=-1 must be"),
-        (lambda: Offload(prefetch=True), "prefetch=True must be"),
+        (lambda: Offload(what="all"), "must be one of activations, inputs, not 'all'"),
+        (lambda: Offload(min_bytes=-1), "min_bytes must be an integer of 0 or more, not -1"),
+        (lambda: Offload(prefetch=True), "prefetch must be an integer, not True"),
         (lambda: Offload(pin_memory=False), "prefetch needs pin_memory"),
         (
             lambda: Offload("Blok").apply(net()),

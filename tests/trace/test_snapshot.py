@@ -280,7 +280,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
 def test_a_pickle_with_code_is_refused(tmp_path):
     message = refused(saved(tmp_path, OrderedDict(small())))
     assert "it refers to 'collections.OrderedDict', which is code" in message
-    assert "never load this file with pickle" in message
+    assert "Do not load this file with pickle" in message
 
 
 @pytest.mark.parametrize(("data", "kind"), [([], "list"), (3, "int"), ("text", "str"), (None, "NoneType")])

@@ -98,7 +98,7 @@ def test_training_ends_when_nothing_gets_better(metric):
     run = engine(callbacks=[memfit.EarlyStopping(metric, patience=2)], lr=0.0)
     run.fit(loader(), epochs=10)
     assert run.epoch == 3  # the first is the best, and two are waited
-    with pytest.raises(UsageError, match="patience=0"):
+    with pytest.raises(UsageError, match="patience must be at least 1, not 0"):
         memfit.EarlyStopping(patience=0)
 
 
@@ -287,7 +287,7 @@ def test_a_generator_is_refused_in_the_second_epoch():
     run.fit(iter(loader(3)), epochs=1)
     assert run.optimizer_step == 3
     run = engine()
-    with pytest.raises(UsageError, match=r"no batch in epoch 2\. A generator, for example,"):
+    with pytest.raises(UsageError, match=r"no batches in epoch 2\. A generator, for example,"):
         run.fit(iter(loader(3)), epochs=3)
     assert (run.optimizer_step, run.epoch) == (3, 1)
 

@@ -155,7 +155,7 @@ def test_persistent_workers_are_warned_about(tmp_path):
     fit(lambda: batches, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
-    with pytest.warns(UserWarning, match="persistent_workers are started anew"):
+    with pytest.warns(UserWarning, match="restarts the loader's persistent workers"):
         run.fit(batches, epochs=1)
 
 

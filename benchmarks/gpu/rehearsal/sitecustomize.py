@@ -14,4 +14,4 @@ if gpu := os.environ.get("MEMFIT_REHEARSAL"):
 
     device = find_device(gpu)
     ghost = load(build())  # kept by this module: the runtime calls back into it
-    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, own=device.context_bytes)
+    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, context=device.context_bytes)

@@ -136,7 +136,9 @@ class _CachedBlocks:
         stop, segment = free
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleEventError(f"the free block at this address has only {stop - address:,} bytes")
+            raise ImpossibleEventError(
+                f"the free block at this address is only {stop - address:,} bytes long"
+            )
         if should_split(rounded, remainder, self._config):
             self._layout.put(address + rounded, stop, segment)
             stop = address + rounded
@@ -148,8 +150,8 @@ class _CachedBlocks:
         born, stop, segment = self._live.get(address, (position, 0, 0))
         if born is not None:
             raise ImpossibleEventError(
-                "this event names a block from before the allocator history, and no such block is in use at "
-                "this address"
+                "this event refers to a block allocated before the allocator history began, but no such "
+                "block is in use at this address"
             )
         self._live[address] = position, stop, segment
         return stop - address
@@ -158,7 +160,7 @@ class _CachedBlocks:
         """Return the event that allocated the block, None if it is older than the history, and its size."""
         block = self._live.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no block in use starts at this address")
+            raise ImpossibleEventError("no allocated block starts at this address")
         self._pending[address] = block
         return block[0], block[1] - address
 
@@ -166,7 +168,7 @@ class _CachedBlocks:
         """Free a block whose last stream is done with it."""
         block = self._pending.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no earlier event requested the free of a block at this address")
+            raise ImpossibleEventError("no earlier event requested that a block at this address be freed")
         self._layout.release(address, block[1], block[2])
 
     def segment(self, action: int, address: int, size: int) -> None:
@@ -205,15 +207,15 @@ class _UncachedBlocks:
     def earlier(self, _position: int, _address: int) -> int:
         """Raise: without segments, earlier blocks are unknown."""
         raise ImpossibleEventError(
-            "this event names a block from before the allocator history, and no such block is in use at this "
-            "address"
+            "this event refers to a block allocated before the allocator history began, but no such block is "
+            "in use at this address"
         )
 
     def free_requested(self, address: int) -> tuple[int, int]:
         """Return the event that made the allocation, and its size."""
         piece = self._live.pop(address, None)
         if piece is None:
-            raise ImpossibleEventError("no memory in use starts at this address")
+            raise ImpossibleEventError("no allocated block starts at this address")
         return piece
 
     def free_completed(self, address: int) -> None:

@@ -222,17 +222,21 @@ def parse(conf: str) -> dict[str, str]:
     return settings
 
 
+def _invalid(name: str, value: str, expected: str) -> UsageError:
+    return UsageError(f"{name}:{value} in the allocator settings is invalid: the value must be {expected}.")
+
+
 def _boolean(values: Mapping[str, str], name: str) -> bool:
     value = values.get(name, "False")
     if value not in _BOOLEAN:
-        raise UsageError(f"{name}:{value} in the allocator settings must be True or False.")
+        raise _invalid(name, value, "True or False")
     return _BOOLEAN[value]
 
 
 def _backend(values: Mapping[str, str]) -> str:
     backend = values.get("backend", _BACKENDS[0])
     if backend not in _BACKENDS:
-        raise UsageError(f"backend:{backend} in the allocator settings must be {' or '.join(_BACKENDS)}.")
+        raise _invalid("backend", backend, " or ".join(_BACKENDS))
     return backend
 
 
@@ -241,13 +245,13 @@ def _size(values: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if not _MEBIBYTES.fullmatch(value):
-        raise UsageError(f"{name}:{value} in the allocator settings must be a whole number of MiB.")
+        raise _invalid(name, value, "a whole number of MiB")
     return int(value) * MIB
 
 
 def _check_least(values: Mapping[str, str], name: str, least: int) -> None:
     if name in values and int(values[name]) < least:
-        raise UsageError(f"{name}:{values[name]} in the allocator settings must be at least {least}.")
+        raise _invalid(name, values[name], f"at least {least}")
 
 
 def _fraction(values: Mapping[str, str], name: str) -> float | None:
@@ -255,7 +259,7 @@ def _fraction(values: Mapping[str, str], name: str) -> float | None:
     if value is None:
         return None
     if not _FRACTION.fullmatch(value) or float(value) > 1:
-        raise UsageError(f"{name}:{value} in the allocator settings must be a fraction from 0 to 1.")
+        raise _invalid(name, value, "a fraction from 0 to 1")
     return float(value)
 
 
@@ -263,9 +267,7 @@ def _threshold(values: Mapping[str, str]) -> float:
     name = "garbage_collection_threshold"
     threshold = _fraction(values, name)
     if threshold in (0, 1):
-        raise UsageError(
-            f"{name}:{values[name]} in the allocator settings must be more than 0 and less than 1."
-        )
+        raise _invalid(name, values[name], "more than 0 and less than 1")
     return threshold or 0.0
 
 

@@ -30,7 +30,7 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     return FileFormatError(
         f"Cannot replay this trace: event {position} of {len(events)}, {action} of {size:,} bytes at "
         f"{address:#x}, is impossible: {reason}. Either part of the allocator history is missing, or the run "
-        "used other allocator settings than the trace records. Record the run again from its start."
+        "used allocator settings that differ from those in the trace. Record the run again from its start."
     )
 
 
@@ -87,7 +87,7 @@ class FreeRanges:
     def remove_segment(self, start: int, stop: int) -> None:
         """Remove a segment that was released with cudaFree: it must be one free block."""
         if self.take(start) != (stop, start):
-            raise ImpossibleEventError("no segment at this address is entirely free and has this size")
+            raise ImpossibleEventError("no segment of this size at this address is entirely free")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
@@ -102,7 +102,7 @@ class FreeRanges:
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
-            raise ImpossibleEventError("this memory is not both mapped and free")
+            raise ImpossibleEventError("some of this memory is unmapped or in use")
         end, _ = self._starts.pop(around)
         del self._stops[end]
         if around < start:

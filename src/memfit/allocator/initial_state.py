@@ -78,7 +78,7 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     if reserved < 0:
         raise FileFormatError(
             f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
-            f"release, but its segments at the end hold only {at_end:,} bytes. The file was truncated or "
+            f"release, but the segments that remain hold only {at_end:,} bytes. The file was truncated or "
             "edited. Record the run again."
         )
     if reserved == 0:
@@ -179,7 +179,8 @@ class _Rewind:
         extent = self._pending.pop(address, None)
         if extent is None:
             raise ImpossibleEventError(
-                "no later event completes this free, and the block is not waiting for a stream at the end"
+                "no later event completes this free, yet the block does not wait for a stream when the "
+                "trace ends"
             )
         self._live[address] = extent
 
@@ -231,7 +232,8 @@ class _Rewind:
         owner = self._used.pop(start, None)
         if owner is None:
             raise ImpossibleEventError(
-                "the memory just before the block was free, and PyTorch would have allocated that first"
+                "the memory directly below this address was free, and PyTorch would have placed the block "
+                "there"
             )
         self._drop(start)
         in_use = self._live if owner in self._live else self._pending
@@ -245,7 +247,7 @@ class _Rewind:
         around = self._order[index] if index >= 0 else -1
         extent = self._free.get(around, (-1, 0))
         if extent[0] < stop:
-            raise ImpossibleEventError("this memory is not free after the event")
+            raise ImpossibleEventError("other events show that this memory is still in use after it")
         return around, extent
 
     def _release(self, start: int, extent: Extent) -> None:

@@ -211,7 +211,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
 def _costs(before: float | None, after: float | None) -> str:
     """Return the cost of settings as text."""
     if before is None or after is None:
-        return "an unknown time: fewer than two steps completed"
+        return "an unknown amount of time: fewer than two steps completed"
     if after <= before:
         return "no time in a steady step"
     return f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"

@@ -55,7 +55,7 @@ def compare_settings(
     others = trace.device.in_use if in_use is None else in_use
     for name, value in (("memory", total), ("in_use", others)):
         if not isinstance(value, int) or value < 0:
-            raise UsageError(f"{name}={value!r} must be a whole number of bytes, 0 or more.")
+            raise UsageError(f"{name} must be a whole number of bytes, 0 or more, not {value!r}.")
     taken = context + others
     if taken >= total:
         raise UsageError(

@@ -83,7 +83,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
         if sum(piece.stop - piece.start for piece in pieces[events]) != reserved:
             raise FileFormatError(
                 f"Cannot replay this trace: after {events} of {len(trace.events)} events, its blocks do not "
-                f"fill the {reserved:,} bytes reserved. Record the run again."
+                f"add up to the {reserved:,} bytes reserved. Record the run again."
             )
     tracker.advance_to(len(trace.events))  # to know when blocks are freed
     classifier = _Classifier(trace, config, tracker)
@@ -102,8 +102,8 @@ def _why_not(config: AllocatorConfig) -> str:
             "history does not record the segments of that pool."
         )
     return (
-        "With PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch calls cudaMalloc for each tensor; it caches and splits "
-        "no memory."
+        "With PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch calls cudaMalloc for each tensor; it neither caches "
+        "nor splits memory."
     )
 
 

@@ -56,13 +56,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this
             machine, and with False all of them, are created from their configuration.
         workspaces: where cuDNN's workspace sizes come from: ``cudnn``, ``rules`` or ``none``.
-        labels: record modules and phases; byte counts are the same without.
+        labels: record modules and phases; the byte counts are the same either way.
         output: where to save the trace; nowhere by default.
         html: where to write a report for the browser; nowhere by default.
         advise: look for changes that lower the peak without editing the training loop. memfit runs the script
-            again for each, silently and without input, up to about six times; each run writes the script's
-            output files again. What helps is in the result's ``advice``; if the search is interrupted, the
-            result holds what was found so far.
+            again for each, without input and with its output hidden, up to about six times; each run writes
+            the script's output files again. The result's ``advice`` lists the changes that help, or, if the
+            search is interrupted, those found so far.
         stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.
 
@@ -118,7 +118,7 @@ def record(  # noqa: PLR0913 - one parameter an option
         module: run a module as ``python -m`` does.
         steps: training steps after which memfit stops the script; None lets it run to its end. The history
             stays in host memory until then, so pass a number for hours of training.
-        labels: record modules and phases; byte counts are the same without.
+        labels: record modules and phases; the byte counts are the same either way.
         output: where to save the trace; nowhere by default.
         stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.

@@ -107,8 +107,8 @@ def _memory_of(device: str) -> ArenaMemory | None:
     if installed() is None:
         return CudaMemory()
     warnings.warn(
-        "memfit.arena does nothing in this run, because memfit is already recording the script with "
-        "PyTorch's allocator.",
+        "memfit.arena does nothing in this run: memfit is recording the script, and reports the memory that "
+        "PyTorch's own allocator uses.",
         stacklevel=3,
     )
     return None
@@ -235,7 +235,7 @@ class Arena:
     def _check_no_step(self) -> None:
         running = self._running()  # the generator's own state is right wherever Ctrl-C interrupted it
         if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_CLOSED:
-            raise UsageError("The previous step of this arena has not ended. Leave its with block first.")
+            raise UsageError("The previous step of this arena has not ended. End its `with` block first.")
 
     def _begin(self, name: str, batch: tuple[Any, ...]) -> AbstractContextManager[None]:
         itself: list[Running] = []
@@ -306,7 +306,7 @@ class Arena:
             warnings.warn(
                 f"memfit.arena: there are more than {MOST_KINDS} kinds of steps, for example because batches "
                 "have many shapes. Steps of any further kind use the default allocator. Pad batches to a few "
-                "shapes, or pass only a part of the batch to train().",
+                "shapes, or pass train() only the tensors whose shapes should distinguish kinds of steps.",
                 stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)

@@ -138,8 +138,9 @@ class StepKind:
             warnings.warn(
                 f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
                 "because an earlier tensor still occupied their slot. The script kept that tensor longer "
-                "than in the recorded steps, for example a gradient that zero_grad freed only after an "
-                "evaluation. memfit warns only once; the arena's report counts all such allocations.",
+                "than in the recorded steps. A gradient, for example, lives longer if the script calls "
+                "zero_grad only after an evaluation. memfit warns only once; the arena's report counts all "
+                "such allocations.",
                 stacklevel=5,
             )
 
@@ -149,8 +150,8 @@ class StepKind:
             warnings.warn(
                 f"memfit.arena: memfit recorded {MANY} steps of the kind '{self.name}', and no two in a row "
                 "were the same, so it cannot plan them. If the script has several kinds of steps, name each "
-                "kind: train('generator', batch). If the sizes of the steps differ, pass train() the tensors "
-                "whose shapes determine them.",
+                "kind: train('generator', batch). If steps differ in size, pass to train() the tensors whose "
+                "shapes determine that size.",
                 stacklevel=5,
             )
 
@@ -188,13 +189,13 @@ class StepKind:
     def _difference(self, tally: dict[str, int]) -> str:
         if tally["differing"]:
             requested = format_bytes(tally["first_bytes"])
-            what = f"its allocation {tally['first']:,} requested {requested}, which is not in the plan"
+            what = f"its allocation number {tally['first']:,}, of {requested}, is not in the plan"
         else:
             what = f"it skipped {tally['skipped']:,} planned allocations"
         then = (
-            "memfit records the next steps again."
+            "memfit now records the next steps of this kind, to make a new plan."
             if self.drops < MOST_DROPS
-            else f"This was the last of {MOST_DROPS} plans: later such steps use the default allocator."
+            else f"After {MOST_DROPS} plans, later steps of this kind use the default allocator."
         )
         return (
             f"memfit.arena: a {self.name} did not match its plan: {what}. {tally['unplanned']:,} allocations "

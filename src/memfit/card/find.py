@@ -48,7 +48,9 @@ def find_card(purpose: str) -> Card:
         shown = os.environ["CUDA_VISIBLE_DEVICES"]
         raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} selects none of this machine's GPUs")
     if status not in (_SUCCESS, _NO_DEVICE):
-        raise _no_card(purpose, f"the NVIDIA driver fails to start (CUDA error {status}); check nvidia-smi")
+        raise _no_card(
+            purpose, f"the NVIDIA driver fails to start (CUDA error {status}); check it with nvidia-smi"
+        )
     if not count.value:
         raise _no_card(purpose, "the NVIDIA driver finds no GPU")
     cuda.cuDeviceGetName(name, _TEXT, 0)

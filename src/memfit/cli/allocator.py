@@ -24,7 +24,7 @@ def allocator(
     memfit replays the recorded allocations under each allocator setting worth trying. For each setting, it
     reports how much memory PyTorch reserves and how much time the calls to the CUDA driver take per step.
     memfit recommends a setting that makes the run fit or, if the run fits already, lowers the reserved memory
-    by at least 1 %. In either case, the setting must slow a training step by at most 1 ms.
+    by at least 1 %. It never recommends a setting that slows a training step by more than 1 ms.
 
     Args:
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch

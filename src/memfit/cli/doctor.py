@@ -16,7 +16,7 @@ def doctor(
     """Check that PyTorch, the C compiler, and the ghost (memfit's stand-in for a GPU) work on this machine.
 
     Args:
-        gaps: List the CUDA functions that PyTorch may call and that the ghost does not implement.
+        gaps: List the CUDA functions that PyTorch may call but the ghost does not implement.
         context: Measure, on this machine's GPU, how much memory a process holds outside PyTorch's allocator,
             and how several settings change that amount. Later dry runs for this GPU use the measured figure.
     """

@@ -38,7 +38,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    Options of memfit come before the script; everything after the script's name is passed to the script.
+    memfit's own options come before the script; everything after the script's name is passed to the script.
 
     Args:
         command: The script and its own arguments.
@@ -53,22 +53,22 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 if the script does not fit into the GPU's memory.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script up to about six more times, without input and without showing its output. Each
-            of these runs writes the script's output files again.
+            runs the script up to about six more times, without terminal input and with its output hidden.
+            Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
-            float=1,int=1,bool=false,all=true,count=upper; name only those to change. all is the result of
-            torch.all and similar checks. count is the number of elements that nonzero and similar ops find:
-            upper (as many as possible), a fraction such as 0.5, or an integer.
+            float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. The key all sets the
+            result of torch.all and similar checks; count sets the number of elements that nonzero and
+            similar ops find: upper (as many as possible), a fraction such as 0.5, or an integer.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
-        no_weights: In from_pretrained of transformers, create every model from its configuration; do not read
-            or download its checkpoint. By default, memfit does so only for models whose checkpoint is not
-            on this machine.
-        workspaces: How to determine the sizes of cuDNN's workspaces. cudnn asks the installed cuDNN, and
-            applies memfit's rules where cuDNN has no answer; rules applies only the rules; none counts
-            0 bytes.
-        labels: Record the module and the phase of the step that make each allocation. With --no-labels,
-            memfit records neither; the byte counts are the same either way.
+        no_weights: When the script calls from_pretrained (transformers), create the model from its
+            configuration, without reading or downloading a checkpoint. By default, memfit does so only for
+            models whose checkpoint is not on this machine.
+        workspaces: How to determine the sizes of cuDNN's workspaces. With cudnn, memfit asks the installed
+            cuDNN, and falls back on its own rules where cuDNN has no answer. With rules, memfit uses only its
+            rules. With none, it counts each workspace as 0 bytes.
+        labels: For each allocation, record the module that made it and the phase of the training step. With
+            --no-labels, memfit records neither; the byte counts are the same either way.
     """
     from memfit import api
 

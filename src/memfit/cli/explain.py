@@ -23,7 +23,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fragmentation: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Show what holds the GPU memory of a recorded run, when, and which line allocated it.
+    """Show what holds the GPU memory of a recorded run at a given moment, and which line allocated it.
 
     Args:
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
@@ -31,16 +31,16 @@ def explain(  # noqa: PLR0913 - one parameter an option
         at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), or the number of a
             training step (2). Within a phase or a step, memfit chooses the moment with the most allocated
             memory.
-        by: Sum the allocated memory by category, module, line or op. The rows add up to all allocated memory.
+        by: Sum the allocated memory by category, module, line or op. The rows add up to the total.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
         html: Write an HTML report to this file: a single page that loads no other files.
         source: Include file names and line numbers in the HTML report.
         chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
-        fragmentation: Also show how much of the reserved memory no tensor uses, at the peaks and at the end
-            of the run: rounding, holes between blocks, and cached segments. List the blocks that keep
-            PyTorch from releasing the largest holes.
+        fragmentation: Also show the reserved memory that no tensor uses (rounding, holes between blocks,
+            cached segments), at the peaks and at the end of the run. List the blocks that keep PyTorch from
+            releasing the largest holes.
     """
     from memfit import api
 

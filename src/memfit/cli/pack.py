@@ -20,7 +20,7 @@ def pack(
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
-    """Plan an offset for every buffer of a recorded step, and report how little memory the step then needs.
+    """Plan an offset for every buffer of a recorded step, and report how much memory the plan needs.
 
     memfit packs the last complete training step, or the whole run if it has no training steps.
 
@@ -28,8 +28,9 @@ def pack(
         path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),
             or a table of buffers (.csv) with the columns id, lower, upper and size. A buffer is live from
             lower up to, but not including, upper.
-        capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB, or a number in
-            the units of the table. By default, memfit searches for the smallest size.
+        capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB. For a .csv
+            table, give a plain number in the units of the table. By default, memfit searches for the smallest
+            size.
         seconds: Stop the search after this many seconds.
         csv: Write a table of all buffers and their offsets to this file.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.

@@ -34,14 +34,14 @@ def record(
         command: The script and its own arguments.
         module: Run a module, as python -m does.
         steps: Stop the script after this many training steps.
-        to_end: Let the script run to its end instead of stopping it. Every allocation that is recorded takes
-            host memory.
+        to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
+            memory, so a long run may need a lot of it.
         output: Save the trace to this file. The default is run.memfit. memfit overwrites an existing
             run.memfit only if you name it with this option.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         fail: Exit with code 1 if the script does not fit into the GPU's memory.
-        labels: Record the module and the phase of the step that make each allocation. With --no-labels,
-            memfit records neither; the byte counts are the same either way.
+        labels: For each allocation, record the module that made it and the phase of the training step. With
+            --no-labels, memfit records neither; the byte counts are the same either way.
     """
     from memfit import api
 

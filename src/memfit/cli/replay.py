@@ -31,12 +31,12 @@ def replay(
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
             (snapshot.pickle).
         alloc_conf: A value of PYTORCH_ALLOC_CONF, for example expandable_segments:True; repeat the option to
-            compare several. memfit always includes the settings that the run was recorded with.
+            compare several. The comparison always includes the settings that the run was recorded with.
         gpu: Assume this GPU instead of the one that the run was recorded for.
         memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 unless the run fits under every setting compared, the recorded one included.
+        fail: Exit with code 1 unless the run fits under every setting compared, including the recorded one.
     """
     comparison = compare(path, alloc_conf or [], gpu, memory, in_use, smallest=False)
     write_comparison(comparison, json)

@@ -106,7 +106,7 @@ class _Maker:
             batch = {"pixel_values": self.images(channels)}
         else:
             raise UsageError(
-                f"memfit cannot make the inputs of {self._name}, whose forward takes ({', '.join(takes)}). "
+                f"memfit cannot make inputs for {self._name}, whose forward takes ({', '.join(takes)}). "
                 f"{_YOURSELF}"
             )
         return batch | (self._targets(takes.keys() & _TARGETS) if labels else {})
@@ -155,7 +155,7 @@ class _Maker:
                 f"memfit knows ({', '.join(sorted(_TARGETS))}). Pass labels=False."
             )
         raise UsageError(
-            f"memfit cannot make the labels of {self._name} ({', '.join(sorted(wanted))}). "
+            f"memfit cannot make labels for {self._name} ({', '.join(sorted(wanted))}). "
             "Pass labels=False and make them yourself."
         )
 
@@ -179,7 +179,7 @@ def _classifier(model: nn.Module) -> tuple[int, int]:
     else:
         return first.in_channels, layers[-1].out_features
     raise UsageError(
-        f"memfit cannot make the inputs of {type(model).__name__}: it is not an image classifier: {why}. "
+        f"memfit cannot make inputs for {type(model).__name__}, which is not an image classifier: {why}. "
         f"{_YOURSELF}"
     )
 

@@ -51,7 +51,7 @@ def why_not_copyable(tensor: torch.Tensor) -> str:
         return "conjugate and negative views are not supported"
     dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if dispatches and not hasattr(tensor, "__tensor_flatten__"):
-        return "the tensor subclass has no __tensor_flatten__ method, which lists its inner tensors"
+        return "the tensor subclass has no __tensor_flatten__ method, so its inner tensors are unknown"
     return ""
 
 

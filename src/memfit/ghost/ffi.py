@@ -146,7 +146,7 @@ class Ghost:
         *,
         count: int = 1,
         in_use: int = 0,
-        own: int = 0,
+        context: int = 0,
         workspaces: WorkspaceSource = WorkspaceSource.CUDNN,
     ) -> None:
         """Choose the device, before CUDA is initialised; also possible in a forked child.
@@ -155,7 +155,7 @@ class Ghost:
             device: the device to stand in for.
             count: the number of devices.
             in_use: bytes of each that are in use from the start: the CUDA context, other processes.
-            own: the share of those bytes that is this process's context.
+            context: the share of those bytes that is this process's context.
             workspaces: where workspace sizes come from.
 
         Raises:
@@ -168,7 +168,7 @@ class Ghost:
             raise GhostError(
                 f"Cannot configure the ghost as {device.name}: {_CONFIGURE_ERRORS.get(status, status)}."
             )
-        self._library.ghost_set_context_bytes(own)
+        self._library.ghost_set_context_bytes(context)
         self.workspaces = Workspaces.read(workspaces, lambda: installed_cudnn(device, self._build))
         self.answer_with(self.workspaces.answer)
 

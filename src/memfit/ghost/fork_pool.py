@@ -89,7 +89,10 @@ class ForkPool:
         self._control.sendall(_frame(msgspec.json.encode(build, enc_hook=str)))
         if self._control.recv(len(_READY)) != _READY:
             self.close()
-            raise GhostError("The ghost pool's warm process did not start; its error is printed above.")
+            raise GhostError(
+                "GhostPool: the process that loads PyTorch for all jobs did not start. Its error is printed "
+                "above."
+            )
 
     def run(self, job: PoolJob) -> Any:  # whatever JSON the target returns
         """Run one job in its own process and return the target's result.
@@ -106,11 +109,11 @@ class ForkPool:
                 try:
                     socket.send_fds(self._control, [_JOB], [theirs.fileno()])
                 except OSError as error:
-                    raise GhostError("The ghost pool's warm process has ended; start a new pool.") from error
+                    raise GhostError("This GhostPool's process has ended. Create a new pool.") from error
             ours.sendall(_frame(msgspec.json.encode(job)))
             reply = _receive_message(ours)
         if reply is None:
-            raise TargetError(f"The process that ran {job.target} died without a result.")
+            raise TargetError(f"The process that ran {job.target} died without returning a result.")
         result = msgspec.json.decode(reply, type=_ChildResult)
         if result.error:
             raise TargetError(f"{job.target} failed: {result.error}\n{result.traceback}")

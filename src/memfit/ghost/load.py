@@ -31,7 +31,7 @@ def load(build: Build) -> Ghost:
     """
     if "torch" in sys.modules:
         raise GhostError(
-            "Cannot load the ghost: PyTorch is loaded already. Load the ghost before import torch."
+            "Cannot load the ghost: PyTorch is already loaded. Load the ghost before importing torch."
         )
     try:
         runtime = ctypes.CDLL(str(build.library), mode=ctypes.RTLD_GLOBAL)

@@ -30,19 +30,19 @@ _DTYPE_ASSUMED = (
 )
 
 
-def install(modeling: Any, note: NoteCallback, *, never: bool) -> None:
+def install(modeling: Any, note: NoteCallback, *, no_weights: bool) -> None:
     """Substitute empty checkpoints for missing ones, from now on.
 
     Args:
         modeling: the module ``transformers.modeling_utils``. A version with another structure is left
             unpatched, and fails as it would without memfit.
         note: called when a checkpoint is substituted.
-        never: never load weights: substitute checkpoints that are present or could be downloaded, too.
+        no_weights: load no weights: also substitute checkpoints that are present or could be downloaded.
     """
     find = getattr(modeling, "_get_resolved_checkpoint_files", None)
     load = vars(modeling.PreTrainedModel).get("_load_pretrained_model")
     if find is not None and isinstance(load, staticmethod):
-        empty = _EmptyCheckpoints(modeling, note, find, load.__func__, never=never)
+        empty = _EmptyCheckpoints(modeling, note, find, load.__func__, no_weights=no_weights)
         modeling._get_resolved_checkpoint_files = empty.find
         modeling.PreTrainedModel._load_pretrained_model = staticmethod(empty.load)
 
@@ -57,19 +57,19 @@ class _EmptyCheckpoints:
         find: Callable[..., Any],
         load: Callable[..., Any],
         *,
-        never: bool,
+        no_weights: bool,
     ) -> None:
         self._modeling = modeling
         self._note = note
         self._find = find
         self._load = load
-        self._never = never
+        self._no_weights = no_weights
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._dtypes: dict[str, torch.dtype] = {}  # placeholder file -> dtype of the checkpoint
 
     def find(self, *args: Any, **options: Any) -> Any:
         """Find a checkpoint, or write a placeholder of one element, whose dtype transformers reads."""
-        if not self._never or options.get("gguf_file"):
+        if not self._no_weights or options.get("gguf_file"):
             try:
                 return self._find(*args, **options)
             except OSError:

@@ -90,8 +90,8 @@ class CompiledCode:
         recompiled = self._codes.total() - len(self._codes)
         text = f"torch.compile made {_count(len(self._graphs), 'graph')}"
         if recompiled:
-            text += f", {recompiled} of them for code that was already compiled"
-        return f"{text}; their allocations are labelled by graph."
+            text += f", {recompiled} of them by recompiling code"
+        return f"{text}. Allocations in compiled code are labelled with the graph that made them."
 
     def _watch(self) -> None:
         from torch._dynamo import convert_frame, trace_rules

@@ -77,7 +77,7 @@ class GhostBackend:
             settings.stands_for,
             count=settings.visible_devices,
             in_use=context + settings.device.in_use,
-            own=context,
+            context=context,
             workspaces=WorkspaceSource(options.workspaces),
         )
         # Now, not when torch has been imported: the loader may be what imports torch.
@@ -110,7 +110,7 @@ class GhostBackend:
 
         if self._recorder is not None:
             pretrained_weights.install(
-                sys.modules[_LOADER], self._recorder.note, never=not self._options.weights
+                sys.modules[_LOADER], self._recorder.note, no_weights=not self._options.weights
             )
 
     def refusal(self) -> str:
@@ -212,8 +212,8 @@ class CardBackend:
         if backend == "native":
             return ""
         return (
-            f"Cannot record with {backend}: PyTorch then keeps no allocator history. Remove this setting, or "
-            "use memfit dry-run, which records the allocations on the ghost."
+            f"Cannot record with {backend}, because PyTorch keeps no allocator history under that setting. "
+            "Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
         )
 
     def stepped(self) -> None:

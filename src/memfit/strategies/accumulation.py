@@ -50,26 +50,27 @@ class Accumulation:
         for name in ("gradient_accumulation_steps", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name}={value!r} must be an integer of at least 1.")
+                raise UsageError(f"{name} must be an integer of 1 or more, not {value!r}.")
         _check_dtype(self.gradient_dtype)
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:
             if whole % micro or (steps and steps * micro != whole):
                 product = f"gradient_accumulation_steps={steps} times micro_batch_size={micro}"
                 wanted = product if steps else f"a multiple of micro_batch_size={micro}"
-                raise UsageError(f"global_batch_size={whole} must be {wanted}.")
+                raise UsageError(f"global_batch_size must be {wanted}, not {whole}.")
             object.__setattr__(self, "gradient_accumulation_steps", whole // micro)
         elif steps and whole:
             if whole % steps:
                 raise UsageError(
-                    f"global_batch_size={whole} must be a multiple of gradient_accumulation_steps={steps}."
+                    f"global_batch_size must be a multiple of gradient_accumulation_steps={steps}, not "
+                    f"{whole}."
                 )
             object.__setattr__(self, "micro_batch_size", whole // steps)
         elif steps and micro:
             object.__setattr__(self, "global_batch_size", steps * micro)
         elif whole:
             raise UsageError(
-                f"global_batch_size={whole} alone does not say how to divide a batch: set "
+                f"global_batch_size={whole} alone does not determine how to divide a batch: set "
                 "micro_batch_size or gradient_accumulation_steps too."
             )
 

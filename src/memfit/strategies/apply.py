@@ -97,10 +97,10 @@ def revert(model: nn.Module) -> nn.Module:
 def _expect_unwrapped(model: nn.Module, action: str) -> None:
     wrapped = [name for name, part in model.named_modules() if any(wrappers(part))]
     if wrapped:
-        where = f"its module {wrapped[0]!r}" if wrapped[0] else "it"
+        where = f" (in module {wrapped[0]!r})" if wrapped[0] else ""
         raise UsageError(
-            f"The model cannot {action}: {where} was wrapped when another model was given a plan, "
-            "and this model is a copy or a part of that other model. Call memfit.revert on the "
-            "other model first, or copy models before passing them to memfit.apply or "
-            "memfit.Engine."
+            f"The model cannot {action}: it is a part or a copy of another model to which a plan was "
+            f"applied, so it contains the wrappers of that plan{where}. If it is a part, call memfit.revert "
+            "on the whole model first. If it is a copy, make the copy before passing the original to "
+            "memfit.apply or memfit.Engine."
         )

@@ -73,14 +73,14 @@ class Checkpointing:
         """Check."""
         check_types(self, "checkpointing")
         if self.every < 1:
-            raise UsageError(f"checkpointing: every={self.every!r} must be an integer of at least 1.")
+            raise UsageError(f"checkpointing: every must be an integer of 1 or more, not {self.every!r}.")
         for name in ("modules", "save_ops"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.save_ops and self.use_reentrant:
             raise UsageError(
                 "checkpointing: save_ops needs use_reentrant=False, because PyTorch's reentrant "
-                "checkpointing cannot keep the results of single operations."
+                "checkpointing cannot keep the results of individual operations."
             )
         for operation in self.save_ops:
             operation_overloads(operation)

@@ -34,11 +34,11 @@ def check_types(settings: Any, strategy: str) -> None:
         try:
             object.__setattr__(settings, name, msgspec.convert(value, kind))
         except (msgspec.ValidationError, OverflowError):
-            raise UsageError(f"{strategy}: {name}={value!r} {_requirement(kind)}.") from None
+            raise UsageError(f"{strategy}: {name} {_requirement(kind)}, not {value!r}.") from None
 
 
 def _requirement(kind: Any) -> str:
-    """Return what a value of a type must be, as the end of a sentence."""
+    """Return what a value of a type must be, as text."""
     parts = [part for part in get_args(kind) if part is not type(None)]
     if get_origin(kind) is Literal:
         return f"must be one of {', '.join(map(str, parts))}"

@@ -1,8 +1,8 @@
 """Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE SCRIPT``.
 
-The script runs as under ``memfit dry-run``, silently. A model gets the plan when an optimizer takes its
-parameters, as if the script called ``memfit.apply`` just before. Parts of models do not: a script has no name
-for them, whichever of them it calls.
+The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
+a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
+plan of their own, even if the script calls them directly.
 """
 
 import functools

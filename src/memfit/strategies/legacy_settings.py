@@ -95,8 +95,10 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
     for field, value in fields.items():
         given = f"{name}.{field}={value!r}"
         if field in _OF_RANKS or (field == "detect_anomalous_params" and value):
-            about = "several ranks" if field in _OF_RANKS else "DistributedDataParallel"
-            raise UsageError(f"{given} concerns {about}, which memfit does not support: leave it out.")
+            purpose = "training on several ranks" if field in _OF_RANKS else "DistributedDataParallel"
+            raise UsageError(
+                f"{given} is a setting for {purpose}, which memfit does not support: leave it out."
+            )
         if field == "detect_anomalous_params":
             yield GivenSetting(given, None, note=NOTHING)
         elif field not in known:
@@ -174,7 +176,9 @@ def mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
         if field == "exclude_blob":
             names = [value] if isinstance(value, str) else value
             if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-                raise UsageError(f"{name}.{field}={value!r} must be the name of a blob, or a list of names.")
+                raise UsageError(
+                    f"{name}.{field} must be the name of a blob, or a list of names, not {value!r}."
+                )
         else:
             expect(f"{name}.{field}", value, bool, "true or false")
         yield GivenSetting(f"{name}.{field}={value!r}", None, note=_MEM_PARAM[field])
@@ -222,7 +226,7 @@ def expect(name: str, given: Any, kind: Any, what: str) -> Any:
     if given is None and isinstance(None, kind):
         return given
     if not isinstance(given, kind):
-        raise UsageError(f"{name}={given!r} must be {what}.")
+        raise UsageError(f"{name} must be {what}, not {given!r}.")
     return given
 
 

@@ -55,11 +55,11 @@ class Offload:
         for name in ("min_bytes", "prefetch"):
             value = getattr(self, name)
             if value < 0:
-                raise UsageError(f"offload: {name}={value!r} must be an integer of at least 0.")
+                raise UsageError(f"offload: {name} must be an integer of 0 or more, not {value!r}.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(
-                "offload: prefetch needs pin_memory, because copies of pageable memory cannot run "
-                "beside the computation. Set pin_memory=True, or prefetch=0."
+                "offload: prefetch needs pin_memory, because copies of pageable memory cannot "
+                "overlap with the computation. Set pin_memory=True, or prefetch=0."
             )
 
     def apply(self, model: nn.Module) -> Callable[[], None]:

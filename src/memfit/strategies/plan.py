@@ -74,8 +74,7 @@ class Plan:
             name = kinds.get(type(each))
             if name is None:
                 raise UsageError(
-                    "A plan consists of the settings of strategies, such as memfit.Precision('bf16'). It "
-                    f"cannot contain {each!r}."
+                    f"A plan can contain only strategies, such as memfit.Precision('bf16'), not {each!r}."
                 )
             if name in settings:
                 raise UsageError(
@@ -116,7 +115,8 @@ def _step_in_backward_conflict(plan: Plan) -> str:
         )
     if precision is not None and precision.master_weights:
         return (
-            "step_in_backward updates the parameters that have gradients, but with master_weights the "
-            "optimizer updates float32 copies: leave out one of the two."
+            "step_in_backward updates each parameter as soon as backward has computed its gradient, but with "
+            "master_weights the optimizer updates float32 copies, which get no gradient from backward: leave "
+            "out step_in_backward or master_weights."
         )
     return ""

@@ -41,13 +41,13 @@ class LossScale:
         """Check the values."""
         check_types(self, "loss_scale")
         for name, holds, what in (
-            ("init_scale", 0 < self.init_scale < math.inf, "more than 0, and finite"),
+            ("init_scale", 0 < self.init_scale < math.inf, "finite and more than 0"),
             ("growth_factor", self.growth_factor >= 1, "at least 1"),
             ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
             ("growth_interval", self.growth_interval >= 1, "at least 1"),
         ):
             if not holds:
-                raise UsageError(f"loss_scale: {name}={getattr(self, name)!r} must be {what}.")
+                raise UsageError(f"loss_scale: {name} must be {what}, not {getattr(self, name)!r}.")
 
     @classmethod
     def of(cls, value: "LossScale | float | str | Mapping[str, Any]") -> "LossScale":
@@ -74,7 +74,7 @@ class LossScale:
                 f"loss_scale has no field {', '.join(map(repr, extra))}. Its fields are "
                 f"{', '.join(sorted(known))}."
             )
-        raise UsageError(f"loss_scale={value!r} must be a number, 'dynamic' or a dict.")
+        raise UsageError(f"loss_scale must be a number, 'dynamic' or a dict, not {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Precision:
         object.__setattr__(self, "loss_scale", scale)
         if self.master_weights and (self.autocast or self.dtype == "fp32"):
             raise UsageError(
-                "precision: master_weights=True needs parameters of low precision (autocast=False "
+                "precision: master_weights=True needs low-precision parameters (autocast=False "
                 "with bf16 or fp16), but with these settings the parameters stay float32."
             )
         if self.dtype == "fp16" and not (self.autocast or self.master_weights):

@@ -41,7 +41,7 @@ def run_trial(
     change: ScriptChange,
     on_progress: Callable[[Progress], None],
 ) -> TrialResult | ScriptEnd:
-    """Run a script with a change, silently and without input; it may fail.
+    """Run a script with a change, without input and with its output hidden; it may fail.
 
     Args:
         command: the script's ``sys.argv``.

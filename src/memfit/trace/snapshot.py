@@ -239,8 +239,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
     except NotPlainDataError as error:
         raise FileFormatError(
-            f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data; write one with "
-            "torch.cuda.memory._dump_snapshot(file), and never load this file with pickle."
+            f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data: write one with "
+            "torch.cuda.memory._dump_snapshot(file). Do not load this file with pickle: it could run code."
         ) from None
     if not isinstance(snapshot, dict):
         raise FileFormatError(

@@ -236,7 +236,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> b
 
 def _bytes_of(column: str, events: int) -> int:
     if not 0 <= events <= MAX_EVENTS:
-        raise _TraceError(f"declares {events:,} events, but a trace has at most {MAX_EVENTS:,}.")
+        raise _TraceError(f"declares {events:,} events, but a trace can have at most {MAX_EVENTS:,}.")
     return events * np.dtype(_COLUMNS[column]).itemsize
 
 

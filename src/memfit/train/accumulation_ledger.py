@@ -120,7 +120,7 @@ class AccumulationLedger:
         """Raise an error if the open window's gradients are incomplete."""
         if self.window is not None and self.window.interrupted:
             raise UsageError(
-                "A backward or the update of this accumulation window was interrupted, so its "
+                "A backward pass or the update of this accumulation window was interrupted, so its "
                 "gradients are incomplete. Drop the window with engine.drop() and continue with the "
                 "next, or load a saved state."
             )

@@ -62,7 +62,7 @@ class Window:
         share = 1.0 if weight is None else float(weight)
         if not 0 <= share < float("inf"):
             raise UsageError(
-                f"weight={share} must be finite and at least 0. Pass the micro-batch's number of "
+                f"weight must be finite and at least 0, not {share}. Pass the micro-batch's number of "
                 "tokens or samples."
             )
         self.interrupted = True
@@ -105,7 +105,7 @@ class Window:
             UsageError: the window has no loss.
         """
         if self.loss is None:
-            why = "all of its micro-batches have weight 0" if self.done else "it has no micro-batch"
+            why = "all of its micro-batches have weight 0" if self.done else "it has no micro-batches"
             raise UsageError(f"This accumulation window has no mean loss, because {why}.")
         return self.loss if self.correction == 1.0 else self.loss * self.correction
 

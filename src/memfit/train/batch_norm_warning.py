@@ -6,21 +6,22 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def warn_of_batch_norms(model: nn.Module, when: str, stacklevel: int) -> None:
+def warn_of_batch_norms(model: nn.Module, parts: str, stacklevel: int, *, because: str = "") -> None:
     """Warn about batch norms in training mode: their results depend on how a batch is divided.
 
     Args:
         model: the model to search.
-        when: which micro-batches, or since when: the end of "over single micro-batches ...".
+        parts: what the layers compute their statistics over, for example ``each micro-batch of a window``.
         stacklevel: from here to the user's line.
+        because: a sentence to put first.
     """
     modules = model.named_modules()
     names = [name for name, module in modules if isinstance(module, _BatchNorm) and module.training]
     if names:
         warnings.warn(
-            f"{len(names)} BatchNorm layers ({names[0]}, ...) compute their statistics over "
-            f"single micro-batches {when}, not over the full batch, so accumulation gives other "
-            "results than training on full batches. To avoid this, use GroupNorm or LayerNorm, "
-            "freeze the statistics (module.eval()), or use SyncBatchNorm on several GPUs.",
+            f"{because}BatchNorm layers such as {names[0]} compute their statistics "
+            f"over {parts} separately, not over the full batch, so results differ from training on full "
+            "batches. To avoid this, use GroupNorm or LayerNorm, freeze the statistics (module.eval()), or "
+            "use SyncBatchNorm on several GPUs.",
             stacklevel=stacklevel,
         )

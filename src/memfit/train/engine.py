@@ -25,7 +25,7 @@ from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback, Saving
-from memfit.train.data.loader_position import batch_size_of
+from memfit.train.data.loader_batch_size import expect_batches_of
 from memfit.train.data.split_batch import batch_size, split
 from memfit.train.engine_setup import job_of, set_up
 from memfit.train.full_batch import FullBatchStepper
@@ -179,9 +179,9 @@ class Engine:
                         return result
                 if self.epoch and not self.batch:
                     raise UsageError(
-                        f"The loader returned no batch in epoch {self.epoch + 1}. A generator, for example, "
-                        "can be iterated only once: pass engine.fit an iterable that starts again in each "
-                        "epoch."
+                        f"The loader returned no batches in epoch {self.epoch + 1}. A generator, for "
+                        "example, can be iterated only once: pass engine.fit an iterable that starts again "
+                        "in each epoch."
                     )
                 self.epoch += 1
                 notify("on_epoch_end")
@@ -204,7 +204,7 @@ class Engine:
 
         After ``load_state_dict`` the first call continues where the state was saved: pass the same data.
         """
-        _expect_batches_of(self._accumulation.global_batch_size, loader, "global_batch_size", "an update")
+        expect_batches_of(self._accumulation, loader, full=True)
         for (batch,) in self._ledger.position.groups(loader, 1, "flush"):
             yield batch
 
@@ -241,7 +241,7 @@ class Engine:
         """
         ledger, settings = self._ledger, self._accumulation
         self._expect_no_graphs()
-        _expect_batches_of(settings.micro_batch_size, loader, "micro_batch_size", "a micro-batch")
+        expect_batches_of(settings, loader, full=False)
         steps = settings.gradient_accumulation_steps or 1
         for group in ledger.position.groups(loader, steps, settings.partial_window):
             ledger.expect_closed()
@@ -350,16 +350,6 @@ def _length(loader: Iterable[Any]) -> int | None:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:  # a DataLoader of an IterableDataset has a length that raises
         return None
-
-
-def _expect_batches_of(size: int | None, loader: Iterable[Any], name: str, what: str) -> None:
-    given = batch_size_of(loader)
-    if size is not None and given is not None and given != size:
-        raise UsageError(
-            f"The loader's batch_size is {given}, but {name}={size}. They must be equal, because "
-            f"each batch of this loader makes {what}: engine.fit and engine.step take full "
-            "batches and divide them, and engine.windows takes micro-batches."
-        )
 
 
 def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:

@@ -41,13 +41,13 @@ def job_of(
     elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
         raise UsageError(
             "Engine(job, plan): set optimizer, loss, scheduler and max_grad_norm in the "
-            "memfit.Job, not in the call of memfit.Engine."
+            "memfit.Job, not in the call to memfit.Engine."
         )
     else:
         whole = job
     norm = whole.max_grad_norm
     if norm is not None and not norm > 0:
-        raise UsageError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping.")
+        raise UsageError(f"max_grad_norm must be None or a number above 0, not {norm!r}.")
     if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
         raise UsageError(
             "memfit.Engine trains on one GPU: DistributedDataParallel and several ranks are not supported "
@@ -105,14 +105,14 @@ def _set_up(
             ),
             (
                 sums,
-                "gradients that are summed in another dtype than the parameters', as master_weights needs",
+                "gradients summed in another dtype (for master_weights, gradient_dtype or low precision)",
             ),
             (in_backward, "step_in_backward"),
         ):
             if in_use:
                 raise UsageError(f"cuda_graphs cannot be combined with {what}.")
     if accumulation.several:
-        warn_of_batch_norms(model, "of each window", stacklevel=6)
+        warn_of_batch_norms(model, "each micro-batch of a window", stacklevel=6)
     update = OptimizerUpdate(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,

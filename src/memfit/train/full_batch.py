@@ -119,7 +119,12 @@ class FullBatchStepper:
                 )
                 raise
             self._ledger.roll_back(snapshot)
-            warn_of_batch_norms(self._model, "from here on, because memory ran out", stacklevel=5)
+            warn_of_batch_norms(
+                self._model,
+                "each part of a batch",
+                stacklevel=5,
+                because="Memory ran out, so memfit divides batches from here on. ",
+            )
             return None
         return window
 

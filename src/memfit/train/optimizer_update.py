@@ -69,11 +69,11 @@ class OptimizerUpdate:
         in_backward: bool = False,
     ) -> None:
         if protect not in get_args(Protect):
-            raise UsageError(f"protect={protect!r} must be one of {', '.join(get_args(Protect))}.")
+            raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
         if in_backward and max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward updates parameters before the norm of all gradients is known, so "
-                "they cannot be clipped: leave out max_grad_norm, or step_in_backward."
+                "gradients cannot be clipped: leave out max_grad_norm, or step_in_backward."
             )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters

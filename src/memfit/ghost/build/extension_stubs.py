@@ -97,8 +97,8 @@ class ExtensionStubs:
             if library.major != provided.major:
                 raise GhostError(
                     f"{imports.path.name} was not loaded: it needs {library.soname}, but the ghost provides "
-                    f"{provided.soname}, the version of PyTorch {self._build.torch_version}. Install a build "
-                    f"of {imports.path} for CUDA {self._build.cuda_version}."
+                    f"{provided.soname}, the version that PyTorch {self._build.torch_version} uses. Install "
+                    f"a build of {imports.path} for CUDA {self._build.cuda_version}."
                 )
 
     def _load_stubs(self, imported: Sequence[NvidiaImports]) -> None:

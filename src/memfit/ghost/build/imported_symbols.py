@@ -38,12 +38,12 @@ def nvidia_imports(path: Path, seen: set[Path]) -> list[NvidiaImports]:
     """
     files = list(_with_dependencies(path, seen))
     found = [wanted for file in files if (wanted := _imports_of(file))]
-    own = _defined(
+    defined = _defined(
         files, {name for wanted in found for name, library in wanted.functions.items() if not library}
     )
     return [
         replace(
-            wanted, functions={n: where for n, where in wanted.functions.items() if where or n not in own}
+            wanted, functions={n: where for n, where in wanted.functions.items() if where or n not in defined}
         )
         for wanted in found
     ]

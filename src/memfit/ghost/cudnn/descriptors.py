@@ -35,8 +35,8 @@ class Descriptor(msgspec.Struct, frozen=True):
     def values(self, name: int) -> tuple[Any, ...]:
         """Return the values an attribute was last set to; an empty tuple if it was not set."""
         found: tuple[Any, ...] = ()
-        for own, kind, values in self.attributes:
-            if own == name:
+        for attribute, kind, values in self.attributes:
+            if attribute == name:
                 found = values
                 if kind == _DESCRIPTOR:
                     found = tuple(msgspec.convert(value, Descriptor) for value in values)

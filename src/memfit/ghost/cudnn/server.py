@@ -78,7 +78,7 @@ class Cudnn:
         self.version = int(self._library.cudnnGetVersion())
         if self.version < OLDEST:
             raise CudnnRefusedError(
-                f"cuDNN {self.version} cannot be queried without a GPU; the first version that can is 9.8"
+                f"cuDNN {self.version} cannot be queried without a GPU; 9.8 is the first version that can be"
             )
         self._made: list[ctypes.c_void_p] = []
         self._device: ctypes.c_void_p | None = None

@@ -40,7 +40,7 @@ _CASTS = {
 }
 _SKIPPED = (
     "Large CPU tensors were not filled with random numbers: they hold zeros, and later CPU random numbers "
-    "will differ. --fill-host-memory fills them."
+    "differ from those of a normal run. To fill these tensors, pass --fill-host-memory."
 )
 _MAX_CHECKED = 1 << 16
 """The largest factor, in elements, that is checked for infinities before it multiplies zeros."""

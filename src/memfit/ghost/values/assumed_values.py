@@ -80,8 +80,8 @@ class AssumedValues:
             return f"{where} copied GPU values to the CPU. {_NOTHING_COMPUTED} the copy holds zeros."
         answer = f"{read.answer} elements" if read.kind == "count" else repr(read.answer)
         return (
-            f"{where} read a GPU value. {_NOTHING_COMPUTED} it returned {answer}; "
-            f"--values {read.kind}=… chooses another value."
+            f"{where} read a GPU value. {_NOTHING_COMPUTED} it returned {answer}. "
+            f"To choose another value, pass --values {read.kind}=…."
         )
 
     def stepped(self) -> None:

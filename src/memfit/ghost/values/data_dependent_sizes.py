@@ -149,8 +149,8 @@ def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
             _note(
                 values,
                 total,
-                f"repeat_interleave is assumed to return {total:,} elements in total "
-                "(count=upper: one per input)",
+                f"repeat_interleave is assumed to return {total:,} elements (with the default, count=upper: "
+                "one for each input element)",
             )
         with values.prepared(total, True):  # the sum of the repeats, and that none is negative
             return run(repeats)

@@ -72,9 +72,9 @@ def install(
     if not kernels.available():
         note(
             Provenance.ASSUMED,
-            f"PyTorch {torch.__version__} gives no access to its own kernels, which memfit needs to answer "
-            f"GPU reads: GPU values that the script reads are zeros, and sizes that depend on them are 0. "
-            f"Upgrade to PyTorch 2.9 or later.",
+            "To choose the values that the script reads from the GPU, memfit needs access to PyTorch's own "
+            f"kernels, which PyTorch {torch.__version__} does not provide. The script therefore reads zeros, "
+            "and sizes that depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
             "",
         )
         return values

@@ -107,7 +107,7 @@ def _count(pair: str, value: str) -> Count:
         count = -1
     if count < 0 or (isinstance(count, float) and not 0 < count <= 1):
         raise UsageError(
-            f"values {pair}: {value!r} is not a count. Write upper, a number of elements, or a fraction of "
-            f"all elements: above 0 and at most 1, for example 0.25."
+            f"values {pair}: {value!r} is not a count. Use 'upper', a number of elements, or a fraction of "
+            "all elements (above 0 and at most 1, for example 0.25)."
         )
     return count

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
+from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, Timeline, Trace
-from memfit.report.html.block_columns import EARLIER, BlockColumns, Numbers
-from memfit.report.html.reserved_ranges import ReservedRange
 
 MOST_BLOCKS = 100_000
 """Number of blocks that a page draws individually."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.resources import files
 from string import Template
 
-from memfit.allocator.config import AllocatorConfig
+from memfit.analysis.reserved_ranges import has_segments
 from memfit.records import Attribution, DryRun, Timeline, Trace
 from memfit.report.html import static_html
 from memfit.report.html.payload import payload
@@ -41,10 +41,7 @@ def page(
     if not source:
         summary = _without_source(summary)
     found = payload(trace, line, attribution, summary, words)
-    missing = {
-        "no-source": not source,
-        "no-segments": not AllocatorConfig.read(trace.settings).has_segments,
-    }
+    missing = {"no-source": not source, "no-segments": not has_segments(trace)}
     style = _asset("page.css") + static_html.colours(found.facts)
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(

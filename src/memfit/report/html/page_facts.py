@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.analysis.block_columns import EARLIER, Numbers
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.location import location_at
 from memfit.analysis.secondary_peaks import secondary_peaks
 from memfit.records import Action, Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
-from memfit.report.html.block_columns import EARLIER, Numbers
 from memfit.report.html.drawn_moments import Drawing
 
 _COLOURS = {

@@ -16,15 +16,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.config import AllocatorConfig
-from memfit.allocator.initial_state import initial_state
+from memfit.analysis.block_columns import Numbers, blocks_of
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import line_of, steps_of
+from memfit.analysis.reserved_ranges import ReservedRange, ranges_of
 from memfit.records import Action, Attribution, DryRun, MemoryPeak, Timeline, Trace
-from memfit.report.html.block_columns import Numbers, blocks_of
 from memfit.report.html.drawn_moments import MOST_BLOCKS, Drawing, drawn
 from memfit.report.html.page_facts import PageFacts, facts, layers_of, shortcuts
-from memfit.report.html.reserved_ranges import ReservedRange, ranges_of
 from memfit.report.html.texts import PageTexts
 
 _MOST_FRAMES = 30
@@ -66,9 +64,8 @@ def payload(
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
     """
-    config = AllocatorConfig.read(trace.settings)
-    blocks = blocks_of(trace, attribution, initial_state(trace, config))
-    ranges = ranges_of(trace, config)
+    blocks = blocks_of(trace, attribution)
+    ranges = ranges_of(trace)
     near = shortcuts(trace, line)
     picture = drawn(trace, line, blocks, ranges, [one.event for one in near], most)
     columns = {

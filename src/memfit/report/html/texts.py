@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
+from memfit.analysis.block_columns import Numbers
 from memfit.report.escape import escaped
-from memfit.report.html.block_columns import Numbers
 from memfit.report.terminal.summary import short_path
 
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s:'\"]+(?=/|\b)|(?<![\w/.~-])/root(?=/)")

@@ -67,13 +67,13 @@ class ArenaReport(Printable):
 
 def _counts(step: StepKindReport) -> str:
     if not step.placed:
-        return f"{step.recorded:,} recorded" + (
+        return f"{step.recorded:,} steps recorded" + (
             ", and planned" if step.allocations else "; no two were the same"
         )
-    kept = f", {step.kept:,} kept longer than a step or used by other streams" if step.kept else ""
+    kept = f", {step.kept:,} of them kept longer than a step or used by other streams" if step.kept else ""
     return (
-        f"{step.recorded:,} recorded, {step.placed:,} placed: {step.allocations:,} allocations each{kept}; "
-        f"{step.unplanned:,} unplanned in total"
+        f"{step.recorded:,} steps recorded, {step.placed:,} placed: {step.allocations:,} allocations "
+        f"each{kept}; {step.unplanned:,} unplanned allocations in total"
     )
 
 

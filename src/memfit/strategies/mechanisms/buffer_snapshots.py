@@ -80,10 +80,9 @@ class BufferTracker:
         snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
         if lost:
             warnings.warn(
-                f"{self.name}: this forward wrote to {', '.join(sorted(name for _, name in lost))}. "
-                "No earlier forward wrote to this buffer, so memfit kept no copy of it, and the "
-                "recomputation of this step reads the new values instead of the values before the "
-                "forward. Later steps are correct.",
+                f"{self.name}: no earlier forward wrote to {', '.join(sorted(name for _, name in lost))}, so "
+                "memfit kept no copy when this forward did. The recomputation of this step therefore reads "
+                "the new values instead of those from before the forward. Later steps are correct.",
                 stacklevel=2,
             )
 

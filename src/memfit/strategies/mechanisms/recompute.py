@@ -170,9 +170,9 @@ class CheckpointedCall:
         }
         if new:
             warnings.warn(
-                f"{self._name} stored {', '.join(sorted(new))} as an attribute of a module. Reentrant "
-                "checkpointing records no gradient for this tensor: if the loss uses it, a part of "
-                "the gradient is missing. Leave out use_reentrant.",
+                f"{self._name} stored tensors as attributes of modules ({', '.join(sorted(new))}). Reentrant "
+                "checkpointing records no gradients for them: if the loss uses them, part of the gradient is "
+                "missing. Leave out use_reentrant.",
                 stacklevel=2,
             )
 
@@ -202,10 +202,10 @@ class CheckpointedCall:
         changed = [index for index, each in enumerate(leaves) if version_of(each) != versions[index]]
         if changed:
             raise UsageError(
-                f"{self._name} cannot be checkpointed: its forward changes tensor {changed[0]} of its "
-                "arguments (counted from 0) in place, so the recomputation would start from the "
-                "changed tensor. Use an out-of-place operation instead, or checkpoint a larger "
-                "module that creates this tensor itself."
+                f"{self._name} cannot be checkpointed: its forward changes one of its arguments in place "
+                f"(argument {changed[0]}, counting from 0), so the recomputation would start from the "
+                "changed tensor. Use an out-of-place operation instead, or checkpoint a larger module that "
+                "creates this tensor itself."
             )
         with without_dispatch_modes():
             self._region.buffer_tracker.record_changes(self._buffers)
@@ -224,8 +224,8 @@ class CheckpointedCall:
         dropouts = ", ".join(f"{name}.{part}".rstrip(".") for part in parts)
         warnings.warn(
             f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, and "
-            "preserve_rng_state is False: the recomputation draws other random numbers than the "
-            "forward, and gradients are wrong. Set preserve_rng_state=True.",
+            "preserve_rng_state is False: the recomputation draws different random numbers from the "
+            "forward, so gradients are wrong. Set preserve_rng_state=True.",
             stacklevel=2,
         )
 

@@ -162,7 +162,7 @@ class DeviceLane:
 
     def _begin_fetch(self, storage: OffloadedStorage) -> torch.Tensor:
         if storage.on_host is None:
-            raise AssertionError("a storage is fetched only after it was offloaded")
+            raise AssertionError("this storage was fetched before it was offloaded")
         # The dictionary holds the storage too: if the graph is dropped, its memory must not be reused while
         # the copy writes to it.
         storage.fetched, self._arriving[storage] = self._copies.to_device(storage.on_host)

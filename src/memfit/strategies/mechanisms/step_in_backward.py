@@ -35,7 +35,7 @@ class StepInBackward:
         ):
             raise UsageError(
                 f"step_in_backward: {optimizer_name(optimizer)} is not known to update each parameter "
-                "independently of the others. Use an optimizer of PyTorch (except LBFGS), torchao or "
+                "independently of the others. Use an optimizer from PyTorch (except LBFGS), torchao or "
                 "bitsandbytes."
             )
         if optimizer._optimizer_step_pre_hooks:

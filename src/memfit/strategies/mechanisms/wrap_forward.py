@@ -37,7 +37,7 @@ class WrappedForward:
         """Return the module; the caller of its forward holds it."""
         module = self._module()
         if module is None:
-            raise AssertionError("a forward does not outlive its module")
+            raise AssertionError("this forward has outlived its module")
         return module
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.random_state import generator_states, get_random_state, set_generator_states, set_random_state
 from memfit.strategies.accumulation import PartialWindow
+from memfit.train.data.loader_batch_size import batch_size_of
 from memfit.train.data.loader_generators import generators_of
 from memfit.train.progress_bar import show_rereading
 
@@ -100,7 +101,7 @@ class Position:
             raise UsageError(
                 f"Cannot resume inside an epoch: the loader's batch_size was {saved['batch_size']} "
                 f"when the state was saved, but is {self.batch_size} now. Pass a loader with the "
-                "former batch_size."
+                "original batch_size."
             )
         self._resumed = None
         inside = saved.get("began") is not None
@@ -181,9 +182,9 @@ class Position:
             waiting += max(0, self._from_last - self.consumed - done)
         if waiting:
             raise UsageError(
-                f"Cannot save the run: {waiting} micro-batches were carried over from one epoch to "
-                "the next and not used yet, and a saved state cannot contain them. Save after their "
-                "backward, save before an epoch ends, or use partial_window='flush'."
+                f"Cannot save the run: {waiting} micro-batches were carried over from one epoch to the next "
+                "and have not been used yet, and a saved state cannot contain them. Save after their "
+                "backward pass, save before an epoch ends, or use partial_window='flush'."
             )
         return {
             "consumed": self.consumed,
@@ -198,12 +199,6 @@ class Position:
         self.began = self.before = None
         self.carried, self.consumed, self._open, self._handed = [], state["consumed"], 0, None
         self._resumed = state, random
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Return a loader's ``batch_size``; None if it has no such attribute."""
-    given = getattr(loader, "batch_size", None)
-    return given if isinstance(given, int) else None
 
 
 def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
@@ -221,8 +216,8 @@ def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
 def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         warnings.warn(
-            "The loader's persistent_workers are started anew in a resumed run: after its first "
-            "epoch, they draw other random numbers than in an uninterrupted run. With "
-            "persistent_workers=False the random numbers are the same.",
+            "A resumed run restarts the loader's persistent workers, so after its first epoch they draw "
+            "different random numbers from those of an uninterrupted run. With persistent_workers=False, "
+            "they draw the same ones.",
             stacklevel=5,
         )

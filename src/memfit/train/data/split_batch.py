@@ -49,7 +49,7 @@ def batch_size(batch: object) -> int:
         if found
         else "it contains no tensors, arrays or lists of samples"
     )
-    raise UsageError(f"Cannot determine the number of samples of a batch: {parts}. {_ADVICE}")
+    raise UsageError(f"Cannot determine the number of samples in a batch: {parts}. {_ADVICE}")
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:

@@ -33,9 +33,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     ):
         if here != there:
             raise UsageError(
-                f"Cannot resume: the {what} was {there or 'none'} when the state was saved, but is "
-                f"{here or 'none'} here. Use the same {what} as in the saved run, or load only the "
-                "model's state."
+                f"Cannot resume: the saved run used {there or f'no {what}'}, but this engine uses "
+                f"{here or f'no {what}'}. Use the same {what} as in the saved run, or load only the model's "
+                "state."
             )
     _check_groups(parameter_groups(parts), state["groups"])
     _check_shapes(tensors_outside_state_dict(parts), state["others"])
@@ -44,7 +44,7 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     if not 0 <= state["position"]["carried"] <= state["steps"]:
         raise UsageError(
             f"Cannot resume: the state is damaged. It has {state['position']['carried']} "
-            "micro-batches that were carried over from an epoch to the next, but an accumulation "
+            "micro-batches that were carried over from one epoch to the next, but an accumulation "
             f"window has only {state['steps']}."
         )
     if state["window"] is not None:
@@ -85,9 +85,8 @@ def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
     """Check the order too: an optimizer's state refers to parameters by index, not by name."""
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(
-            "Cannot resume: this optimizer has parameter groups of "
-            f"{[len(group) for group in here]} parameters, but the saved optimizer had groups of "
-            f"{[len(group) for group in there]}."
+            f"Cannot resume: the parameter groups have different sizes: {[len(group) for group in here]} "
+            f"parameters in this optimizer, {[len(group) for group in there]} in the saved one."
         )
     for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         for left, right in zip(ours, theirs, strict=True):
@@ -138,7 +137,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
         if here.get(name) != there
     ]
     if not parts.ledger.update.scaler.can_resume(state["scaler"]):
-        other.append("a loss scale other than the one here")
+        other.append("a different loss scale")
     if other:
         raise UsageError(
             f"Cannot resume: the state was saved inside an accumulation window with {', '.join(other)}. "

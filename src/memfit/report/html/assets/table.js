@@ -6,8 +6,8 @@ const COLUMNS = {
   size: { key: 'requested', text: (i) => bytes(model.block.requested[i]), down: true },
   category: { key: 'layer', text: (i) => model.layers[model.block.layer[i]].name },
   ...Object.fromEntries(['name', 'shape', 'dtype', 'module', 'op', 'line'].map((name) => [name, ofWords(name)])),
-  born: { key: 'born', text: (i) => (i < model.old ? 'before the recording' : when(model.block.born[i])) },
-  dies: { key: 'freed', text: (i) => (model.block.freed[i] < model.moments ? when(model.block.freed[i]) : 'never') },
+  allocated: { key: 'born', text: (i) => (i < model.old ? 'before the recording' : when(model.block.born[i])) },
+  freed: { key: 'freed', text: (i) => (model.block.freed[i] < model.moments ? when(model.block.freed[i]) : 'never') },
 };
 
 class TensorTable extends Rows {

@@ -28,8 +28,14 @@ class ReservedRange:
     expandable: bool
 
 
-def ranges_of(trace: Trace, config: AllocatorConfig) -> list[ReservedRange]:
+def has_segments(trace: Trace) -> bool:
+    """Return whether the allocator of the run reserved memory in segments, which its history then records."""
+    return AllocatorConfig.read(trace.settings).has_segments
+
+
+def ranges_of(trace: Trace) -> list[ReservedRange]:
     """Return all reserved ranges by ``born``; none for an allocator without segments."""
+    config = AllocatorConfig.read(trace.settings)
     if not config.has_segments:
         return []
     events, never = trace.events, len(trace.events)

@@ -1,4 +1,4 @@
-"""Every block of a run as columns: its lifetime, its address, and what it was for.
+"""Every block of a run as columns: its lifetime, its address, and its attribution.
 
     born                    freed                      done
     ALLOC                   FREE_REQUESTED             FREE_COMPLETED
@@ -13,7 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from memfit.allocator.initial_state import InitialState
+from memfit.allocator.config import AllocatorConfig
+from memfit.allocator.initial_state import InitialState, initial_state
 from memfit.errors import FileFormatError
 from memfit.records import Action, Attribution, Category, Phase, Trace
 
@@ -58,19 +59,18 @@ class BlockColumns:
         return type(self)(*(getattr(self, column.name)[which] for column in fields(self)))
 
 
-def blocks_of(trace: Trace, attribution: Attribution, start: InitialState) -> BlockColumns:
+def blocks_of(trace: Trace, attribution: Attribution) -> BlockColumns:
     """Return all blocks of a trace as columns.
 
     Args:
         trace: what was recorded.
         attribution: the attribution of its allocations.
-        start: the allocator's state before its first event.
 
     Raises:
         FileFormatError: an address or a size is beyond what any device has.
     """
     events, born = trace.events, attribution.born
-    old = _old(trace, start)
+    old = _old(trace, initial_state(trace, AllocatorConfig.read(trace.settings)))
     label_stack = np.array([*(label.stack for label in trace.labels), -1], np.int64)
     stack = events.stack[born].astype(np.int64)
     tensor = events.tensor[born] if events.tensor is not None else np.full(len(born), -1)

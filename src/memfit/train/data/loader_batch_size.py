@@ -1,0 +1,42 @@
+"""A loader's batch size, and whether it agrees with the settings of accumulation."""
+
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.strategies.accumulation import Accumulation
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return a loader's ``batch_size``; None if it has no such attribute.
+
+    >>> from torch.utils.data import DataLoader
+    >>> batch_size_of(DataLoader(range(8), batch_size=4)), batch_size_of([])
+    (4, None)
+    """
+    given = getattr(loader, "batch_size", None)
+    return given if isinstance(given, int) else None
+
+
+def expect_batches_of(settings: Accumulation, loader: Any, *, full: bool) -> None:
+    """Check the loader's batch size, if both it and the settings have one.
+
+    Args:
+        settings: the settings of accumulation.
+        loader: the loader that the script passes to the engine.
+        full: whether the engine takes full batches from the loader, as opposed to micro-batches.
+
+    Raises:
+        UsageError: the sizes differ.
+    """
+    name = "global_batch_size" if full else "micro_batch_size"
+    given, expected = batch_size_of(loader), getattr(settings, name)
+    if None in (given, expected) or given == expected:
+        return
+    why = (
+        "engine.fit and engine.step make one update from each batch, and divide it into micro-batches "
+        "themselves (engine.windows takes micro-batches)"
+        if full
+        else "engine.windows takes each batch as one micro-batch (engine.fit and engine.step take full "
+        "batches and divide them)"
+    )
+    raise UsageError(f"The loader's batch_size is {given}, but {name}={expected}. They must be equal: {why}.")
