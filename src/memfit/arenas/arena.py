@@ -305,8 +305,9 @@ class Arena:
             self._is_full = True
             warnings.warn(
                 f"memfit.arena: there are more than {MOST_KINDS} kinds of steps, for example because batches "
-                "have many shapes. Steps of any further kind use the default allocator. Pad batches to a few "
-                "shapes, or pass train() only the tensors whose shapes should distinguish kinds of steps.",
+                "have many shapes. Steps of any further kind use the default allocator. Pad batches to a "
+                "few shapes, or pass train() fewer tensors: each new combination of their shapes is a kind "
+                "of step.",
                 stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)
