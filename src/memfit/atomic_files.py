@@ -21,7 +21,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     # A rename replaces any kind of file: /dev/null would become an ordinary one.
     if path.exists() and not path.is_file():
-        raise UsageError(f"Cannot write {path}: it exists and is not an ordinary file. Choose another path.")
+        raise UsageError(f"Cannot write {path}: it exists but is not a regular file. Choose another path.")
     path = path.resolve()  # writes through a symbolic link, which is kept
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

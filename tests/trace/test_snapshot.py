@@ -186,7 +186,7 @@ def test_the_requested_device_is_read(tmp_path):
     assert (len(first.events), len(second.events)) == (2, 1)
     assert (first.segments[0].address, second.segments[0].address) == (BASE, 2 * BASE)
     for device in (2, 3, -1):
-        with pytest.raises(FileFormatError, match=rf"no allocator history of device {device} .*: 0, 1\)"):
+        with pytest.raises(FileFormatError, match=rf"no allocator history for device {device} .*: 0, 1\)"):
             read_snapshot(path, device)
 
 

@@ -228,8 +228,8 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, trace, monkeypatch):
 def test_paths_that_cannot_be_written_are_refused(tmp_path, trace):
     for path, words in [
         (tmp_path / "none" / "run.memfit", "No such file or directory"),
-        (tmp_path, "not an ordinary file"),
-        (Path("/dev/null"), "not an ordinary file"),
+        (tmp_path, "not a regular file"),
+        (Path("/dev/null"), "not a regular file"),
     ]:
         with pytest.raises(UsageError, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
             write_trace(trace, path)

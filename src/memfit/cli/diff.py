@@ -17,7 +17,7 @@ def diff(
     by: Literal["category", "module", "line", "op"] = "category",
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
 ) -> int:
-    """Compare what holds the GPU memory in two recorded runs, at the same moment of each.
+    """Compare what holds the GPU memory in two recorded runs, at the same point in each.
 
     Args:
         before: The first run: a trace written by memfit, or a memory snapshot written by PyTorch.

@@ -51,22 +51,22 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             run; memfit explain, diff, replay, allocator and pack read it.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
-        fail: Exit with code 1 if the script does not fit into the GPU's memory.
+        fail: Exit with code 1 if the script does not fit in the GPU's memory.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script up to about six more times, without terminal input and with its output hidden.
+            runs the script about six more times at most, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
-            float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. The key all sets the
-            result of torch.all and similar checks; count sets the number of elements that nonzero and
-            similar ops find: upper (as many as possible), a fraction such as 0.5, or an integer.
+            float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. 'all' is the result
+            of torch.all and similar checks. 'count' is how many elements nonzero and similar ops find:
+            'upper' (as many as possible), a fraction such as 0.5, or an integer.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
         no_weights: When the script calls from_pretrained (transformers), create the model from its
             configuration, without reading or downloading a checkpoint. By default, memfit does so only for
             models whose checkpoint is not on this machine.
-        workspaces: How to determine the sizes of cuDNN's workspaces. With cudnn, memfit asks the installed
-            cuDNN, and falls back on its own rules where cuDNN has no answer. With rules, memfit uses only its
-            rules. With none, it counts each workspace as 0 bytes.
+        workspaces: How to determine the sizes of cuDNN's workspaces. With 'cudnn', memfit asks the installed
+            cuDNN, and falls back to its own rules where cuDNN has no answer. With 'rules', memfit uses only
+            its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
     """

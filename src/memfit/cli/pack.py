@@ -26,8 +26,8 @@ def pack(
 
     Args:
         path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),
-            or a table of buffers (.csv) with the columns id, lower, upper and size. A buffer is live from
-            lower up to, but not including, upper.
+            or a table of buffers (.csv) with the columns id, lower, upper and size. 'lower' and
+            'upper' are times: a buffer is live in the half-open interval [lower, upper).
         capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB. For a .csv
             table, give a plain number in the units of the table. By default, memfit searches for the smallest
             size.

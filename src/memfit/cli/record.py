@@ -27,8 +27,8 @@ def record(
     """Run a script on this machine's GPU and report the GPU memory it used.
 
     The script really trains, until memfit stops it after a few training steps. memfit records every
-    allocation of PyTorch's allocator, and reads from the driver how much memory the process holds outside
-    PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
+    allocation made by PyTorch's allocator, and reads from the driver how much memory the process holds
+    outside PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
 
     Args:
         command: The script and its own arguments.
@@ -39,7 +39,7 @@ def record(
         output: Save the trace to this file. The default is run.memfit. memfit overwrites an existing
             run.memfit only if you name it with this option.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 if the script does not fit into the GPU's memory.
+        fail: Exit with code 1 if the script does not fit in the GPU's memory.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
     """

@@ -78,7 +78,7 @@ class Configuration:
         if None not in (self.max_grad_norm, max_grad_norm) and self.max_grad_norm != max_grad_norm:
             raise UsageError(
                 f"max_grad_norm={max_grad_norm} contradicts max_grad_norm={self.max_grad_norm} in the "
-                "configuration. Leave one of the two out."
+                "configuration. Leave out one of the two."
             )
         return self.max_grad_norm if max_grad_norm is None else max_grad_norm
 
@@ -232,13 +232,13 @@ def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, Given
         if not setting.is_default and _compared(other) != _compared(setting):
             raise UsageError(
                 f"{other.given} and {setting.given} contradict each other: both set {setting.target}. "
-                "Leave one of the two out."
+                "Leave out one of the two."
             )
     for setting in settings:
         for target, other in chosen.items():
             if setting.denies in (target, target.partition(".")[0]) and setting.value in (None, other.value):
                 raise UsageError(
-                    f"{setting.given} and {other.given} contradict each other. Leave one of the two out."
+                    f"{setting.given} and {other.given} contradict each other. Leave out one of the two."
                 )
     return chosen
 

@@ -115,8 +115,8 @@ def _decorator(
 ) -> Callable[[Method], Method]:
     if callable(apply_to) or isinstance(apply_to, str | staticmethod | classmethod | property):
         raise UsageError(
-            f"@{name} needs parentheses, and a tuple of argument names if only some are cast: "
-            f'@{name}() or @{name}(apply_to=("x", "y")).'
+            f"@{name} needs parentheses: @{name}() casts all arguments. To cast only some, name them: "
+            f'@{name}(apply_to=("x", "y")).'
         )
     names = tuple(apply_to)
 

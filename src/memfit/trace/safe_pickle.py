@@ -269,5 +269,5 @@ def _refusal(decoder: _Decoder, code: int) -> str:
     elif code in _CALLS:
         return f"constructs an object ({_CALLS[code]}), which runs code"
     else:
-        return f"has the opcode {bytes((code,))!r}, which plain data does not need"
+        return f"contains the opcode {bytes((code,))!r}, which plain data never needs"
     return f"refers to {'.'.join(names)[:_NAME]!r}, which is code"

@@ -81,9 +81,9 @@ def trace_of(snapshot: Mapping[str, Any], device: int = 0) -> Trace:
     with_history = [index for index, history in enumerate(histories) if history]
     if device not in with_history:
         raise FileFormatError(
-            f"it has no allocator history of device {device} (devices with a history: "
+            f"it has no allocator history for device {device} (devices with a history: "
             f"{', '.join(map(str, with_history)) or 'none'}). Call torch.cuda.memory."
-            "_record_memory_history() before the code of interest, and _dump_snapshot(file) after it."
+            "_record_memory_history() before the code to record, and _dump_snapshot(file) after it."
         )
     events, stacks, frames = columns(
         histories[device], label_of=lambda _metadata: -1, is_user_file=_looks_like_user_file

@@ -142,9 +142,9 @@ class _Splitter:
             self._of_samples or looks_like_samples(value, alike=as_many and not outer)
         ):
             raise UsageError(
-                f"Cannot split a batch of {self._size} samples: it contains a {type(value).__name__} "
-                f"of {len(value)} entries, which may be {len(value)} samples, or {len(value)} columns "
-                f"of {self._size} samples. {_ADVICE}"
+                f"Cannot split a batch of {self._size} samples: it contains a {type(value).__name__} of "
+                f"{len(value)} entries, which is ambiguous. The entries could be {len(value)} samples, or "
+                f"{len(value)} columns of {self._size} samples each. {_ADVICE}"
             )
         return False
 
