@@ -1,4 +1,4 @@
-"""PyTorch's real allocator, driven on the ghost in many situations: for tests in several folders."""
+"""PyTorch's real allocator, driven on the ghost in many situations; tests in several folders use it."""
 
 import json
 import os
@@ -35,31 +35,31 @@ SITUATIONS = {
 
 
 def pytest_generate_tests(metafunc):
-    """Give a test that asks for a situation each of them, unless it names its own."""
-    named = any("situation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
-    if "situation" in metafunc.fixturenames and not named:
+    """Parametrize tests that take ``situation`` with all situations, unless they choose some themselves."""
+    chosen = any("situation" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "situation" in metafunc.fixturenames and not chosen:
         metafunc.parametrize("situation", SITUATIONS)
 
 
 @cache
-def driven(situation, **more):
-    """Run the driver in a situation, once each.
+def driven(situation, **overrides):
+    """Run the driver in a situation, once for each set of arguments.
 
     Returns:
-        The trace, the operation each event belongs to, and rows of (operation, allocated, reserved): what
-        PyTorch counted after each.
+        The trace, the operation that each event belongs to, and rows of (operation, allocated, reserved) as
+        PyTorch counted them after each operation.
     """
     conf, options = SITUATIONS[situation]
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": conf}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.pickle"
-        command = [sys.executable, str(DRIVER), str(out), json.dumps(options | more)]
+        command = [sys.executable, str(DRIVER), str(out), json.dumps(options | overrides)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        result = pickle.loads(out.read_bytes())  # noqa: S301  written by the line before
+        result = pickle.loads(out.read_bytes())  # noqa: S301  the driver wrote it
     trace = replace(trace_of(result["snapshot"]), statistics=result["statistics"])
     stamps = [event["user_metadata"] for event in result["snapshot"]["device_traces"][0]]
-    # Threads of autograd stamp nothing: they work for the operation that runs.
+    # Autograd's threads do not stamp events: they work for the operation in progress.
     operations = np.maximum.accumulate([int(stamp or -1) for stamp in stamps])
     return trace, operations, np.array(result["truth"])
 

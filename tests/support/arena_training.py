@@ -49,14 +49,14 @@ class Training:
         return self
 
 
-def same(one, other):
+def same(left, right):
     """Return whether two trainings are bit-identical."""
-    return len(one) == len(other) and all(map(equal_steps, one, other))
+    return len(left) == len(right) and all(map(equal_steps, left, right))
 
 
-def equal_steps(step, other):
+def equal_steps(left, right):
     """Return whether two steps have the same loss and gradients, bit for bit."""
-    return len(step) == len(other) and all(map(np.array_equal, step, other))
+    return len(left) == len(right) and all(map(np.array_equal, left, right))
 
 
 def kind_of(arena):

@@ -19,14 +19,14 @@ FIELDS = ("category", "module", "op", "name")
 
 
 def run_and_attribute(dry_run, script, steps=1000):
-    """Run a script; return its attributed allocations, its trace, and the figures that it has reported.
+    """Run a script; return its attributed allocations, its trace, and the figures that it reported.
 
     The script reports its figures by calling ``truth(...)`` once; ``size(tensors)`` returns bytes.
 
     Args:
         dry_run: the fixture.
         script: the script, without its imports.
-        steps: training steps after which it is ended.
+        steps: training steps after which the run ends.
     """
     done = dry_run(BEGIN + script, options=("-o", "run.memfit", "--steps", str(steps)))
     assert done.code == 0, done.err

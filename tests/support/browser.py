@@ -51,11 +51,11 @@ def show(browser, tmp_path):
     for context in contexts:
         context.close()
     assert len(requests) == len(contexts), requests  # the files themselves
-    assert not [one for one in complaints if "willReadFrequently" not in one]  # these tests read pixels
+    assert not [text for text in complaints if "willReadFrequently" not in text]  # these tests read pixels
 
 
 def shown(page):
-    """Return the bytes by layer that the panel shows, its totals, and what table and icicle add up to."""
+    """Return the panel's bytes per layer and its totals, and the sums of the table and the icicle."""
     rows = page.eval_on_selector_all(
         "#sums tr", "rows => rows.map(row => [row.dataset.row, Number(row.dataset.bytes)])"
     )
@@ -73,7 +73,7 @@ def shown(page):
 
 
 def check(page, trace, text):
-    """Check that everything on the page about the moment equals what Python computes."""
+    """Check that all figures the page shows for the current moment equal those that Python computes."""
     now = shown(page)
     event = int(unpacked(text).columns["moment.event"][now.moment])
     line = timeline(trace)
@@ -86,19 +86,19 @@ def check(page, trace, text):
 
 
 def chart(page):
-    """Return where the timeline's chart begins, and its width and the canvas's top, in pixels."""
+    """Return the left edge and width of the timeline's chart, and the canvas's top edge, in pixels."""
     box = page.locator("#timeline").bounding_box()
     return box["x"] + LEFT, box["width"] - LEFT - RIGHT, box["y"]
 
 
 def click_at(page, share):
-    """Click into the timeline, at a distance from its left end."""
+    """Click in the timeline, at a share of its width from the left."""
     left, width, top = chart(page)
     page.mouse.click(left + share * width, top + 200)
 
 
 def painted(page, name, colour, at, step, count):
-    """Return the number of pixels of a canvas that have a colour, sampled from a position on."""
+    """Count the pixels of a colour among ``count`` samples of a canvas, from ``at`` in steps of ``step``."""
     return page.evaluate(
         """([name, [red, green, blue], [x, y], [dx, dy], count]) => {
           const canvas = document.querySelector(name);

@@ -1,4 +1,4 @@
-"""Blocks to be checkpointed, and runs of them to be compared with plain training."""
+"""Blocks to checkpoint, and helpers that compare their training with plain training."""
 
 import copy
 
@@ -12,7 +12,7 @@ MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentr
 
 
 class Block(nn.Module):
-    """What blocks have: norm, dropout, an in-place operation, arguments of all kinds."""
+    """A block with a norm, dropout, an in-place operation, and arguments of all kinds."""
 
     def __init__(self, width=6, norm=None):
         super().__init__()
@@ -44,7 +44,7 @@ def net(norm=None, layers=3):
 
 
 def train(model, *inputs, steps=2, call=None, backwards=1):
-    """Take steps, and return all that they leave: state, gradients, loss, random numbers."""
+    """Train, and return the results: state, gradients, loss, and the state of the random numbers."""
     torch.manual_seed(2)
     inputs = inputs or (torch.randn(8, 6),)
     for _ in range(steps):
@@ -61,18 +61,18 @@ def train(model, *inputs, steps=2, call=None, backwards=1):
     }
 
 
-def assert_same(one, other):
+def assert_same(left, right):
     for kind in ("loss", "rng"):
-        assert torch.equal(one[kind], other[kind]), kind
+        assert torch.equal(left[kind], right[kind]), kind
     for kind in ("state", "grads"):
-        assert one[kind].keys() == other[kind].keys()
-        for name, value in one[kind].items():
-            same = value is other[kind][name] is None or torch.equal(value, other[kind][name])
+        assert left[kind].keys() == right[kind].keys()
+        for name, value in left[kind].items():
+            same = value is right[kind][name] is None or torch.equal(value, right[kind][name])
             assert same, f"{kind} {name}"
 
 
 def compare(model, *inputs, settings=None, **options):
-    """Train a copy plain and the model checkpointed; they must come to the same."""
+    """Assert that training the checkpointed model equals plain training of a copy."""
     plain = train(copy.deepcopy(model), *inputs, **options)
     revert = (settings or Checkpointing("layers.*")).apply(model)
     assert_same(plain, train(model, *inputs, **options))
@@ -80,7 +80,7 @@ def compare(model, *inputs, settings=None, **options):
 
 
 class Ema(nn.Module):
-    """Buffers that are replaced, not written to, and whose values count."""
+    """A norm that replaces its buffers instead of writing to them, and uses their values in its output."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -95,7 +95,7 @@ class Ema(nn.Module):
 
 
 class OwnStatistics(nn.Module):
-    """Written to by a kernel that counts no version, in a layer that PyTorch does not know."""
+    """A custom norm whose buffers are written by a kernel that does not increment their versions."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -116,7 +116,7 @@ NORMS = {
 
 
 class Shared(nn.Module):
-    """One block called twice, and a weight in two places."""
+    """A model that calls one block twice and ties two weights."""
 
     def __init__(self, norm=None):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Faults before one operation of a training step, and what has to hold after each.
+"""Inject a fault before any one operation of a training step, and check what the engine does about it.
 
     engine.step:  forward ─ backward ─ unscale ─ clip ─ optimizer ─ scheduler
-    operation     0 1 2 ...      ^ a fault here                                  for every one of them
+    operation     0 1 2 ...      ^ a fault here                                  repeated for every operation
 
-After it the step was made in smaller parts, or it was not made and nothing of it is left, or the run is torn
-and says so. Nothing else.
+Only three outcomes are allowed: the engine repeats the step in smaller parts; the engine reports the failure
+and leaves no trace of the step; or the update is torn and the engine raises TornUpdateError.
 """
 
 import copy
@@ -33,11 +33,11 @@ TRAIN = str(Path(memfit.train.__file__).parent)
 
 
 class Fault(TorchDispatchMode):
-    """Raises before one operation, once; counts them.
+    """Count operations, and raise once, before one of them.
 
     Args:
-        at: the operation, counted from where the mode is entered; None only counts.
-        error: what is raised.
+        at: index of the operation, counted from where the mode is entered; None: only count.
+        error: the exception to raise.
     """
 
     def __init__(self, at: int | None, error: type[BaseException] = torch.OutOfMemoryError) -> None:
@@ -49,15 +49,15 @@ class Fault(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         self.count += 1
         if self.count - 1 == self.at:
-            raise self.error("a fault by hand")
+            raise self.error("an injected fault")
         return function(*args, **(kwargs or {}))
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before one line of the engine's own code, once; counts them.
+    """Count executed lines of the engine's own code, and raise KeyboardInterrupt once, before one of them.
 
     Args:
-        at: the line, counted from where this is entered; None only counts.
+        at: index of the line, counted from where this is entered; None: only count.
     """
 
     def __init__(self, at: int | None) -> None:
@@ -75,7 +75,8 @@ class Interrupt:
 
     def _line(self, frame, event, argument):
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        # An exception between a with block's end and its __exit__ skips that: Python's gap, not the engine's.
+        # Python skips __exit__ if an exception arrives between the end of a with block and the call of
+        # __exit__. That gap is Python's, not the engine's.
         if event == "line" and not code.startswith("with "):
             self.count += 1
             if self.count - 1 == self.at:
@@ -93,7 +94,7 @@ def mean_loss(model, batch):
 
 
 def _sum(model, batch):
-    """Return a sum and its weight: labels of 2 are not counted, as padding is not."""
+    """Return a summed loss and its weight; labels of 2 are ignored, like padding."""
     x, y = batch
     loss = F.cross_entropy(_logits(model, x), y, reduction="sum", ignore_index=2)
     return loss, max(1, int((y != 2).sum()))
@@ -142,7 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batches(size: int = 8, device: str = "cpu") -> list[Any]:
-    """Return a few batches of one size."""
+    """Return a few batches of the same size."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -154,7 +155,7 @@ def batches(size: int = 8, device: str = "cpu") -> list[Any]:
 
 
 def build(case: str, *, protect: str = "always", device: str = "cpu") -> tuple[Engine, list[Any]]:
-    """Return a case's engine, and its data."""
+    """Return the engine and the batches of a case."""
     given = CASES[case]
     torch.manual_seed(0)
     model = given.get("model", _mlp)().to(device)
@@ -176,9 +177,9 @@ def build(case: str, *, protect: str = "always", device: str = "cpu") -> tuple[E
 
 
 def picture(engine: Engine) -> dict[str, Any]:
-    """Return all that an update changes: the state that is saved, gradients, and parameters as they are."""
+    """Return all that an update changes: the saved state, which gradients exist, and the parameters."""
     state = copy.deepcopy(engine.state_dict())
-    del state["finer"]  # what was learnt from a fault is kept
+    del state["finer"]  # the engine keeps the finer split that a fault led to
     parameters = list(engine.model.parameters())
     return state | {
         "parameters": [parameter.detach().clone() for parameter in parameters],
@@ -187,7 +188,7 @@ def picture(engine: Engine) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two pictures are equal, bit for bit."""
+    """Return whether two pictures are equal, bit for bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -209,28 +210,28 @@ FAULTS: dict[str, tuple[Callable[[int | None], Any], type[BaseException]]] = {
 }
 
 
-def _when_it_steps(engine: Engine, tell: Callable[[], None]) -> None:
-    """Be told when the first parameter is about to be updated."""
+def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
+    """Have the engine call ``callback`` before it updates parameters."""
     in_backward = engine._ledger.update.in_backward
     if in_backward is None:
-        engine.optimizer.register_step_pre_hook(lambda *_: tell())
+        engine.optimizer.register_step_pre_hook(lambda *_: callback())
         return
     step = in_backward._step
 
-    def told(one: torch.optim.Optimizer) -> None:
-        tell()
-        step(one)
+    def call_and_step(optimizer: torch.optim.Optimizer) -> None:
+        callback()
+        step(optimizer)
 
-    in_backward._step = told
+    in_backward._step = call_and_step
 
 
 class Sweep:
-    """Faults before the operations of one step of a case.
+    """Inject faults before the operations of one step of a case.
 
     Args:
-        case: of ``CASES``.
-        step: which of its steps: the first makes the optimizer's states.
-        fault: of ``FAULTS``: what goes wrong.
+        case: a key of ``CASES``.
+        step: index of the step; step 0 creates the optimizer's state.
+        fault: a key of ``FAULTS``.
         protect: as in ``Engine``.
     """
 
@@ -238,16 +239,16 @@ class Sweep:
         self._case, self._step, self._protect = case, step, protect
         self._fault, self._error = FAULTS[fault]
         engine, data, batch = self._begin()
-        began: list[int] = []
+        update_starts: list[int] = []
         with self._fault(None) as counter:
-            _when_it_steps(engine, lambda: began.append(counter.count))
+            call_before_update(engine, lambda: update_starts.append(counter.count))
             engine.step(batch)
-        self.places, self.update = counter.count, began[0]
-        """How many there are, and the first at which parameters change."""
+        self.places, self.update = counter.count, update_starts[0]
+        """Number of operations (or lines), and the index of the first at which parameters change."""
         self._after = picture(engine)
         data.close()
         self._in_parts = None
-        if engine._ledger.update.in_backward is None:  # which cannot be done in parts
+        if engine._ledger.update.in_backward is None:  # a step in backward cannot be split
             engine, data, batch = self._begin(finer=2)
             engine.step(batch)
             self._in_parts = picture(engine)
@@ -259,15 +260,15 @@ class Sweep:
         walk = engine.through(data)
         for _ in range(self._step):
             engine.step(next(walk))
-        if finer > 1:  # only this step is in more parts: the accounts of a plan of its own
+        if finer > 1:  # split only this step; a plan that accumulates would split the earlier ones too
             engine._full_batch.finer = finer
         return engine, walk, next(walk)
 
     def outcome(self, at: int) -> str:
-        """Make the step with a fault before one operation; return what became of it.
+        """Run the step with a fault before one operation; return the outcome.
 
         Raises:
-            AssertionError: harm was done, and nothing was said.
+            AssertionError: the fault did harm that the engine did not report.
         """
         engine, data, batch = self._begin()
         before = picture(engine)
@@ -297,7 +298,7 @@ class Sweep:
         return "recovered"
 
     def _torn(self, engine: Engine, batch: Any, at: int) -> str:
-        if self._fault is not Interrupt:  # which may also come just before, or while the update is counted
+        if self._fault is not Interrupt:  # an Interrupt may also hit just before the update or its accounting
             assert self._protect != "always"
             assert at >= self.update
         for refused in (engine.state_dict, lambda: engine.step(batch)):

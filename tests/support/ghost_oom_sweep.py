@@ -1,10 +1,10 @@
-"""The same faults on the ghost: one operation of a step finds no memory, and PyTorch's allocator says so.
+"""Leave one operation of a training step without memory on the ghost, so that PyTorch's allocator fails.
 
-    operations    0 1 2 ... at ...      before one of them the cache is given back, the limit is set to what
-    is free memory   ######### __ ####     reserved, and every free block is taken; after it all is as it was
+    operation      0 1 2 ... at ...      before operation ``at``, release the cache, limit memory to the bytes
+    free memory    ######### __ ####     still reserved and take every free block; undo it all afterwards
 
-What fails is the real allocator. Values are not computed here: memory, counters, random numbers of the GPU,
-and what there is of state are compared.
+The failure comes from the real allocator. The ghost computes no values, so a comparison covers memory,
+counters, the GPU's random-number state, and which state exists.
 """
 
 import gc
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where a warm process looks for it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where a warm process finds ``support``
 
 from memfit.errors import TornUpdateError
 from memfit.train.engine import Engine
-from support.fault_injection import Fault, _when_it_steps, build
+from support.fault_injection import Fault, build, call_before_update
 
 _SMALL = 1 << 20
-"""What is larger comes from segments of its own (c10/cuda/CUDACachingAllocator.cpp, kSmallSize, 2.14)."""
+"""The largest request that small segments serve (c10/cuda/CUDACachingAllocator.cpp, kSmallSize, 2.14)."""
 
 
 class NoMemory(Fault):
-    """Leaves one operation no memory, so that what it allocates really fails; notes which do allocate."""
+    """Leave one operation no memory, so that its allocation really fails; record the allocating ones."""
 
     def __init__(self, at: int | None) -> None:
         super().__init__(at)
@@ -53,28 +53,27 @@ class NoMemory(Fault):
 
 
 def _take_all() -> list[torch.Tensor]:
-    """Take every free byte that the allocator has, and let it have no more."""
+    """Allocate every free byte of the allocator's segments, and forbid it new segments."""
     torch.cuda.empty_cache()
-    # Half a byte more, for the product is rounded down; a segment more would be 2 MiB.
+    # Half a byte extra, because PyTorch rounds the product down; another segment would need 2 MiB.
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.5) / total)
     free: list[int] = []
     for segment in torch.cuda.memory_snapshot():
-        most = _SMALL if segment["segment_type"] == "small" else segment["total_size"]
+        largest = _SMALL if segment["segment_type"] == "small" else segment["total_size"]
         for block in segment["blocks"]:
             if block["state"] == "inactive":
-                pieces, rest = divmod(block["size"], most)
-                free += [most] * pieces + [rest] * (rest > 0)
+                pieces, rest = divmod(block["size"], largest)
+                free += [largest] * pieces + [rest] * (rest > 0)
     return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(free, reverse=True)]
 
 
 def picture(engine: Engine) -> Any:
-    """Return what can be compared of an engine's state: values on the CPU, shapes of those on the GPU."""
+    """Return the comparable parts of an engine's state: values of CPU tensors, shapes of GPU tensors."""
     state = engine.state_dict()
     del state["finer"]
-    state["scaler"] = list(
-        state["scaler"] or ()
-    )  # its values are read from the GPU, which does not compute them
+    # Only the names: the scaler reads its values from the GPU, and the ghost computes none.
+    state["scaler"] = list(state["scaler"] or ())
     return _plain([state, [parameter.grad is not None for parameter in engine.model.parameters()]])
 
 
@@ -82,31 +81,31 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype) if value.is_cuda else value.tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return value
 
 
 def allocated(engine: Engine) -> int:
-    """Return the bytes that are allocated, when nothing is left that could be collected.
+    """Return the allocated bytes after garbage collection.
 
-    Not counted are the loss scale and copies of buffers, which are made when they are first used, and stay.
-    The thread that went backward holds the last failure, and its frames, until it goes backward again.
+    Not counted: the loss scale and the copies of buffers, which are created on first use and kept. Autograd's
+    thread keeps the last failure and its frames alive until the next backward, so a small one runs first.
     """
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     gc.collect()
     scaler = engine._ledger.update.scaler._scaler
     scales = () if scaler is None else (scaler._scale, scaler._growth_tracker)
-    lasting = [one for one in (*scales, *engine._full_batch._snapshots._copies._copies) if one is not None]
+    lasting = [kept for kept in (*scales, *engine._full_batch._snapshots._copies._copies) if kept is not None]
     return torch.cuda.memory_allocated() - 512 * len(lasting)
 
 
 def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict[str, int]:
-    """Have each operation of one step that allocates find no memory; count what became of it.
+    """Leave each allocating operation of one step without memory, one at a time; count the outcomes.
 
     Raises:
-        AssertionError: harm was done.
+        AssertionError: a failure did harm that the engine did not report.
     """
 
     def begin() -> tuple[Engine, Any, Any]:
@@ -118,11 +117,11 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
 
     warnings.filterwarnings("ignore", message=".*BatchNorm layers")
     gc.collect()
-    gc.freeze()  # what is there stays, and need not be looked at each time
+    gc.freeze()  # existing objects stay, and later collections skip them
     engine, walk, batch = begin()
-    began: list[int] = []
+    update_starts: list[int] = []
     with NoMemory(None) as counter:
-        _when_it_steps(engine, lambda: began.append(counter.count))
+        call_before_update(engine, lambda: update_starts.append(counter.count))
         engine.step(batch)
     after = picture(engine)
     del engine, walk, batch
@@ -139,16 +138,16 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
             outcome = "reported"
         else:
             outcome = "recovered"
-            assert at < began[0], at
+            assert at < update_starts[0], at
             assert (retried, engine.optimizer_step) == (1, step + 1), at
-        if outcome == "reported":  # the exception, which held frames, is gone
+        if outcome == "reported":  # the exception, which kept frames alive, is gone
             assert picture(engine) == before, (at, "differs")
             assert allocated(engine) == bytes_before, (at, allocated(engine) - bytes_before)
             engine.step(batch)
             assert picture(engine) == after, (at, "differs afterwards")
         if outcome == "torn, and says so":
             assert protect != "always", at
-            assert at >= began[0], at
+            assert at >= update_starts[0], at
         found[outcome] += 1
         walk.close()
         del engine, walk, batch
@@ -156,12 +155,13 @@ def sweep(case: str, step: int, protect: str = "always", every: int = 1) -> dict
 
 
 def capacities(points: int = 16) -> list[tuple[int, int | None]]:
-    """Make a step with less and less memory; return bytes allowed, and how often it was begun again.
+    """Run a step under ``points + 1`` memory limits; return each limit in bytes and the number of retries.
 
-    None: it was reported, and nothing changed. The last point is what the step reserves unhindered.
+    None instead of a number: the engine reported the failure and changed nothing. The last limit is what the
+    step reserves when memory is unlimited.
 
     Raises:
-        AssertionError: harm was done.
+        AssertionError: a failure did harm that the engine did not report.
     """
 
     def begin() -> tuple[Engine, torch.Tensor]:
@@ -169,23 +169,23 @@ def capacities(points: int = 16) -> list[tuple[int, int | None]]:
         optimizer = torch.optim.AdamW(model.parameters())
         engine = Engine(model, optimizer=optimizer, loss=lambda model, x: model(x).square().mean())
         batch = torch.randn(4096, 512, device="cuda")
-        engine.step(batch[:1])  # states are there, and what libraries keep
+        engine.step(batch[:1])  # creates the optimizer's state and the libraries' workspaces
         torch.cuda.empty_cache()
         return engine, batch
 
     total = torch.cuda.get_device_properties(0).total_memory
     engine, batch = begin()
-    least = torch.cuda.memory_reserved()
+    smallest = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     engine.step(batch)
-    most = torch.cuda.max_memory_reserved()
+    largest = torch.cuda.max_memory_reserved()
     found: list[tuple[int, int | None]] = []
     for point in range(points + 1):
         del engine, batch
         gc.collect()
         engine, batch = begin()
         before, bytes_before = picture(engine), allocated(engine)
-        allowed = least + (most - least) * point // points
+        allowed = smallest + (largest - smallest) * point // points
         retried = None
         try:
             torch.cuda.set_per_process_memory_fraction((allowed + 0.5) / total)

@@ -52,7 +52,7 @@ TENSORS = (
 )
 LARGE, SMALL = BASE, BASE + GIB
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202eevil\u2066\x00"
-NOT_UTF8 = "caf\udce9.py"  # as Python has it from a file system
+NOT_UTF8 = "caf\udce9.py"  # as Python decodes a file name that is not UTF-8
 LONG = "layer." + "x" * 10_000
 
 
@@ -115,13 +115,15 @@ def run(steps=3, activations=4, **fields):
 
 
 def evil():
-    """Return a run whose every text is hostile."""
+    """Return a run in which every string is hostile."""
     trace = run(command=(EVIL, EVIL), versions={"torch": EVIL, EVIL: EVIL})
-    names = tuple(replace(one, module=f"{EVIL}.{i}.{LONG}", op=EVIL) for i, one in enumerate(LABELS))
+    names = tuple(replace(label, module=f"{EVIL}.{i}.{LONG}", op=EVIL) for i, label in enumerate(LABELS))
     return replace(
         trace,
         labels=names,
-        frames=tuple(replace(one, file=f"{EVIL}{one.file}/{NOT_UTF8}", function=EVIL) for one in FRAMES),
+        frames=tuple(
+            replace(frame, file=f"{EVIL}{frame.file}/{NOT_UTF8}", function=EVIL) for frame in FRAMES
+        ),
         tensors=(TensorInfo(EVIL, LONG + EVIL, EVIL, (1,)), TensorInfo(LONG, "\ud800", "float32", ())),
         notes=(Note(Provenance.ASSUMED, EVIL, EVIL), Note(Provenance.EXACT, LONG)),
         device=replace(trace.device, name=EVIL),
@@ -129,7 +131,7 @@ def evil():
 
 
 def report(trace, *, advice=None, in_all=None, untried=None, **options):
-    """Return a trace's page."""
+    """Return the HTML page of a trace."""
     line = timeline(trace)
     found = replace(summarize(trace), advice=advice, in_all=in_all, untried=untried)
     return page(trace, line, attribute(trace, line), found, **options)
@@ -149,31 +151,31 @@ def unpacked(text):
 
 
 def blocks(held):
-    """Return born, freed, done, address, requested, beyond and the layer of each block of a page."""
-    of = held.columns
-    born = of["block.born"]
-    freed = born + of["block.life"]
+    """Return columns for the blocks of a page: born, freed, done, address, requested, beyond and layer."""
+    columns = held.columns
+    born = columns["block.born"]
+    freed = born + columns["block.life"]
     return SimpleNamespace(
         born=born,
         freed=freed,
-        done=freed + of["block.wait"],
-        address=of["block.address"],
-        requested=of["block.requested"],
-        beyond=of["block.beyond"],
-        layer=np.array([layer["name"] for layer in held.facts["layers"]])[of["block.layer"]],
+        done=freed + columns["block.wait"],
+        address=columns["block.address"],
+        requested=columns["block.requested"],
+        beyond=columns["block.beyond"],
+        layer=np.array([layer["name"] for layer in held.facts["layers"]])[columns["block.layer"]],
     )
 
 
 def sums(held, moment):
-    """Return bytes by the layers' names at a moment, added up from a page's blocks and its rest."""
-    of, rest = blocks(held), held.columns
+    """Return the bytes per layer at a moment, summed over a page's blocks and its ``rest`` columns."""
+    drawn, rest = blocks(held), held.columns
     found = Counter()
-    alive = (of.born <= moment) & (moment < of.freed)
-    some = rest["rest.moment"] <= moment
+    alive = (drawn.born <= moment) & (moment < drawn.freed)
+    so_far = rest["rest.moment"] <= moment
     for index, layer in enumerate(held.facts["layers"]):
-        found[layer["name"]] += int(of.requested[alive & (of.layer == layer["name"])].sum())
-        found[layer["name"]] += int(rest["rest.requested"][some & (rest["rest.layer"] == index)].sum())
-    found["rounding"] += int(of.beyond[alive].sum() + rest["rest.beyond"][some].sum())
+        found[layer["name"]] += int(drawn.requested[alive & (drawn.layer == layer["name"])].sum())
+        found[layer["name"]] += int(rest["rest.requested"][so_far & (rest["rest.layer"] == index)].sum())
+    found["rounding"] += int(drawn.beyond[alive].sum() + rest["rest.beyond"][so_far].sum())
     return {name: size for name, size in found.items() if size}
 
 

@@ -12,7 +12,7 @@ def net(width=8):
 
 
 def groups(model):
-    """Return two groups with settings of their own."""
+    """Return two parameter groups with different settings."""
     weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01, "weight_decay": 0.0}]
@@ -31,8 +31,8 @@ def train(model, optimizer, steps=5, scheduler=None, first=0):
             scheduler.step()
 
 
-def same(one, other):
-    return all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+def same(left, right):
+    return all(torch.equal(*pair) for pair in zip(left.parameters(), right.parameters(), strict=True))
 
 
 def halving(optimizer):

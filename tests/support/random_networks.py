@@ -1,4 +1,4 @@
-"""Random small networks, and the data that they are trained on: a strategy of hypothesis.
+"""Random small networks and their training data, as a hypothesis strategy.
 
     tokens   (samples, 4, width)    Linear, norms, attention, residuals, tied embeddings
     images   (samples, 4, 6, 6)     convolutions, group and batch norms, pooling
@@ -18,7 +18,7 @@ WIDTH, LENGTH, CLASSES, SIDE = 8, 4, 5, 6
 
 
 class Attention(nn.Module):
-    """Self-attention with a mask for what comes later."""
+    """Causal self-attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class InPlace(nn.Module):
 
 
 class Residual(nn.Module):
-    """A module, and past it."""
+    """A module with a skip connection."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 INDIVISIBLE = {"dropout", "batch norm"}
-"""Of a part they make something else than of the whole: other random numbers, other means."""
+"""Blocks that process part of a batch differently from the whole: other random numbers, other means."""
 
 
 class Net(nn.Module):
-    """What a description says.
+    """The model that a ``Network`` describes.
 
     Blocks are an attribute so that strategies can name them: ``blocks.*``.
     """
@@ -98,7 +98,8 @@ class Net(nn.Module):
         self.embed = nn.Embedding(CLASSES, WIDTH) if self.tokens else nn.Conv2d(3, 4, 1)
         made = [BLOCKS[network.kind][name]() for name in network.blocks]
         made = [
-            Residual(one) if residual else one for one, residual in zip(made, network.residual, strict=True)
+            Residual(block) if residual else block
+            for block, residual in zip(made, network.residual, strict=True)
         ]
         self.blocks = nn.ModuleList(made)
         self.order = [*range(len(made)), *([0] if network.shared else [])]
@@ -117,7 +118,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """A description."""
+    """The description of a network and its batches."""
 
     kind: str
     blocks: tuple[str, ...]
@@ -129,7 +130,7 @@ class Network:
     frozen: bool
     """Whether the embedding is not trained."""
     samples: int
-    """In a batch."""
+    """Samples in a batch."""
     seed: int
 
     def build(self, dtype: torch.dtype = torch.float32) -> Net:
@@ -140,7 +141,7 @@ class Network:
     def batches(
         self, count: int, dtype: torch.dtype = torch.float32
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return batches, always the same."""
+        """Return batches, the same ones at every call."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         found = []
         for _ in range(count):
@@ -155,14 +156,14 @@ class Network:
 
 
 def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the mean over samples, and their tokens."""
+    """Return the mean loss over samples, and over their tokens if there are any."""
     x, labels = batch
     return F.cross_entropy(model(x).flatten(0, -2), labels.flatten())
 
 
 @st.composite
 def networks(draw: st.DrawFn, *, divisible: bool = False) -> Network:
-    """Draw a description; ``divisible``: of one that gives a batch's parts what it gives the whole."""
+    """Draw a network; ``divisible``: only of blocks that process part of a batch like the whole."""
     kind = draw(st.sampled_from(sorted(BLOCKS)))
     names = sorted(BLOCKS[kind].keys() - (INDIVISIBLE if divisible else set()))
     blocks = tuple(draw(st.lists(st.sampled_from(names), min_size=1, max_size=5)))

@@ -1,4 +1,4 @@
-"""Scripts that several tests run, and helpers that read their answers."""
+"""Scripts that several tests run, and helpers that read their output."""
 
 TRAIN = """
     import torch

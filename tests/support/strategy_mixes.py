@@ -1,14 +1,13 @@
-"""Strategies against loops written by hand, on any of ``networks``.
+"""Strategies compared with handwritten training loops, on any of ``networks``.
 
     EXACT    the same arithmetic in the same order: gradients, parameters, buffers equal bit for bit
-    CLOSE    accumulation against the whole batch: sums in another order, equal to rounding; one step, for
-             what rounding changed training goes on to change: after three, float32 by hand was up to 1.3e-6
-             off float64 by hand
+    CLOSE    accumulation against the whole batch: sums in another order, equal up to rounding. One step only,
+             because training amplifies rounding errors: after three steps, a handwritten loop in float32 was
+             up to 1.3e-6 off the same loop in float64
 
-A micro-batch's gradients are added up in the order of micro-batches in both; what is recomputed is computed
-by the same operations from the same inputs and random numbers; what is moved or updated earlier is the same
-number. Not claimed: accumulation against the whole batch with dropout, which draws others, or with batch
-norms.
+Both add up gradients in the order of the micro-batches; recomputation repeats the same operations on the same
+inputs and random numbers; moving a tensor or updating a parameter earlier changes no value. Not claimed:
+accumulation against the whole batch with dropout, which draws other random numbers, or with batch norms.
 """
 
 import warnings
@@ -30,72 +29,75 @@ from memfit.train.engine import Engine
 from support.random_networks import Network, mean_loss
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
-"""Relative, of the norm over all gradients, and over all parameters."""
+"""Largest relative error allowed, by norm, over all gradients and over all parameters."""
 
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 Momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-# Adam divides by a gradient's size: where that is nothing but rounding it makes steps of it.
+# CLOSE uses Momentum, because Adam divides by a gradient's magnitude: a gradient that is only rounding error
+# becomes a full step.
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a run leaves."""
+class Results:
+    """The results of a training run."""
 
     gradients: list[torch.Tensor]
-    """As the optimizer found them, step by step; none where it steps in backward."""
+    """As the optimizer saw them, step by step; empty if it steps in backward."""
     parameters: list[torch.Tensor]
     buffers: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Strategies, and the loop by hand that they are to equal."""
+    """Strategies, and the handwritten loop that they must equal."""
 
     plan: tuple[Any, ...] = ()
     parts: int = 1
-    """Micro-batches by hand."""
+    """Micro-batches in the handwritten loop."""
     clip: float | None = None
     optimizer: Callable[..., Any] = AdamW
     by_hand: Callable[..., Any] | None = None
-    """Another optimizer by hand."""
+    """Another optimizer for the handwritten loop."""
     steps: int = 3
     """Optimizer steps."""
     door: str = "step"
-    """``step``, ``windows``, ``resumed``, ``retried``, or ``applied``: a loop by hand on an applied model."""
+    """``step``, ``windows``, ``resumed``, ``retried``; ``applied``: the handwritten loop."""
 
-    def ours(self, network: Network, dtype: torch.dtype) -> Trace:
-        """Train by the engine."""
+    def ours(self, network: Network, dtype: torch.dtype) -> Results:
+        """Train with the engine."""
         model, batches = network.build(dtype), network.batches(self.steps, dtype)
-        optimizer = self.optimizer([one for one in model.parameters() if one.requires_grad])
+        optimizer = self.optimizer(_trained(model))
         seen: list[torch.Tensor] = []
         if self.door == "applied":
             apply(model, self.plan)
             _watch(optimizer, seen)
             _loop(model, optimizer, batches, network, self.parts, self.clip)
-            return _trace(model, seen)
+            return _results(model, seen)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does not pay, or not equal the whole batch
+            warnings.simplefilter("ignore")  # a strategy may not pay off, or not equal the whole batch
             engine = self._engine(model, optimizer)
-        if not any(isinstance(one, OptimizerState) and one.step_in_backward for one in self.plan):
+        if not any(isinstance(part, OptimizerState) and part.step_in_backward for part in self.plan):
             _watch(optimizer, seen)
         torch.manual_seed(network.seed)
         if self.door in ("step", "retried"):
             for batch in batches:
                 engine.step(batch)
-            return _trace(model, seen)
+            return _results(model, seen)
         loader = [part for batch in batches for part in _parts(batch, self.parts)]
         if self.door == "resumed":
             self._through(engine, loader, until=self.parts + 1)
             saved = engine.state_dict()
-            model = replace(network, seed=network.seed + 7).build(dtype)  # other parameters, until it loads
-            optimizer = self.optimizer([one for one in model.parameters() if one.requires_grad])
+            model = replace(network, seed=network.seed + 7).build(dtype)  # loading must replace these
+            optimizer = self.optimizer(
+                [parameter for parameter in model.parameters() if parameter.requires_grad]
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 engine = self._engine(model, optimizer)
             engine.load_state_dict(saved)
             _watch(optimizer, seen)
         self._through(engine, loader)
-        return _trace(model, seen)
+        return _results(model, seen)
 
     def _engine(self, model: nn.Module, optimizer: Any) -> Engine:
         loss = _short_of_memory() if self.door == "retried" else mean_loss
@@ -109,16 +111,16 @@ class Combination:
                 if engine.micro_step == until:
                     return
 
-    def plain(self, network: Network, dtype: torch.dtype, parts: int | None = None) -> Trace:
-        """Train by hand; in one part for what is to be close."""
+    def plain(self, network: Network, dtype: torch.dtype, parts: int | None = None) -> Results:
+        """Train with the handwritten loop; ``CLOSE`` compares with the whole batch, ``parts=1``."""
         model, batches = network.build(dtype), network.batches(self.steps, dtype)
         make = self.by_hand or self.optimizer
-        optimizer = make([one for one in model.parameters() if one.requires_grad])
+        optimizer = make(_trained(model))
         seen: list[torch.Tensor] = []
         _watch(optimizer, seen)
         mean_of_means = self.door in ("windows", "resumed")
         _loop(model, optimizer, batches, network, parts or self.parts, self.clip, mean_of_means)
-        return _trace(model, seen)
+        return _results(model, seen)
 
 
 EXACT: dict[str, Combination] = {
@@ -169,11 +171,11 @@ CLOSE: dict[str, Combination] = {
 
 
 def differing(name: str, network: Network, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Return what differs, in any bit, of gradients, parameters and buffers from the loop by hand."""
+    """Return which of gradients, parameters and buffers differ in any bit from the handwritten loop's."""
     ours, plain = EXACT[name].ours(network, dtype), EXACT[name].plain(network, dtype)
     pairs = {"parameters": (ours.parameters, plain.parameters), "buffers": (ours.buffers, plain.buffers)}
     if ours.gradients:
-        known = len(ours.gradients)  # of the steps after it was resumed
+        known = len(ours.gradients)  # only of the steps after resuming
         pairs["gradients"] = (ours.gradients, plain.gradients[-known:])
     return [
         what
@@ -183,9 +185,9 @@ def differing(name: str, network: Network, dtype: torch.dtype = torch.float32) -
 
 
 def error(name: str, network: Network, dtype: torch.dtype) -> float:
-    """Return the relative error, of gradients or parameters, the larger, against the whole batch.
+    """Return the relative error against the whole batch: the larger of those of gradients and parameters.
 
-    It is promised to be small for networks that are divisible.
+    Only divisible networks promise a small one.
     """
     ours, plain = CLOSE[name].ours(network, dtype), CLOSE[name].plain(network, dtype, parts=1)
     return max(_error(ours.gradients, plain.gradients), _error(ours.parameters, plain.parameters))
@@ -209,7 +211,7 @@ def _loop(
     clip: float | None,
     mean_of_means: bool = False,
 ) -> None:
-    """Train as people do by hand: each part's mean loss, times its share of the batch."""
+    """Train with a handwritten loop that weights each part's mean loss with its share of the batch."""
     torch.manual_seed(network.seed)
     for batch in batches:
         pieces = _parts(batch, parts)
@@ -229,7 +231,7 @@ def _parts(batch: Any, parts: int) -> list[Any]:
 
 
 def _short_of_memory() -> Callable[..., Any]:
-    """Return a loss that has no memory for the second batch that it is given, after its forward."""
+    """Return a loss function that runs out of memory in its first call, after the forward."""
     calls = [0]
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -242,16 +244,20 @@ def _short_of_memory() -> Callable[..., Any]:
     return loss
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _watch(optimizer: Any, seen: list[torch.Tensor]) -> None:
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(
-            one.grad.clone()
+            parameter.grad.clone()
             for group in optimizer.param_groups
-            for one in group["params"]
-            if one.grad is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
         )
     )
 
 
-def _trace(model: nn.Module, seen: list[torch.Tensor]) -> Trace:
-    return Trace(seen, [one.detach().clone() for one in model.parameters()], [*model.buffers()])
+def _results(model: nn.Module, seen: list[torch.Tensor]) -> Results:
+    return Results(seen, [parameter.detach().clone() for parameter in model.parameters()], [*model.buffers()])
