@@ -27,9 +27,9 @@ options = {
     "seed": 0,
     "total": 8 * GIB,
     "streams": 1,
-    "share": 0.0,  # of new tensors, also used on another stream
+    "share": 0.0,  # of new tensors that another stream uses too
     "pools": 0,  # private pools beside the default one
-    "graphs": 0.0,  # of operations, a CUDA graph captured: its pool is private, its frees are deferred
+    "graphs": 0.0,  # share of operations that capture a CUDA graph, with a private pool and deferred frees
     "history_from": 0,  # the operation at which recording begins
     "training_steps": 0,
     "fraction": None,

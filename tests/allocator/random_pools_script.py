@@ -2,8 +2,8 @@
 
     python random_pools_script.py SEED OPERATIONS [keep]
 
-With the last word, pools and graphs are never deleted: with expandable segments PyTorch 2.14.1 aborts where
-they are, for it counts growths and unmappings, which need not be as many.
+With ``keep``, the script never deletes pools and graphs. With expandable segments PyTorch 2.14.1 aborts when
+they are deleted: it compares the number of growths with that of unmappings, which may differ.
 """
 
 import random
@@ -34,7 +34,7 @@ def free():
         live.pop(dice.randrange(len(live)))
 
 
-def some(most):
+def allocate_or_free(most):
     for _ in range(dice.randint(1, most)):
         dice.choice((allocate, allocate, free))()
 
@@ -43,7 +43,7 @@ def capture():
     graph = torch.cuda.CUDAGraph()
     shared = [graph.pool() for graph in graphs]
     with torch.cuda.graph(graph, pool=dice.choice((None, torch.cuda.graph_pool_handle(), *shared))):
-        some(6)
+        allocate_or_free(6)
         if dice.random() < 0.2:
             torch.cuda.empty_cache()
     graphs.append(graph)
@@ -53,12 +53,12 @@ def allocate_to_pool():
     if not pools or dice.random() < 0.3:
         pools.append(torch.cuda.MemPool())
     with torch.cuda.use_mem_pool(dice.choice(pools)):
-        some(6)
+        allocate_or_free(6)
 
 
 def on_another_stream():
     with torch.cuda.stream(dice.choice(streams)):
-        some(6)
+        allocate_or_free(6)
 
 
 def drop():

@@ -86,7 +86,7 @@ CONFS = (
     "graph_capture_record_stream_reuse:True",
 )
 
-# PyTorch takes the beginning of these that is a number; memfit refuses what is probably a slip.
+# PyTorch reads the leading number of these and ignores the rest; memfit refuses them as likely typos.
 BY_ACCIDENT = (
     "max_split_size_mb:128abc",
     "max_split_size_mb:64.5",
@@ -95,8 +95,8 @@ BY_ACCIDENT = (
     "garbage_collection_threshold:0.5x",
     "garbage_collection_threshold:5e-1",
 )
-# PyTorch refuses these values of settings that device memory does not depend on; memfit does not read them.
-OF_THE_HOST = ("pinned_num_register_threads:3", "pinned_num_register_threads:300")
+# PyTorch refuses these values. The settings do not affect device memory, and memfit ignores their values.
+HOST_SETTINGS = ("pinned_num_register_threads:3", "pinned_num_register_threads:300")
 
 SCRIPT = """
 import json, sys
@@ -110,7 +110,7 @@ import torch
 
 found = []
 for conf in json.loads(sys.argv[1]):
-    # Some settings outlast the string that made them.
+    # Some settings persist when a later string does not mention them.
     torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,expandable_segments:False")
     try:
         torch._C._accelerator_setAllocatorSettings(conf)
@@ -122,9 +122,9 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def pytorchs():
+def pytorch_results():
     """Return PyTorch's result for each string: its settings, or its error."""
-    confs = [*CONFS, *BY_ACCIDENT, *OF_THE_HOST]
+    confs = [*CONFS, *BY_ACCIDENT, *HOST_SETTINGS]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(confs)],
         env={**os.environ, "PYTORCH_ALLOC_CONF": ""},
@@ -136,7 +136,7 @@ def pytorchs():
     return dict(zip(confs, json.loads(done.stdout), strict=True))
 
 
-def memfits(conf):
+def memfit_settings(conf):
     """Return memfit's settings; None if it refuses the string."""
     try:
         config = AllocatorConfig.of(conf)
@@ -153,8 +153,8 @@ def memfits(conf):
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_pytorch_and_memfit_parse_the_same_settings(pytorchs, conf):
-    theirs, ours = pytorchs[conf], memfits(conf)
+def test_pytorch_and_memfit_parse_the_same_settings(pytorch_results, conf):
+    theirs, ours = pytorch_results[conf], memfit_settings(conf)
     if isinstance(theirs, str):
         assert ours is None, theirs
     else:
@@ -163,13 +163,13 @@ def test_pytorch_and_memfit_parse_the_same_settings(pytorchs, conf):
 
 
 @pytest.mark.parametrize("conf", BY_ACCIDENT)
-def test_values_that_pytorch_accepts_by_accident_are_refused(pytorchs, conf):
-    assert isinstance(pytorchs[conf], dict)
+def test_values_that_pytorch_accepts_by_accident_are_refused(pytorch_results, conf):
+    assert isinstance(pytorch_results[conf], dict)
     with pytest.raises(UsageError, match=conf.split(":")[0]):
         AllocatorConfig.of(conf)
 
 
-@pytest.mark.parametrize("conf", OF_THE_HOST)
-def test_settings_that_do_not_affect_device_memory_are_accepted(pytorchs, conf):
-    assert isinstance(pytorchs[conf], str)
+@pytest.mark.parametrize("conf", HOST_SETTINGS)
+def test_settings_that_do_not_affect_device_memory_are_accepted(pytorch_results, conf):
+    assert isinstance(pytorch_results[conf], str)
     assert AllocatorConfig.of(conf) == AllocatorConfig()

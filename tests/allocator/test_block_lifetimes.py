@@ -30,7 +30,7 @@ def test_blocks_are_those_of_the_event_the_tracker_has_reached():
     ]
     tracker.advance_to(4)
     assert tracker.blocks()[0] == TrackedBlock(0, 512, 0, PENDING, 1)
-    tracker.advance_to(2)  # it has been there
+    tracker.advance_to(2)  # already past it: no effect
     tracker.advance_to(5)
     assert tracker.blocks()[0] == TrackedBlock(0, 512, 0, FREE)
     assert tracker.freed_by == [-1, 3, 5, -1, -1]

@@ -44,9 +44,9 @@ def test_compiled_and_python_replays_are_equal(conf, seed):
     total=st.integers(1, 1 << 62),
 )
 def test_random_requests_are_served_or_refused(conf, rows, total):
-    asked = Requests()
-    for ask, block, size, stream, pool in rows:
-        asked.add(ask, 0, block, size, stream, pool)
+    requests = Requests()
+    for kind, block, size, stream, pool in rows:
+        requests.add(kind, 0, block, size, stream, pool)
     with compiled_allocator.opened(
         AllocatorConfig.of(conf), blocks=12, pools=POOLS, total=total, taken=0, version=(2, 14)
     ) as allocator:
@@ -54,7 +54,7 @@ def test_random_requests_are_served_or_refused(conf, rows, total):
             assert total > 1 << 60
             return
         with suppress(UsageError):  # impossible requests
-            allocator.serve(asked)
+            allocator.serve(requests)
         figures = allocator.memory_stats()
         segments = allocator.snapshot()
     assert sum(segment.size for segment in segments) == figures["reserved_bytes.all.current"] <= total
@@ -79,17 +79,17 @@ def test_random_requests_are_served_or_refused(conf, rows, total):
     ],
 )
 def test_impossible_requests_are_refused(row, position):
-    asked = Requests()
-    for ask, block, size in ((RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0)):
-        asked.add(ask, 0, block, size)
+    requests = Requests()
+    for kind, block, size in ((RequestKind.MALLOC, 0, 512), (RequestKind.FREE, 0, 0)):
+        requests.add(kind, 0, block, size)
     with compiled_allocator.opened(
         AllocatorConfig(), blocks=8, pools=POOLS, total=GIB, taken=0, version=(2, 14)
     ) as allocator:
-        assert allocator.serve(asked)
+        assert allocator.serve(requests)
         bad = Requests()
         bad.add(RequestKind.EMPTY_CACHE, 0)
-        ask, block, *rest = row
-        bad.add(ask, 0, block, *rest)
+        kind, block, *rest = row
+        bad.add(kind, 0, block, *rest)
         with pytest.raises(UsageError, match=rf"Request {position} of 2 cannot be served"):
             allocator.serve(bad)
 
@@ -100,16 +100,16 @@ def test_settings_that_pytorch_refuses_are_refused():
 
 
 def test_numbers_beyond_64_bits_are_served_in_python():
-    asked = Requests()
-    asked.add(RequestKind.MALLOC, 0, 0, 1 << 47)
-    assert replay(asked, AllocatorConfig(), total=1 << 70).fits
-    assert replay(asked, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
+    requests = Requests()
+    requests.add(RequestKind.MALLOC, 0, 0, 1 << 47)
+    assert replay(requests, AllocatorConfig(), total=1 << 70).fits
+    assert replay(requests, AllocatorConfig(max_split_size=1 << 80), total=1 << 50).fits
 
 
 def test_addresses_beyond_64_bits_are_served_in_python():
-    asked = Requests()
+    requests = Requests()
     for number in range(20):  # a reservation of 9/8 of the device for each stream
-        asked.add(RequestKind.MALLOC, 0, number, 512, stream=number)
+        requests.add(RequestKind.MALLOC, 0, number, 512, stream=number)
     config = AllocatorConfig(expandable_segments=True)
     with (
         compiled_allocator.opened(
@@ -117,8 +117,8 @@ def test_addresses_beyond_64_bits_are_served_in_python():
         ) as allocator,
         pytest.raises(OverflowError),
     ):
-        allocator.serve(asked)
-    compiled, interpreted = both(asked, config, total=1 << 60)
+        allocator.serve(requests)
+    compiled, interpreted = both(requests, config, total=1 << 60)
     assert compiled == interpreted
     assert len(compiled.segments) == 20
 
@@ -148,9 +148,9 @@ def test_the_library_is_compiled_once_and_recompiled_if_damaged(empty_cache):
     load = [sys.executable, "-c", code]
     subprocess.run(load, check=True)
     (library,) = empty_cache.iterdir()
-    made = library.stat().st_mtime_ns
+    compiled_at = library.stat().st_mtime_ns
     subprocess.run(load, check=True)
-    assert library.stat().st_mtime_ns == made
+    assert library.stat().st_mtime_ns == compiled_at
     library.write_bytes(library.read_bytes()[:100])
     subprocess.run(load, check=True)
     assert library.stat().st_size > 1000

@@ -26,13 +26,13 @@ CONFIGS = [
 def outcome(trace):
     """Replay a trace under several settings; return the message if it is refused."""
     try:
-        asked = read_requests(trace)
+        requests = read_requests(trace)
     except FileFormatError as error:
         return str(error)
     for config in CONFIGS:
-        again = replay(asked, config, total=2 * GIB)
-        assert 0 <= again.peak_allocated <= again.peak_reserved <= 2 * GIB
-        assert again.failure is None or again.failure.event < max(len(trace.events), 1)
+        result = replay(requests, config, total=2 * GIB)
+        assert 0 <= result.peak_allocated <= result.peak_reserved <= 2 * GIB
+        assert result.failure is None or result.failure.event < max(len(trace.events), 1)
     return ""
 
 
@@ -87,7 +87,7 @@ def test_a_block_of_invalid_size_is_refused(size):
     assert check(allocator) == []
 
 
-def test_settings_that_pytorch_would_refuse():
+def test_settings_that_pytorch_would_refuse_are_refused():
     conf = "expandable_segments:Perhaps"
     assert conf in outcome(trace_of(WHOLE, settings={"conf": conf}))
 
@@ -169,7 +169,7 @@ def test_a_single_corrupt_event_is_replayed_or_refused(history, data):
     named = re.search(rf"event \d+ of {len(history)}(,| \()", refused)
     assert not refused or named or "bytes more than they release" in refused
     if kind == "twice" or (kind == "lost" and event[0] is not Action.SEGMENT_ALLOC):
-        assert refused  # but a segment that was there before the history began may well be
+        assert refused  # a lost SEGMENT_ALLOC need not be: the segment may be older than the history
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The state before a history that begins late: against PyTorch's figures, and by hand."""
+"""The state before a history that begins late, checked against PyTorch's figures and by hand."""
 
 import numpy as np
 import pytest

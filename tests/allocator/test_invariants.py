@@ -1,4 +1,4 @@
-"""The allocator under the referee after every operation, and each invariant violated on purpose."""
+"""The allocator's invariants: checked after every operation, and each violated on purpose."""
 
 from collections import deque
 
@@ -34,7 +34,7 @@ sizes = st.one_of(
 
 
 class Operations(RuleBasedStateMachine):
-    """Any operations; ``Watched`` raises when the referee finds something."""
+    """Random operations; ``Watched`` raises when one violates an invariant."""
 
     @initialize(conf=st.sampled_from(CONFS), total=st.sampled_from([700 * MIB, GIB, 4 * GIB]))
     def begin(self, conf, total):
@@ -90,7 +90,7 @@ def test_a_long_random_run_violates_no_invariant(conf):
     assert watched.allocator.num_device_alloc
 
 
-# -- each rule, broken -----------------------------------------------------------------------------
+# -- each invariant, violated ----------------------------------------------------------------------
 
 
 def allocator_of(conf="", total=GIB):
@@ -107,8 +107,8 @@ def first_live(allocator):
     return min(allocator.segments.items())[1]
 
 
-def broken_by(allocator, **more):
-    return {found.rule for found in check(allocator, **more)}
+def broken_by(allocator, **options):
+    return {found.rule for found in check(allocator, **options)}
 
 
 def overlap(allocator):
@@ -125,17 +125,17 @@ def wrong_stream(allocator):
     first_live(allocator).stream = 7
 
 
-def crooked(allocator):
+def misaligned(allocator):
     block = first_live(allocator)
     block.size -= 1
     block.next.address -= 1
 
 
-def lost(allocator):
+def missing_from_the_segments(allocator):
     del allocator.segments[first_live(allocator).address]
 
 
-def twice(allocator):
+def listed_twice(allocator):
     allocator.small.add(first_live(allocator))
 
 
@@ -148,7 +148,7 @@ def resized_in_its_pool(allocator):
     block.size, other.size = other.size, block.size
 
 
-def key_of_nothing(allocator):
+def missing_from_the_free_list(allocator):
     allocator.small.free.popitem()
 
 
@@ -159,11 +159,11 @@ def not_merged(allocator):
     allocator.small.add(block)
 
 
-def event_of_nobody(allocator):
+def counted_event_that_does_not_exist(allocator):
     first_live(allocator).events = 1
 
 
-def waits_for_nothing(allocator):
+def waits_without_an_event(allocator):
     block = first_live(allocator)
     block.waits = True
     allocator.allocated -= block.size
@@ -211,15 +211,15 @@ def miscounted_pieces(allocator):
         (overlap, Invariant.NO_OVERLAP),
         (gap, Invariant.TILED),
         (wrong_stream, Invariant.TILED),
-        (crooked, Invariant.ALIGNED),
-        (lost, Invariant.LISTED_ONCE),
-        (twice, Invariant.LISTED_ONCE),
+        (misaligned, Invariant.ALIGNED),
+        (missing_from_the_segments, Invariant.LISTED_ONCE),
+        (listed_twice, Invariant.LISTED_ONCE),
         (in_use_and_in_the_pool, Invariant.LISTED_ONCE),
         (resized_in_its_pool, Invariant.IN_ORDER),
-        (key_of_nothing, Invariant.IN_ORDER),
+        (missing_from_the_free_list, Invariant.IN_ORDER),
         (not_merged, Invariant.COALESCED),
-        (event_of_nobody, Invariant.WAITING),
-        (waits_for_nothing, Invariant.WAITING),
+        (counted_event_that_does_not_exist, Invariant.WAITING),
+        (waits_without_an_event, Invariant.WAITING),
         (events_of_a_live_block, Invariant.WAITING),
         (waits_and_is_free, Invariant.WAITING),
         (miscounted_allocated, Invariant.ALLOCATED_SUM),

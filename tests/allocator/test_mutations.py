@@ -1,4 +1,4 @@
-"""Wrong rules are caught: a sample of benchmarks/allocator_mutations.py, which covers all of them."""
+"""Mutants of the allocator are caught: a sample of those in benchmarks/allocator_mutations.py."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SITUATIONS = {
         "share": 0.2,
     },
 }
-# What these change is not seen in the two situations above; the benchmark has some in which it is.
+# The two situations above do not expose these mutants; others of the benchmark do.
 ELSEWHERE = {
     "1 division rounds up",
     "blocks of max_split_size are split",
@@ -50,7 +50,7 @@ BY_NAME = {mutant.what: mutant for mutant in LISTED}
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
-    """Return what PyTorch's real allocator answered."""
+    """Return the logs of PyTorch's real allocator, one for each situation."""
     folder = tmp_path_factory.mktemp("logs")
     found = []
     for number, (conf, options) in enumerate(SITUATIONS.items()):
@@ -71,7 +71,7 @@ def logs(tmp_path_factory):
 def caught(attempt, *arguments):
     try:
         attempt(*arguments)
-    except Exception:  # noqa: BLE001 - a wrong rule may well end in a KeyError
+    except Exception:  # noqa: BLE001 - a mutant may raise anything, such as KeyError
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Replays: of hand-made histories, under other settings, and what they say when they fail."""
+"""Replays of handmade histories, under other settings, and the failures they report."""
 
 from dataclasses import replace as changed
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def asks(found):
+def request_names(found):
     return [RequestKind(ask).name for ask in found.ask]
 
 
@@ -45,14 +45,14 @@ TOTAL = {
 def test_a_replay_equals_the_real_allocator(drive, situation):
     trace, _, truth = drive(situation)
     config = AllocatorConfig.read(trace.settings)
-    if situation == "garbage collection":  # the driver limits the device by a call, which no history tells
+    if situation == "garbage collection":  # the driver sets the limit by a call, which no history records
         config = changed(config, per_process_memory_fraction=0.8)
-    again = replay(read_requests(trace), config, total=TOTAL[situation] << 30)
-    assert again.peak_allocated == truth[:, 1].max()
-    assert again.peak_reserved == truth[:, 2].max()
-    assert again.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
-    # Not their addresses: streams give their segments back in the order of their handles, which is chance.
-    assert sorted(map(shape, again.segments)) == sorted(map(shape, trace.segments))
+    result = replay(read_requests(trace), config, total=TOTAL[situation] << 30)
+    assert result.peak_allocated == truth[:, 1].max()
+    assert result.peak_reserved == truth[:, 2].max()
+    assert result.statistics["num_alloc_retries"] == trace.statistics["num_alloc_retries"]
+    # Addresses may differ: streams release their segments in the order of their handles, which is random.
+    assert sorted(map(shape, result.segments)) == sorted(map(shape, trace.segments))
 
 
 def test_a_block_used_by_another_stream_waits_for_its_completed_free():
@@ -67,10 +67,10 @@ def test_a_block_used_by_another_stream_waits_for_its_completed_free():
         ]
     )
     found = read_requests(trace)
-    assert asks(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
-    again = replay(found, AllocatorConfig(), total=GIB)
-    assert again.statistics["active_bytes.all.peak"] == 4 * MIB
-    (segment,) = again.segments
+    assert request_names(found) == ["MALLOC", "FREE_LATER", "MALLOC", "GONE_ON", "MALLOC"]
+    result = replay(found, AllocatorConfig(), total=GIB)
+    assert result.statistics["active_bytes.all.peak"] == 4 * MIB
+    (segment,) = result.segments
     assert [block.state for block in segment.blocks] == ["active_allocated", "active_allocated", "inactive"]
 
 
@@ -85,13 +85,14 @@ def test_empty_cache_is_recognised_by_a_mark_or_by_its_releases():
     )
     wanted = ["MALLOC", "FREE", "EMPTY_CACHE", "MALLOC"]
     trace = changed(trace_of(events), statistics={"num_alloc_retries": 0})
-    assert asks(read_requests(trace)) == wanted
+    assert request_names(read_requests(trace)) == wanted
     marked = changed(trace, marks=(Mark(4, MarkKind.EMPTY_CACHE, 0),))
-    assert asks(read_requests(marked)) == wanted
+    assert request_names(read_requests(marked)) == wanted
     full = changed(
         trace, statistics={}, device=changed(trace.device, total=changed(trace.device.total, bytes=21 * MIB))
     )
-    assert asks(read_requests(full)) == ["MALLOC", "FREE", "MALLOC"]  # the second malloc was short of memory
+    # The second malloc was short of memory.
+    assert request_names(read_requests(full)) == ["MALLOC", "FREE", "MALLOC"]
 
 
 def test_a_free_of_an_unknown_block_names_the_event():
@@ -109,10 +110,10 @@ def test_a_replay_ends_where_a_malloc_fails():
             (Action.ALLOC, 0x20000000, 40 * MIB),
         ]
     )
-    again = replay(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
-    assert not again.fits
-    assert again.failure == FailedMalloc(3, 40 * MIB, 32 * MIB)
-    assert again.peak_reserved == 30 * MIB
+    result = replay(read_requests(trace), AllocatorConfig(), total=64 * MIB, taken=2 * MIB)
+    assert not result.fits
+    assert result.failure == FailedMalloc(3, 40 * MIB, 32 * MIB)
+    assert result.peak_reserved == 30 * MIB
 
 
 def test_without_a_cache_every_tensor_costs_two_calls():
@@ -122,9 +123,9 @@ def test_without_a_cache_every_tensor_costs_two_calls():
             (Action.ALLOC, 0x1000, 2 * MIB),
             *freed(0x1000, 2 * MIB),
         ]
-    again = replay(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
-    assert (again.calls.malloc, again.calls.free) == (5, 5)
-    assert again.peak_reserved == 2 * MIB
+    result = replay(read_requests(trace_of(events)), AllocatorConfig(caching=False), total=GIB)
+    assert (result.calls.malloc, result.calls.free) == (5, 5)
+    assert result.peak_reserved == 2 * MIB
 
 
 def test_the_smallest_capacity_is_found_from_above():
@@ -139,7 +140,7 @@ def test_the_smallest_capacity_is_found_from_above():
     )
     found = read_requests(trace)
     size = smallest_capacity(found, AllocatorSetting(), taken=2 * MIB, version=(2, 14))
-    assert size == 42 * MIB  # the cached 30 MiB are given back when the 40 do not fit
+    assert size == 42 * MIB  # the allocator releases the cached 30 MiB because the 40 do not fit beside them
     assert replay(found, AllocatorConfig(), total=size, taken=2 * MIB).fits
     assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
 
@@ -153,7 +154,7 @@ def test_only_a_setting_that_gains_is_recommended():
         return SettingOutcome(AllocatorSetting(conf), done, seconds)
 
     now = row(1000 * MIB, conf="")
-    assert recommended_outcome([row(999 * MIB)], now) is None  # not worth a line
+    assert recommended_outcome([row(999 * MIB)], now) is None  # saves too little
     assert recommended_outcome([row(900 * MIB, seconds=0.5)], now) is None  # slower
     assert recommended_outcome([row(900 * MIB, fits=False)], now) is None
     best = row(800 * MIB)

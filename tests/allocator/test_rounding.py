@@ -1,4 +1,4 @@
-"""The rules for sizes, at their edges and by their properties."""
+"""Rounding, segment sizes and splits, at their edges and by their properties."""
 
 import pytest
 from hypothesis import given
@@ -66,7 +66,7 @@ def test_rounding_is_minimal_and_idempotent(size, each):
         (12 * MIB + 1, 14 * MIB),
     ],
 )
-def test_segments(size, segment):
+def test_segment_sizes(size, segment):
     assert segment_size(size) == segment
 
 
@@ -88,5 +88,5 @@ def test_large_segment_size_serves_requests_up_to_10_mib():
         (2 * MIB - 512, 8 * MIB, AllocatorConfig(max_split_size=2 * MIB), True),
     ],
 )
-def test_splits(rounded, remainder, config, split):
+def test_remainders_are_split_by_size_and_setting(rounded, remainder, config, split):
     assert should_split(rounded, remainder, config) == split

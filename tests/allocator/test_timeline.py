@@ -1,4 +1,4 @@
-"""The timeline against PyTorch's own figures, after every operation, and against impossible histories."""
+"""The timeline equals PyTorch's own figures after every operation, and refuses impossible histories."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -28,8 +28,8 @@ def test_the_timeline_is_exact_after_every_operation(drive, situation):
     assert disagreement(trace, derived) == ""
 
 
-def test_the_driven_streams_have_shortages_and_shared_blocks(drive):
-    """The comparison above is worth what its histories hold."""
+def test_the_compared_histories_have_shortages_and_shared_blocks(drive):
+    """The comparison above covers only what its histories contain."""
     trace, _, _ = drive("several streams")
     counts = np.bincount(trace.events.action, minlength=len(Action))
     assert trace.statistics["num_alloc_retries"] > 0
@@ -43,7 +43,7 @@ def test_the_driven_streams_have_shortages_and_shared_blocks(drive):
 
 
 def block_sizes(*requests, whole=20 * MIB, conf=""):
-    """Allocate one after the other in one segment, each where the block before it ends."""
+    """Return the sizes of consecutive blocks that serve ``requests`` in one segment."""
     history, address = [(Action.SEGMENT_ALLOC, BASE, whole)], BASE
     sizes = []
     for request in requests:
@@ -54,7 +54,7 @@ def block_sizes(*requests, whole=20 * MIB, conf=""):
     return sizes
 
 
-def test_allocations_older_than_the_history_are_no_change():
+def test_allocations_older_than_the_history_do_not_change_the_allocated_bytes():
     live = segment(
         BASE,
         2 * MIB,
@@ -101,7 +101,7 @@ def test_a_small_remainder_is_split_off_from_512_bytes():
 
 
 def test_the_small_pool_ends_with_1_mib():
-    # Rounded to 1 MiB the request is of the small pool, one byte more makes it of the large one.
+    # A request of 1 MiB is served from the small pool, a request of one byte more from the large pool.
     assert block_sizes(MIB, whole=3 * MIB // 2) == [MIB]
     assert block_sizes(MIB + 1, whole=2 * MIB) == [2 * MIB]
 
@@ -170,9 +170,9 @@ FREED = (Action.FREE_COMPLETED, BASE, 512)
 IMPOSSIBLE = {
     "alloc without a segment": [ALLOC],
     "alloc inside a free block": [SEGMENT, (Action.ALLOC, BASE + 512, 512)],
-    "alloc of what is taken": [SEGMENT, ALLOC, ALLOC],
-    "alloc of more than there is": [SEGMENT, (Action.ALLOC, BASE, 3 * MIB)],
-    "free of what is free": [SEGMENT, FREE],
+    "alloc of an allocated block": [SEGMENT, ALLOC, ALLOC],
+    "alloc beyond the segment": [SEGMENT, (Action.ALLOC, BASE, 3 * MIB)],
+    "free of a free block": [SEGMENT, FREE],
     "free twice": [SEGMENT, ALLOC, FREE, FREE],
     "free never requested": [SEGMENT, ALLOC, FREED],
     "segment twice": [SEGMENT, SEGMENT],
@@ -197,7 +197,7 @@ CHANGE = {
 def test_an_impossible_history_names_the_event(name):
     history = IMPOSSIBLE[name]
     change = sum(CHANGE.get(action, 0) * size for action, _, size in history)
-    # The segments at the end, so that the history begins with nothing.
+    # With these segments at the end, the history begins without any.
     trace = trace_of(history, [segment(BASE, change, "small")] if change > 0 else ())
     *_, (action, _, _) = history
     named = f"event {len(history) - 1} of {len(history)}, {action.name.lower()} "
@@ -210,7 +210,7 @@ def test_events_that_reserve_more_than_the_end_are_refused():
         timeline(trace_of([SEGMENT, ALLOC], ()))
 
 
-def test_settings_that_pytorch_would_refuse():
+def test_settings_that_pytorch_would_refuse_are_refused():
     with pytest.raises(FileFormatError, match="expandable_segments:Perhaps"):
         timeline(trace_of([], settings={"expandable_segments": "Perhaps"}))
 

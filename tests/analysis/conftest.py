@@ -1,4 +1,4 @@
-"""Tests with a parameter ``situation`` run in each; ``drive`` drives PyTorch's real allocator in it."""
+"""Run tests that take ``situation`` in every situation; ``drive`` runs PyTorch's real allocator in one."""
 
 from support.allocator_situations import drive, pytest_generate_tests
 

@@ -31,25 +31,26 @@ LABELS = (Label(Phase.BACKWARD, "", "", -1), Label(Phase.OPTIMIZER, "", "", -1))
 
 
 def device(total):
-    """Return a device of so many MiB."""
+    """Return a device with ``total`` MiB."""
     return DeviceUse("A100-80GB", Figure(total * MIB, Provenance.EXACT), CONTEXT, 0)
 
 
-def trace(  # noqa: PLR0913 - each test is about one or two
+def trace(  # noqa: PLR0913 - each test sets one or two
     size,
     *,
     phase=0,
     category=Category.ACTIVATION,
     cached=0,
-    given_back=False,
+    released=False,
     oom=False,
     end=STEPS,
     total=80 << 10,
     conf="",
 ):
-    """Return a run that holds so many MiB at its peak.
+    """Return a run that holds ``size`` MiB at its peak.
 
-    Before the peak it has cached blocks that are too small for it, and releases them if memory is short.
+    Before the peak, the allocator has ``cached`` MiB in blocks too small for it; it keeps them, or releases
+    them if ``released``.
     """
     history, segments = [], []
     for index, mib in enumerate((cached, size)):
@@ -59,7 +60,7 @@ def trace(  # noqa: PLR0913 - each test is about one or two
             history.append(Event(Action.SEGMENT_ALLOC, address, block, label=phase))
             history.append(Event(Action.ALLOC, address, block, label=phase, category=category))
             history += freed(address, block, label=phase) if index == 0 else []
-        if given_back and index == 0:
+        if released and index == 0:
             history.append(Event(Action.SEGMENT_FREE, address, block, label=phase))
             segments.clear()
     history += [Event(Action.OOM, 0, 1 << 30, label=phase)] * oom
@@ -68,7 +69,7 @@ def trace(  # noqa: PLR0913 - each test is about one or two
 
 
 def advice_for(first, *others):
-    """Return the answer if each trial results in the next of ``others``, and what was tried."""
+    """Return the answer and the changes tried; each trial results in the next of ``others``."""
     results, tried = list(others), []
 
     def run(change, _what):
@@ -85,10 +86,13 @@ def advice_for(first, *others):
 
 def rows(answer):
     """Return each piece of advice: what, MiB saved, MiB then needed, whether the run fits."""
-    return [(one.what, one.saves.bytes // MIB, one.needs.bytes // MIB, one.fits) for one in answer.advice]
+    return [
+        (piece.what, piece.saves.bytes // MIB, piece.needs.bytes // MIB, piece.fits)
+        for piece in answer.advice
+    ]
 
 
-def test_savings_are_beyond_those_of_earlier_advice():
+def test_each_saving_is_relative_to_the_advice_before_it():
     answer, tried = advice_for(trace(400), trace(300), trace(50))
     assert rows(answer) == [
         ("checkpoint the repeated blocks", 100, 400, True),
@@ -101,7 +105,7 @@ def test_savings_are_beyond_those_of_earlier_advice():
 def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
-    assert [one.how for one in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
+    assert [piece.how for piece in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
         "memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",
         "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # after creating each of Net, Net",
     ]
@@ -161,8 +165,8 @@ def test_the_cost_of_settings_is_that_of_their_driver_calls():
         row.seconds_per_step for row in compare_settings(first, "expandable_segments:True").outcomes
     )
     assert after - before > 0.5e-3
-    (one,) = advice_for(first)[0].advice
-    assert one.costs == f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
+    (piece,) = advice_for(first)[0].advice
+    assert piece.costs == f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
     answer, _ = advice_for(trace(400, cached=300, **PARAMETERS))
     assert answer.advice[0].costs == "an unknown amount of time: fewer than two steps completed"
 
@@ -170,7 +174,7 @@ def test_the_cost_of_settings_is_that_of_their_driver_calls():
 def test_at_most_three_pieces_of_advice():
     """Four changes would help; the last would be offloading."""
     answer, tried = advice_for(trace(800, cached=300, phase=1), trace(700), trace(600))
-    assert [one.what for one in answer.advice] == [
+    assert [piece.what for piece in answer.advice] == [
         "expandable segments",
         "fused optimizer",
         "checkpoint the repeated blocks",
@@ -180,7 +184,7 @@ def test_at_most_three_pieces_of_advice():
 
 def test_the_next_change_targets_the_remaining_peak():
     answer, tried = advice_for(trace(400, phase=1), trace(200, category=Category.PARAMETER))
-    assert [one.what for one in answer.advice] == ["fused optimizer"]
+    assert [piece.what for piece in answer.advice] == ["fused optimizer"]
     assert len(tried) == 1
 
 
@@ -222,19 +226,20 @@ def test_a_trace_that_cannot_be_replayed_gives_the_reason():
 
 def test_figures_carry_their_provenance():
     first = trace(400, cached=300, total=0)
-    (one,) = find_advice(first, summarize(first)).advice
-    assert (one.saves.provenance, one.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
-    assert one.fits is None
-    (one,) = advice_for(trace(400), trace(200, **PARAMETERS))[0].advice
-    assert one.saves.provenance is Provenance.EXACT
+    (piece,) = find_advice(first, summarize(first)).advice
+    assert (piece.saves.provenance, piece.needs.provenance) == (Provenance.SIMULATED, Provenance.ASSUMED)
+    assert piece.fits is None
+    (piece,) = advice_for(trace(400), trace(200, **PARAMETERS))[0].advice
+    assert piece.saves.provenance is Provenance.EXACT
     *_, last = advice_for(trace(400, cached=300), trace(300), trace(100))[0].advice
-    assert last.saves.provenance is Provenance.SIMULATED  # run without the settings, which are replayed
+    # The trial ran without the settings; a replay adds them.
+    assert last.saves.provenance is Provenance.SIMULATED
 
 
 def test_a_peak_that_no_run_reached_is_simulated():
     """When memory was short, the cache was released; with unlimited memory it is kept."""
-    first = trace(4000, cached=2, given_back=True, total=4101)
+    first = trace(4000, cached=2, released=True, total=4101)
     answer, _ = advice_for(first, trace(200, **PARAMETERS))
-    (one,) = answer.advice
-    assert (answer.in_all.bytes, one.saves.bytes) == (4120 * MIB, 3820 * MIB)
-    assert one.saves.provenance is Provenance.SIMULATED
+    (piece,) = answer.advice
+    assert (answer.in_all.bytes, piece.saves.bytes) == (4120 * MIB, 3820 * MIB)
+    assert piece.saves.provenance is Provenance.SIMULATED

@@ -40,9 +40,9 @@ def test_a_trace_without_a_device_needs_one_named():
     assert compare_settings(trace_of(HISTORY), [], memory=GIB).total == GIB
 
 
-@pytest.mark.parametrize(("memory", "said"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
-def test_no_memory_left_is_an_error(memory, said):
-    words = f"of its {said}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
+@pytest.mark.parametrize(("memory", "shown"), [(0, "0 B"), (612 * MIB, "612.0 MiB")])
+def test_no_memory_left_is_an_error(memory, shown):
+    words = f"of its {shown}, the CUDA context uses 512.0 MiB, and other processes use 100.0 MiB"
     with pytest.raises(UsageError, match=words):
         compare_settings(trace_of(HISTORY, device=DEVICE), [], memory=memory)
 
@@ -124,8 +124,8 @@ def test_a_harmful_setting_is_worth_unsetting():
 
 
 def test_unknowns_are_noted():
-    told = compare_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
-    assert told.notes == ()
+    known = compare_settings(trace_of(HISTORY, device=DEVICE, versions={"torch": "2.14.1"}), [])
+    assert known.notes == ()
     late = [*freed(BASE, 2 * MIB), (Action.SEGMENT_FREE, BASE, 20 * MIB)]
     end = ScriptEnd("out of memory", 1)
     notes = [note.text for note in compare_settings(trace_of(late, (), end=end), [], memory=GIB).notes]

@@ -1,4 +1,4 @@
-"""What each allocation is for, on traces small enough to check by hand."""
+"""The category of each allocation, on traces small enough to check by hand."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ FRAMES = (Frame("train.py", 3, "main", user=True),)
 
 
 def made(place, size, phase, category=Category.UNKNOWN):
-    """A block at a place of 512 bytes each."""
+    """Return the allocation of a block in slot ``place``; slots have 512 bytes."""
     return Event(Action.ALLOC, BASE + 512 * place, size, label=PHASES[phase], stack=0, category=category)
 
 
@@ -66,7 +66,7 @@ def run(*history, end="steps"):
 
 
 def categories(trace):
-    return [Category(one).name for one in attribute(trace, timeline(trace)).category]
+    return [Category(code).name for code in attribute(trace, timeline(trace)).category]
 
 
 F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
@@ -80,7 +80,7 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
     [
         ([made(0, 100, F), gone(0, 100, F)], "TEMPORARY"),
         ([made(0, 100, F), gone(0, 100, L)], "TEMPORARY"),
-        ([made(0, 100, F), gone(0, 100, B)], "ACTIVATION"),  # kept in a way that cannot be seen
+        ([made(0, 100, F), gone(0, 100, B)], "ACTIVATION"),  # kept by code that memfit cannot see
         ([made(0, 100, F), made(1, 9, B), gone(0, 100, I)], "OUTPUT"),
         ([made(0, 100, F), made(1, 9, B)], "OUTPUT"),
         ([made(0, 100, S), made(1, 9, F)], "INPUT"),
@@ -105,14 +105,14 @@ F, L, B, R, O, S, I, W = (  # noqa: E741 - short, for tables
         ([made(0, 100, F, Category.PARAMETER), gone(0, 100, F)], "PARAMETER"),
     ],
 )
-def test_what_an_allocation_is_for(history, expected):
+def test_an_allocation_has_the_category_of_its_life(history, expected):
     trace = run(*history)
     attribution = attribute(trace, timeline(trace))
     (which,) = np.flatnonzero(attribution.requested == 100)
     assert Category(attribution.category[which]).name == expected
 
 
-def test_allocations_alive_at_an_out_of_memory_count_as_kept():
+def test_allocations_alive_at_an_out_of_memory_error_count_as_kept():
     failing = Event(Action.OOM, 0, 4096, label=PHASES[F])
     history = (made(0, 100, F), made(1, 50, F), gone(1, 50, F), failing, gone(0, 100, F))
     assert categories(run(*history, end="out of memory")) == ["ACTIVATION", "TEMPORARY"]
@@ -130,13 +130,13 @@ def test_phases_agree_everywhere():
     trace = run(made(0, 1000, S), made(2, 9, F), made(3, 9, F)._replace(label=-1), made(4, 9, B))
     line = timeline(trace)
     attribution = attribute(trace, line)
-    told = [tuple(Phase)[one] for one in attribution.phase_of_event]
-    assert told == [location_at(trace, event).phase for event in range(len(trace.events))]
-    for phase in dict.fromkeys(told):
+    phases = [tuple(Phase)[code] for code in attribution.phase_of_event]
+    assert phases == [location_at(trace, event).phase for event in range(len(trace.events))]
+    for phase in dict.fromkeys(phases):
         at = peak_event(trace, line, phase)
-        assert told[at] is phase
+        assert phases[at] is phase
         assert line.allocated[at] == max(
-            level for one, level in zip(told, line.allocated.tolist(), strict=True) if one is phase
+            level for other, level in zip(phases, line.allocated.tolist(), strict=True) if other is phase
         )
     assert [change.phase for change in phase_ledger(trace, line, attribution)] == [S, F, S, B]
 
@@ -221,7 +221,7 @@ def test_recomputation_is_part_of_its_backward_in_the_ledger():
     trace = run(made(0, 9, F), made(1, 9, B), made(2, 9, R), made(3, 9, B), made(4, 9, O))
     line = timeline(trace)
     changes = phase_ledger(trace, line, attribute(trace, line))
-    assert [(one.phase, one.step) for one in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
+    assert [(change.phase, change.step) for change in changes] == [(S, 0), (F, 1), (B, 1), (O, 1)]
     assert (changes[2].change, changes[2].peak) == (3 * 512, 4 * 512)
 
 

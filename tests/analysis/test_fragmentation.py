@@ -28,7 +28,7 @@ LABELS = (
     Label(Phase.OPTIMIZER, "", "", -1),
 )
 LINES = (3, 5, 7)
-"""Of the user's file: each is a frame, and a stack of that frame alone."""
+"""Lines of the user's file: each is a frame, and the only frame of a stack."""
 EXPANDABLE = {"conf": "expandable_segments:True"}
 
 
@@ -41,7 +41,7 @@ def free(address, size, label=FORWARD):
     return freed(BASE + address, size, label=label)
 
 
-def told(history, segments=None, at=None, **fields):
+def fragmentation_of(history, segments=None, at=None, **fields):
     """Return the fragmentation of a history at some moments."""
     frames = tuple(Frame("/somewhere/train.py", line, "main", user=True) for line in LINES)
     trace = trace_of(history, segments, labels=LABELS, stacks=((0,), (1,), (2,)), frames=frames, **fields)
@@ -51,7 +51,7 @@ def told(history, segments=None, at=None, **fields):
 PINNED = (
     event(Action.SEGMENT_ALLOC, 0, 20 * MIB),
     event(Action.ALLOC, 0, 4 * MIB - 100, line=3),  # 1
-    event(Action.ALLOC, 4 * MIB, 8 * MIB, line=5),  # 2: the hole to be
+    event(Action.ALLOC, 4 * MIB, 8 * MIB, line=5),  # 2: becomes the hole
     event(Action.ALLOC, 12 * MIB, 7 * MIB + 512, BACKWARD, 7, Category.GRADIENT),  # 3: gets all 8 MiB
     *free(4 * MIB, 8 * MIB, BACKWARD),  # 4, 5
     # a step ends here
@@ -61,7 +61,7 @@ STEP = (Mark(6, MarkKind.TRAINING_STEP, 0),)
 
 
 def test_a_hole_and_the_blocks_that_pin_it():
-    (moment,) = told(PINNED, at={"now": 6}, marks=STEP).moments
+    (moment,) = fragmentation_of(PINNED, at={"now": 6}, marks=STEP).moments
     assert moment.small == ReservedBytes.of()
     assert moment.all == ReservedBytes.of(
         requested=11 * MIB + 412, rounding=100, unsplit=MIB - 512, holes=8 * MIB
@@ -81,7 +81,7 @@ def test_a_hole_and_the_blocks_that_pin_it():
 
 
 def test_a_block_awaiting_a_stream_pins_and_is_no_hole():
-    (moment,) = told(PINNED[:7], at={"now": 7}, marks=STEP).moments
+    (moment,) = fragmentation_of(PINNED[:7], at={"now": 7}, marks=STEP).moments
     assert moment.all.awaiting_free == 8 * MIB
     assert moment.all.holes == 8 * MIB
     assert [pin.state for pin in moment.holes[0].pins] == ["active_allocated", "active_awaiting_free"]
@@ -92,19 +92,19 @@ def test_a_block_awaiting_a_stream_pins_and_is_no_hole():
 
 def test_a_wholly_free_segment_is_cached_without_holes():
     history = (*PINNED, *free(0, 4 * MIB - 100))
-    end = told(history).moments[-1]
+    end = fragmentation_of(history).moments[-1]
     assert end.all == ReservedBytes.of(cached=20 * MIB)
     assert end.holes == ()
 
 
 def test_adjacent_segments_are_separate():
     history = (*PINNED, event(Action.SEGMENT_ALLOC, 20 * MIB, 20 * MIB))
-    end = told(history).moments[-1]
+    end = fragmentation_of(history).moments[-1]
     assert (end.all.holes, end.all.cached) == (16 * MIB, 20 * MIB)
 
 
 def test_the_moments_are_the_peaks_and_the_end():
-    assert [(moment.name, moment.events) for moment in told(PINNED).moments] == [
+    assert [(moment.name, moment.events) for moment in fragmentation_of(PINNED).moments] == [
         (PEAK_RESERVED, 2),  # not 1: there the segment is still empty
         (PEAK_ALLOCATED, 4),
         (END, 8),
@@ -114,7 +114,7 @@ def test_the_moments_are_the_peaks_and_the_end():
 def test_a_peak_that_no_allocation_follows():
     history = [event(Action.SEGMENT_ALLOC, 0, 20 * MIB), event(Action.ALLOC, 0, 20 * MIB)]
     history.append(event(Action.SEGMENT_ALLOC, 40 * MIB, 20 * MIB))
-    first = told(history).moments[0]
+    first = fragmentation_of(history).moments[0]
     assert (first.name, first.events, first.all.reserved) == (PEAK_RESERVED, 3, 40 * MIB)
 
 
@@ -122,7 +122,7 @@ def test_a_peak_that_no_allocation_follows():
 def test_mapped_memory_has_the_pool_of_its_blocks(size, kind):
     history = [event(Action.SEGMENT_MAP, 0, 20 * MIB), event(Action.ALLOC, 0, size)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
-    end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
+    end = fragmentation_of(history, [mapping], settings=EXPANDABLE).moments[-1]
     assert getattr(end, kind) == end.all == ReservedBytes.of(requested=size, holes=20 * MIB - size)
     assert [hole.expandable for hole in end.holes] == [True]
 
@@ -131,16 +131,16 @@ def test_mapped_memory_has_the_pool_of_its_blocks(size, kind):
 def test_empty_mapped_memory_has_a_pool(mapped, kind):
     history = [event(Action.SEGMENT_MAP, at, mapped) for at in range(0, 20 * MIB, mapped)]
     mapping = segment(BASE, 20 * MIB, kind, expandable=True)
-    end = told(history, [mapping], settings=EXPANDABLE).moments[-1]
+    end = fragmentation_of(history, [mapping], settings=EXPANDABLE).moments[-1]
     assert getattr(end, kind) == end.all == ReservedBytes.of(cached=20 * MIB)
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_segments_without_a_history_have_a_pool(kind):
-    """What was mapped before the history has the pool that it has at the end."""
+    """Memory mapped before the history began has the pool that it has at the end."""
     blocks = (SnapshotBlock(BASE, 20 * MIB, 0, "inactive"),)
     mapping = segment(BASE, 20 * MIB, kind, expandable=True, blocks=blocks)
-    for moment in told([], [mapping], settings=EXPANDABLE).moments:
+    for moment in fragmentation_of([], [mapping], settings=EXPANDABLE).moments:
         assert getattr(moment, kind) == moment.all == ReservedBytes.of(cached=20 * MIB)
         assert moment.place == ScriptLocation(0, Phase.SETUP, "", "", "")
 
@@ -153,38 +153,38 @@ def test_segments_without_a_history_have_a_pool(kind):
     ],
 )
 def test_without_segments_it_does_not_apply(settings, named):
-    found = told(PINNED[1:], settings=settings)
+    found = fragmentation_of(PINNED[1:], settings=settings)
     assert found.moments == ()
     assert named in found.not_applicable
 
 
 def test_figures_have_the_provenance_of_sizes():
     note = Note(Provenance.ASSUMED, "a size", sizes=True)
-    assert told(PINNED).provenance is Provenance.EXACT
-    assert told(PINNED, notes=(note,)).provenance is Provenance.ASSUMED
+    assert fragmentation_of(PINNED).provenance is Provenance.EXACT
+    assert fragmentation_of(PINNED, notes=(note,)).provenance is Provenance.ASSUMED
 
 
 @pytest.mark.parametrize("events", [-1, 9])
 def test_a_moment_beyond_the_history_is_refused(events):
     with pytest.raises(UsageError, match=f"now: the number of events must be between 0 and 8, not {events}"):
-        told(PINNED, at={"now": events})
+        fragmentation_of(PINNED, at={"now": events})
 
 
 @pytest.mark.parametrize("requested", [-1, 2 * MIB + 1])
 def test_a_block_smaller_than_its_request_is_refused(requested):
     blocks = (SnapshotBlock(BASE, 2 * MIB, requested, "active_allocated"),)
     with pytest.raises(FileFormatError, match="were requested"):
-        told([], [segment(BASE, 2 * MIB, "small", blocks=blocks)])
+        fragmentation_of([], [segment(BASE, 2 * MIB, "small", blocks=blocks)])
 
 
-def test_a_block_made_before_rounding_was_set_has_no_more_rounding_than_bytes():
+def test_rounding_is_capped_by_the_size_of_a_block_older_than_the_setting():
     """A script may set roundup_power2_divisions late: a request of 5 MiB would get 6 MiB now."""
     blocks = (
         SnapshotBlock(BASE, 5 * MIB, 5 * MIB - 1, "active_allocated"),
         SnapshotBlock(BASE + 5 * MIB, 15 * MIB, 0, "inactive"),
     )
     settings = {"conf": "roundup_power2_divisions:2"}
-    end = told([], [segment(BASE, 20 * MIB, blocks=blocks)], settings=settings).moments[-1]
+    end = fragmentation_of([], [segment(BASE, 20 * MIB, blocks=blocks)], settings=settings).moments[-1]
     assert end.all == ReservedBytes.of(requested=5 * MIB - 1, rounding=1, holes=15 * MIB)
 
 

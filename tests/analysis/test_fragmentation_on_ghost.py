@@ -1,4 +1,4 @@
-"""What reserved bytes are used for: against PyTorch's own snapshot, and against a replay."""
+"""What reserved bytes are used for, compared with PyTorch's own snapshot and with a replay."""
 
 import random
 from collections import Counter
@@ -16,14 +16,14 @@ from memfit.records import Action, Provenance, Segment, SnapshotBlock
 
 MIB = 1 << 20
 NEVER_SHORT = {"captured graphs", "captured graphs, expandable"}
-"""Situations whose releases were requested, as ``torch.cuda.graph`` does."""
+"""Situations that release memory only on request, as ``torch.cuda.graph`` does."""
 
 
 # -- referees ----------------------------------------------------------------------------------------
 
 
-def told_apart(segments):
-    """Do naively what is tested: (requested, beyond, awaiting, holes, cached) of each pool; all holes."""
+def classified(segments):
+    """Classify bytes naively: (requested, beyond, awaiting, holes, cached) of each pool, and all holes."""
     rows, holes = {"small": Counter(), "large": Counter()}, Counter()
     for segment in segments:
         row = rows[segment.kind]
@@ -50,7 +50,7 @@ def rows_until(trace, events, *more):
 
 
 def mapped_after(trace, events):
-    """Return (start, stop, whether of the small pool) of each segment."""
+    """Return (start, stop, whether it is in the small pool) of each segment."""
     whole, pages = {}, {}
     for action, address, size in rows_until(trace, events):
         within = range(address, address + size, 2 * MIB)
@@ -82,8 +82,8 @@ def in_use_after(trace, events):
     return blocks
 
 
-def added_up(trace, events):
-    """Put the segments of a moment together from the history: what is not in use is free."""
+def rebuilt_segments(trace, events):
+    """Rebuild the segments of a moment from the history: all that is not in use is free."""
     used = sorted(in_use_after(trace, events).items())
     for start, stop, small in mapped_after(trace, events):
         blocks, at = [], start
@@ -100,8 +100,8 @@ def rows_of(split):
     return (split.requested, split.rounding + split.unsplit, split.awaiting_free, split.holes, split.cached)
 
 
-def agree(moment, segments):
-    rows, holes = told_apart(segments)
+def assert_agreement(moment, segments):
+    rows, holes = classified(segments)
     assert {"small": rows_of(moment.small), "large": rows_of(moment.large)} == rows
     largest = sorted(holes.elements(), reverse=True)[:HOLES]
     assert [hole.size for hole in moment.holes] == largest
@@ -115,7 +115,7 @@ def test_the_end_equals_pytorchs_snapshot(drive, situation):
     found = fragmentation(trace)
     end = found.moments[-1]
     assert (end.name, found.provenance) == (END, Provenance.EXACT)
-    agree(end, trace.segments)
+    assert_agreement(end, trace.segments)
     statistics = trace.statistics
     for pool, split in (("all", end.all), ("small_pool", end.small), ("large_pool", end.large)):
         awaiting = sum(
@@ -128,12 +128,12 @@ def test_the_end_equals_pytorchs_snapshot(drive, situation):
             name: statistics[f"{name}_bytes.{pool}.current"]
             for name in ("requested", "allocated", "reserved")
         }
-        told = {
+        derived = {
             "requested": split.requested + awaiting,
             "allocated": split.allocated,
             "reserved": split.reserved,
         }
-        assert told == counted
+        assert derived == counted
 
 
 def test_the_peaks_equal_pytorchs(drive, situation):
@@ -148,29 +148,30 @@ def test_every_moment_sums_to_the_timeline(drive, situation):
     dice = random.Random(20261122)  # noqa: S311
     at = {str(n): dice.randint(1, len(trace.events)) for n in range(15)}
     for moment in fragmentation(trace, at).moments:
-        agree(moment, added_up(trace, moment.events))
+        assert_agreement(moment, rebuilt_segments(trace, moment.events))
 
 
 def test_every_moment_equals_a_replay(drive, situation):
-    """Up to where memory is first short: a replay needs the device's size, which a snapshot does not hold."""
+    """Until memory first runs short: from there, a replay needs the device's size, which a snapshot lacks."""
     trace, _, _ = drive(situation)
-    asked = read_requests(trace)
+    requests = read_requests(trace)
     short = np.isin(trace.events.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP, Action.OOM))
     if situation in NEVER_SHORT:
         short[:] = False
     until = int(np.argmax(short)) if short.any() else len(trace.events)
     mallocs = [
         index
-        for index, ask in enumerate(asked.ask)
-        if ask == RequestKind.MALLOC and asked.event[index] < until
+        for index, kind in enumerate(requests.ask)
+        if kind == RequestKind.MALLOC and requests.event[index] < until
     ]
     assert len(mallocs) >= 50
     for index in random.Random(20261122).sample(mallocs, 10):  # noqa: S311
-        columns_ = (asked.ask, asked.block, asked.size, asked.stream, asked.pool, asked.event)
-        first = Requests(*(column[: index + 1] for column in columns_), pools=asked.pools)
-        again = replay(first, AllocatorConfig.read(trace.settings), total=80 << 30)
-        (moment,) = fragmentation(trace, {"then": asked.event[index] + 1}).moments
-        agree(moment, again.segments)
+        names = ("ask", "block", "size", "stream", "pool", "event")
+        columns = (getattr(requests, name)[: index + 1] for name in names)
+        first = Requests(*columns, pools=requests.pools)
+        result = replay(first, AllocatorConfig.read(trace.settings), total=80 << 30)
+        (moment,) = fragmentation(trace, {"then": requests.event[index] + 1}).moments
+        assert_agreement(moment, result.segments)
 
 
 @pytest.mark.parametrize("situation", ["several streams", "expandable", "max_split_size"])
@@ -191,10 +192,10 @@ def test_a_late_history_gives_the_same_fragmentation(drive, situation):
             assert split.requested == exact.requested
             assert split.rounding == exact.rounding
             assert split.awaiting_free == exact.awaiting_free
-            # An old block may have had a remainder that is not known and seems to be a hole.
+            # An older block may have an unsplit remainder that the late history shows as a hole.
             seems_free = split.holes + split.cached - exact.holes - exact.cached
             assert 0 <= exact.unsplit - split.unsplit == seems_free
     pins = [pin for moment in found.moments for hole in moment.holes for pin in hole.pins]
     assert any(pin.born is None and pin.freed is not None for pin in pins)
     assert any(pin.born is not None for pin in pins)
-    agree(found.moments[-1], trace.segments)
+    assert_agreement(found.moments[-1], trace.segments)

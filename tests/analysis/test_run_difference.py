@@ -1,4 +1,4 @@
-"""The difference of two runs, and the folding of repeated modules."""
+"""The difference between two runs, and the folding of repeated modules."""
 
 import json
 import tracemalloc
@@ -48,7 +48,7 @@ def test_a_module_named_rounding_is_not_the_row_rounding():
 
 
 @pytest.mark.parametrize("by", GroupBy)
-def test_rows_sum_to_what_is_allocated(by):
+def test_rows_sum_to_the_allocated_bytes(by):
     found = compare_runs(run("a", "b", "rounding"), run("b"), by=by)
     assert (sum(row.before for row in found.rows), sum(row.after for row in found.rows)) == found.allocated
 
@@ -64,7 +64,7 @@ def test_the_json_has_the_rows():
     assert answer["rows"][0] == {"name": "a", "before": 600, "after": 0}
 
 
-def test_folding():
+def test_numbered_module_paths_are_folded():
     paths = ["", "h.0.fc", "h.1.fc", "h.1", "h.3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc"]
     assert fold_module_paths(paths) == [
         *("", "h.0-1,3.fc", "h.0-1,3.fc", "h.0-1,3", "h.0-1,3.fc", "h.4.other", "mlp.0", "mlp.2", "h.01.fc")
@@ -75,6 +75,6 @@ def test_folding_needs_memory_linear_in_the_paths():
     paths = [f"m{n}." + "a." * 4_000 + "b" for n in range(5)]
     tracemalloc.start()
     assert fold_module_paths(paths) == paths
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 1000 * sum(map(len, paths))  # all beginnings of them would be 4,000 times as long
+    assert peak < 1000 * sum(map(len, paths))  # storing all prefixes would take 4,000 times as much

@@ -45,10 +45,10 @@ def test_secondary_peaks_are_separated_by_a_dip():
     assert near(*run, (74, Phase.OPTIMIZER)) == [(Phase.FORWARD, 90)]  # more than a quarter below
 
 
-@pytest.mark.parametrize(("dip", "apart"), [(85, True), (86, False)])
-def test_a_slope_has_one_peak(dip, apart):
+@pytest.mark.parametrize(("dip", "separate"), [(85, True), (86, False)])
+def test_a_slope_has_one_peak(dip, separate):
     found = near((90, Phase.FORWARD), (dip, Phase.LOSS), (100, Phase.BACKWARD))
-    assert found == [(Phase.FORWARD, 90)] * apart
+    assert found == [(Phase.FORWARD, 90)] * separate
 
 
 def test_secondary_peaks_are_separated_from_each_other():

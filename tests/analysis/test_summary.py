@@ -106,12 +106,12 @@ def test_an_assumed_size_affects_its_row_and_totals(workspaces, rest):
             notes=(note,),
         )
     )
-    sure = {term.name: term.figure.provenance for term in result.terms}
+    provenances = {term.name: term.figure.provenance for term in result.terms}
     assert terms(result)["workspaces"] == 4096
-    assert sure["parameters"] is Provenance.EXACT
-    assert sure["activations"] is rest
-    assert sure["workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
-    assert sure["allocated"] is sure["reserved"] is Provenance.ASSUMED
+    assert provenances["parameters"] is Provenance.EXACT
+    assert provenances["activations"] is rest
+    assert provenances["workspaces"] is (Provenance.ASSUMED if workspaces else Provenance.EXACT)
+    assert provenances["allocated"] is provenances["reserved"] is Provenance.ASSUMED
 
 
 def test_an_assumed_size_of_the_objects_themselves_leaves_no_figure_exact():
@@ -123,9 +123,9 @@ def test_an_assumed_size_of_the_objects_themselves_leaves_no_figure_exact():
 def test_an_assumed_size_that_a_graph_saved_shows_in_the_activations():
     note = Note(Provenance.ASSUMED, "a size", sizes=True, workspaces=True, activations=True)
     result = summarize(trace(alloc(0, 4096, category=Category.ACTIVATION), notes=(note,)))
-    sure = {term.name: term.figure.provenance for term in result.terms}
-    assert sure["activations"] is sure["workspaces"] is Provenance.ASSUMED
-    assert sure["inputs"] is sure["parameters"] is Provenance.EXACT
+    provenances = {term.name: term.figure.provenance for term in result.terms}
+    assert provenances["activations"] is provenances["workspaces"] is Provenance.ASSUMED
+    assert provenances["inputs"] is provenances["parameters"] is Provenance.EXACT
 
 
 @pytest.mark.parametrize("others", [(), (Provenance.EXACT,), (Provenance.ASSUMED, Provenance.EXACT)])
@@ -135,10 +135,10 @@ def test_a_figure_has_the_least_certain_provenance_of_its_sizes(others):
         for i, provenance in enumerate((Provenance.SIMULATED, *others))
     ]
     result = summarize(trace(alloc(0, 4096, category=Category.WORKSPACE), notes=tuple(notes)))
-    sure = {term.name: term.figure.provenance for term in result.terms}
+    provenances = {term.name: term.figure.provenance for term in result.terms}
     worst = Provenance.ASSUMED if Provenance.ASSUMED in others else Provenance.SIMULATED
-    assert sure["workspaces"] is sure["allocated"] is sure["reserved"] is worst
-    assert sure["activations"] is Provenance.EXACT
+    assert provenances["workspaces"] is provenances["allocated"] is provenances["reserved"] is worst
+    assert provenances["activations"] is Provenance.EXACT
 
 
 def test_the_peak_is_the_first_moment_that_reaches_it_and_names_the_users_line():
@@ -168,7 +168,7 @@ def test_steps_count_once_something_other_than_setup_happens():
 
 
 def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
-    # Each step keeps 100 bytes of line 3, and makes line 7's anew: 512 bytes, then 520, then 1,500.
+    # Each step keeps 100 bytes of line 3, and reallocates line 7's: 512 bytes, then 520, then 1,500.
     leaking = trace(
         alloc(0, 100),
         alloc(512, 512, stack=2),
