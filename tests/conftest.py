@@ -1,7 +1,7 @@
-"""Shared fixtures: a dry run of a short script, and its result; and the mark of tests that start processes.
+"""Shared fixtures: a dry run of a short script and its result; and the mark of tests that start processes.
 
-`make test-fast` runs the tests that start no process. A test that starts a process has the mark ``process``,
-by itself or through a fixture of ``STARTERS``. Without the mark, the process is refused.
+`make test-fast` runs the tests that start no process. A test that starts one has the mark ``process``, set by
+hand or because it uses a fixture of ``STARTERS``. A test without the mark fails if it starts a process.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - its import runs ldconfig: before processes are refused
+import torch  # noqa: F401 - its import starts ldconfig, so it must precede the refusal of processes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehe
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that use such a fixture."""
+    """Mark the tests that use a fixture of ``STARTERS``."""
     for item in items:
         if STARTERS.intersection(item.fixturenames):
             item.add_marker("process")
@@ -68,7 +68,7 @@ _running = []
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Know which test is running, with its fixtures, when a process starts."""
+    """Remember which test is running, setup and teardown included."""
     _running[:] = [item]
     result = yield
     _running.clear()

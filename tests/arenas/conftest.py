@@ -8,7 +8,7 @@ from memfit.arenas import native
 
 @pytest.fixture
 def empty_cpu_arena():
-    """Free tensors that exceptions of earlier tests keep: all tests share the arena's memory."""
+    """Free tensors that exceptions of earlier tests keep alive: all tests share the arena's memory."""
     with memfit.arena(device="cpu") as arena:
         pointer = arena._memory.arena
     if native.load().arena_live(pointer):

@@ -24,9 +24,9 @@ def pages_move():
         parts = [mib(3) for _ in range(12)]
     ghost.hold_events(True)
     del waits
-    kept = mib(26)  # of 28, if that is waited for: 12 are there, and 16 are the other stream's
+    kept = mib(26)  # fits into 28: 12 are free, and 16 more once the other stream is done
     del parts[::2]
-    more = mib(6)  # a page in part of each 3 MiB cannot move
+    more = mib(6)  # each 3 MiB still in use blocks a page that it shares
     print(live(), used() == TOTAL / MIB, len(kept) + len(more))
 
 
@@ -62,7 +62,7 @@ def arena_short_of_memory():
 
 
 def engine():
-    """Steps that run out of memory are made in smaller parts."""
+    """The engine repeats steps that run out of memory in smaller parts."""
 
     def loss(model, part):
         return model(part[0]).square().mean()
@@ -116,7 +116,7 @@ def pool_of_two_graphs():
 
 
 def capture_within_a_step():
-    """Nothing of a graph is placed or recorded, although it is the step's stream that is captured."""
+    """The arena places and records nothing of a graph, even if the capture is on the step's own stream."""
     place, side = CudaMemory(), torch.cuda.Stream()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB] * 2).numpy(), torch.tensor([0, 8 * MIB]).numpy()

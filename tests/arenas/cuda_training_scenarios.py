@@ -80,9 +80,9 @@ def planned():
     (kind,), count = arena.report().steps, native.counted(0)
     print(kind.recorded, kind.placed, kind.kept, kind.unplanned, kind.planned == kind.live)
     print(count["pages"] / MIB == used(), count["arena"] + count["heaps"] == count["pages"])
-    print(count["pages"] - count["most_live"] < 8 * MIB)  # pages in part
-    print(count["most_pages"] == max(taken))  # a plan's arena is made of what its steps had
-    print(max(taken[:3]) < 1.04 * count["most_live"])  # recorded steps use what is free before new pages
+    print(count["pages"] - count["most_live"] < 8 * MIB)  # partly used pages
+    print(count["most_pages"] == max(taken))  # the arena of a plan is built from its steps' pages
+    print(max(taken[:3]) < 1.04 * count["most_live"])  # recorded steps use free pages before new ones
 
 
 def plans_of_another_process():
@@ -95,14 +95,14 @@ def plans_of_another_process():
             for _ in range(4 - 2 * number):
                 with arena.train():
                     step(*parts)
-            told = [(kind.recorded, kind.placed, kind.unplanned) for kind in arena.report().steps]
-            print(told, plans.exists(), flush=True)
+            counts = [(kind.recorded, kind.placed, kind.unplanned) for kind in arena.report().steps]
+            print(counts, plans.exists(), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 
 
 def lent():
-    """An evaluation that is recorded, and memory for it or for the arena."""
+    """The arena lends its memory to steps without a plan and to allocations outside of steps."""
     arena = memfit.arena()
     parts = cnn()
     for _ in range(4):
@@ -120,7 +120,7 @@ def lent():
     print(train.placed, train.unplanned, test.recorded, native.counted(0)["arena"] == arena_bytes)
     large = torch.empty(arena_bytes - 4 * MIB, dtype=torch.uint8, device="cuda")
     with arena.train():
-        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # in no plan, and there is no arena
+        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")  # in no plan; the arena is lent out
     del large
     print(native.counted(0)["arena"], len(held))
 
@@ -147,7 +147,7 @@ def precisions():
 
 
 def history():
-    """What PyTorch's own allocator would have reserved, by its replay: see ``default`` and ``expandable``."""
+    """Print what PyTorch's own allocator would have reserved, for comparison with the scenarios that use it."""
     arena = memfit.arena(history=True)
     parts = cnn()
     for _ in range(3):
@@ -170,7 +170,7 @@ def benchmark():
                     model(torch.randn(shape, device="cuda"))
             except RuntimeError as error:
                 print(error)
-    print(*(f"{Path(one.filename).name}: {one.message}" for one in warned))
+    print(*(f"{Path(warning.filename).name}: {warning.message}" for warning in warned))
 
 
 # ---- Streams
@@ -179,10 +179,10 @@ def benchmark():
 def own_stream():
     CudaMemory()
     first = mib(8).data_ptr()
-    again = mib(8).data_ptr()
+    second = mib(8).data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
-        other = mib(8).data_ptr()
-    print(first == again, first == other, used(), live())
+        elsewhere = mib(8).data_ptr()
+    print(first == second, first == elsewhere, used(), live())
     torch.cuda.empty_cache()
     print(used())
 
@@ -193,9 +193,9 @@ def other_stream():
     x = mib(8)
     first = x.data_ptr()
     x.record_stream(torch.cuda.Stream())
-    x.record_stream(torch.cuda.current_stream())  # its own: in order anyway
+    x.record_stream(torch.cuda.current_stream())  # its own stream: no wait needed
     del x
-    print(mib(8).data_ptr() == first, live())  # the event is not over
+    print(mib(8).data_ptr() == first, live())  # the event has not completed
     torch.cuda.synchronize()
     print(mib(8).data_ptr() == first, live())
     x = mib(4)
@@ -216,7 +216,7 @@ def placed_and_used_by_another_stream():
     first = x.data_ptr()
     x.record_stream(torch.cuda.Stream())
     del x
-    print(mib(8).data_ptr() == first)  # its place is not given away
+    print(mib(8).data_ptr() == first)  # its slot is still occupied
     torch.cuda.synchronize()
     print(mib(8).data_ptr() == first)
     print(native.tally(place.arena)["placed"], native.tally(place.arena)["overlapping"])
@@ -236,7 +236,7 @@ def used_by_the_stream_of_a_later_step():
     first = x.data_ptr()
     with torch.cuda.stream(side):
         begin(1, 12)
-        mib(1)  # the arena follows that stream now
+        mib(1)  # now the arena follows that stream
         x.record_stream(side)
     begin(8, 0)
     mib(2)  # in no plan: the arena follows the first stream again
@@ -248,7 +248,7 @@ def used_by_the_stream_of_a_later_step():
 
 
 def several_arenas_in_turn():
-    """A step on another stream may use what one before it left, once that is done."""
+    """A step on another stream may reuse the memory of an earlier step once that step's work is done."""
     place = CudaMemory()
     place.reserve(16 * MIB)
     size, offset = torch.tensor([8 * MIB]).numpy(), torch.tensor([0]).numpy()

@@ -1,4 +1,4 @@
-"""What memfit.arena accepts, reports, and does about interrupts and steps that do not repeat."""
+"""memfit.arena: arguments, the report, interrupts, and steps that do not repeat."""
 
 import contextlib
 import subprocess
@@ -94,8 +94,8 @@ def test_importing_the_report_draws_no_random_number_of_the_script():
         "print(random.random())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    one, other = done.stdout.split()
-    assert one == other
+    after_report, expected = done.stdout.split()
+    assert after_report == expected
 
 
 def test_an_arena_cannot_be_closed_or_replaced_within_a_step(arena):
@@ -112,7 +112,7 @@ def test_a_step_whose_context_manager_is_deleted_has_ended(arena):
     step.__enter__()
     with pytest.raises(UsageError, match="has not ended"), arena.train():
         pass
-    del step  # as where Ctrl-C comes before the block's end is reached
+    del step  # as after Ctrl-C before the end of the block
     with arena.train():
         pass
 
@@ -158,7 +158,7 @@ def test_kinds_of_steps_past_the_limit_are_not_placed(arena, monkeypatch):
     assert len(arena._kinds) == 3
 
 
-def test_steps_that_never_repeat_are_recorded_only(arena):
+def test_steps_that_never_repeat_are_only_recorded(arena):
     def step(number):
         with arena.train():
             torch.ones(100 + number % 2)
@@ -173,7 +173,7 @@ def test_steps_that_never_repeat_are_recorded_only(arena):
     assert "no two were the same" in str(arena.report())
 
 
-def test_settings_that_change_allocations_get_plans_of_their_own(arena):
+def test_settings_that_change_allocations_get_separate_plans(arena):
     model = nn.Linear(4, 4)
 
     def test():

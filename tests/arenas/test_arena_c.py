@@ -1,4 +1,4 @@
-"""The arena in C, with several threads on it, under sanitizers."""
+"""The arena's C code, used by several threads, under sanitizers."""
 
 from pathlib import Path
 

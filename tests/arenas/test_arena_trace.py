@@ -95,9 +95,9 @@ def test_an_arenas_trace_is_replayed_but_gets_no_recommendation(tmp_path):
 
 def test_a_cpu_trace_is_explained_but_not_replayed():
     trace = trace_of(np.array([(0x1000, 3 << 20, 11, 7)]), [], CPU)
-    told = str(memfit.explain(trace))
-    assert "CPU tensors" in told
-    assert "CUDA context" not in told
-    assert "nvidia-smi" not in told
+    text = str(memfit.explain(trace))
+    assert "CPU tensors" in text
+    assert "CUDA context" not in text
+    assert "nvidia-smi" not in text
     with pytest.raises(UsageError, match="trace of CPU tensors"):
         memfit.replay(trace, memory=1 << 40)

@@ -1,4 +1,4 @@
-"""Training on the CPU at planned offsets is bit-identical, whatever the plan says."""
+"""Training on the CPU at planned offsets is bit-identical, even if the plan is wrong."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def test_training_is_bit_identical_and_placed_entirely(arena):
     placed = Training(arena).run(20)
     assert same(placed.seen, Training().run(20).seen)
     kind = kind_of(arena)
-    assert (kind.recorded, kind.placed, kind.unplanned) == (3, 17, 0)  # the first one made Adam's state
+    assert (kind.recorded, kind.placed, kind.unplanned) == (3, 17, 0)  # the first step created Adam's state
     tally = native.tally(kind.memory.arena)
     assert tally["placed"] > 60
     assert tally["kept"] == 0
@@ -34,7 +34,7 @@ def test_training_is_bit_identical_and_placed_entirely(arena):
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan of a training step, and what the training that is made of it comes to."""
+    """Return the plan of a training step."""
     with contextlib.closing(memfit.arena(device="cpu")) as arena:
         Training(arena).run(3)
         return kind_of(arena).plan
@@ -45,7 +45,7 @@ def changed(plan, at, how):
     if how == "wrong size":
         size = size.copy()
         size[at] += 4
-    elif how == "missing":  # from the plan: to the plan, the step has one more
+    elif how == "missing":  # from the plan, so that the step has one allocation more
         size, offset = np.delete(size, at), np.delete(offset, at)
     elif how == "extra":
         size, offset = np.insert(size, at, 12345), np.insert(offset, at, 0)
@@ -89,15 +89,15 @@ def test_a_plan_made_with_other_threads_changes_no_result(arena):
     try:
         torch.set_num_threads(2)
         Training(arena).run(4)
-        two = kind_of(arena)
+        with_two = kind_of(arena)
         torch.set_num_threads(1)
         training = Training(arena).run(4)
         assert len(arena._kinds) == 2
-        (one,) = (kind for kind in arena._kinds.values() if kind is not two)
-        one.drop_plan()
+        (with_one,) = (kind for kind in arena._kinds.values() if kind is not with_two)
+        with_one.drop_plan()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            one.use_plan(two.plan)
+            with_one.use_plan(with_two.plan)
             training.run(2)
         assert same(training.seen, Training().run(6).seen)
     finally:

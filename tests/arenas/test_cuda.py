@@ -83,7 +83,7 @@ def test_every_scenario_is_run():
 
 
 @pytest.mark.parametrize("scenario", OUTPUT)
-def test_a_scenario_prints_what_is_expected(printed, scenario):
+def test_a_scenario_prints_its_expected_output(printed, scenario):
     assert printed[scenario] == OUTPUT[scenario]
 
 
@@ -93,12 +93,12 @@ def test_a_scenario_prints_its_message(printed, scenario):
     assert [part for part in MESSAGES[scenario] if part not in printed[scenario]] == [], printed[scenario]
 
 
-def test_the_heap_takes_no_more_than_expandable_segments(printed):
+def test_the_heap_reserves_no_more_than_expandable_segments(printed):
     print({name: printed[name].split() for name in TRAINING})
     default, expandable, heap = ([float(used) for used in printed[name].split()] for name in TRAINING[:3])
     for job in range(2):
         assert 0 < heap[job] <= expandable[job] < default[job]
 
 
-def test_what_was_logged_replays_to_what_pytorch_reserves(printed):
+def test_a_replay_of_the_arenas_history_reserves_what_pytorch_reserves(printed):
     assert printed["history"].split() == [printed["default"].split()[0], printed["expandable"].split()[0]]

@@ -1,4 +1,4 @@
-"""Where the heaps for CUDA place blocks, compared with a search through every hole."""
+"""Placement of blocks in the CUDA heaps, compared with a search of every hole."""
 
 import ctypes
 import random
@@ -38,7 +38,7 @@ def library(tmp_path_factory):
 
 
 class Blocks:
-    """The blocks in C."""
+    """The blocks of the C library."""
 
     def __init__(self, library, size):
         self._library, self._state = library, ctypes.create_string_buffer(1024)
@@ -53,7 +53,7 @@ class Blocks:
     def take(self, size):
         return self._library.blocks_take(self._state, size)
 
-    def give(self, offset):
+    def free(self, offset):
         return self._library.blocks_free(self._state, offset)
 
     def holes(self):
@@ -88,8 +88,8 @@ def test_a_block_goes_where_it_fits_best(library, size, operations):
                     living[expected] = operation
             elif living:
                 offset = sorted(living)[operation % len(living)]
-                assert blocks.give(offset) == living.pop(offset)
-                assert blocks.give(offset) == 0  # a second time
+                assert blocks.free(offset) == living.pop(offset)
+                assert blocks.free(offset) == 0  # a second time
             assert blocks.holes() == holes_of(living, size)
 
 
@@ -102,12 +102,12 @@ def test_a_hundred_thousand_blocks_can_be_live_at_once(library):
         for _ in range(MANY):
             at = dice.randrange(len(living))
             offset, length = living[at]
-            assert blocks.give(offset) == length
+            assert blocks.free(offset) == length
             length = dice.randrange(1, 1 << 20)
             living[at] = (blocks.take(length), length)
         living.sort()
         assert all(a + length <= b for (a, length), (b, _) in pairwise(living))
         assert living[-1][0] + living[-1][1] < 1.2 * sum(length for _, length in living)  # holes were reused
         for offset, _ in dice.sample(living, MANY):
-            blocks.give(offset)
+            blocks.free(offset)
         assert blocks.holes() == [(0, size)]

@@ -1,4 +1,4 @@
-"""The arena and the heaps for CUDA in C, against a fake CUDA that aborts when its rules are broken."""
+"""The C code of the arena and the CUDA heaps, on a fake CUDA that aborts if its rules are broken."""
 
 from pathlib import Path
 
@@ -22,8 +22,7 @@ def test_memory_belongs_to_one_allocation_at_a_time(tmp_path, sanitizers, thread
     arguments = (str(threads), "1", str(rounds))
     flags = (f"-I{LIBRARY.sources}", "-rdynamic", "-ldl")
     output = run_under(sanitizers, tmp_path / "check", sources, *flags, arguments=arguments)
-    placed, out_of_memory, used_elsewhere, used_again, trimmed, captured = map(int, output.split())
-    assert (
-        min(placed, out_of_memory, used_elsewhere, used_again) > 100
-    )  # each was tried; how often depends on the threads
+    placed, out_of_memory, used_elsewhere, reused, trimmed, captured = map(int, output.split())
+    # Each case occurred; how often depends on the threads.
+    assert min(placed, out_of_memory, used_elsewhere, reused) > 100
     assert min(trimmed, captured) >= 20

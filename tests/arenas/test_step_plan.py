@@ -21,12 +21,12 @@ def test_a_lifetime_is_the_longer_of_the_two_recordings():
 
 
 def test_a_tensor_that_overlaps_its_successor_is_not_placed():
-    a_loss = step([64, 2, -1], [64, LIVES, 2])  # its variable is bound anew after the next one was computed
-    a_gradient = step([64, 2, -1], [64, LIVES, 1])  # zero_grad comes just before the next one
+    a_loss = step([64, 2, -1], [64, LIVES, 2])  # its variable is rebound after the next loss is computed
+    a_gradient = step([64, 2, -1], [64, LIVES, 1])  # zero_grad frees it just before the next gradient
     assert plan_step(a_loss, a_loss, follows=True, alignment=64).offset.tolist() == [0, -1]
     assert sorted(plan_step(a_gradient, a_gradient, follows=True, alignment=64).offset) == [0, 64]
-    apart = plan_step(a_gradient, a_gradient, follows=False, alignment=64)
-    assert apart.offset.tolist() == [0, -1]
+    not_followed = plan_step(a_gradient, a_gradient, follows=False, alignment=64)
+    assert not_followed.offset.tolist() == [0, -1]
 
 
 def test_memory_used_by_other_streams_is_not_placed():
@@ -43,8 +43,8 @@ def test_placed_buffers_never_overlap_in_repeated_steps(data):
         within = st.tuples(st.integers(born + 1, count), st.just(LIVES))
         beyond = st.tuples(st.just(LIVES), st.integers(-1, count))
         rows.append([data.draw(st.integers(1, 300)), *data.draw(st.one_of(within, beyond))])
-    once = step(*rows)
-    plan = plan_step(once, once, follows=True, alignment=64)
+    recording = step(*rows)
+    plan = plan_step(recording, recording, follows=True, alignment=64)
     living: dict[int, tuple[int, int]] = {}  # three steps, allocation by allocation: number -> its place
     for moment in range(3 * count):
         number = moment % count
@@ -61,8 +61,8 @@ def test_placed_buffers_never_overlap_in_repeated_steps(data):
 
 
 def test_a_plan_is_minimal():
-    once = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
-    plan = plan_step(once, once, follows=True, alignment=64)
-    buffers, which = lifetimes(once, once, follows=True, alignment=64)
+    recording = step([100, 2, -1], [200, 3, -1], [100, LIVES, 0])
+    plan = plan_step(recording, recording, follows=True, alignment=64)
+    buffers, which = lifetimes(recording, recording, follows=True, alignment=64)
     assert not find_violation(buffers, plan.offset[which], plan.height)
     assert (plan.height, plan.bound, plan.unshared) == (384, 384, 512)

@@ -30,7 +30,7 @@ def memfit(tmp_path):
 
     def run(*arguments, card=GPU, **environment):
         path = os.pathsep.join(filter(None, (str(REHEARSAL), os.environ.get("PYTHONPATH"))))
-        there = {"PYTHONPATH": path, "MEMFIT_REHEARSAL": card} if card else {}
+        rehearsal = {"PYTHONPATH": path, "MEMFIT_REHEARSAL": card} if card else {}
         done = subprocess.run(
             [sys.executable, "-m", "memfit", *map(str, arguments)],
             capture_output=True,
@@ -38,7 +38,7 @@ def memfit(tmp_path):
             check=False,
             cwd=tmp_path,
             timeout=120,
-            env={**os.environ, **there, **environment},
+            env={**os.environ, **rehearsal, **environment},
         )
         answer = tmp_path / "answer.json"
         found = json.loads(answer.read_text()) if answer.exists() else None

@@ -1,4 +1,4 @@
-"""`memfit doctor --context`, rehearsed, and what a kept measurement does to later dry runs."""
+"""`memfit doctor --context` in rehearsal, and the effect of a kept measurement on later dry runs."""
 
 from dataclasses import replace
 
@@ -35,16 +35,16 @@ def report(tmp_path, monkeypatch):
     )
 
 
-def test_the_table_shows_each_stage_and_what_each_change_does(memfit):
+def test_the_table_shows_each_stage_and_the_effect_of_each_change(memfit):
     run = memfit("doctor", "--context")
     assert run.code == 0, run.err
     lines = [line.split() for line in run.out.splitlines()]
     stages = {tuple(line[:-4]): line[-4:] for line in lines if "matmul" in line or "tensor" in line}
-    # On the ghost all that is outside PyTorch's allocator is the context that the table of GPUs assumes.
+    # On the ghost, only the context assumed by the table of GPUs is outside PyTorch's allocator.
     assert stages["one", "4-byte", "tensor"] == ["0.0", "2.0", "514.0", "512.0"]
     assert stages["first", "matmul"][-1] == "512.0"
     (workspaces,) = (line for line in lines if line[:1] == ["CUBLAS_WORKSPACE_CONFIG=:0:0"])
-    assert float(workspaces[-4]) < 0  # of allocated: cuBLAS's workspace lies in PyTorch's allocator
+    assert float(workspaces[-4]) < 0  # allocated: PyTorch's allocator holds cuBLAS's workspace
     assert float(workspaces[-1]) == 0
     assert "REHEARSAL" in run.out
     assert "Kept" not in run.err

@@ -12,7 +12,7 @@ STEPS = TRAIN + "    for _ in range(5): step()\n"
 CARD_IS_HERE = os.path.exists("/dev/nvidia0")  # noqa: PTH110 - a device, not a file
 
 
-def test_a_recording_equals_the_dry_run_and_names_what_it_ran_on(record, dry_run):
+def test_a_recording_equals_the_dry_run_and_is_marked_as_a_rehearsal(record, dry_run):
     run, predicted = record(STEPS + "    print('the end')\n"), dry_run(STEPS).answer
     assert run.code == 0, run.err
     for part in ("verdict", "steps", "peak", "out_of_memory", "growth", "end"):

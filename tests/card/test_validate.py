@@ -89,10 +89,10 @@ def test_the_same_requests_in_another_order_are_not_identical(compare):
 
 
 def test_events_that_move_no_memory_are_not_compared(compare):
-    one = trace(OUTPUT, (Action.SNAPSHOT, 5, 0), GRADIENT)
-    assert compare.difference(one, trace(OUTPUT, GRADIENT)).identical
-    unlabelled = replace(one.events, label=one.events.label * 0 - 1)
-    assert compare.difference(replace(one, events=unlabelled), one).identical
+    with_snapshot = trace(OUTPUT, (Action.SNAPSHOT, 5, 0), GRADIENT)
+    assert compare.difference(with_snapshot, trace(OUTPUT, GRADIENT)).identical
+    unlabelled = replace(with_snapshot.events, label=with_snapshot.events.label * 0 - 1)
+    assert compare.difference(replace(with_snapshot, events=unlabelled), with_snapshot).identical
 
 
 def test_a_rehearsal_of_two_jobs_shows_no_difference_and_is_marked_as_one(tmp_path):

@@ -1,4 +1,4 @@
-"""A script runs and ends as python would run and end it."""
+"""A script runs and ends as it does under python."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_threads_that_never_end_do_not_block_the_result(dry_run):
     assert dry_run(script).answer["end"]["reason"] == "steps"
 
 
-def test_a_loop_that_turns_its_end_into_an_exit_code_still_ended_by_steps(dry_run):
+def test_a_loop_that_turns_every_exception_into_an_exit_code_still_ends_by_steps(dry_run):
     script = (
         TRAIN
         + """

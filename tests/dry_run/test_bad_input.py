@@ -1,4 +1,4 @@
-"""Bad input: each is answered with one error, and no traceback."""
+"""Bad input gets one error message and no traceback."""
 
 import os
 import signal

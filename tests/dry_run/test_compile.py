@@ -86,7 +86,7 @@ BARE = """
 
 @dataclass(frozen=True)
 class Run:
-    """What a process printed, and the trace it left."""
+    """The output of a process, and the trace that it wrote."""
 
     out: str
     err: str
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def reported(self):
-        """The script's own figures."""
+        """Return the lines with the script's own figures."""
         return [line for line in self.out.splitlines() if line.startswith("@")]
 
 
@@ -145,13 +145,13 @@ def labelled(tmp_path_factory, cold):
 
 @pytest.fixture(scope="module")
 def unlabelled(tmp_path_factory, cold, labelled):
-    """A second run, without labels and with warm caches."""
+    """Return a second run, without labels and with warm caches."""
     return run_script(tmp_path_factory.mktemp("plain"), SCRIPT, "--steps", "1000", "--no-labels", **cold)
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """A run on the ghost alone, without recording."""
+    """Return a run on the ghost alone, without recording."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     (folder / "bare.py").write_text(textwrap.dedent(BARE))
@@ -193,9 +193,8 @@ def test_graphs_are_labelled_forward_and_backward(labelled):
         Phase.FORWARD,
         Phase.BACKWARD,
     }
-    assert not any(
-        "compiled/" in frame.file for frame in labelled.trace.frames
-    )  # generated code is in no stack
+    # No stack contains generated code.
+    assert not any("compiled/" in frame.file for frame in labelled.trace.frames)
     (note,) = (note.text for note in labelled.trace.notes if note.text.startswith("torch.compile made"))
     assert "graphs" in note
 
@@ -216,9 +215,9 @@ def test_the_users_compiler_caches_are_unchanged(labelled, cold):
 
 
 def test_placeholder_machine_code_is_compiled_once(labelled, cold):
-    made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("triton_poi*.cubin")]
-    assert len(made) > 1
-    assert len(set(made)) == 1
+    cubins = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("triton_poi*.cubin")]
+    assert len(cubins) > 1
+    assert len(set(cubins)) == 1
 
 
 def test_private_pools_are_in_the_trace_and_not_a_leak(labelled):
@@ -278,14 +277,13 @@ def test_a_kernel_is_chosen_without_timing(tmp_path, cold):
     assert "chosen 256 known 7.0" in run.out  # the kernel wrote to x, so its ones are no longer known
     assert any("first candidate" in note.text for note in run.trace.notes)
     events, labels = run.trace.events, run.trace.labels
-    flushed = (events.action == Action.ALLOC) & (
-        events.size == 256 << 20
-    )  # Triton's buffer that clears the L2 cache
+    # Triton clears the L2 cache with this buffer.
+    flushed = (events.action == Action.ALLOC) & (events.size == 256 << 20)
     assert flushed.any()
     assert {labels[index].op for index in events.label[flushed]} == {"timing kernels"}
-    # A kernel of the user is compiled completely.
-    made = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("double.cubin")]
-    assert len(set(made)) == len(made) == 3
+    # A user's kernel is compiled to real machine code.
+    cubins = [path.read_bytes() for path in Path(cold["MEMFIT_CACHE"]).rglob("double.cubin")]
+    assert len(set(cubins)) == len(cubins) == 3
 
 
 EDITED = """
@@ -325,7 +323,7 @@ def edited(tmp_path_factory, cold):
 
 
 def test_a_computed_constant_is_folded_as_on_a_real_gpu(edited):
-    for run in edited:  # a constant folded to 1 would vanish, and the input itself be returned
+    for run in edited:  # Inductor would drop a constant folded to 1 and return the input
         assert "distinct True" in run.out
         assert not [note for note in run.trace.notes if "read a GPU value" in note.text]
 

@@ -1,4 +1,4 @@
-"""Out of memory on the ghost is a result: where, the bytes requested, and the shortfall."""
+"""Out of memory on the ghost is a result: the place, the bytes requested, and the shortfall."""
 
 import os
 
@@ -127,7 +127,7 @@ def test_assumed_workspaces_leave_the_other_terms_exact(dry_run, source, provena
     answer = dry_run(script, options=("--workspaces", source)).answer
     notes = [note for note in answer["notes"] if "convolutions" in note["text"]]
     if source == "cudnn" and len(notes) > 1:
-        pytest.skip(f"the installed cuDNN cannot be asked: {notes}")
+        pytest.skip(f"the installed cuDNN cannot be queried: {notes}")
     assert [note["provenance"] for note in notes] == [provenance]
     assert (figures(answer)["workspaces"] > 0) == (source == "cudnn")
     provenances = {term["name"]: term["provenance"] for term in answer["terms"]}

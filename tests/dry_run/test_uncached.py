@@ -18,8 +18,8 @@ FILL = """
 """
 
 
-def with_environment(**more):
-    return {"env": {**os.environ, **more}}
+def with_environment(**variables):
+    return {"env": {**os.environ, **variables}}
 
 
 def test_without_a_cache_every_tensor_is_rounded_like_cuda_malloc(dry_run):
@@ -56,7 +56,7 @@ def test_out_of_memory_is_reported_with_the_free_bytes(environment, dry_run):
     )
 
 
-def test_an_error_of_the_script_in_cudas_words_is_an_exception():
+def test_an_error_worded_like_cudas_that_the_script_raises_is_an_exception():
     assert end_of(RuntimeError("CUDA error: out of memory")).reason == "exception"
 
 

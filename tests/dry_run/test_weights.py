@@ -64,10 +64,10 @@ def test_weights_synthesized_from_the_configuration_have_the_same_bytes(dry_run,
 
 def test_without_a_dtype_in_the_configuration_no_figure_is_exact(dry_run, checkpoint):
     file = checkpoint / "config.json"
-    named = file.read_text()
-    file.write_text(json.dumps({key: value for key, value in json.loads(named).items() if key != "dtype"}))
+    original = file.read_text()
+    file.write_text(json.dumps({key: value for key, value in json.loads(original).items() if key != "dtype"}))
     run = dry_run(LOAD, str(checkpoint), options=("--no-weights",))
-    file.write_text(named)
+    file.write_text(original)
     assert "zero weights in torch.float32 were assumed" in synthesized(run)[0]["text"]
     assert {term["provenance"] for term in run.answer["terms"]} == {"assumed"}
 

@@ -151,10 +151,10 @@ def test_every_module_is_moved_including_one_in_a_closure():
     assert roots[0] is step.model
 
 
-def test_python_modules_of_an_own_type_are_imported_by_the_receiver():
+def test_python_modules_of_a_custom_type_are_imported_by_the_receiver():
     code = "def loss(model, x): return torch.backends.cudnn.enabled, model(x)"
     interactive = {"__name__": "__main__", "torch": torch}
-    exec(code, interactive)  # noqa: S102 - as a notebook's cell is
+    exec(code, interactive)  # noqa: S102 - like a notebook's cell
     step, _ = round_trip(nn.Linear(4, 4), torch.ones(1, 4), loss=interactive["loss"])
     assert step.loss.__globals__["torch"].backends.cudnn is torch.backends.cudnn
     assert step.loss(step.model, step.inputs)[0] is torch.backends.cudnn.enabled
@@ -188,7 +188,7 @@ def hooked():
 
 
 @pytest.mark.parametrize(
-    ("make", "path", "kind", "why"),
+    ("make", "path", "kind", "reason"),
     [
         (lambda: holding(threading.Lock()), "model.0.extra", "_thread.lock", "cannot pickle"),
         (lambda: holding([{"a": (n for n in "ab")}]), "model.0.extra[0]['a']", "generator", "cannot pickle"),
@@ -198,13 +198,13 @@ def hooked():
         (compiled_in_place, "model.0", "torch.nn.modules.linear.Linear", "compiled in place"),
     ],
 )
-def test_an_object_that_cannot_be_sent_is_named_with_its_path(make, path, kind, why):
+def test_an_object_that_cannot_be_sent_is_named_with_its_path(make, path, kind, reason):
     with pytest.raises(NotSentError) as caught:
         round_trip(make())
     message = str(caught.value)
     assert message.startswith("Cannot send model")
     assert f"{path} (type {kind}) to the ghost's process: " in message
-    assert why in message
+    assert reason in message
 
 
 def test_invalid_arguments_are_refused():

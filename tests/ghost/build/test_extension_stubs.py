@@ -25,7 +25,7 @@ const char *text(void) { return nvjpegGetErrorString(0); }
 int of_a_sibling(void) { return cudaHelper(); }
 """
 EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
-MODULE = "void *PyInit_extension(void) { return 0; }"  # Python: "initialization failed": so it was loaded
+MODULE = "void *PyInit_extension(void) { return 0; }"  # Python reports "initialization failed": it has loaded the library
 
 
 class Workshop:
@@ -59,7 +59,7 @@ class Workshop:
     def extension(self, name="extension.so", source=SOURCE, cudart=None):
         sibling = self.library("beside/libsibling.so", "int cudaHelper(void) { return 7; }")
         nvjpeg = self.versioned("libnvjpeg.so.13")
-        made = self.library(
+        extension = self.library(
             name,
             source,
             "-Wl,--no-as-needed,-rpath,$ORIGIN/beside",
@@ -70,7 +70,7 @@ class Workshop:
             "-Wl,--allow-shlib-undefined",
         )
         nvjpeg.unlink()
-        return made
+        return extension
 
 
 @pytest.fixture

@@ -41,12 +41,12 @@ def fake_torch(tmp_path):
 
 
 def test_the_ghost_is_built_once_and_then_found_in_the_cache(cache):
-    said = []
-    first = build(report=said.append)
-    second = build(report=said.append)
+    messages = []
+    first = build(report=messages.append)
+    second = build(report=messages.append)
     assert first.built
     assert not second.built
-    assert len(said) == 1
+    assert len(messages) == 1
     assert second.library == first.library
     assert first.library.is_relative_to(cache)
     assert {"libcuda.so.1", "libnvidia-ml.so.1"} <= set(first.sonames)
