@@ -147,7 +147,7 @@ def precisions():
 
 
 def history():
-    """Print what PyTorch's own allocator would have reserved, for comparison with the scenarios that use it."""
+    """Print what PyTorch's own allocator would have reserved, to compare with scenarios that use it."""
     arena = memfit.arena(history=True)
     parts = cnn()
     for _ in range(3):

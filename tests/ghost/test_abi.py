@@ -1,7 +1,7 @@
 """The runtime compared with NVIDIA's own headers, if the pip packages include them.
 
-Three things are checked: layouts that cross the boundary, the arguments of every function that is
-written, and that a function with an output on the host is either written or a named gap.
+The tests check the layouts that cross the boundary, the arguments of every function that the runtime
+implements, and that every function with an output on the host is either implemented or a named gap.
 """
 
 import re
@@ -184,7 +184,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("file", "ours", "theirs", "fields"), LAYOUTS, ids=[layout[2] for layout in LAYOUTS])
-def test_layout(headers, cuda_version, file, ours, theirs, fields):
+def test_a_struct_has_nvidias_layout(headers, cuda_version, file, ours, theirs, fields):
     def layout(name, members):
         return [f"sizeof({name})", *(f"offsetof({name}, {member})" for member in members)]
 
@@ -217,7 +217,7 @@ PROTOTYPE = re.compile(
 
 
 def prototypes(text):
-    """Return each function's arguments, as written."""
+    """Return the arguments of each function, as the text spells them."""
     return {
         name: split(arguments)
         for returned, name, arguments in PROTOTYPE.findall(text)
@@ -259,7 +259,7 @@ def real(headers):
 
 
 @pytest.fixture(scope="session")
-def written(cuda_version):
+def implemented(cuda_version):
     arguments = (f"-DCUDA_VERSION={cuda_version}", *INCLUDES)
     found = {}
     for file in sorted(RUNTIME.rglob("*.c")):
@@ -267,16 +267,16 @@ def written(cuda_version):
     return found
 
 
-def test_arguments_are_passed_as_the_headers_say(real, written):
+def test_arguments_are_passed_as_the_headers_declare(real, implemented):
     theirs, pointers = real
-    compared = [name for name in written if name in theirs]
+    compared = [name for name in implemented if name in theirs]
     assert len(compared) > 250
-    wrong = {
-        name: (written[name], theirs[name])
+    mismatched = {
+        name: (implemented[name], theirs[name])
         for name in compared
-        if [passed_as(a, set()) for a in written[name]] != [passed_as(a, pointers) for a in theirs[name]]
+        if [passed_as(a, set()) for a in implemented[name]] != [passed_as(a, pointers) for a in theirs[name]]
     }
-    assert wrong == {}
+    assert mismatched == {}
 
 
 # ---- Outputs ---------------------------------------------------------------------------------------
@@ -293,41 +293,41 @@ INPUTS = {
     "cusparseLtMatmul": "streams",
     "cusparseLtMatmulSearch": "streams",
 }
-FOR_THE_LIBRARY_ALONE = re.compile(r"cusparseLt\w+(Init|SetAttribute)|cusparseLtInit|cusparseLtMatmulSearch")
+OPAQUE_TO_THE_CALLER = re.compile(r"cusparseLt\w+(Init|SetAttribute)|cusparseLtInit|cusparseLtMatmulSearch")
 HOST_OUTPUT = re.compile(r"\b(size_t|int64_t|uint64_t|int|unsigned|uint32_t|int32_t) ?\*|\*\*|\* ?\*")
 
 
-def test_every_output_on_the_host_is_written_or_a_gap(real, written):
+def test_every_function_with_a_host_output_is_implemented_or_a_gap(real, implemented):
     theirs, pointers = real
     handles = re.compile(r"\b(" + "|".join(sorted(pointers)) + r") ?\*")
-    known = written.keys() | {gap.name for gap in read_gaps()[0]} | INPUTS.keys()
-    unanswered = {
+    known = implemented.keys() | {gap.name for gap in read_gaps()[0]} | INPUTS.keys()
+    missing = {
         name: argument
         for name in scan_imports(find_torch()).symbols & theirs.keys() - known
         for argument in theirs[name]
         if (HOST_OUTPUT.search(argument) or handles.search(argument))
         and "const" not in argument.split("*")[0]
         and not ON_THE_DEVICE.fullmatch(re.findall(r"\w+", argument)[-1])
-        and not FOR_THE_LIBRARY_ALONE.fullmatch(name)
+        and not OPAQUE_TO_THE_CALLER.fullmatch(name)
     }
-    assert unanswered == {}
+    assert missing == {}
 
 
-def test_gaps_are_not_written(written):
-    """A gap that is also written would never be refused."""
-    assert {gap.name for gap in read_gaps()[0]} & written.keys() == set()
+def test_gaps_are_not_implemented(implemented):
+    """A call of an implemented function is never reported as a gap."""
+    assert {gap.name for gap in read_gaps()[0]} & implemented.keys() == set()
 
 
 # ---- Looked up by name -----------------------------------------------------------------------------
 
 
-def test_functions_looked_up_by_name_exist(real, written):
-    """PyTorch asks cudaGetDriverEntryPoint and dlsym for these; the plain name stands for _v2."""
-    offered = written.keys() | {gap.name for gap in read_gaps()[0]} | scan_imports(find_torch()).symbols
+def test_functions_looked_up_by_name_exist(real, implemented):
+    """PyTorch looks these up by cudaGetDriverEntryPoint and dlsym; a plain name may stand for its _v2."""
+    offered = implemented.keys() | {gap.name for gap in read_gaps()[0]} | scan_imports(find_torch()).symbols
     for library in ("libc10_cuda.so", "libtorch_cuda.so"):
         text = (find_torch().folder / "lib" / library).read_bytes()
         names = {name.decode() for name in re.findall(rb"\0((?:cu[A-Z]|nvml)\w{3,50})(?=\0)", text)}
-        asked = {
+        looked_up = {
             name for name in names if name in real[0] or f"{name}_v2" in real[0] or name.startswith("nvml")
         }
-        assert {name for name in asked if name not in offered and f"{name}_v2" not in offered} == set()
+        assert {name for name in looked_up if name not in offered and f"{name}_v2" not in offered} == set()

@@ -69,7 +69,7 @@ def test_out_of_memory_raises_pytorchs_own_error(on_ghost):
     assert out == "CUDA out of memory. Tried to allocate 2.00 GiB. True\ntorch.Size([536870912])\n"
 
 
-def test_mixed_precision_and_channels_last(on_ghost):
+def test_mixed_precision_and_channels_last_run(on_ghost):
     out = on_ghost("""
         from torch import nn
         net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU()).cuda()
@@ -88,7 +88,7 @@ def test_mixed_precision_and_channels_last(on_ghost):
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"])
-def test_attention(on_ghost, backend):
+def test_each_attention_backend_runs(on_ghost, backend):
     out = on_ghost(f"""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         q, k, v = (torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -122,7 +122,7 @@ def test_cuda_graphs_use_a_private_pool(on_ghost):
     assert out == "[(0, 0), (1, 0)]\n"
 
 
-def test_pinned_memory_and_workers(on_ghost):
+def test_pinned_memory_and_data_loader_workers_run(on_ghost):
     out = on_ghost("""
         from torch.utils.data import DataLoader, TensorDataset
         torch.zeros(1, device="cuda")  # the workers are forked after CUDA is initialised
@@ -130,13 +130,13 @@ def test_pinned_memory_and_workers(on_ghost):
         total = 0
         for (x,) in DataLoader(data, batch_size=32, num_workers=2, pin_memory=True):
             assert x.is_pinned() and x[3:].is_pinned() and not torch.empty(8).is_pinned()
-            total += x.cuda(non_blocking=True).cpu().sum().item()  # nothing ran in between: remembered
+            total += x.cuda(non_blocking=True).cpu().sum().item()  # no kernel in between: known values
         print(total)
     """)
     assert out == f"{sum(range(256)):.1f}\n"
 
 
-def test_profiler(on_ghost):
+def test_the_profiler_runs(on_ghost):
     out = on_ghost(
         SMALL_NET
         + """
@@ -202,7 +202,7 @@ def test_without_caching_the_log_has_every_allocation(on_ghost):
     assert out == "0 True True\n0\n"
 
 
-def test_expandable_segments(on_ghost):
+def test_expandable_segments_are_mapped_and_released(on_ghost):
     out = on_ghost(
         SMALL_NET
         + """

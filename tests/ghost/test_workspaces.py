@@ -25,7 +25,7 @@ def tensor(*sizes, data_type=FLOAT32):
 
 
 def convolution(**changes):
-    asked = {
+    question = {
         "kind": "convolution",
         "operation": "weight gradient",
         "compute_type": FLOAT32,
@@ -37,12 +37,12 @@ def convolution(**changes):
         "dilation": [1, 1],
         "fused": 0,
     }
-    return asked | changes
+    return question | changes
 
 
 def recurrent(cell, space, **changes):
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[cell]
-    asked = {
+    question = {
         "kind": "recurrent",
         "space": space,
         "training": 1,
@@ -59,13 +59,13 @@ def recurrent(cell, space, **changes):
         "elements": 25_000,
         "matrices": gates * 320 * (123 + 320 + 3 * 640),
     }
-    return asked | changes
+    return question | changes
 
 
 @pytest.fixture
 def answer():
     workspaces = Workspaces.read()
-    return lambda asked: workspaces.answer(json.dumps(asked).encode())[0].workspace
+    return lambda question: workspaces.answer(json.dumps(question).encode())[0].workspace
 
 
 def test_every_rule_has_a_source_and_a_subject():
@@ -121,8 +121,8 @@ OTHERS = [
 
 def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
     workspaces = Workspaces.read()
-    for asked in OTHERS:
-        assert workspaces.answer(json.dumps(asked).encode()) == (EngineConfig(0),)
+    for question in OTHERS:
+        assert workspaces.answer(json.dumps(question).encode()) == (EngineConfig(0),)
     ((provenance, note),) = workspaces.notes()
     assert provenance is Provenance.ASSUMED
     assert "counted as 0 bytes" in note
@@ -133,8 +133,9 @@ def test_operations_without_a_rule_count_0_bytes_and_share_one_note():
 def test_each_applied_rule_is_noted_once_with_its_largest_size():
     workspaces = Workspaces.read()
     assert list(workspaces.notes()) == []
-    for asked in (recurrent("GRU", "work"), recurrent("GRU", "work", batch=1), convolution(), convolution()):
-        workspaces.answer(json.dumps(asked).encode())
+    networks = (recurrent("GRU", "work"), recurrent("GRU", "work", batch=1))
+    for question in (*networks, convolution(), convolution()):
+        workspaces.answer(json.dumps(question).encode())
     gru, convolutions = (text for _, text in workspaces.notes())
     assert "GRU" in gru
     assert "13,169,920" in gru
@@ -151,10 +152,10 @@ class FakeCudnn:
     """A CudnnClient that answers every question alike, or refuses every one."""
 
     def __init__(self, configs=CONFIGS, refusal=""):
-        self.configs, self.refusal, self.asked, self.missed = configs, refusal, [], set()
+        self.configs, self.refusal, self.questions, self.missed = configs, refusal, [], set()
 
     def answer(self, question):
-        self.asked.append(question)
+        self.questions.append(question)
         if self.refusal:
             raise NoAnswerError(self.refusal)
         return HeuristicsResult(92_400, self.configs)
@@ -178,8 +179,8 @@ def test_cudnn_is_queried_once_per_convolution_and_its_configurations_are_return
     assert notes_of(workspaces) == []
     for _ in range(2):
         assert workspaces.answer(engine_query(convolution_tree("forward"))) == CONFIGS
-    (asked,) = cudnn.asked
-    assert json.loads(asked) == json.loads(convolution_tree("forward"))
+    (question,) = cudnn.questions
+    assert json.loads(question) == json.loads(convolution_tree("forward"))
     ((provenance, note),) = notes_of(workspaces)
     assert provenance is Provenance.SIMULATED
     assert "cuDNN 9.24.0" in note
@@ -195,7 +196,7 @@ def test_cudnn_is_queried_for_graph_convolutions_only():
         *(json.dumps(other).encode() for other in OTHERS),
     ):
         workspaces.answer(question)
-    assert not cudnn.asked
+    assert not cudnn.questions
     assert {provenance for provenance, _ in notes_of(workspaces)} == {Provenance.ASSUMED}
 
 
@@ -209,7 +210,7 @@ def test_cudnn_is_not_queried_if_another_source_was_chosen(source):
         json.dumps(convolution()).encode(),
     ):
         assert workspaces.answer(question)[0].workspace == rule
-    assert not cudnn.asked
+    assert not cudnn.questions
     ((provenance, note),) = notes_of(workspaces)
     assert provenance is Provenance.ASSUMED
     assert ("as requested" in note) == (source is WorkspaceSource.NONE)

@@ -1,4 +1,4 @@
-"""On a real GPU: training within an arena is the same to the bit, and takes what the plan says."""
+"""On a real GPU: training in an arena is bit-identical and uses the memory that was planned."""
 
 import json
 import subprocess
@@ -47,12 +47,12 @@ JOB = """
         taken.append(total - free)
     try:
         torch.empty(total, dtype=torch.uint8, device="cuda")
-        said = ""
+        message = ""
     except torch.OutOfMemoryError as error:
-        said = str(error)
+        message = str(error)
     kinds = arena.report().steps if arena else ()
     placed = [[kind.placed, kind.unplanned, kind.planned, kind.live] for kind in kinds]
-    print(json.dumps([digest.hexdigest(), taken, said, placed]))
+    print(json.dumps([digest.hexdigest(), taken, message, placed]))
 """
 
 
@@ -65,19 +65,19 @@ def trained(tmp_path, allocator):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_training_in_an_arena_is_the_same_to_the_bit(tmp_path):
+def test_training_in_an_arena_is_bit_identical(tmp_path):
     try:
         card = find_card("test a GPU")
     except MemfitError as error:
         pytest.skip(str(error))
     assert not card.rehearsal
     expected, default_taken, _, _ = trained(tmp_path, "default")
-    digest, taken, said, ((placed, unplanned, planned, live),) = trained(tmp_path, "arena")
+    digest, taken, message, ((placed, unplanned, planned, live),) = trained(tmp_path, "arena")
     assert digest == expected
     assert placed >= STEPS - 4
-    assert unplanned == placed  # the batch: it is copied on another stream
+    assert unplanned == placed  # the batch, which another stream copies
     assert planned == live
     print(default_taken, taken, file=sys.stderr)
     assert len(set(taken[-placed:])) == 1
     assert taken[-1] < default_taken[-1]
-    assert said.startswith("CUDA out of memory. Tried to allocate")
+    assert message.startswith("CUDA out of memory. Tried to allocate")

@@ -1,4 +1,4 @@
-"""On a real GPU: a recording is what PyTorch counted there, and what the ghost foretold."""
+"""On a real GPU: a recording equals PyTorch's own counts there, and the ghost's prediction."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def card():
-    """Return the GPU of this machine; without one the test is skipped, and says why."""
+    """Return the GPU of this machine; skip the test, with the reason, if there is none."""
     try:
         found = find_card("test a GPU")
     except MemfitError as error:
@@ -26,7 +26,7 @@ def card():
     return found
 
 
-def test_a_recording_is_what_the_script_itself_counted(card, tmp_path, capfd):
+def test_a_recording_equals_the_peaks_that_the_script_prints(card, tmp_path, capfd):
     answer = api.record(EXAMPLES / "linear1024.py", steps=None, output=tmp_path / "run.memfit")
     printed = capfd.readouterr().out
     own = dict(re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE))
@@ -38,17 +38,17 @@ def test_a_recording_is_what_the_script_itself_counted(card, tmp_path, capfd):
     assert answer.peak_process.bytes > answer.peak_reserved
 
 
-def test_the_ghost_foretells_it(card):
+def test_the_ghost_predicts_the_recorded_peaks(card):
     try:
         gpu = find_device(card.name).name
     except UnknownDeviceError as error:
         pytest.skip(str(error))
     real = api.record(EXAMPLES / "linear1024.py")
-    foretold = api.dry_run(EXAMPLES / "linear1024.py", gpu=gpu, memory=real.device.total.bytes)
-    assert (foretold.peak_allocated, foretold.peak_reserved) == (real.peak_allocated, real.peak_reserved)
+    predicted = api.dry_run(EXAMPLES / "linear1024.py", gpu=gpu, memory=real.device.total.bytes)
+    assert (predicted.peak_allocated, predicted.peak_reserved) == (real.peak_allocated, real.peak_reserved)
 
 
-def test_the_context_grows_with_what_is_used(card):
+def test_the_context_grows_from_stage_to_stage(card):
     report = api.measure_context()
     outside = [stage.outside for stage in report.stages]
     assert outside[0] > 0

@@ -74,7 +74,7 @@ def test_values_in_one_storage_form_one_set(sets, calls):
     own = [found for found in alias_sets(dataflow(module)) if not found.given]
     first = [found for found in own if "add_tensor" in found.names or "add" in found.names]
     assert len(first) == 1
-    assert len(own) - (calls[0][0] is aten.native_dropout.default) == sets  # its mask is a set of its own
+    assert len(own) - (calls[0][0] is aten.native_dropout.default) == sets  # its mask is a separate set
 
 
 def test_schemas_declare_no_alias_for_unsafe_views_and_lists():
@@ -83,7 +83,7 @@ def test_schemas_declare_no_alias_for_unsafe_views_and_lists():
         assert all(returned.alias_info is None for returned in call._schema.returns)
 
 
-def test_the_fake_tensors_that_tracing_left_do_not_share_storages():
+def test_fake_tensors_left_by_tracing_do_not_share_storages():
     module = make_fx(lambda x: x.add(1).view(-1))(torch.zeros(2, 3))
     added, view = (node.meta["val"] for node in module.graph.nodes if node.op == "call_function")
     assert added.untyped_storage()._cdata != view.untyped_storage()._cdata
@@ -122,7 +122,7 @@ def test_dropout_that_drops_nothing_copies(train, p):
     ],
 )
 def test_a_scatter_copies_the_gaps_of_its_input(scatter):
-    """Both calls alike: the cache of fake tensors would size the second storage by its shape."""
+    """Two equal calls: the fake tensor cache would size the second storage by its shape."""
     x = torch.zeros(4, 6)[:, 1:4]
     graph = captured_graphs.traced(lambda x: (scatter(x), scatter(x)), x)
     next(iter(graph.module.graph.nodes)).meta["val"] = x  # tracing drops the gaps
@@ -204,12 +204,12 @@ def program(drawn, *, tied):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(instructions, st.booleans())
-def test_random_programs_of_views_lists_and_in_place_operations(drawn, tied):
+def test_storages_of_random_programs_equal_those_of_a_run(drawn, tied):
     module, inputs = program(drawn, tied=tied)
     assert storage_referee.differences(module, inputs) == []
 
 
-def test_a_small_model_captured_in_every_way():
+def test_storages_of_a_small_model_equal_those_of_a_run():
     kinds = []
     for graph in captured_graphs.every_kind(SmallAttentionBlock(), torch.sum, torch.randn(2, 3, 8, 8)):
         assert storage_referee.differences(graph.module, graph.inputs) == []
@@ -217,14 +217,14 @@ def test_a_small_model_captured_in_every_way():
     assert kinds == ["training", "forward", "backward", "exported"]
 
 
-def test_resnet_captured_in_every_way():
+def test_storages_of_resnet_equal_those_of_a_run():
     torchvision = pytest.importorskip("torchvision")
     model = torchvision.models.resnet18()
     for graph in captured_graphs.every_kind(model, torch.sum, torch.randn(2, 3, 32, 32)):
         assert storage_referee.differences(graph.module, graph.inputs) == []
 
 
-def test_gpt2_captured_in_every_way():
+def test_storages_of_gpt2_equal_those_of_a_run():
     pytest.importorskip("transformers")
     model = captured_graphs.GPT2(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
     for graph in captured_graphs.every_kind(model, torch.sum, torch.zeros(2, 8, dtype=torch.long)):
@@ -288,7 +288,7 @@ def test_sizes_may_come_from_fake_tensor_prop():
     assert memfit.pack(module).height == 1536
 
 
-def test_the_printed_packing_of_a_graph():
+def test_the_packing_of_a_graph_is_printed_with_its_rows():
     found = memfit.pack(make_fx(lambda x: (x + 1).relu_() * 2)(torch.ones(1000)))
     assert str(found).startswith("PACKED   8.0 KiB, proven minimal\n")
     for text in (

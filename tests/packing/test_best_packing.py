@@ -118,10 +118,10 @@ def test_an_optimum_between_the_bound_and_the_greedy_packings_is_found():
     rng = np.random.default_rng(17)
     lower, length, size = rng.integers(0, 10, 10), rng.integers(3, 8, 10), rng.integers(1, 30, 10)
     problem = Buffers(lower, lower + length, size, tuple("abcdefghij"), 10)
-    found_cut = sections(problem)
-    greedy = min((offset + size).max() for _, offset in packings(problem, found_cut, float("inf")))
+    problem_sections = sections(problem)
+    greedy = min((offset + size).max() for _, offset in packings(problem, problem_sections, float("inf")))
     found = pack(problem, seconds=60)
-    assert found_cut.bound < found.height < greedy
+    assert problem_sections.bound < found.height < greedy
     assert found.is_smallest
 
 

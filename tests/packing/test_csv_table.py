@@ -12,7 +12,7 @@ from memfit.packing.csv_table import packed_table, read_buffers
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_table(tmp_path):
     def write(text, **how):
         (tmp_path / "problem.csv").write_text(text, newline="", **how)
         return tmp_path / "problem.csv"
@@ -20,8 +20,8 @@ def written(tmp_path):
     return write
 
 
-def test_a_table_that_was_read_is_written_with_offsets(written):
-    path = written("id,lower,upper,size\nb1,0,3,4\n" + '"b, 2",-3,9,4\n')
+def test_a_table_that_was_read_is_written_with_offsets(write_table):
+    path = write_table("id,lower,upper,size\nb1,0,3,4\n" + '"b, 2",-3,9,4\n')
     found = read_buffers(path)
     assert found.names == ("b1", "b, 2")
     assert [column.tolist() for column in (found.lower, found.upper, found.size)] == [[0, -3], [3, 9], [4, 4]]
@@ -29,8 +29,8 @@ def test_a_table_that_was_read_is_written_with_offsets(written):
     assert rows[1] == {"id": "b, 2", "lower": "-3", "upper": "9", "size": "4", "offset": "4"}
 
 
-def test_columns_may_be_in_any_order_and_other_columns_are_ignored(written):
-    found = read_buffers(written("size,note,upper,lower,id\n4,x,3,0,b1\n", encoding="utf-8-sig"))
+def test_columns_may_be_in_any_order_and_other_columns_are_ignored(write_table):
+    found = read_buffers(write_table("size,note,upper,lower,id\n4,x,3,0,b1\n", encoding="utf-8-sig"))
     assert (found.size[0], found.upper[0], found.names) == (4, 3, ("b1",))
 
 
@@ -71,9 +71,9 @@ HEADER = "id,lower,upper,size\n"
         (HEADER + "b," + "0" * 200_000 + ",1,4\n", "line 2: field larger than field limit"),
     ],
 )
-def test_an_invalid_table_is_rejected_with_its_line_and_column(written, text, message):
+def test_an_invalid_table_is_rejected_with_its_line_and_column(write_table, text, message):
     with pytest.raises(FileFormatError, match=r"Cannot read .*problem\.csv") as error:
-        read_buffers(written(text))
+        read_buffers(write_table(text))
     assert message in str(error.value)
 
 
@@ -83,9 +83,9 @@ def test_a_file_that_is_not_utf_8_is_rejected(tmp_path):
         read_buffers(tmp_path / "problem.csv")
 
 
-def test_the_largest_accepted_numbers(written):
+def test_the_largest_accepted_numbers_are_read_and_packed(write_table):
     edge = (1 << 62) - 1
-    found = read_buffers(written(f"{HEADER}b,{-edge},{edge},{edge}\n"))
+    found = read_buffers(write_table(f"{HEADER}b,{-edge},{edge},{edge}\n"))
     assert (found.lower[0], found.upper[0], found.size[0]) == (-edge, edge, edge)
     assert pack(found).height == edge
 
@@ -99,8 +99,8 @@ def test_the_largest_accepted_numbers(written):
         HEADER + "b1,0,3,4\n\n",
     ],
 )
-def test_line_ends_blank_lines_and_spaces_of_spreadsheets_and_editors_are_accepted(written, text):
-    found = read_buffers(written(text))
+def test_line_ends_blank_lines_and_spaces_of_spreadsheets_and_editors_are_accepted(write_table, text):
+    found = read_buffers(write_table(text))
     assert (found.names, found.lower[0], found.upper[0], found.size[0]) == (("b1",), 0, 3, 4)
 
 

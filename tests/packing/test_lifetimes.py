@@ -9,8 +9,8 @@ from memfit.packing.lifetimes import last_step, lifetimes, one_step
 
 def requests_of(*rows, pools=((0, 0),)):
     found = Requests(pools=pools)
-    for event, (ask, block, size, *where) in enumerate(rows):
-        found.add(ask, 10 * event, block, size, *where)
+    for event, (kind, block, size, *where) in enumerate(rows):
+        found.add(kind, 10 * event, block, size, *where)
     return found
 
 
@@ -60,7 +60,7 @@ def test_without_requests_there_are_no_buffers():
     assert lifetimes(requests_of((RequestKind.STEP, -1, 0))) == {}
 
 
-def test_the_last_full_step():
+def test_the_last_full_step_is_found():
     step = (RequestKind.STEP, -1, 0)
     assert last_step(requests_of((RequestKind.MALLOC, 0, 512), step)) is None
     assert last_step(requests_of(step, (RequestKind.MALLOC, 0, 512), step, (RequestKind.FREE, 0, 0))) == (
@@ -108,7 +108,7 @@ def test_a_buffer_without_a_counterpart_is_live_only_where_seen():
 
 
 def test_counterparts_are_paired_in_order():
-    """The first left by the previous step pairs with the first of this one, which may begin as that ends."""
+    """The first buffer left by the previous step pairs with the first of this step; they may touch."""
     lower, upper = np.array([60, 70, 110, 130]), np.array([110, 130, 220, 230])
     rows = Buffers(lower, upper, np.array([4, 4, 4, 4]), ("old a", "old b", "a", "b"))
     found = one_step(rows, 100, 200)

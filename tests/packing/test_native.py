@@ -19,7 +19,7 @@ CHECK = Path(__file__).with_name("check_packers.c")
 
 
 @pytest.mark.process
-def test_under_sanitizers(tmp_path):
+def test_random_problems_are_packed_under_sanitizers(tmp_path):
     sources = [CHECK, *sorted(native.LIBRARY.sources.glob("*.c"))]
     check = build(tmp_path / "check", sources, f"-I{native.LIBRARY.sources}")
     done = subprocess.run([str(check), "0", "400"], capture_output=True, text=True, check=False)
@@ -32,14 +32,14 @@ def naive(problem, order, *, tightest):
     offsets = {}
     for index in order:
         life = moments(problem, index)
-        met = [
+        overlapping = [
             (offset, offset + int(problem.size[other]))
             for other, offset in offsets.items()
             if life & moments(problem, other)
         ]
         gaps = []
-        for at in sorted({0, *(end for _, end in met)}):
-            above = min((begin for begin, end in met if end > at), default=None)
+        for at in sorted({0, *(end for _, end in overlapping)}):
+            above = min((begin for begin, end in overlapping if end > at), default=None)
             gap = float("inf") if above is None else above - at
             if gap >= problem.size[index]:
                 gaps.append((gap, at) if tightest else (at, at))
@@ -57,7 +57,7 @@ def moments(problem, index):
 def test_each_buffer_goes_where_a_naive_search_places_it(is_circle, tightest):
     dice, names = np.random.default_rng(0), tuple(map(str, range(60)))
     for _ in range(40):
-        lower, length, size = (dice.integers(1, most, 60) for most in (29, dice.integers(2, 9), 20))
+        lower, length, size = (dice.integers(1, limit, 60) for limit in (29, dice.integers(2, 9), 20))
         problem = Buffers(lower, lower + length, size, names, 30 if is_circle else 0)
         order = dice.permutation(60)
         found = native.place_greedily(problem, sections(problem), order, tightest=tightest)

@@ -44,8 +44,8 @@ def repeat(problem, times):
 @given(st.lists(rows, min_size=1, max_size=12), st.sampled_from((0, 10)))
 def test_parts_are_the_connected_components_of_overlapping_buffers(given_rows, period):
     problem = buffers(given_rows, period)
-    found_cut = sections(problem)
-    always = always_live(found_cut)
+    problem_sections = sections(problem)
+    always = always_live(problem_sections)
     rest = np.flatnonzero(~always).tolist()
     live = [moments(problem, index) for index in range(len(problem))]
     assert all(live[index] & other for index in np.flatnonzero(always).tolist() for other in live)
@@ -53,7 +53,7 @@ def test_parts_are_the_connected_components_of_overlapping_buffers(given_rows, p
     for index in rest:
         overlapping = [group for group in groups if any(live[index] & live[other] for other in group)]
         groups = [group for group in groups if group not in overlapping] + [{index}.union(*overlapping)]
-    part = dict(zip(rest, partition(found_cut, always).tolist(), strict=True))
+    part = dict(zip(rest, partition(problem_sections, always).tolist(), strict=True))
     assert sorted(set(part.values())) == list(range(len(groups)))
     assert {frozenset(index for index in rest if part[index] == n) for n in part.values()} == {
         frozenset(group) for group in groups
@@ -123,6 +123,6 @@ def test_the_highest_part_decides_how_far_others_are_searched():
     assert found.how != "by search"
 
 
-def test_a_problem_of_always_live_buffers_only():
+def test_always_live_buffers_are_stacked():
     found = pack(buffers([(0, 5, 4), (0, 5, 2), (0, 5, 1)]))
     assert (found.offset.tolist(), found.height, found.bound) == ([0, 4, 6], 7, 7)

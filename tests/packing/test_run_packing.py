@@ -36,8 +36,8 @@ A_STEP = (
 
 def requests_of(*rows):
     found = Requests(pools=((0, 0), (0, 7)))
-    for event, (ask, block, size, *where) in enumerate(rows):
-        found.add(ask, event, block, size, *where)
+    for event, (kind, block, size, *where) in enumerate(rows):
+        found.add(kind, event, block, size, *where)
     return found
 
 

@@ -56,10 +56,8 @@ def test_a_sequence_number_that_is_too_low_excludes_no_allocation():
 def test_the_op_of_a_saved_tensor_is_added_to_the_label_of_its_allocation():
     events, book = annotate(saved(4, Category.ACTIVATION, 2, 0, op=1), serials=(1, 2, -1))
     label = book.labels[events.label[2]]
-    assert (label.phase, label.op) == (
-        Phase.BACKWARD,
-        "Exp",
-    )  # of the event before, not the last
+    # The phase is that of the preceding event, not of the last event.
+    assert (label.phase, label.op) == (Phase.BACKWARD, "Exp")
     events, book = annotate(saved(4, Category.ACTIVATION, 2, 0, op=1), serials=(-1, -1, -1))
     assert events.label.tolist() == [-1, -1, -1]
     assert events.category[2] == Category.ACTIVATION
@@ -72,10 +70,7 @@ def test_an_input_does_not_get_the_op_that_saved_it():
     events = assign_labels_and_owners(
         events_of([alloc(0), alloc(1)]), np.array([1, 2], np.int32), book, owners
     )
-    assert [book.labels[label].op for label in events.label] == [
-        "",
-        "Exp",
-    ]  # but a mask does
+    assert [book.labels[label].op for label in events.label] == ["", "Exp"]  # a mask does
 
 
 def test_an_event_without_a_label_gets_the_phase_of_the_event_before():

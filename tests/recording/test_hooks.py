@@ -62,10 +62,7 @@ def test_removal_restores_originals_but_keeps_replacements_by_other_code():
     try:
         Owner.method = lambda owner: ["theirs", *ours(owner)]
         hooks.remove()
-        assert Owner().method() == [
-            "theirs",
-            "original",
-        ]  # our wrapper now does nothing
+        assert Owner().method() == ["theirs", "original"]  # our wrapper now does nothing
     finally:
         Owner.method = original
     hooks = InstalledHooks()

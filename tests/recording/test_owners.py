@@ -39,8 +39,8 @@ truth(parameters=size(net.parameters()))
     assert steps == {
         ("optimizer state", "AdamW.step"): 2 * truth["parameters"],
         ("temporaries", "AdamW.step (foreach)"): truth["parameters"],
-        ("optimizer state", "Adam.step"): 4 * truth["parameters"]
-        + 4 * 4,  # of two optimizers; fused Adam keeps its step counts on the GPU
+        # Two optimizers; fused Adam keeps its step counts on the GPU.
+        ("optimizer state", "Adam.step"): 4 * truth["parameters"] + 4 * 4,
         ("temporaries", "Adam.step (for-loop)"): 2 * truth["parameters"],
         ("temporaries", "SGD.step (foreach)"): truth["parameters"],
     }
@@ -71,7 +71,7 @@ truth(parameters=len(list(net.parameters())))
     assert names == {"loss scale", "loss scale growth tracker", "found_inf flag"}
 
 
-def test_averaged_models_that_never_run_and_optimizers_that_run_the_model(attributed):
+def test_averaged_models_that_never_run_and_optimizers_that_run_the_model_are_attributed(attributed):
     found, truth = attributed(
         f"""
 import copy
@@ -197,7 +197,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 data = net._get_ddp_logging_data()
-floating = [one for one in net.buffers() if one.is_floating_point()]
+floating = [buffer for buffer in net.buffers() if buffer.is_floating_point()]
 truth(buckets=sum(map(int, data["bucket_sizes"].split(", "))),
       rebuilt=sum(map(int, data["rebuilt_bucket_sizes"].split(", "))),
       gradients=size(net.parameters()), buffers=size(floating))
@@ -223,7 +223,7 @@ def test_ddp_buckets_are_communication_or_gradients(attributed, backend, view):
         assert bytes_of(found, category="gradients") == 3 * truth["gradients"]
 
 
-def test_fsdp_shards_and_communication_buffers(attributed):
+def test_fsdp_shards_and_communication_buffers_are_attributed(attributed):
     found, truth = attributed(
         GROUP
         + """
@@ -237,8 +237,8 @@ fully_shard(net)
 optimizer = torch.optim.AdamW(net.parameters())
 net(torch.ones(64, 256, device="cuda")).sum().backward()
 optimizer.step()
-own = size(one.to_local() for one in net.parameters())
-truth(whole=whole, own=own, gradients=size(one.grad.to_local() for one in net.parameters()))
+own = size(parameter.to_local() for parameter in net.parameters())
+truth(whole=whole, own=own, gradients=size(parameter.grad.to_local() for parameter in net.parameters()))
 """
     )
     assert 2 * truth["own"] == truth["whole"]
@@ -282,7 +282,7 @@ net.swapped.data = torch.ones(4096, device="cuda")
 index = torch.zeros(32, 8, dtype=torch.long, device="cuda")
 net(index).square().mean().backward()
 optimizer.step()
-storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in net.parameters()}
+storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()}
 truth(parameters=sum(storages.values()), recurrent=size(net.recurrent.parameters()),
       states=2 * size(net.parameters()), hidden=32 * 8 * 64 * 4)
 """
@@ -305,7 +305,7 @@ def test_shared_memory_counts_once_and_has_all_names(dry_run):
     assert {row.name for row in found if row.category == "workspaces"} <= {"", "cuBLAS workspace"}
     assert category_provenance(trace)[Category.ACTIVATION] is Provenance.ASSUMED
     assert category_provenance(trace)[Category.INPUT] is Provenance.EXACT
-    # Modified in place: one allocation each, made by a layer, and last written by the op after it.
+    # Modified in place: one allocation each, made by a layer and last written by the op that follows.
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]
         assert bytes_of(found, category="activations", module=module, op=op) == truth["hidden"]

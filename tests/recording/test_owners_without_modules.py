@@ -52,7 +52,7 @@ slope, = torch.autograd.grad(net(x).sum(), x, create_graph=True)
 penalty = slope.square().sum()
 penalty.backward()
 net(x).sum().backward()
-seen = [one.grad for one in (*net.parameters(), x) if one.grad is not None]
+seen = [tensor.grad for tensor in (*net.parameters(), x) if tensor.grad is not None]
 index = torch.ones(32, dtype=torch.long, device="cuda")
 words(index).sum().backward()
 sparse = words.weight.grad

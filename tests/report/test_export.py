@@ -104,7 +104,7 @@ def test_a_cell_cannot_be_a_formula():
     assert "\x1b" not in text
     assert rows[0]["name"] == rows[1]["module"] == f"'{escaped(HOSTILE)}"
     names = {event["name"] for event in json.loads(api.chrome_trace(run(module=HOSTILE)))["traceEvents"]}
-    assert HOSTILE not in names  # modules are in no counter
+    assert HOSTILE not in names  # no counter has the name of a module
 
 
 def test_an_empty_run_can_be_exported():
@@ -113,7 +113,7 @@ def test_an_empty_run_can_be_exported():
 
 
 @pytest.mark.parametrize("by", GroupBy)
-def test_rows_of_a_difference_sum_to_what_is_allocated(by):
+def test_rows_of_a_difference_sum_to_the_allocated_bytes(by):
     found = api.diff(run(size=1000), run(size=5000, module="fc2"), by=by)
     assert found.allocated == (1024 + 1024, 5120 + 1024)
     for which in ("before", "after"):

@@ -46,7 +46,7 @@ END = replace(MOMENT, name="the end", all=CACHED, small=CACHED, large=ReservedBy
 FOUND = Fragmentation(Provenance.EXACT, "", (MOMENT, END))
 
 
-def told(answer, found):
+def explanation_with(answer, found):
     """Return an explanation with this fragmentation."""
     held = Breakdown(0, BORN, 0, dict.fromkeys(GroupBy, ()), ())
     return Explanation(answer, (), "peak", held, (), found)
@@ -133,12 +133,14 @@ def test_names_from_a_trace_are_escaped(answer, name):
     text = printed(hostile, 400)
     assert text.count(escaped(name)) == 4  # as a module twice, as an op, in a path
     assert not any(character in text for character in "\x1b\r\x07\u202e\x9b\ud800")
-    pins = json.loads(to_json(told(answer, hostile)))["fragmentation"]["moments"][0]["holes"][0]["pins"]
+    pins = json.loads(to_json(explanation_with(answer, hostile)))["fragmentation"]["moments"][0]["holes"][0][
+        "pins"
+    ]
     assert pins[0]["freed"]["module"] == name
 
 
 def test_the_json_decodes_to_the_public_schema(answer):
-    decoded = msgspec.json.decode(to_json(told(answer, FOUND)), type=ExplanationJson)
+    decoded = msgspec.json.decode(to_json(explanation_with(answer, FOUND)), type=ExplanationJson)
     for field in public_dry_run(answer).__struct_fields__:
         assert getattr(decoded, field) == getattr(public_dry_run(answer), field)
     first, end = decoded.fragmentation.moments

@@ -1,4 +1,4 @@
-"""The HTML page without a browser: its summary and advice, and that nothing gets in or out."""
+"""The HTML page without a browser: summary and advice, hostile names, and that it loads nothing."""
 
 import base64
 import hashlib
@@ -53,8 +53,8 @@ def test_advice_reads_as_on_the_terminal():
     text = report(run(), advice=(CHECKPOINT, second))
     assert re.findall(r"<li><b>(.*?)</b>", text) == [CHECKPOINT.what, second.what]
     lines = advice_lines(replace(summarize(run()), advice=(CHECKPOINT, second)), "")
-    for told in (Elements(text).text, " ".join(line.plain for line in lines)):
-        words = " ".join(told.replace("·", " ").split())
+    for shown in (Elements(text).text, " ".join(line.plain for line in lines)):
+        words = " ".join(shown.replace("·", " ").split())
         assert "saves 3.0 GiB measured needs 9.0 GiB does not fit yet --checkpoint <0-2>" in words
         assert "needs 7.0 GiB fits" in words
         assert "costs +11 % time" in words
@@ -86,7 +86,7 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("untried", "said"),
+    ("untried", "words"),
     [
         (ScriptEnd("end", 3), "when run again without input, the script ended with exit code 3"),
         (
@@ -97,11 +97,11 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
         (ScriptEnd("interrupted", 130), "interrupted."),
     ],
 )
-def test_the_reason_for_missing_advice_is_shown(untried, said):
+def test_the_reason_for_missing_advice_is_shown(untried, words):
     for advice in ((), (CHECKPOINT,)):
         text = " ".join(Elements(report(run(), advice=advice, untried=untried)).text.split())
         assert f"No {'more ' * bool(advice)}advice: " in text
-        assert said in text
+        assert words in text
         assert "No change was found" not in text
     text = report(run(), advice=(), untried=run().end)
     assert "No advice: the script ended with" in text
@@ -132,7 +132,7 @@ def test_an_empty_trace_makes_a_page():
     assert "Fewer than two training steps" in Elements(text).text
 
 
-# -- nothing gets in or out -----------------------------------------------------------------------
+# -- hostile names stay text, and the page loads nothing -------------------------------------------
 
 
 def test_hostile_names_stay_text():
@@ -143,8 +143,8 @@ def test_hostile_names_stay_text():
     assert "img" not in {tag for tag, _ in page.found}
     assert not [name for _, attributes in page.found for name in attributes if name.startswith("on")]
     held = unpacked(text)
-    for one in [page.text.replace("\n", " "), *held.words]:
-        assert one.isprintable()
+    for shown in [page.text.replace("\n", " "), *held.words]:
+        assert shown.isprintable()
     assert "\\x1b[31m\\u202eevil\\u2066\\x00" in page.text
     assert any("caf\\udce9.py" in word for word in held.words)
     assert any(LONG in word for word in held.words)  # in full, for the details
@@ -190,7 +190,7 @@ def test_without_source_no_file_name_remains():
     trace = replace(
         trace, end=replace(trace.end, exception="OSError: /home/ada/x", where="/home/ada/work/train.py:1")
     )
-    # A script's name need not look like one.
+    # A script's file name need not end in .py.
     bare = replace(trace.frames[0], file="justaname", function="a_function")
     trace = replace(trace, frames=(*trace.frames, bare), stacks=(*trace.stacks, (2,)))
     trace.events.stack[3] = 2

@@ -25,7 +25,7 @@ const char *text(void) { return nvjpegGetErrorString(0); }
 int of_a_sibling(void) { return cudaHelper(); }
 """
 EMPTY = "int nvjpegCreateSimple(void **h) { return 0; } const char *nvjpegGetErrorString(int e) { return 0; }"
-MODULE = "void *PyInit_extension(void) { return 0; }"  # Python reports "initialization failed": it has loaded the library
+MODULE = "void *PyInit_extension(void) { return 0; }"  # Python loads it and reports "initialization failed"
 
 
 class Workshop:

@@ -141,7 +141,7 @@ def test_a_killed_server_is_restarted_once(fake, driver, tmp_path):
     assert client.answer(QUESTION).configurations, "the cached answer is still available"
 
 
-def test_a_forked_child_starts_a_server_of_its_own(fake, driver, tmp_path):
+def test_a_forked_child_starts_its_own_server(fake, driver, tmp_path):
     client = client_of(fake(), driver, tmp_path)
     client.answer(QUESTION)
     ours = client.process()
@@ -171,7 +171,7 @@ def test_the_first_crash_fails_one_question_and_the_second_all_later_ones(fake, 
     assert client._given_up
 
 
-def test_a_cudnn_that_does_not_answer_in_time_is_not_asked_again(fake, driver, tmp_path, monkeypatch):
+def test_a_cudnn_that_does_not_answer_in_time_is_not_queried_again(fake, driver, tmp_path, monkeypatch):
     monkeypatch.setattr(client_module, "ANSWER_TIMEOUT", 0.3)
     client = client_of(fake("HANG"), driver, tmp_path)
     assert "in time" in reason(client)

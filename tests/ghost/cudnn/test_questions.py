@@ -1,4 +1,4 @@
-"""The questions that PyTorch's cuDNN calls become on the ghost: each operation in full, by either API.
+"""The questions that the ghost derives from PyTorch's cuDNN calls: each operation in full, in either API.
 
 A process takes seconds to start, so each script shows several things and prints them by name.
 """
@@ -17,8 +17,8 @@ from memfit.ghost.cudnn.descriptors import operation_of
 from memfit.ghost.workspaces import EngineQuery, Question
 questions, shown, ANSWER = [], {}, 0
 def remember(question):
-    asked = msgspec.json.decode(question, type=Question)
-    operation = operation_of(asked.descriptor) if isinstance(asked, EngineQuery) else asked
+    decoded = msgspec.json.decode(question, type=Question)
+    operation = operation_of(decoded.descriptor) if isinstance(decoded, EngineQuery) else decoded
     questions.append(msgspec.json.decode(msgspec.json.encode(operation)))
     return [EngineConfig(ANSWER), EngineConfig(0)]
 ghost.answer_with(remember)
@@ -66,7 +66,7 @@ def workspace(width):
 torch.backends.cudnn.benchmark = BENCHMARK
 shown["questions"] = convolutions()
 shown["rises"] = []
-for torch.backends.cudnn.benchmark, width in ((False, 30), (True, 46)):  # PyTorch keeps what it once chose
+for torch.backends.cudnn.benchmark, width in ((False, 30), (True, 46)):  # PyTorch caches its choice
     shown["rises"] += workspace(width)
 shown["spaces"] = sorted({(space.size, space.label) for space in ghost.workspace_uses()})
 """
@@ -82,9 +82,9 @@ def test_questions_and_workspaces_of_convolutions(shown, api, benchmark):
     assert results["spaces"] == [[3 << 20, 5], [3 << 20, 6]]
 
 
-def assert_questions_are_complete(asked):
+def assert_questions_are_complete(questions):
     directions = {"forward", "data gradient", "weight gradient"}
-    strided = [q for q in asked if q["w"]["sizes"] == [16, 2, 3, 3]]
+    strided = [q for q in questions if q["w"]["sizes"] == [16, 2, 3, 3]]
     assert {q["operation"] for q in strided} == directions
     for q in strided:
         assert (q["padding"], q["stride"], q["dilation"]) == ([1, 1], [2, 2], [2, 2])
@@ -93,17 +93,17 @@ def assert_questions_are_complete(asked):
         assert q["x"]["strides"] == [4800, 600, 30, 1]
         assert q["w"]["strides"] == [18, 9, 3, 1]
         assert {q[t]["data_type"] for t in "xwy"} == {0}
-    channels_last = [q for q in asked if q["x"]["data_type"] == 2]
+    channels_last = [q for q in questions if q["x"]["data_type"] == 2]
     assert {q["operation"] for q in channels_last} == directions
     for q in channels_last:
         assert q["x"]["strides"] == [4800, 1, 240, 8]
         assert q["y"]["strides"] == [9600, 1, 480, 16]
-    transposed = next(q for q in asked if q["w"]["sizes"] == [8, 4, 2, 2])
+    transposed = next(q for q in questions if q["w"]["sizes"] == [8, 4, 2, 2])
     assert transposed["operation"] == "data gradient"  # the forward of a transposed convolution
     assert transposed["x"]["sizes"] == [2, 4, 40, 60]
     assert transposed["y"]["sizes"] == [2, 8, 20, 30]
-    assert any(q["x"]["sizes"] == [2, 8, 1, 99] for q in asked)
-    assert any(q["x"]["sizes"] == [2, 8, 9, 9, 9] and len(q["padding"]) == 3 for q in asked)
+    assert any(q["x"]["sizes"] == [2, 8, 1, 99] for q in questions)
+    assert any(q["x"]["sizes"] == [2, 8, 9, 9, 9] and len(q["padding"]) == 3 for q in questions)
 
 
 OTHERS = """
@@ -161,7 +161,7 @@ def check(cell, packed, **options):
     (start,) = {p.untyped_storage().data_ptr() for p in parameters}
     (end,) = {p.untyped_storage().data_ptr() + p.untyped_storage().nbytes() for p in parameters}
     spans = sorted((p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parameters)
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:])), "none over another"
+    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:])), "no overlap"
     assert start <= spans[0][0] and spans[-1][1] <= end
     if options.get("bias", True):
         assert sum(b - a for a, b in spans) == end - start, "nothing else in the buffer"
@@ -179,11 +179,11 @@ common = [{}, {"bidirectional": True}, {"bias": False}, {"num_layers": 3, "dropo
           {"num_layers": 2, "bidirectional": True, "batch_first": True}]
 own = {nn.LSTM: [{"proj_size": 7}, {"proj_size": 7, "num_layers": 2, "bidirectional": True, "bias": False}],
        nn.GRU: [], nn.RNN: [{"nonlinearity": "relu"}]}
-for cell, more in own.items():
-    for options in common + more:
+for cell, others in own.items():
+    for options in common + others:
         for packed in (False, True):
             check(cell, packed, **options)
-shown["asked"] = check(nn.LSTM, True, num_layers=2, bidirectional=True, proj_size=7)
+shown["questions"] = check(nn.LSTM, True, num_layers=2, bidirectional=True, proj_size=7)
 shown["gaps"] = ghost.gaps_reached()
 """
 
@@ -191,13 +191,13 @@ shown["gaps"] = ghost.gaps_reached()
 def test_questions_of_recurrent_networks(shown):
     results = shown(NETWORKS)
     assert results["gaps"] == []
-    for q in results["asked"]:
+    for q in results["questions"]:
         facts = {"cell": 2, "input": 13, "hidden": 20, "projection": 7, "layers": 2, "directions": 2}
         assert facts.items() <= q.items()
         assert (q["batch"], q["longest"], q["elements"], q["bytes"]) == (4, 5, 11, 4)
         # Two layers of two directions: four gates over input and projection, and the projection.
         assert q["matrices"] == 2 * (4 * 20 * (13 + 7) + 7 * 20) + 2 * (4 * 20 * (14 + 7) + 7 * 20)
-    assert {(q["space"], q["training"]) for q in results["asked"]} == {
+    assert {(q["space"], q["training"]) for q in results["questions"]} == {
         ("work", 1),
         ("reserve", 1),
         ("work", 0),

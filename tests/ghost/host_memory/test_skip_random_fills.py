@@ -1,3 +1,5 @@
+"""Large CPU tensors whose random fill is skipped: they read as zeros and use no memory."""
+
 import pytest
 
 INSTALL = """

@@ -1,4 +1,4 @@
-"""Known values are right, and are forgotten as soon as they might not be."""
+"""Known values are correct, and become unknown as soon as they might be stale."""
 
 from support.scripts import INSTALL_VALUES, check
 
