@@ -1,4 +1,4 @@
-"""Plans on models, on copies of them, and on models that have nothing."""
+"""Plans on models, on copies and parts of them, and on models without parameters."""
 
 import copy
 
@@ -29,7 +29,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
     assert apply(copy.deepcopy(revert(model)), settings)
 
 
-def test_a_part_of_a_model_with_a_plan():
+def test_a_part_of_a_model_with_a_plan_cannot_get_another():
     model = apply(net(), Checkpointing("*"))
     with pytest.raises(UsageError, match="cannot be given a plan: it is a part or a copy of another model"):
         apply(model[0], Precision("bf16"))
@@ -59,4 +59,4 @@ def test_settings_of_the_training_loop_are_refused(settings, name):
     with pytest.raises(UsageError, match=f"Precision: {name} applies to the training loop"):
         apply(model, settings)
     assert model[0][0].weight.dtype == torch.float32
-    assert apply(model, Precision("fp16")), "with the scaler that a loop has"
+    assert apply(model, Precision("fp16")), "the loop has its own scaler"

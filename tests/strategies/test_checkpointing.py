@@ -1,4 +1,4 @@
-"""Checkpointing changes no result: gradients and what comes back are those of plain training."""
+"""Checkpointing changes no result: outputs and gradients equal those of plain training."""
 
 import copy
 import gc
@@ -23,26 +23,26 @@ from support.checkpointed_blocks import MODES, NORMS, Block, Net, Shared, assert
 
 
 def counted(model, name):
-    """Count the forwards of a part: computing again is what checkpointing is."""
+    """Count the forwards of a submodule, recomputations included."""
     calls = []
     model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
 @MODES
-def test_a_first_layer_gets_gradients_and_is_computed_again(use_reentrant):
+def test_a_first_layer_gets_gradients_and_is_recomputed(use_reentrant):
     """Row 20: an input without gradient."""
     model = net()
     calls = counted(model, "layers.0.inner")
     compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant))
-    assert len(calls) == 2 + 2 * 2, "a copy trained plain, then twice each"
+    assert len(calls) == 2 + 2 * 2, "2 steps of the plain copy, then 2 steps with 2 forwards each"
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @MODES
-def test_arguments_by_keyword_and_in_containers(use_reentrant):
+def test_arguments_by_keyword_and_in_containers_get_gradients(use_reentrant):
     def call(model, x, scale, shift):
-        # A gradient for what is inside the dictionary, too.
+        # The tensor in the dictionary gets a gradient, too.
         return model.layers[1](model.layers[0](x, scale=scale, extra={"shift": shift}), None)
 
     scale, shift = torch.rand(6), nn.Parameter(torch.rand(6))
@@ -50,17 +50,17 @@ def test_arguments_by_keyword_and_in_containers(use_reentrant):
     grads = []
     for settings in (None, Checkpointing("layers.*", use_reentrant=use_reentrant)):
         shift.grad = None
-        again = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         if settings:
-            settings.apply(again)
+            settings.apply(copied)
         torch.manual_seed(0)
-        call(again, torch.ones(4, 6), scale, shift).square().sum().backward()
-        grads.append((shift.grad, *[p.grad for p in again.layers[0].parameters()]))
+        call(copied, torch.ones(4, 6), scale, shift).square().sum().backward()
+        grads.append((shift.grad, *[p.grad for p in copied.layers[0].parameters()]))
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
 class Exotic(nn.Module):
-    """Returns a dictionary with None and numbers, and appends to what it is given."""
+    """A module that returns a dictionary with None and numbers, and appends to a list argument."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Exotic(nn.Module):
 
 
 @MODES
-def test_results_are_those_the_forward_returned(use_reentrant):
+def test_results_in_containers_equal_those_of_the_forward(use_reentrant):
     def call(model, x):
         seen = []
         found = model(x, seen)
@@ -94,11 +94,11 @@ def test_results_are_those_the_forward_returned(use_reentrant):
 @MODES
 @pytest.mark.filterwarnings("ignore:Checkpointing .* saves no memory")
 @pytest.mark.parametrize("norm", [None, *NORMS.values()], ids=["LayerNorm", *NORMS])
-def test_nested_regions(use_reentrant, norm):
-    """Checked, too: what an inner region does besides its forward is no difference to the outer one."""
+def test_nested_regions_train_as_without_checkpointing(use_reentrant, norm):
+    """With check=True, too: the outer region ignores what an inner one does besides its forward."""
     inner = Checkpointing(("**.inner", "Dropout", "**.norm"), use_reentrant=use_reentrant)
     settings = Checkpointing("layers.*", use_reentrant=use_reentrant, check=True)
-    # PyTorch refuses to keep results that are changed in place, as the spectral layer's is.
+    # PyTorch refuses to keep results that are changed in place, as the spectral layer's result is.
     kept = [()] if use_reentrant or norm is NORMS["spectral"] else [(), ("aten.addmm",)]
     for outer_save_ops in kept:
         model = net(norm)
@@ -108,13 +108,13 @@ def test_nested_regions(use_reentrant, norm):
 
 @MODES
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(6, momentum=None)], ids=["LayerNorm", "BatchNorm"])
-def test_modules_that_are_called_twice(use_reentrant, norm):
+def test_modules_called_twice_train_as_without_checkpointing(use_reentrant, norm):
     torch.manual_seed(5)
     compare(Shared(norm), settings=Checkpointing("block", use_reentrant=use_reentrant))
 
 
 @MODES
-def test_autocast_is_found_again(use_reentrant):
+def test_the_recomputation_runs_under_the_same_autocast(use_reentrant):
     def call(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
@@ -123,13 +123,13 @@ def test_autocast_is_found_again(use_reentrant):
 
 
 @MODES
-def test_where_no_gradient_is_wanted_nothing_is_computed_again(use_reentrant):
+def test_without_gradients_nothing_is_recomputed(use_reentrant):
     model = net()
     calls = counted(model, "layers.0.inner")
     Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
     with torch.no_grad():
         model(torch.randn(4, 6))
-    assert not model.layers[0].forward.buffer_tracker._changed, "nor looked at"
+    assert not model.layers[0].forward.buffer_tracker._changed, "buffers are not even compared"
     model.layers[0].requires_grad_(False)
     model(torch.randn(4, 6)).sum().backward()
     assert len(calls) == 2
@@ -154,7 +154,7 @@ def test_an_argument_changed_in_place_is_refused(use_reentrant):
 
 @MODES
 def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
-    """As the caches of keys and values that transformers hands to its layers."""
+    """Like the key-value caches that transformers passes to its layers."""
 
     class Layer:
         keys = None
@@ -184,7 +184,7 @@ def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
         model[0](torch.randn(4, 6), Cache())
 
 
-def test_kept_operations_are_not_computed_again():
+def test_kept_operations_are_not_recomputed():
     ran = []
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -204,14 +204,14 @@ def test_kept_operations_are_not_computed_again():
     assert addmms(Checkpointing("layers.*", save_ops="aten.addmm.default", check=True)) == 3 + 3
 
 
-# Dynamo reads .grad of inputs that are no leaves, whatever wraps the module, and PyTorch warns of it.
+# Dynamo reads .grad of non-leaf inputs, whatever wraps the module, and PyTorch warns about it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("where", ["around", "inside", "in place", "before"])
 @pytest.mark.parametrize("save_ops", [(), ("aten.addmm", "aten.mm")], ids=["all", "selective"])
-def test_compiled(where, save_ops):
+def test_compiled_models_train_as_without_checkpointing(where, save_ops):
     model = net(NORMS["BatchNorm"])
     for layer in model.layers:
-        layer.dropout.p = 0.0  # compiled code draws other numbers
+        layer.dropout.p = 0.0  # compiled code draws other random numbers
     plain = train(copy.deepcopy(model))
     compiled = model
     settings = Checkpointing("layers.*", save_ops=save_ops)
@@ -228,7 +228,7 @@ def test_compiled(where, save_ops):
         for name, layer in model.layers.named_children():
             model.layers[int(name)] = torch.compile(layer, backend="aot_eager")
         settings.apply(model)
-        # In what the compiler sees, and so in copies of it, too.
+        # The compiled module holds the wrapper, so copies of that module have it, too.
         assert isinstance(model.layers[0]._orig_mod.forward, CheckpointedForward)
     found = train(compiled)
     assert_same(
@@ -264,34 +264,34 @@ def test_in_a_plan_and_when_memory_runs_out_in_backward():
         model.layers[0].left = left
         results = [engine.step(x) for _ in range(2)]
         assert results[0].retried == (left > 0)
-        return {**model.state_dict(), "loss": torch.tensor([float(each.loss) for each in results])}
+        return {**model.state_dict(), "loss": torch.tensor([float(result.loss) for result in results])}
 
     settings = Checkpointing("Short")
     plan = Plan(accumulation=Accumulation(2), checkpointing=settings)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
     assert_equal(stepped(plan), stepped(Plan(accumulation=Accumulation(2))))
-    # Plain, memory runs out in the first forward; checkpointed, when that is computed again.
+    # Plain training runs out of memory in the first forward, checkpointed training in its recomputation.
     assert_equal(stepped(Plan(checkpointing=settings), left=2), stepped(Plan(), left=1))
 
 
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
 
 
 def test_copies_and_pickles_are_checkpointed_too():
     model = net()
     plain = train(copy.deepcopy(model))
     Checkpointing("layers.*").apply(model)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
-        calls = counted(again, "layers.1.inner")
-        assert again.layers[1].forward.module is again.layers[1]
-        assert_same(plain, train(again))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - pickled here
+        calls = counted(copied, "layers.1.inner")
+        assert copied.layers[1].forward.module is copied.layers[1]
+        assert_same(plain, train(copied))
         assert len(calls) == 4
 
 
-def test_reverting_leaves_no_trace_and_models_die_at_once():
+def test_reverting_leaves_no_trace_and_models_are_freed_at_once():
     model = net()
     before = copy.deepcopy(model.state_dict())
     signature = inspect.signature(model.layers[0].forward)
@@ -329,7 +329,7 @@ def test_reverting_leaves_no_trace_and_models_die_at_once():
         ({"modules": ("layers.1", "layers.0")}, [0, 1]),
     ],
 )
-def test_which_modules(settings, chosen):
+def test_modules_are_selected_by_pattern_and_interval(settings, chosen):
     model = net(layers=4)
     Checkpointing(**settings).apply(model)
     assert [
@@ -368,7 +368,7 @@ def test_invalid_settings_are_refused(make, words):
         make()
 
 
-def test_checkpointing_that_saves_nothing_is_warned_about():
+def test_checkpointing_that_saves_nothing_warns():
     class Straight(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What reentrant checkpointing would lose the gradients of: refused, or warned of."""
+"""Tensors whose gradients reentrant checkpointing would lose are refused or warned about."""
 
 import warnings
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Output:
 
 
 class Returns(nn.Module):
-    """A block whose result pytree does not know."""
+    """A block that returns an object of a type unknown to pytree."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Returns(nn.Module):
 
 
 class Takes(nn.Module):
-    """A block whose argument pytree does not know."""
+    """A block that takes an object of a type unknown to pytree."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def through_objects():
         ("2", r"2 cannot .* its forward is passed an object of type Output that"),
     ],
 )
-def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(name, words):
+def test_an_object_with_tensors_is_refused_if_their_gradients_would_be_lost(name, words):
     model = through_objects()
     revert = Checkpointing(name, use_reentrant=True).apply(model)
     with pytest.raises(UsageError, match=words):
@@ -60,7 +60,7 @@ def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(n
     compare(model, settings=Checkpointing(name))
 
 
-def test_an_object_with_tensors_that_want_no_gradient_may_be_handed_over():
+def test_an_object_with_tensors_without_gradients_may_be_passed():
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -80,7 +80,7 @@ def test_an_object_with_tensors_that_want_no_gradient_may_be_handed_over():
 
 
 class Routed(nn.Module):
-    """Leaves a loss of its own on itself, as routers of experts do."""
+    """A block that stores a loss in an attribute, like mixture-of-experts routers."""
 
     def __init__(self):
         super().__init__()
@@ -100,15 +100,15 @@ def routed():
     return nn.Sequential(Routed(), Routed())
 
 
-def test_a_loss_that_a_block_leaves_on_a_module_is_warned_of():
+def test_a_loss_stored_in_an_attribute_is_warned_about():
     model = routed()
     Checkpointing("0", use_reentrant=True).apply(model)
     with pytest.warns(UserWarning, match=r"0 stored tensors as .* \(balance\).*Leave out use_reentrant"):
         balanced(model, torch.ones(4, 6)).sum().backward()
-    assert model[0].router.weight.grad is None, "what is warned of"
+    assert model[0].router.weight.grad is None, "the gradient is lost, as the warning states"
 
 
-def test_without_reentrant_the_gradients_exist_and_nothing_is_warned():
+def test_without_reentrant_the_gradients_exist_and_no_warning_appears():
     plain, model = train(routed(), call=balanced), routed()
     Checkpointing("*").apply(model)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a block finds besides its arguments is found again: buffers, and random numbers of all kinds."""
+"""The recomputation uses the buffers and the random numbers of the forward."""
 
 import random
 
@@ -16,28 +16,28 @@ from support.checkpointed_blocks import MODES, NORMS, Block, Ema, Net, compare, 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_buffers_change_once(norm, use_reentrant, backwards):
-    """Row 23. Cumulative statistics and power iterations are also read: they must be found as they were."""
+    """Row 23. Cumulative statistics and power iterations are also read, so their old values are needed."""
     settings = Checkpointing("layers.*", use_reentrant=use_reentrant)
     compare(net(norm), settings=settings, steps=3, backwards=backwards)
 
 
-def test_only_buffers_that_change_are_kept():
+def test_only_buffers_that_change_are_copied():
     model = net(Ema)
     Checkpointing("layers.*").apply(model)
     region = model.layers[0].forward
     model(torch.randn(4, 6)).sum().backward()
-    noted = region.buffer_tracker.snapshot(model.layers[0]).copies
-    assert {name for _, name in noted} == {"mean", "calls"}
+    copied = region.buffer_tracker.snapshot(model.layers[0]).copies
+    assert {name for _, name in copied} == {"mean", "calls"}
     tracker = BufferTracker("the first")
     first = tracker.snapshot(model.layers[0])
     model(torch.randn(4, 6))
     tracker.record_changes(first)
-    assert first.copies.keys() == noted.keys()
+    assert first.copies.keys() == copied.keys()
 
 
 def test_changed_buffers_are_recorded_for_each_mode():
-    """Statistics stand still in eval mode, and when a part is thawed they do not; here between a forward and
-    its backward, so that the recomputation finds another mode."""
+    """Statistics change in training mode but not in eval mode. Here the mode changes between a forward and
+    its backward, so that the recomputation runs in another mode."""
     model = net(NORMS["BatchNorm"])
     model.layers[0].eval()
 
@@ -49,7 +49,7 @@ def test_changed_buffers_are_recorded_for_each_mode():
     compare(model, call=call, steps=3)
 
 
-def test_a_buffer_that_is_replaced_late_is_found():
+def test_a_buffer_first_replaced_in_a_later_step_is_restored():
     class Late(Ema):
         def forward(self, x):
             self.never = self.never * 2 if self.calls > 1 else self.never
@@ -77,7 +77,7 @@ def test_a_late_write_to_a_buffer_is_warned_about():
     model[0].write = True
     with pytest.warns(UserWarning, match=r"0: no earlier forward wrote to count"):
         model(torch.ones(2, 6)).sum().backward()
-    assert model[0].count == 2, "the step that is warned of"
+    assert model[0].count == 2, "counted twice, as the warning states"
     model(torch.ones(2, 6)).sum().backward()
     assert model[0].count == 3
 
@@ -97,7 +97,7 @@ def test_draws_are_warned_about_without_preserve_rng_state(use_reentrant, p):
 
 
 class Scaled(Block):
-    """A block that draws from a generator other than PyTorch's, as layers that are dropped at random do."""
+    """A block that draws from a generator other than PyTorch's, as stochastic depth does."""
 
     def __init__(self, draw):
         super().__init__()
@@ -112,7 +112,7 @@ def uniform():
 
 
 def normal():
-    return np.random.randn()  # noqa: NPY002 - keeps back a second number, as random.gauss does
+    return np.random.randn()  # noqa: NPY002 - caches a second number, as random.gauss does
 
 
 @MODES
@@ -125,7 +125,7 @@ def test_python_and_numpy_draw_the_same_in_the_recomputation(use_reentrant, draw
     def seeded(model, x):
         random.seed(3)
         np.random.seed(3)  # noqa: NPY002 - the global one
-        draw()  # the second of two Gaussian numbers is kept back
+        draw()  # the generator caches the second of two Gaussian numbers
         return model(x), draw()
 
     model = Net([Scaled(draw) for _ in range(2)])
@@ -137,17 +137,17 @@ def test_python_and_numpy_draw_the_same_in_the_recomputation(use_reentrant, draw
         return result
 
     compare(model, settings=Checkpointing("layers.*", use_reentrant=use_reentrant, check=True), call=call)
-    assert len(set(after)) == 1, "those who draw later do not notice"
+    assert len(set(after)) == 1, "later draws are the same"
 
 
 @MODES
-def test_backward_leaves_pythons_generator_where_it_was(use_reentrant):
+def test_backward_leaves_the_state_of_pythons_generator_unchanged(use_reentrant):
     model = Net([Scaled(random.random)])
     Checkpointing("layers.*", use_reentrant=use_reentrant).apply(model)
     loss = model(torch.ones(2, 6)).sum()
-    stands = random.getstate()
+    before = random.getstate()
     loss.backward()
-    assert random.getstate() == stands
+    assert random.getstate() == before
 
 
 @MODES
@@ -161,7 +161,7 @@ def test_draws_from_python_are_warned_about_without_preserve_rng_state(use_reent
 
 
 class Lazy(Block):
-    """Makes its statistics in its first forward, and takes another course from then on."""
+    """A block that creates its statistics in the first forward, and uses them from the second on."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Settings under today's names and older ones: what each becomes; nothing is passed over in silence."""
+"""Settings under current and legacy names: the field that each sets; none is ignored silently."""
 
 from dataclasses import fields
 
@@ -110,7 +110,7 @@ def hook(kind, **settings):
 def test_every_name_sets_its_field(given, plan):
     found = configure(given)
     assert found.plan == plan
-    assert {told.split("=")[0].split(".")[0] for told, _ in found.echo} == set(given)
+    assert {setting.split("=")[0].split(".")[0] for setting, _ in found.echo} == set(given)
     assert msgspec.json.decode(msgspec.json.encode(found.plan), type=Plan) == plan
 
 
@@ -118,14 +118,14 @@ def test_every_name_sets_its_field(given, plan):
     ("given", "norm"),
     [
         ({"max_grad_norm": 1}, 1.0),
-        ({"max_grad_norm": float("inf")}, float("inf")),  # the norm is told, and nothing is clipped
+        ({"max_grad_norm": float("inf")}, float("inf")),  # the norm is reported, and nothing is clipped
         ({"max_grad_norm": None}, None),
         ({"optimizer_config": {"grad_clip": {"max_norm": 35, "norm_type": 2}}}, 35.0),
         ({"optimizer_config": {"grad_clip": None}}, None),
         ({"optimizer_config": {"grad_clip": {"max_norm": 35}}, "max_grad_norm": 35.0}, 35.0),
     ],
 )
-def test_clipping_is_no_strategy_but_is_configured_too(given, norm):
+def test_clipping_is_not_a_strategy_but_is_configured_too(given, norm):
     assert configure(given).max_grad_norm == norm
 
 
@@ -161,7 +161,7 @@ def test_every_setting_is_echoed_with_the_field_it_became():
         ({"mem_param": {"optimise_train": True}}, "Nearest: optimize_train"),
     ],
 )
-def test_names_that_are_not_known_are_refused_with_the_nearest(given, words):
+def test_unknown_names_are_refused_with_the_nearest(given, words):
     with pytest.raises(UsageError, match=words):
         configure(given)
 
@@ -187,7 +187,7 @@ def test_names_that_are_not_known_are_refused_with_the_nearest(given, words):
         ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause an update"),
     ],
 )
-def test_two_names_that_contradict_each_other_are_refused(given, words):
+def test_contradicting_names_are_refused(given, words):
     with pytest.raises(UsageError, match=words):
         configure(given)
 
@@ -242,7 +242,7 @@ def test_the_same_value_twice_is_not_a_contradiction():
         ("\0", "null byte"),
     ],
 )
-def test_values_that_cannot_be_are_refused_by_the_name_that_was_given(given, words):
+def test_invalid_values_are_refused_under_the_name_given(given, words):
     with pytest.raises(UsageError, match=words):
         configure(given)
 
@@ -272,7 +272,7 @@ VALUES = st.recursive(
 
 @hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(st.dictionaries(st.sampled_from([*ALIASES, *STRATEGIES, *READERS]), VALUES, max_size=3))
-def test_any_values_under_known_names_are_a_plan_or_an_error_of_memfit_s(given):
+def test_any_values_under_known_names_give_a_plan_or_a_memfit_error(given):
     try:
         found = configure(given)
     except MemfitError:
@@ -281,29 +281,29 @@ def test_any_values_under_known_names_are_a_plan_or_an_error_of_memfit_s(given):
     assert str(found).count("\n") + 1 >= len(found.echo)
 
 
-def test_every_name_leads_somewhere():
+def test_every_alias_is_the_name_of_a_field():
     known = set(STRATEGIES) | {"max_grad_norm"}
     known |= {f"{name}.{field.name}" for name, kind in STRATEGIES.items() for field in fields(kind)}
     assert set(ALIASES.values()) <= known
     assert not (ALIASES.keys() | STRATEGIES.keys()) & READERS.keys()
 
 
-def test_a_toml_file(tmp_path):
+def test_a_toml_file_is_read(tmp_path):
     path = tmp_path / "train.toml"
     path.write_text(
         'precision = "bf16"\ngradient_accumulation_steps = 4\nmax_grad_norm = 1.0\n'
         '[checkpointing]\nmodules = ["a"]\n'
     )
-    wanted = Plan(Precision("bf16"), accumulation=Accumulation(4), checkpointing=Checkpointing("a"))
+    expected = Plan(Precision("bf16"), accumulation=Accumulation(4), checkpointing=Checkpointing("a"))
     for given in (path, str(path)):
-        assert configure(given).plan == wanted
+        assert configure(given).plan == expected
         assert configure(given).max_grad_norm == 1.0
 
 
 @pytest.mark.parametrize(
     "content", [b"precision = ", b"\xff\xfe", b"mini_steps = 1" + b"0" * 5000, b"a=[" * 10**4]
 )
-def test_files_that_are_no_toml(content, tmp_path):
+def test_files_that_are_not_toml_are_refused(content, tmp_path):
     path = tmp_path / "train.toml"
     path.write_bytes(content)
     with pytest.raises(FileFormatError, match=r"Cannot read settings from .*train\.toml"):
@@ -332,7 +332,7 @@ def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
     for given in (path, {"mem_param": NETWORK}, {"mem_param": fields}):
         found = configure(given)
         assert found.plan == Plan()
-        assert [became.split(":")[0] for _, became in found.echo] == ["nothing to set"] * 3
+        assert [effect.split(":")[0] for _, effect in found.echo] == ["nothing to set"] * 3
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
         ("mem_param { optimize_train: tru }", "optimize_train must be true or false, not 'tru'"),
     ],
 )
-def test_caffe_s_text_that_cannot_be_read(text, words):
+def test_invalid_caffe_text_is_refused(text, words):
     with pytest.raises(UsageError, match=words):
         configure({"mem_param": text})
 
@@ -356,7 +356,7 @@ def engine(plan, **options):
 
 
 @pytest.mark.parametrize("wrap", [dict, configure])
-def test_the_engine_takes_it_as_a_plan(wrap):
+def test_the_engine_accepts_a_configuration_as_its_plan(wrap):
     run = engine(wrap({"mini_steps": 2, "max_grad_norm": 0.5}))
     before = run.model.weight.detach().clone()
     result = run.step(torch.ones(4, 4))
@@ -365,8 +365,8 @@ def test_the_engine_takes_it_as_a_plan(wrap):
     assert (run.model.weight - before).norm() <= 0.5
 
 
-def test_a_default_that_gave_way_is_not_echoed():
-    assert [became for _, became in configure({"fp16": {"loss_scale": "dynamic"}}).echo] == [
+def test_an_overridden_default_is_not_echoed():
+    assert [effect for _, effect in configure({"fp16": {"loss_scale": "dynamic"}}).echo] == [
         "precision.dtype='fp16'",
         "precision.loss_scale='dynamic'",
     ]

@@ -1,4 +1,4 @@
-"""What a script is run again with: whole models, fused optimizers, and a word on how that ended."""
+"""Reruns of a script with a plan: the models that get it, fused optimizers, and how the rerun ended."""
 
 import copy
 from pathlib import Path
@@ -21,7 +21,7 @@ from support.traces import trace_of
 
 
 class Net(nn.Module):
-    """It has no forward: a loop calls its blocks, or a method of its own."""
+    """A model without a forward, as if its loop called the blocks or another method."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def changed(tmp_path):
-    """Have models checkpointed, and return a function that reads which ones were."""
+    """Have the injector checkpoint models; return a function that reads the names of changed models."""
     models = tmp_path / "models"
     models.touch()
     hooks = InstalledHooks()
@@ -40,20 +40,20 @@ def changed(tmp_path):
 
 
 def checkpointed(model):
-    """Say of which blocks."""
+    """Return, for each block, whether it is checkpointed."""
     return [any(wrappers(block)) for block in model.blocks]
 
 
-def test_whole_models_that_are_trained_get_the_plan_once(changed):
+def test_a_trained_model_gets_the_plan_once_and_as_a_whole(changed):
     trained, teacher, plain = Net(), Net(), nn.Sequential(nn.Linear(2, 2))
     torch.optim.SGD(trained.blocks[1].parameters())
     torch.optim.Adam([{"params": iter(trained.parameters())}, {"params": plain.parameters()}])
     assert checkpointed(trained) == [True] * 3
     assert checkpointed(teacher) == [False] * 3
-    assert changed() == ["Net"]  # the other has nothing to checkpoint
+    assert changed() == ["Net"]  # the plain model has nothing to checkpoint
 
 
-def test_the_outermost_of_models_that_were_copied_and_wrapped_get_the_plan(changed):
+def test_copied_and_wrapped_models_get_the_plan_on_their_outermost_module(changed):
     copied, wrapped = copy.deepcopy(Net()), nn.DataParallel(Net())
     torch.optim.SGD([*copied.parameters(), *wrapped.parameters()])
     assert checkpointed(copied) == checkpointed(wrapped.module) == [True] * 3
@@ -61,7 +61,7 @@ def test_the_outermost_of_models_that_were_copied_and_wrapped_get_the_plan(chang
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_plan_of_the_scripts_own_stays_alone(changed, early):
+def test_a_plan_that_the_script_applies_stays_the_only_one(changed, early):
     model = Net()
     if early:
         torch.optim.SGD(model.parameters())
@@ -75,7 +75,7 @@ def test_a_plan_of_the_scripts_own_stays_alone(changed, early):
     ("chosen", "fused"),
     [({}, True), ({"fused": None, "foreach": None}, True), ({"fused": False}, False), ({"foreach": 1}, None)],
 )
-def test_an_optimizer_is_fused_where_the_script_does_not_choose(chosen, fused):
+def test_an_optimizer_is_fused_unless_the_script_chooses(chosen, fused):
     def made(_optimizer, **settings):
         assert settings.get("fused") is fused
 
@@ -83,8 +83,8 @@ def test_an_optimizer_is_fused_where_the_script_does_not_choose(chosen, fused):
 
 
 @pytest.fixture
-def run_again(monkeypatch):
-    """Return a function that runs a script again, whose run ends in a way."""
+def rerun(monkeypatch):
+    """Return a function that reruns a script and pretends that the rerun ended as given."""
 
     def run(end, models="Net\nNet\n"):
         def run_script(command, options, _ghost, _output, _on_progress):
@@ -109,8 +109,8 @@ def run_again(monkeypatch):
 
 
 @pytest.mark.parametrize("end", [ScriptEnd("end", 0), ScriptEnd("steps", 0)])
-def test_a_completed_run_reports_the_models_that_were_changed(run_again, end):
-    found = run_again(end)
+def test_a_completed_run_reports_the_models_that_were_changed(rerun, end):
+    found = rerun(end)
     assert isinstance(found, TrialResult)
     assert (found.trace.end, found.models) == (end, ("Net", "Net"))
 
@@ -118,18 +118,18 @@ def test_a_completed_run_reports_the_models_that_were_changed(run_again, end):
 @pytest.mark.parametrize(
     "end", [ScriptEnd("end", 3), ScriptEnd("exception", 1), ScriptEnd("out of memory", 1)]
 )
-def test_a_failed_run_reports_how_it_ended(run_again, end):
-    assert run_again(end) == end
+def test_a_failed_run_reports_how_it_ended(rerun, end):
+    assert rerun(end) == end
 
 
-def test_a_run_in_which_no_model_was_changed_tells_nothing_of_the_change(run_again):
-    found = run_again(ScriptEnd("end", 0), models="")
-    why = "offload could not be applied to any model whose parameters an optimizer takes"
-    assert found == ScriptEnd("refused", 0, why)
+def test_a_rerun_in_which_no_model_was_changed_is_refused(rerun):
+    found = rerun(ScriptEnd("end", 0), models="")
+    reason = "offload could not be applied to any model whose parameters an optimizer takes"
+    assert found == ScriptEnd("refused", 0, reason)
 
 
-def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(run_again):
-    found = run_again(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
+def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(rerun):
+    found = rerun(TargetError(f"{trial_run._INJECTOR} failed before it used the GPU: EOFError"))
     assert found.reason == "refused"
     assert (
         found.exception
@@ -137,6 +137,6 @@ def test_a_run_that_cannot_start_reports_why_under_the_scripts_name(run_again):
     )
 
 
-def test_who_interrupts_the_run_means_all_of_it(run_again):
+def test_interrupting_the_rerun_interrupts_everything(rerun):
     with pytest.raises(KeyboardInterrupt):
-        run_again(ScriptEnd("interrupted", 130))
+        rerun(ScriptEnd("interrupted", 130))

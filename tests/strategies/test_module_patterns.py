@@ -1,4 +1,4 @@
-"""Which modules a pattern names."""
+"""The modules that a pattern selects."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Net(nn.Module):
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_names_patterns_and_classes(pattern, names, compiled):
+def test_names_patterns_and_classes_select_modules(pattern, names, compiled):
     model = Net()
     if compiled:
         model.layers[1] = torch.compile(model.layers[1])
@@ -50,7 +50,7 @@ def test_names_patterns_and_classes(pattern, names, compiled):
             modules_named(model, pattern, "x")
 
 
-def test_blocks_that_repeat():
+def test_repeated_blocks_are_found():
     model = Net()
     found = [f"layers.{n}" for n in range(3)] + ["layers2.2", "layers2.3"]
     assert list(repeated_blocks(model)) == found

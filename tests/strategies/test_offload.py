@@ -1,4 +1,4 @@
-"""Offload changes no value: what comes back is what was saved, and nothing is read too early."""
+"""Offload changes no value: tensors come back as they were saved, and none is read too early."""
 
 import copy
 import gc
@@ -22,25 +22,25 @@ from memfit.strategies.plan import Plan
 
 
 class LateStream:
-    """Copies as late as a stream of its own may make them: when somebody waits.
+    """A stream that makes each copy as late as a real one may: when something waits for it.
 
-    Until then their targets hold NaN, and memory they read that is given back too early is found out.
+    Until then the target holds NaN, and releasing the source's memory too early fails the test.
     """
 
     def __init__(self):
         self.queue = deque()
         self.log = []
 
-    def to_host(self, there):
-        here = torch.full_like(there, 255)
-        return here, self._put("out", here, there)
+    def to_host(self, on_device):
+        on_host = torch.full_like(on_device, 255)
+        return on_host, self._put("out", on_host, on_device)
 
-    def to_device(self, here):
-        there = torch.full_like(here, 255)
-        return there, self._put("back", there, here)
+    def to_device(self, on_host):
+        on_device = torch.full_like(on_host, 255)
+        return on_device, self._put("back", on_device, on_host)
 
     def _put(self, what, to, source):
-        # Host memory stays: PyTorch's pinned allocator sees to that. Device memory does not.
+        # PyTorch's pinned allocator keeps host memory until the copy is done; nothing keeps device memory.
         kept = source if what == "back" else None
         self.log.append(what)
         self.queue.append(Job(weakref.ref(to), StorageWeakRef(source.untyped_storage()), kept))
@@ -49,11 +49,11 @@ class LateStream:
     def wait(self, job):
         self.log.append("wait")
         while job in self.queue:
-            one = self.queue.popleft()
-            if one.to() is not None:
-                assert not one.storage.expired(), "device memory was given back while it was copied"
-                whole = torch.UntypedStorage._new_with_weak_ptr(one.storage.cdata)
-                one.to().copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
+            due = self.queue.popleft()
+            if due.to() is not None:
+                assert not due.storage.expired(), "device memory was released during its copy"
+                whole = torch.UntypedStorage._new_with_weak_ptr(due.storage.cdata)
+                due.to().copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
 
 
 @dataclass(eq=False)
@@ -89,13 +89,13 @@ def train(model, steps=3):
     return {**model.state_dict(), **{f"grad {name}": p.grad for name, p in model.named_parameters()}}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.fixture
 def late(monkeypatch):
-    """Have tensors on the CPU moved, by copies that are late."""
+    """Have Offload move tensors on the CPU, by copies that are made late."""
     made = []
 
     def copies(self, device):
@@ -122,18 +122,18 @@ def test_results_are_those_of_plain_training(late, strategies, prefetch):
     model = net()
     plain = train(copy.deepcopy(model))
     *others, offload = strategies
-    undo = [each.apply(model) for each in others]
-    undo.append(Offload(offload.modules, offload.what, offload.min_bytes, prefetch=prefetch).apply(model))
+    reverts = [strategy.apply(model) for strategy in others]
+    reverts.append(Offload(offload.modules, offload.what, offload.min_bytes, prefetch=prefetch).apply(model))
     mover = model.forward.around.offloader
     assert same(plain, train(model))
     assert mover.count > 0
-    for each in reversed(undo):
-        each()
+    for revert in reversed(reverts):
+        revert()
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def moved(late, forward, *, min_bytes=0, owner=None):
-    """Return what a forward moved: how many storages, and the mover."""
+    """Run a forward that offloads; return the offloader, its stream and the loss."""
     mover = SavedTensorOffloader(lambda _: late_stream, min_bytes, 1)
     late_stream = LateStream()
     mover.begin_forward(owner or nn.Module())
@@ -142,7 +142,7 @@ def moved(late, forward, *, min_bytes=0, owner=None):
     return mover, late_stream, loss
 
 
-def test_a_storage_moves_once_and_the_models_own_stay(late):
+def test_a_storage_moves_once_and_parameters_stay(late):
     layer = nn.Linear(8, 8, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
     base = torch.randn(4, 16, requires_grad=True) * 1
@@ -162,7 +162,7 @@ def test_a_storage_moves_once_and_the_models_own_stay(late):
 @pytest.mark.parametrize("min_bytes", [0, 2**20], ids=["moves", "stays"])
 @pytest.mark.parametrize("others", [0, 3])
 def test_a_write_after_saving_is_refused(late, min_bytes, others):
-    """As by plain autograd: with hooks it leaves that to them. What moves could be half of either."""
+    """As in plain autograd, which leaves the check to the hooks. A copy could mix old and new values."""
     x = torch.rand(5, requires_grad=True)
 
     def run():
@@ -180,13 +180,13 @@ def test_a_write_after_saving_is_refused(late, min_bytes, others):
         loss.backward()
 
 
-def test_memory_that_is_written_to_when_it_has_left_is_another(late):
-    """Then both are right: the copy is complete before the write, and what is saved then is moved, too."""
+def test_a_write_after_the_copy_is_allowed_and_the_new_value_is_copied_too(late):
+    """Both values are right: the copy is complete before the write, and the later value is moved, too."""
     x = torch.rand(5, requires_grad=True)
 
     def run():
         y = x * 1
-        z = (y * y).exp()  # saves y; then something else, so that y has left
+        z = (y * y).exp()  # saves y, then another tensor, so that the copy of y is complete
         y.mul_(2)
         return (z + y * y.detach()).sum()
 
@@ -196,8 +196,8 @@ def test_memory_that_is_written_to_when_it_has_left_is_another(late):
     torch.testing.assert_close(x.grad, (2 * x * (x * x).exp() + 4 * x).detach())
 
 
-def test_parts_that_are_no_views_count_for_themselves(late):
-    """As recurrent layers split their gates: each part is written to, under a version of its own."""
+def test_parts_that_are_not_views_are_moved_separately(late):
+    """As recurrent layers split their gates: each part is written to and has its own version counter."""
     x = torch.rand(4, 6, requires_grad=True)
 
     def run():
@@ -212,10 +212,10 @@ def test_parts_that_are_no_views_count_for_themselves(late):
     mover, _, loss = moved(late, run)
     loss.backward()
     assert torch.equal(x.grad, plain)
-    assert mover.count == 2, "what a part is saved for twice"
+    assert mover.count == 2, "each part is saved twice and moved once"
 
 
-def test_a_second_backward_finds_the_same(late):
+def test_a_second_backward_gives_the_same_gradients(late):
     x = torch.rand(5, requires_grad=True)
     _, stream, loss = moved(late, lambda: x.exp().exp().exp().sum())
     loss.backward(retain_graph=True)
@@ -225,8 +225,8 @@ def test_a_second_backward_finds_the_same(late):
     assert stream.log.count("back") == 4
 
 
-def test_the_device_holds_only_storages_on_their_way(late):
-    """In the forward the last storage stays for backward; it and all others are gone when the graph is."""
+def test_the_device_holds_only_storages_that_are_being_copied_or_used(late):
+    """After the forward the last storage is still on the device; once the graph is freed, none is."""
     made = []
 
     def forward():
@@ -237,14 +237,14 @@ def test_the_device_holds_only_storages_on_their_way(late):
         return y.sum()
 
     def on_device():
-        return [not each.expired() for each in made]
+        return [not storage.expired() for storage in made]
 
     _, stream, loss = moved(late, forward)
     assert on_device() == [False] * 5 + [True]
     loss.backward()
     del loss
     assert not any(on_device())
-    # One on its way while the next is made; in backward, the next while one is used.
+    # One copy is in flight while the next tensor is computed; in backward, while the previous one is used.
     assert stream.log == ["out", *["out", "wait"] * 5, *["back", "wait"] * 5]
     gc.disable()
     try:
@@ -262,7 +262,7 @@ def test_an_unused_prefetch_is_held_until_it_completes(late):
         return z.exp(), z
 
     mover, _, (last, z) = moved(late, forward)
-    assert last.grad_fn._saved_result is not None  # asked for, and so the one before is fetched
+    assert last.grad_fn._saved_result is not None  # this read prefetches the storage before it
     lane = mover._lanes[torch.device("cpu")]
     assert len(lane._arriving) == 1
     pending = weakref.ref(next(iter(lane._arriving)).fetched)
@@ -276,17 +276,17 @@ def test_on_the_cpu_offload_warns_once():
     model = net()
     plain = train(copy.deepcopy(model))
     Offload().apply(model)
-    with pytest.warns(UserWarning, match="does nothing here") as said:
+    with pytest.warns(UserWarning, match="does nothing here") as caught:
         assert same(plain, train(model))
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_offload_warns_when_nothing_is_large_enough(late):
     model = net()
     Offload(min_bytes=2**20).apply(model)
-    with pytest.warns(UserWarning, match=r"moved nothing to the host: .*min_bytes \(1,048,576 B\)") as said:
+    with pytest.warns(UserWarning, match=r"moved nothing to the host: .*min_bytes \(1,048,576 B\)") as caught:
         train(model)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_without_gradients_nothing_moves(late):
@@ -297,19 +297,19 @@ def test_without_gradients_nothing_moves(late):
     assert model.forward.around.offloader.count == 0
 
 
-def test_copies_and_pickles_move_by_themselves(late):
+def test_copies_and_pickles_have_their_own_offloader(late):
     model = net()
     plain = train(copy.deepcopy(model))
     Offload("Block", min_bytes=0).apply(model)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
-        movers = {id(block.forward.around.offloader) for block in again}
-        assert movers == {id(again.forward.around.offloader)} != {id(model.forward.around.offloader)}
-        assert same(plain, train(again))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - pickled here
+        movers = {id(block.forward.around.offloader) for block in copied}
+        assert movers == {id(copied.forward.around.offloader)} != {id(model.forward.around.offloader)}
+        assert same(plain, train(copied))
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_compiled(late, where):
+def test_compiled_models_are_offloaded(late, where):
     model = net()
     plain = train(copy.deepcopy(model))
     if where == "inside":

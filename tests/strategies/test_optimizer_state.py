@@ -1,4 +1,4 @@
-"""How the optimizer steps and what it keeps: the same result where that is promised, or refused."""
+"""Optimizer implementations and quantised state: the promised result, or a refusal with its reason."""
 
 import sys
 
@@ -34,7 +34,7 @@ def test_invalid_settings_are_refused(given, words):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("implementation", ["foreach", "fused", "for-loop"])
-def test_an_implementation_is_as_if_the_optimizer_had_been_made_with_it(kind, implementation):
+def test_an_implementation_acts_as_if_the_optimizer_had_been_created_with_it(kind, implementation):
     ours, plain = net(), net()
     optimizer = kind(groups(ours), lr=0.1)
     scheduler = halving(optimizer)
@@ -87,7 +87,7 @@ def test_an_implementation_that_pytorch_lacks_is_refused_with_its_reason(make, w
 
 @pytest.fixture
 def eager():
-    """Have torchao not compile its steps: the same arithmetic without a compiler's seconds."""
+    """Keep torchao from compiling its steps: the same arithmetic without seconds of compilation."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -97,7 +97,7 @@ def fewer(kind, bits, backend):
 
 
 WIDE = 64
-"""Tensors of fewer than 4096 numbers are kept in 32 bits by both packages."""
+"""Wide enough for weights of 4096 elements: both packages keep smaller tensors in 32 bits."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ WIDE = 64
         ("AdamW", 8, "bitsandbytes", 2),
     ],
 )
-def test_fewer_bits_are_the_package_s_optimizer_with_groups_hooks_and_scheduler(
+def test_fewer_bits_use_the_packages_optimizer_with_groups_hooks_and_scheduler(
     kind, bits, backend, state, eager
 ):
     made = fewer(kind, bits, backend)
@@ -132,7 +132,7 @@ def test_fewer_bits_are_the_package_s_optimizer_with_groups_hooks_and_scheduler(
 
 
 class Sizes(nn.Module):
-    """Parameters on both sides of what decides."""
+    """Parameters on both sides of the packages' size limits."""
 
     def __init__(self):
         super().__init__()
@@ -194,8 +194,8 @@ def test_hyperparameters_that_the_package_lacks_are_refused(make, backend, words
     assert type(optimizer) is before
 
 
-def test_bitsandbytes_adam_is_what_the_refusal_says(eager):
-    """The reason for refusing Adam with weight decay there: the step is AdamW's."""
+def test_bitsandbytes_adam_applies_weight_decay_as_adamw(eager):
+    """This is why memfit refuses Adam with weight decay there."""
     made = fewer("Adam", 8, "bitsandbytes")
     found = {}
     for kind in (made, torch.optim.Adam, torch.optim.AdamW):
@@ -214,7 +214,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
         OptimizerState(bits=8).optimizer(torch.optim.AdamW(model.parameters()), model)
 
 
-def test_a_choice_that_would_lose_state_or_another_s_step_is_refused():
+def test_a_choice_that_would_lose_state_or_a_replaced_step_is_refused():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step = lambda: None
@@ -226,7 +226,7 @@ def test_a_choice_that_would_lose_state_or_another_s_step_is_refused():
         OptimizerState(implementation="foreach").optimizer(optimizer, model)
 
 
-def test_a_new_adagrad_has_state_and_none_that_would_be_lost():
+def test_the_initial_state_of_adagrad_does_not_count_as_lost():
     ours, plain = net(), net()
     optimizer = torch.optim.Adagrad(ours.parameters(), lr=0.1)
     OptimizerState(implementation="foreach").optimizer(optimizer, ours)

@@ -1,4 +1,4 @@
-"""auto_fp16 and force_fp32: nothing without Precision, and what MMCV's do with it."""
+"""auto_fp16 and force_fp32 do nothing without Precision, and what MMCV's decorators do with it."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 class Head(nn.Module):
-    """Notes what its methods get and what their operations make of it."""
+    """A module whose decorated methods record their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def inert(request):
     return head
 
 
-def test_without_precision_nothing_is_touched(inert):
+def test_without_precision_nothing_is_cast(inert):
     low = X.to(BF16)
     assert inert.low(X).dtype == FP32
     assert inert.seen["x"] is X
@@ -92,7 +92,7 @@ def test_without_precision_nothing_is_touched(inert):
 
 
 @pytest.mark.parametrize("precision", MIXED)
-def test_named_arguments_are_cast_and_operations_are_in_low_precision(precision):
+def test_named_arguments_are_cast_and_operations_run_in_low_precision(precision):
     head, low = memfit.apply(Head(), precision), precision.torch_dtype
     assert head.linear.weight.dtype == FP32
     assert head.low(X, X, X, other=X).dtype == low
@@ -104,7 +104,7 @@ def test_named_arguments_are_cast_and_operations_are_in_low_precision(precision)
 
 
 @pytest.mark.parametrize("precision", MIXED)
-def test_named_arguments_are_cast_back_and_operations_are_in_float32(precision):
+def test_named_arguments_are_cast_back_and_operations_run_in_float32(precision):
     head, low = memfit.apply(Head(), precision), precision.torch_dtype
     with torch.autocast("cpu", dtype=low):
         assert head.full(X.to(low), X.to(low)).dtype == FP32
@@ -120,13 +120,13 @@ def test_named_arguments_may_be_left_out():
     assert dtypes(head.product(X, mask=X)) == (FP32, BF16)
 
 
-def test_without_names_all_are_and_results_come_back_as_wanted():
+def test_without_names_all_arguments_are_cast_and_results_get_the_requested_dtype():
     head = memfit.apply(Head(), Precision("bf16"))
     assert dtypes(head.low_all(X, X, other=X)) == {"y": [FP32], "name": "head"}
     assert dtypes(head.seen) == {"x": BF16, "rest": (BF16,), "named": {"other": BF16}}
 
 
-def test_tensors_in_lists_tuples_and_dicts_are_found_and_other_things_stay():
+def test_tensors_in_lists_tuples_and_dicts_are_cast_and_other_objects_stay():
     head = memfit.apply(Head(), Precision("bf16"))
     numbers, whole, double = iter([X]), torch.ones(2, dtype=torch.int64), X.double()
     given = (X, [X, {"a": X, "b": "name"}], Pair(X, None), numbers, whole, double)
@@ -140,25 +140,25 @@ def test_tensors_in_lists_tuples_and_dicts_are_found_and_other_things_stay():
     assert given[0].dtype == FP32
 
 
-def test_in_a_model_of_low_precision_arguments_are_cast_and_nothing_is_under_autocast():
+def test_in_a_low_precision_model_arguments_are_cast_without_autocast():
     head = memfit.apply(Head(), PURE)
     assert head.low(X).dtype == BF16
-    assert head.product(X)[0].dtype == BF16  # which autocast would do in float32
+    assert head.product(X)[0].dtype == BF16  # autocast would compute it in float32
     assert head.full(X.to(BF16), X).dtype == FP32
     with pytest.raises(RuntimeError, match="dtype"):
         head.full_linear(X)
 
 
 @pytest.mark.parametrize("precision", [None, Precision("bf16")])
-def test_compiled_they_do_the_same_in_one_graph(precision):
+def test_compiled_methods_do_the_same_in_one_graph(precision):
     head = memfit.apply(Head(), precision)
-    wanted = head(X)
+    expected = head(X)
     counter = CompileCounter()
-    assert torch.equal(torch.compile(head, backend=counter)(X), wanted)
+    assert torch.equal(torch.compile(head, backend=counter)(X), expected)
     assert counter.frame_count == 1
 
 
-def test_the_engine_switches_them_on_and_gradients_arrive():
+def test_the_engine_enables_the_decorators_and_gradients_arrive():
     head = Head()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     seen = []
@@ -191,16 +191,16 @@ def test_a_model_is_freed_when_it_is_deleted(precision):
     head = memfit.apply(Head(), precision)
     alive = weakref.ref(head)
     del head
-    assert alive() is None  # before the collector runs, which memory does not wait for
+    assert alive() is None  # without waiting for the garbage collector
 
 
-def test_inner_modules_have_them_too():
+def test_decorators_of_inner_modules_are_enabled_too():
     model = nn.Sequential(Head())
     memfit.apply(model, Precision("bf16"))
     assert model[0].low(X).dtype == BF16
 
 
-class Wrong:
+class Misused:
     def method(self, x):
         return x
 
@@ -215,17 +215,20 @@ class Wrong:
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
-        (lambda decorator: decorator(Wrong.method), "needs parentheses"),
+        (lambda decorator: decorator(Misused.method), "needs parentheses"),
         (lambda decorator: decorator("x"), "needs parentheses"),
-        (lambda decorator: decorator(staticmethod(Wrong.method)), "needs parentheses"),
-        (lambda decorator: decorator()(staticmethod(Wrong.method)), "applied to a staticmethod"),
-        (lambda decorator: decorator()(property(Wrong.method)), "applied to a property"),
+        (lambda decorator: decorator(staticmethod(Misused.method)), "needs parentheses"),
+        (lambda decorator: decorator()(staticmethod(Misused.method)), "applied to a staticmethod"),
+        (lambda decorator: decorator()(property(Misused.method)), "applied to a property"),
         (lambda decorator: decorator()(Head), "applied to a type"),
-        (lambda decorator: decorator()(Wrong.generator), "generator is a generator"),
-        (lambda decorator: decorator()(Wrong.coroutine), "coroutine is a generator or a coroutine"),
-        (lambda decorator: decorator(("y",))(Wrong.method), "has no argument 'y'. Its arguments are x"),
-        (lambda decorator: decorator(("self",))(Wrong.method), "has no argument 'self'"),
-        (lambda decorator: decorator()(Wrong.method)(Wrong(), X), "was called on an object of type Wrong"),
+        (lambda decorator: decorator()(Misused.generator), "generator is a generator"),
+        (lambda decorator: decorator()(Misused.coroutine), "coroutine is a generator or a coroutine"),
+        (lambda decorator: decorator(("y",))(Misused.method), "has no argument 'y'. Its arguments are x"),
+        (lambda decorator: decorator(("self",))(Misused.method), "has no argument 'self'"),
+        (
+            lambda decorator: decorator()(Misused.method)(Misused(), X),
+            "was called on an object of type Misused",
+        ),
         (lambda decorator: decorator()(lambda: X)(), "was called on an object of type NoneType"),
     ],
 )
@@ -234,7 +237,7 @@ def test_misuse_is_refused_with_or_without_precision(decorator, misuse, words):
         misuse(decorator)
 
 
-def test_wrong_arguments_are_python_s_own_error():
+def test_missing_arguments_raise_pythons_own_error():
     head = memfit.apply(Head(), Precision("bf16"))
     with pytest.raises(TypeError, match="labels"):
         head.full(X)

@@ -1,4 +1,4 @@
-"""The self-check: a recomputation that differs is named, and no other."""
+"""The check names each recomputation that differs from its forward, and no other."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from memfit.strategies.checkpointing import Checkpointing
 from support.checkpointed_blocks import MODES, Shared, compare
 
 
-def test_a_cast_that_autocast_kept_is_no_difference():
-    """The second call finds the weight's cast; its recomputation casts again."""
+def test_a_cast_cached_by_autocast_is_not_a_difference():
+    """The second call reuses the weight's cast; its recomputation casts again."""
 
     def call(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -20,7 +20,7 @@ def test_a_cast_that_autocast_kept_is_no_difference():
 
 
 @MODES
-def test_the_check_takes_tensors_of_all_kinds(use_reentrant):
+def test_the_check_accepts_tensors_of_all_kinds(use_reentrant):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -30,7 +30,7 @@ def test_the_check_takes_tensors_of_all_kinds(use_reentrant):
             empty, whole = torch.tensor([]), torch.arange(6) > 2
             y = self.inner(x)
             z = torch.complex(y, y).conj().imag * whole + y.double().half().to(torch.float8_e4m3fn).float()
-            z = (2 * z).mul_(y)  # which autograd clones first, in one of the two runs if reentrant
+            z = (2 * z).mul_(y)  # if reentrant, autograd clones first in one of the two runs
             return z.sum() + empty.sum() + torch.tensor(2.0)
 
     compare(nn.Sequential(Odd()), settings=Checkpointing("0", check=True, use_reentrant=use_reentrant))
@@ -55,7 +55,7 @@ def test_the_check_names_the_operation_that_differs(use_reentrant):
         Checkpointing("1", check=check, use_reentrant=use_reentrant).apply(model)
         loss = model(torch.randn(4, 6)).sum()
         if not check:
-            loss.backward()  # plain checkpointing says nothing
+            loss.backward()  # plain checkpointing does not notice
             continue
         with pytest.raises(
             DivergenceError, match=r"module 1 .*values of aten\.mul\.Tensor -> \[4, 6\] float32 differ"
@@ -63,7 +63,7 @@ def test_the_check_names_the_operation_that_differs(use_reentrant):
             loss.backward()
 
 
-def test_the_check_finds_one_bit():
+def test_the_check_detects_a_single_bit():
     class Flips(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def test_the_check_finds_one_bit():
         loss.backward()
 
 
-def test_the_check_finds_another_course():
+def test_the_check_detects_other_operations():
     class Turns(nn.Module):
         def __init__(self):
             super().__init__()

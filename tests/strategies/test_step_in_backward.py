@@ -45,16 +45,16 @@ def test_stepping_in_backward_is_the_same_run_bit_for_bit(kind):
     train(plain, reference, scheduler=halving(reference))
     assert same(ours, plain)
     assert not same(ours, net())
-    equal_states(optimizer.state_dict(), reference.state_dict())
+    assert_equal_states(optimizer.state_dict(), reference.state_dict())
 
 
-def equal_states(one, other):
-    assert one["param_groups"] == other["param_groups"]
-    assert one["state"].keys() == other["state"].keys()
-    for index, state in one["state"].items():
-        assert state.keys() == other["state"][index].keys()
+def assert_equal_states(left, right):
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for index, state in left["state"].items():
+        assert state.keys() == right["state"][index].keys()
         for name, value in state.items():
-            torch.testing.assert_close(value, other["state"][index][name], rtol=0, atol=0)
+            torch.testing.assert_close(value, right["state"][index][name], rtol=0, atol=0)
 
 
 def test_no_two_gradients_are_alive_at_once_and_groups_keep_their_own_settings():
@@ -64,7 +64,7 @@ def test_no_two_gradients_are_alive_at_once_and_groups_keep_their_own_settings()
     alive = []
     for parameter in ours.parameters():
         parameter.register_hook(
-            lambda _: alive.append(sum(one.grad is not None for one in ours.parameters()))
+            lambda _: alive.append(sum(other.grad is not None for other in ours.parameters()))
         )
     reference = torch.optim.AdamW(groups(plain))
     loss_of(ours, 0).backward()
@@ -89,7 +89,7 @@ def test_saving_and_loading_does_not_change_training():
     second.load_state_dict(first.state_dict())
     train(ours, second, steps=3, first=3)
     assert same(ours, plain)
-    equal_states(second.state_dict(), reference.state_dict())
+    assert_equal_states(second.state_dict(), reference.state_dict())
 
 
 def test_tied_weights_are_updated_once():
@@ -119,7 +119,7 @@ def test_parameters_added_or_unfrozen_later_are_updated_by_step():
     assert same(ours, plain)
 
 
-def test_removed_it_leaves_gradients_alone():
+def test_after_its_removal_gradients_stay():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for hook in StepInBackward(optimizer).hooks():
@@ -129,7 +129,7 @@ def test_removed_it_leaves_gradients_alone():
     assert same(model, net())
 
 
-def test_a_turned_optimizer_is_freed_with_the_last_name_for_it():
+def test_an_optimizer_with_a_set_implementation_is_freed_with_its_last_reference():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = halving(optimizer)
@@ -140,7 +140,7 @@ def test_a_turned_optimizer_is_freed_with_the_last_name_for_it():
     assert alive() is None
 
 
-def test_memory_is_freed_with_the_last_name_for_it():
+def test_memory_is_freed_with_the_last_reference_to_the_optimizer():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     StepInBackward(optimizer)
@@ -148,7 +148,7 @@ def test_memory_is_freed_with_the_last_name_for_it():
     alive = [weakref.ref(tensor) for state in optimizer.state.values() for tensor in state.values()]
     alive += [weakref.ref(parameter) for parameter in model.parameters()]
     del optimizer
-    loss_of(model, 0).backward()  # and nothing is updated any more
+    loss_of(model, 0).backward()  # no longer updates anything
     assert all(parameter.grad is not None for parameter in model.parameters())
     del model
     assert len(alive) == 24
@@ -168,7 +168,7 @@ def test_step_hooks_see_one_step():
 
 
 def test_a_second_backward_before_the_step_is_refused():
-    """Row 29: two updates where one was meant."""
+    """Row 29: there would be two updates instead of one."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepInBackward(optimizer)
@@ -177,7 +177,7 @@ def test_a_second_backward_before_the_step_is_refused():
         loss_of(model, 1).backward()
 
 
-def test_gradients_that_come_in_two_pieces_are_refused():
+def test_gradients_that_arrive_in_two_parts_are_refused():
     """A module that two reentrant checkpoints share gets its gradient from two backward passes."""
     block = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
@@ -198,7 +198,7 @@ def test_gradients_that_come_in_two_pieces_are_refused():
         ),
     ],
 )
-def test_optimizers_that_may_look_at_several_parameters_are_refused(make, words):
+def test_optimizers_that_may_read_several_parameters_are_refused(make, words):
     with pytest.raises(UsageError, match=words):
         StepInBackward(make(net().parameters(), lr=0.1))
 
@@ -240,13 +240,13 @@ MEMORY = """
             found += [torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]
         return found
 
-    warm_up = peaks(plain)  # cuBLAS's workspace is there from now on
+    warm_up = peaks(plain)  # allocates cuBLAS's workspace
     with open("peaks.json", "w") as file:
         json.dump({way.__name__: peaks(way) for way in (plain, by_hand, ours)}, file)
 """
 
 
-def test_on_the_ghost_it_takes_what_the_loop_by_hand_takes_to_the_byte(dry_run):
+def test_on_the_ghost_its_peaks_equal_those_of_a_handwritten_loop_to_the_byte(dry_run):
     ran = dry_run(MEMORY, options=("--steps", "1000"))
     found = json.loads((ran.folder / "peaks.json").read_text())
     assert found["ours"] == found["by_hand"]
@@ -255,15 +255,15 @@ def test_on_the_ghost_it_takes_what_the_loop_by_hand_takes_to_the_byte(dry_run):
     assert 0.5 * weights < gradients < 2 * weights
 
 
-def test_hooks_that_want_gradients_are_refused():
+def test_hooks_that_need_gradients_are_refused():
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UsageError, match="would find no gradients"):
         StepInBackward(optimizer)
 
 
-def test_ranks_would_update_before_they_agree():
-    """Row 29, where there are several ranks."""
+def test_distributed_data_parallel_is_refused():
+    """Row 29: each rank would update before the ranks average their gradients."""
 
     class Replica(DistributedDataParallel):
         def __init__(self, module):  # no ranks here
@@ -284,12 +284,12 @@ def test_ranks_would_update_before_they_agree():
         (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
     ],
 )
-def test_conflicts_with_what_needs_all_gradients(accumulation, precision, words):
+def test_settings_that_need_all_gradients_at_once_are_refused(accumulation, precision, words):
     """Row 29."""
     with pytest.raises(UsageError, match=words):
         Plan(precision, IN_BACKWARD, accumulation=accumulation)
 
 
 @pytest.mark.parametrize(("accumulation", "precision"), [(None, None), (Accumulation(1), Precision("bf16"))])
-def test_goes_with_what_needs_one_gradient_at_a_time(accumulation, precision):
+def test_settings_that_need_one_gradient_at_a_time_are_accepted(accumulation, precision):
     assert Plan(precision, IN_BACKWARD, accumulation=accumulation).optimizer_state == IN_BACKWARD

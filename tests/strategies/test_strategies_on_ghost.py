@@ -1,4 +1,4 @@
-"""On the ghost: peaks against loops written by hand, to the byte, and which random numbers come again."""
+"""On the ghost: peaks equal those of handwritten loops, and recomputations draw the same numbers."""
 
 import json
 
@@ -39,7 +39,7 @@ PEAKS = """
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         return [allocated - before, reserved]
 
-    peaks()  # libraries take their work space once
+    peaks()  # libraries allocate their workspaces once
 
     def by_hand(**options):
         return lambda n, block, x: checkpoint(block, x, **options)
@@ -49,7 +49,7 @@ PEAKS = """
 """
 
 
-def test_peaks_are_those_of_torch_checkpoint_by_hand(dry_run):
+def test_peaks_equal_those_of_torch_checkpoint(dry_run):
     script = (
         PEAKS
         + """
@@ -79,7 +79,8 @@ def test_peaks_are_those_of_torch_checkpoint_by_hand(dry_run):
     assert done.code == 0, done.err
     found = json.loads((done.folder / "found.json").read_text())
     plain = found.pop("plain")[0][0]
-    # Written by hand, a reentrant first block gets no gradient from an input that wants none; ours does.
+    # With torch's reentrant checkpoint, a first block whose input needs no gradient gets none, unlike with
+    # memfit's, so the two are not compared.
     reentrant = found.pop("reentrant")
     assert reentrant[0][0] < plain
     for ours, by_hand in found.values():
@@ -89,7 +90,7 @@ def test_peaks_are_those_of_torch_checkpoint_by_hand(dry_run):
     assert found["all"][0] < found["kept"][0]
 
 
-def test_offloaded_storages_are_gone_from_the_peak(dry_run):
+def test_offloaded_storages_do_not_count_in_the_peak(dry_run):
     script = (
         PEAKS
         + """
@@ -135,16 +136,16 @@ def test_offloaded_storages_are_gone_from_the_peak(dry_run):
     # Five blocks' inputs; at the peak one of them is in use.
     assert allocated["inputs stay"] - allocated["inputs in turns"] == 4 * x
     for beside, in_turns, size in [("beside", "in turns", largest), ("inputs beside", "inputs in turns", x)]:
-        assert 0 < allocated[beside] - allocated[in_turns] <= size + 2**16, "one storage on its way"
+        assert 0 < allocated[beside] - allocated[in_turns] <= size + 2**16, "one storage in flight"
     assert allocated["large"] < allocated["plain"] / 2
     # Four blocks' inputs and the results of their two layers.
     assert allocated["kept"] - allocated["kept, moved"] >= 4 * (x + largest)
 
 
-def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
-    """Row 25: two devices in one region, and no argument on the GPU; PyTorch draws other numbers there.
+def test_recomputations_draw_the_same_numbers_on_every_gpu(dry_run):
+    """Row 25: a region draws on two devices and has no argument on the GPU, where PyTorch's draws differ.
 
-    Where a CUDA generator stands is kept on the host: it is exact on the ghost, too.
+    The state of a CUDA generator is kept on the host, so it is exact on the ghost, too.
     """
     script = """
     import json, torch, warnings, zlib
@@ -159,7 +160,7 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
 
         def forward(self, x):
             cpu = zlib.crc32(torch.get_rng_state().numpy())
-            stood.append([torch.cuda.default_generators[0].get_offset(), cpu])
+            states.append([torch.cuda.default_generators[0].get_offset(), cpu])
             x = nn.functional.dropout(x, 0.5)
             return nn.functional.dropout(self.inner(x.cuda()), 0.5)
 
@@ -167,25 +168,26 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
     for reentrant in (False, True):
         for preserve in (True, False):
             for ours in (False, True):
-                model, stood = nn.Sequential(Moves()), []
+                model, states = nn.Sequential(Moves()), []
                 options = dict(use_reentrant=reentrant, preserve_rng_state=preserve)
                 call = lambda x: checkpoint(model, x, **options)
                 if ours:
                     Checkpointing("Moves", **options).apply(model)
                     call = model
-                with warnings.catch_warnings(record=True) as said:
+                with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always")
                     loss = call(torch.randn(3, 4, requires_grad=True)).sum()
                     torch.rand(1000, device="cuda"), torch.rand(3)
                     before = torch.cuda.default_generators[0].get_offset()
                     loss.backward()
                     after = torch.cuda.default_generators[0].get_offset()
-                found.append([preserve, ours, stood, [str(each.message) for each in said], after - before])
+                messages = [str(warning.message) for warning in warned]
+                found.append([preserve, ours, states, messages, after - before])
 
     # Captured in a CUDA graph.
     from memfit.strategies.offload import Offload
     def state():
-        return [int(each) for each in torch.cuda.default_generators[0].get_state()]
+        return torch.cuda.default_generators[0].get_state().tolist()
 
     class Draws(nn.Module):
         def __init__(self):
@@ -193,22 +195,22 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
             self.inner, self.drop = nn.Linear(4, 4), nn.Dropout()
 
         def forward(self, x):
-            stood.append(state())
+            states.append(state())
             return self.drop(self.inner(x))
 
     def capture(model):
         x = torch.randn(3, 4, device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()):
             model(x).sum().backward()
-        stood.clear()
+        states.clear()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             model(x).sum().backward()
-            stood.append(state())
+            states.append(state())
 
-    model, stood = nn.Sequential(Draws(), Draws()).cuda(), []
+    model, states = nn.Sequential(Draws(), Draws()).cuda(), []
     undo = Checkpointing("Draws").apply(model)
     capture(model)
-    captured = list(stood)
+    captured = list(states)
     undo()
     Offload(min_bytes=0).apply(model)
     try:
@@ -223,12 +225,12 @@ def test_every_gpu_that_is_drawn_from_draws_again(dry_run):
         (done.folder / "found.json").read_text()
     )
     assert (first, second) == (first_again, second_again)
-    assert len({tuple(each) for each in (first, second, end)}) == 3
+    assert len(set(map(tuple, (first, second, end)))) == 3
     assert refused.startswith("offload cannot be captured into a CUDA graph")
-    for preserve, ours, (forward, again), said, moved in found:
-        assert (forward[1] == again[1]) is preserve, "the CPU's"
-        assert (forward[0] == again[0]) is (preserve and ours), "the GPU's"
-        assert (moved == 0) is (preserve and ours), "what is drawn again moves nothing"
+    for preserve, ours, (forward, recomputation), warned, moved in found:
+        assert (forward[1] == recomputation[1]) is preserve, "the CPU's generator"
+        assert (forward[0] == recomputation[0]) is (preserve and ours), "the GPU's generator"
+        assert (moved == 0) is (preserve and ours), "drawing the same numbers advances no generator"
         assert [
-            line for line in said if "0 draws random numbers, and preserve_rng_state is False" in line
+            line for line in warned if "0 draws random numbers, and preserve_rng_state is False" in line
         ] or not (ours and not preserve)

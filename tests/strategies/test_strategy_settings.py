@@ -1,4 +1,4 @@
-"""Settings of strategies: what follows from what, and what cannot be."""
+"""Settings of strategies: values derived from others, and refusals."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_invalid_settings_are_refused(make, words):
         make()
 
 
-def test_loss_scales_as_people_write_them():
+def test_every_common_form_of_a_loss_scale_is_accepted():
     assert LossScale.of(512) == LossScale("static", 512.0)
     assert LossScale.of("dynamic") == LossScale()
     assert LossScale.of({"init_scale": 512.0, "mode": "dynamic"}) == LossScale(init_scale=512.0)
@@ -103,7 +103,7 @@ def test_loss_scales_as_people_write_them():
     assert Precision("bf16").loss_scale is None
 
 
-def test_settings_are_as_json_would_give_them():
+def test_settings_have_the_types_that_json_decodes_to():
     assert type(LossScale(init_scale=512).init_scale) is float
     assert Checkpointing(["a", "b"]).modules == ("a", "b")
     assert Offload("a").modules == ("a",)

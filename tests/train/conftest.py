@@ -1,4 +1,4 @@
-"""Small operations on one thread: on a busy machine they would wait for each other."""
+"""Run small operations on one thread: on a busy machine, several threads would wait for each other."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A state that does not suit an engine, or is damaged: refused before anything is changed."""
+"""States that are damaged or do not match the engine are refused before anything changes."""
 
 import copy
 
@@ -36,7 +36,7 @@ def half(dtype="bf16", **options):
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "words"),
+    ("saved_with", "loaded_with", "words"),
     [
         (
             [],
@@ -49,18 +49,18 @@ def half(dtype="bf16", **options):
         ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "a different loss scale"),
     ],
 )
-def test_inside_a_window_no_precision_may_change(there, here, words):
+def test_the_precision_may_not_change_inside_a_window(saved_with, loaded_with, words):
     def made(plan):
         return engine(net(), *plan, memfit.Accumulation(4))
 
-    run, other = made(there), made(here)
+    run, other = made(saved_with), made(loaded_with)
     x, y = samples(8)
     run.backward(mean_loss(run.model, (x.to(run.model[0].weight.dtype), y)))
     before = copy.deepcopy(other.model.state_dict())
     with pytest.raises(UsageError, match=words):
         other.load_state_dict(run.state_dict())
     assert all(torch.equal(value, other.model.state_dict()[name]) for name, value in before.items())
-    made(there).load_state_dict(run.state_dict())
+    made(saved_with).load_state_dict(run.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_a_resumed_loss_scale_follows_the_settings_of_this_run(settings, scales)
     run = scaled({"init_scale": 8.0})
     for _ in range(3):
         run.step(samples(8))
-    again = scaled(settings)
-    again.load_state_dict(run.state_dict())
-    assert [again.step(samples(8)).loss_scale for _ in range(3)] == scales
+    resumed = scaled(settings)
+    resumed.load_state_dict(run.state_dict())
+    assert [resumed.step(samples(8)).loss_scale for _ in range(3)] == scales
 
 
-def spoilt(state, path, value):
-    """Return a copy of a state with another value at a place, and with other parameters."""
+def damaged(state, path, value):
+    """Return a copy of a state with one value replaced, and with other parameters."""
     state = copy.deepcopy(state)
-    state["model"] = {name: one + 1 for name, one in state["model"].items()}
-    *way, last = path.split("/")
+    state["model"] = {name: tensor + 1 for name, tensor in state["model"].items()}
+    *parents, last = path.split("/")
     inner = state
-    for name in way:
+    for name in parents:
         inner = inner[name]
     inner[last] = value
     return state
@@ -129,7 +129,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("place", DAMAGE)
-def test_a_state_that_is_damaged_is_refused_and_nothing_is_loaded(place):
+def test_a_damaged_state_is_refused_and_nothing_is_loaded(place):
     good = engine(net(), memfit.Accumulation(4))
     good.backward(mean_loss(good.model, samples(8)))
     run = engine(net(seed=5), memfit.Accumulation(4))
@@ -137,7 +137,7 @@ def test_a_state_that_is_damaged_is_refused_and_nothing_is_loaded(place):
     run.flush()
     before = copy.deepcopy(run.state_dict())
     with pytest.raises((UsageError, FileFormatError), match="Cannot resume"):
-        run.load_state_dict(spoilt(good.state_dict(), place, DAMAGE[place]))
+        run.load_state_dict(damaged(good.state_dict(), place, DAMAGE[place]))
     after = run.state_dict()
     assert torch.equal(after["random"]["torch"], before["random"]["torch"])
     assert (after["micro_step"], after["window"], after["gradients"]) == (1, None, {})
@@ -181,14 +181,14 @@ def test_another_scheduler_is_refused():
                     other.load_state_dict(saved.state_dict())
 
 
-def test_a_callback_that_is_gone_is_warned_of():
+def test_a_missing_callback_is_warned_about():
     state = engine(net(), callbacks=[memfit.EarlyStopping()]).state_dict()
     with pytest.warns(UserWarning, match="This engine has no callback EarlyStopping"):
         engine(net()).load_state_dict(state)
 
 
 class Counting(memfit.Callback):
-    """Has a state, and does not look at what it is given."""
+    """A callback that loads any state without checking it."""
 
     def __init__(self):
         self.seen = 0
@@ -204,7 +204,7 @@ class Counting(memfit.Callback):
 
 
 def scaled(seed):
-    """Return an engine with all that a state may be of, trained for as many steps."""
+    """Return an engine whose state has every part, trained for ``seed`` steps."""
     model = net(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     run = memfit.Engine(
@@ -223,7 +223,7 @@ def scaled(seed):
     return run
 
 
-def inside():
+def state_inside_a_window():
     run = scaled(3)
     with run.autocast():
         run.backward(mean_loss(run.model, samples(8)))
@@ -260,7 +260,7 @@ WINDOWS = {
 
 def altered(state, changes):
     for path, value in changes.items():
-        state = spoilt(state, path, value)
+        state = damaged(state, path, value)
     return state
 
 
@@ -270,7 +270,7 @@ def test_a_state_that_is_refused_changes_nothing(kind, steps):
     state = (
         altered(scaled(4).state_dict(), ALTERED[kind])
         if kind in ALTERED
-        else altered(inside(), WINDOWS[kind])
+        else altered(state_inside_a_window(), WINDOWS[kind])
     )
     run = scaled(steps)
     torch.manual_seed(9)
@@ -282,12 +282,12 @@ def test_a_state_that_is_refused_changes_nothing(kind, steps):
     assert run.step(samples(8)).loss == other.step(samples(8)).loss
     for part in ("model", "optimizer", "scheduler", "scaler", "callbacks"):
         assert equal(run.state_dict()[part], other.state_dict()[part])
-    run.load_state_dict(scaled(4).state_dict() if kind in ALTERED else inside())
+    run.load_state_dict(scaled(4).state_dict() if kind in ALTERED else state_inside_a_window())
 
 
-def equal(one, other):
-    (left, form), (right, same_form) = tree_flatten(one), tree_flatten(other)
-    return form == same_form and all(
+def equal(left, right):
+    (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
+    return left_form == right_form and all(
         torch.equal(*pair) if isinstance(pair[0], torch.Tensor) else pair[0] == pair[1]
-        for pair in zip(left, right, strict=True)
+        for pair in zip(left_leaves, right_leaves, strict=True)
     )

@@ -1,4 +1,4 @@
-"""A step as two graphs. Here a graph is played by its function; on the ghost and on a card it is CUDA's."""
+"""A step as two CUDA graphs, emulated by functions on the CPU, and captured on the ghost."""
 
 from contextlib import nullcontext
 
@@ -15,15 +15,14 @@ from memfit.train.oom_rollback import OptimizerBackup
 captured = []
 
 
-def play(optimizer):
-    """Return a capture for a machine without a GPU."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+def emulated_capture(optimizer):
+    """Return a stand-in for capturing graphs on a machine without a GPU."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def capture(function):
-        """Note a function's work without doing it, as a capture does; replaying leaves its result in
-        place."""
+        """Record a function without keeping its effects, as a capture does; replays update its result."""
         before = OptimizerBackup(optimizer)
-        gradients = [(one.grad, one.grad.clone()) for one in parameters]
+        gradients = [(parameter.grad, parameter.grad.clone()) for parameter in parameters]
         result = function()
         before.restore()
         for gradient, value in gradients:
@@ -35,11 +34,11 @@ def play(optimizer):
             now = [dict(group) for group in optimizer.param_groups]
             for group, constant in zip(optimizer.param_groups, constants, strict=True):
                 group.update(constant)
-            made = function()
+            updated = function()
             for group, value in zip(optimizer.param_groups, now, strict=True):
                 group.update(value)
-            if made is not None:
-                result.copy_(made)
+            if updated is not None:
+                result.copy_(updated)
 
         return replay, result
 
@@ -76,33 +75,33 @@ def engine(steps=2, *, cuda_graphs, schedule=False, **options):
 
 
 @pytest.fixture
-def played(monkeypatch):
-    """Have engines play their graphs on the CPU."""
+def emulated_graphs(monkeypatch):
+    """Have engines emulate their graphs on the CPU."""
     captured.clear()
 
     monkeypatch.setattr(
         "memfit.train.engine_setup.make_step_graphs",
-        lambda optimizer: StepGraphs(optimizer, play(optimizer), nullcontext),
+        lambda optimizer: StepGraphs(optimizer, emulated_capture(optimizer), nullcontext),
     )
 
 
 @pytest.mark.parametrize("schedule", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("norm", [None, 0.1])
-def test_a_step_by_graphs_is_the_step(steps, norm, schedule, played):
-    sizes = [8] * 6 + [5] + [8] * 3  # one batch is shorter, and goes as usual
+def test_a_step_by_graphs_equals_a_plain_step(steps, norm, schedule, emulated_graphs):
+    sizes = [8] * 6 + [5] + [8] * 3  # one batch is shorter and runs without graphs
     plain, ours = (
         engine(steps, cuda_graphs=on, schedule=schedule, max_grad_norm=norm) for on in (False, True)
     )
     for seed, size in enumerate(sizes):
         left, right = plain.step(batch(size, seed)), ours.step(batch(size, seed))
         assert (left.loss, left.grad_norm, left.updated) == (right.loss, right.grad_norm, right.updated)
-        for one, other in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for pair in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+            assert torch.equal(*pair)
     assert len(captured) == 2
 
 
-def test_graphs_are_captured_again_on_a_loaded_state(played):
+def test_graphs_are_recaptured_after_loading_a_state(emulated_graphs):
     plain, ours = engine(cuda_graphs=False), engine(cuda_graphs=True)
     for seed in range(6):
         plain.step(batch(8, seed))
@@ -114,12 +113,12 @@ def test_graphs_are_captured_again_on_a_loaded_state(played):
     for seed in range(6, 12):
         plain.step(batch(8, seed))
         other.step(batch(8, seed))
-    for one, two in zip(plain.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one, two)
-    assert len(captured) == 2 + 2 + 2  # those that were captured before know tensors that are gone
+    for pair in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(*pair)
+    assert len(captured) == 2 + 2 + 2  # loading replaced tensors that the earlier graphs use
 
 
-def test_settings_that_cannot_be_captured_are_refused(played):
+def test_settings_that_cannot_be_captured_are_refused(emulated_graphs):
     def summed(model, data):
         return F.cross_entropy(model(data[0]), data[1], reduction="sum"), len(data[1])
 
@@ -138,7 +137,7 @@ def test_settings_that_cannot_be_captured_are_refused(played):
             memfit.Engine(model, precision, optimizer=torch.optim.SGD(model.parameters()), cuda_graphs=True)
 
 
-def test_a_hand_written_loop_is_refused_with_cuda_graphs(played):
+def test_a_hand_written_loop_is_refused_with_cuda_graphs(emulated_graphs):
     run = engine(cuda_graphs=True)
     with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
         next(run.windows([batch(4, 0)]))

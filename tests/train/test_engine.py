@@ -1,4 +1,4 @@
-"""The engine's accounts: what is divided by what, when it steps, and that a resumed run is the same run."""
+"""The engine's bookkeeping: what a loss is divided by, when it steps, and bit-identical resumption."""
 
 import copy
 
@@ -58,7 +58,7 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_the_last_window_is_divided_by_what_it_has():
+def test_the_last_window_is_divided_by_its_own_length():
     ours, plain = net(), net()
     run = engine(ours, accumulation=Accumulation(gradient_accumulation_steps=K))
     through(run, data())
@@ -106,20 +106,20 @@ def test_a_run_stopped_inside_or_between_windows_resumes_bit_for_bit(stopped, wh
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
-def test_a_batch_in_parts_is_the_batch(steps):
+def test_a_batch_in_parts_equals_the_whole_batch(steps):
     batch = data(1, size=16)[0]
     whole, parts = net(), net()
     result = engine(whole, max_grad_norm=0.5).step(batch)
-    again = engine(parts, max_grad_norm=0.5, accumulation=Accumulation(steps)).step(batch)
-    assert again.micro_step == steps
-    assert again.loss == pytest.approx(result.loss, rel=1e-6)
-    assert again.grad_norm == pytest.approx(result.grad_norm, rel=1e-6)
+    in_parts = engine(parts, max_grad_norm=0.5, accumulation=Accumulation(steps)).step(batch)
+    assert in_parts.micro_step == steps
+    assert in_parts.loss == pytest.approx(result.loss, rel=1e-6)
+    assert in_parts.grad_norm == pytest.approx(result.grad_norm, rel=1e-6)
     for name, value in state(parts).items():
         torch.testing.assert_close(value, state(whole)[name], rtol=1e-6, atol=1e-7)
 
 
-def test_tokens_weigh_as_they_are():
-    """Row 1: a mean of means is another mean."""
+def test_micro_batches_are_weighted_by_their_tokens():
+    """Row 1: a mean of means is not the mean."""
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
     whole, parts = net(), net()
     mean_loss(whole, (x, y)).backward()
@@ -127,8 +127,8 @@ def test_tokens_weigh_as_they_are():
     before = state(parts)
     for part in (slice(0, 1), slice(1, 8)):
         run.backward(mean_loss(parts, (x[part], y[part])), weight=len(x[part]))
-    for (name, parameter), wanted in zip(parts.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(before[name] - parameter.detach(), wanted.grad, rtol=1e-5, atol=1e-6)
+    for (name, parameter), expected in zip(parts.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(before[name] - parameter.detach(), expected.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_window_with_a_gradient_that_is_not_finite_is_skipped():
@@ -181,7 +181,7 @@ def test_bf16_gradients_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
-def test_out_of_memory_is_answered_by_smaller_parts(fails):
+def test_a_batch_that_runs_out_of_memory_is_repeated_in_smaller_parts(fails):
     batch = data(1, size=8)[0]
     plain = net()
     engine(plain).step(batch)
@@ -209,7 +209,7 @@ def test_a_batch_that_never_fits_leaves_the_state_unchanged():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run = engine(model, loss=never)
-    # A single sample has no variance: the error is BatchNorm's, and says that memory was the reason.
+    # A single sample has no variance: the error is BatchNorm's, with a note that memory had run out.
     with (
         pytest.warns(UserWarning, match="Memory ran out, so memfit divides batches from here on"),
         pytest.raises(ValueError, match="more than 1 value") as error,
@@ -257,7 +257,7 @@ def test_weights_are_given_for_all_or_none():
         run.backward(mean_loss(run.model, batch), weight=-1)
 
 
-def test_a_micro_batch_that_did_not_go_backward_is_an_error():
+def test_a_micro_batch_without_a_backward_is_an_error():
     run = engine(net(), accumulation=Accumulation(K))
     micros = iter(next(run.windows(data(8))))
     next(micros)
@@ -265,7 +265,7 @@ def test_a_micro_batch_that_did_not_go_backward_is_an_error():
         next(micros)
 
 
-def test_a_loss_that_is_a_sum_and_its_weight():
+def test_a_loss_may_be_a_sum_with_its_weight():
     def summed(model, part):
         return F.cross_entropy(model(part[0]), part[1], reduction="sum"), len(part[0])
 
@@ -281,14 +281,14 @@ def test_resuming_with_less_data_is_refused(tmp_path):
     run = engine(net(), accumulation=Accumulation(K))
     through(run, data(20), until=10)
     run.save(tmp_path / "state")
-    again = engine(net(), accumulation=Accumulation(K))
-    again.load(tmp_path / "state")
+    resumed = engine(net(), accumulation=Accumulation(K))
+    resumed.load(tmp_path / "state")
     with pytest.raises(UsageError, match="after 8 batches of an epoch, but this loader has only 5"):
-        through(again, data(5))
+        through(resumed, data(5))
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Draws random numbers for each sample, as augmentation does."""
+    """A dataset that draws random numbers for each sample, as augmentation does."""
 
     def __init__(self):
         self.x, self.y = (torch.cat(parts) for parts in zip(*data(10), strict=True))
@@ -313,6 +313,6 @@ def test_a_shuffled_loader_resumes_with_the_same_samples(stopped, tmp_path):
     whole = train(engine(net(dropout=0.3), **options))
     torch.manual_seed(3)
     train(engine(net(dropout=0.3), **options), stopped).save(tmp_path / "state")
-    again = engine(net(seed=8, dropout=0.3), **options)
-    again.load(tmp_path / "state")
-    assert same(state(train(again).model), state(whole.model))
+    resumed = engine(net(seed=8, dropout=0.3), **options)
+    resumed.load(tmp_path / "state")
+    assert same(state(train(resumed).model), state(whole.model))

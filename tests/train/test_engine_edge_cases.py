@@ -39,15 +39,14 @@ def engine(model, *plan, lr=0.1, **options):
 
 
 def same(left, right):
-    pairs = zip(left.parameters(), right.parameters(), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all(torch.equal(*pair) for pair in zip(left.parameters(), right.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
     "plan", [(), SUMS, MASTERS, IN_BACKWARD], ids=["plain", "sums", "masters", "in backward"]
 )
-def test_gradients_that_others_left_are_not_the_window_s(plan):
-    """As of the generator's backward through a discriminator."""
+def test_gradients_left_by_other_code_do_not_count_in_the_window(plan):
+    """Such as those that a generator's backward leaves in the discriminator."""
     ours, plain = net(), net()
     run, reference = engine(ours, *plan), engine(plain, *plan)
     for seed in range(3):
@@ -59,13 +58,13 @@ def test_gradients_that_others_left_are_not_the_window_s(plan):
 
 
 @pytest.mark.parametrize("plan", [SUMS, MASTERS, IN_BACKWARD], ids=["sums", "masters", "in backward"])
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_reverted_model_is_trained_as_any_other(plan, gone):
+@pytest.mark.parametrize("engine_deleted", [False, True])
+def test_a_reverted_model_trains_like_any_other(plan, engine_deleted):
     model = net()
     run = engine(model, *plan)
     run.step(batch())
     freed = weakref.ref(run._ledger.update)
-    if gone:
+    if engine_deleted:
         del run
         gc.collect()
         assert freed() is None, "the model's hooks keep an engine's gradients and copies alive"
@@ -73,7 +72,7 @@ def test_a_reverted_model_is_trained_as_any_other(plan, gone):
     before = [parameter.detach().clone() for parameter in model.parameters()]
     loss(model, batch()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
@@ -93,7 +92,7 @@ def test_an_engine_that_fails_to_start_leaves_the_model_unchanged():
         assert model[0].weight.dtype == torch.float32
         assert "forward" not in vars(model)
     engine(model).step(batch())
-    engine(model).step(batch())  # as a cell of a notebook that is run again
+    engine(model).step(batch())  # like a notebook cell that runs twice
     with pytest.raises(UsageError, match="no parameters"):
         memfit.Engine(nn.Tanh(), optimizer=torch.optim.SGD)
     with pytest.raises(UsageError, match="takes a model or a"):
@@ -125,7 +124,7 @@ def test_a_parameter_unfrozen_later_is_refused_in_low_precision(plan):
         run.step(batch())
 
 
-def test_a_micro_batch_that_weighs_nothing_adds_nothing():
+def test_a_micro_batch_of_weight_0_adds_nothing():
     x, y = batch()
     y[:4] = -100
 
@@ -158,7 +157,7 @@ def test_a_hand_written_loop_continues_after_a_failed_backward():
     assert same(ours, plain)
 
 
-def test_a_scheduler_that_looks_at_the_loss_is_given_the_window_s():
+def test_a_scheduler_that_reads_the_loss_gets_that_of_the_window():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
@@ -189,16 +188,16 @@ def test_a_loss_of_a_wrong_type_is_refused(returned):
         engine(net(), loss=lambda model, data: returned).step(batch())
 
 
-def test_an_engine_goes_when_its_last_name_goes():
+def test_an_engine_is_freed_with_its_last_reference():
     gc.collect()
     gc.disable()
     try:
         model = net()
         run = engine(model, memfit.Accumulation(2), memfit.Precision("bf16"))
         run.step(batch())
-        gone = weakref.ref(run), weakref.ref(model)
+        references = weakref.ref(run), weakref.ref(model)
         del run, model
-        assert [one() for one in gone] == [None, None]
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
 
@@ -212,7 +211,7 @@ def test_an_engine_goes_when_its_last_name_goes():
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_memory_runs_out_in_many_words(error):
+def test_out_of_memory_is_recognised_in_every_wording(error):
     left = [error]
 
     def short(model, data):
@@ -232,16 +231,16 @@ def test_fit_continues_where_it_was_stopped():
     data = torch.utils.data.TensorDataset(*batch(24))
     ours, plain = net(), net()
     run, reference = engine(ours, callbacks=[Stops()]), engine(plain)
-    for one, times in ((run, 2), (reference, 1)):
+    for trained, times in ((run, 2), (reference, 1)):
         torch.manual_seed(5)
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
         for _ in range(times):
-            one.fit(loader, epochs=2)
+            trained.fit(loader, epochs=2)
     assert run.optimizer_step == reference.optimizer_step == 12
     assert same(ours, plain)
 
 
-def test_fit_with_other_data_than_it_was_stopped_in_begins_with_their_first():
+def test_fit_with_other_data_after_a_stop_begins_with_their_first_batch():
     class Stops(memfit.Callback):
         def on_window_end(self, engine, result):
             if engine.optimizer_step == 2:
@@ -256,7 +255,7 @@ def test_fit_with_other_data_than_it_was_stopped_in_begins_with_their_first():
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 4])
-def test_a_scaled_window_resumes_wherever_it_was_saved(done):
+def test_a_window_with_a_loss_scale_resumes_after_any_micro_batch(done):
     plan = memfit.Precision("fp16"), memfit.Accumulation(4)
     saved = {}
 
@@ -271,10 +270,10 @@ def test_a_scaled_window_resumes_wherever_it_was_saved(done):
         return run
 
     whole = train(engine(net(), *plan), at=done)
-    again = engine(net(1), *plan)
-    again.load_state_dict(saved)
-    assert train(again).optimizer_step == 2
-    assert same(again.model, whole.model)
+    resumed = engine(net(1), *plan)
+    resumed.load_state_dict(saved)
+    assert train(resumed).optimizer_step == 2
+    assert same(resumed.model, whole.model)
 
 
 def test_a_loader_whose_batch_size_contradicts_the_settings_is_refused():
@@ -302,7 +301,7 @@ def test_data_without_a_length_are_accepted():
 
 
 class Odd:
-    """A batch of a kind that nobody knows."""
+    """A batch of an unknown type."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -321,7 +320,7 @@ def test_a_batch_of_any_type_is_trained_undivided():
 
 
 class Counted(nn.Linear):
-    """Keeps a moving average that is no part of its state_dict."""
+    """A layer with a moving average that is not part of its state_dict."""
 
     def __init__(self):
         super().__init__(6, 4)
@@ -334,11 +333,11 @@ class Counted(nn.Linear):
 
 
 def test_non_persistent_buffers_are_resumed():
-    first, again = engine(Counted()), engine(Counted())
+    first, resumed = engine(Counted()), engine(Counted())
     for seed in range(3):
         first.step(batch(seed=seed))
-    again.load_state_dict(copy.deepcopy(first.state_dict()))
-    for run in (first, again):
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    for run in (first, resumed):
         run.step(batch(seed=9))
-    assert same(first.model, again.model)
-    assert torch.equal(first.model.mean, again.model.mean)
+    assert same(first.model, resumed.model)
+    assert torch.equal(first.model.mean, resumed.model.mean)

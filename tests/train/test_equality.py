@@ -1,4 +1,4 @@
-"""Every combination of strategies that promises equality, on random networks: the sample of a benchmark."""
+"""Every combination of strategies that promises equality, on a few of benchmarks/equality.py's networks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SAMPLE = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    phases=[Phase.generate],  # networks are small as they are drawn; shrinking one takes minutes
+    phases=[Phase.generate],  # drawn networks are small; shrinking one takes minutes
     suppress_health_check=list(HealthCheck),
 )
 
@@ -29,14 +29,14 @@ def test_the_same_arithmetic_gives_the_same_bits(network):
 @SAMPLE
 @given(networks(divisible=True))
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_sums_in_another_order_are_equal_to_rounding(dtype, network):
+def test_sums_in_another_order_are_equal_up_to_rounding(dtype, network):
     assert {name: off for name in CLOSE if (off := error(name, network, dtype)) > LIMITS[dtype]} == {}
 
 
-def test_a_wrong_run_is_found():
-    """Three micro-batches by hand are not two; and batch norms, which nothing is claimed of, see parts."""
+def test_a_wrong_run_is_detected():
+    """Two micro-batches do not equal three; and batch norms, for which nothing is claimed, see only parts."""
     network = Network("images", ("convolution", "batch norm"), (False, False), False, False, False, 8, 1)
-    wrong = Combination((Accumulation(2),), 3)
-    ours, plain = wrong.ours(network, torch.float32), wrong.plain(network, torch.float32)
+    mismatched = Combination((Accumulation(2),), 3)
+    ours, plain = mismatched.ours(network, torch.float32), mismatched.plain(network, torch.float32)
     assert not all(map(torch.equal, ours.gradients, plain.gradients))
     assert error("accumulation of 2 = whole batch", network, torch.float64) > 1e-3

@@ -1,4 +1,4 @@
-"""Epochs: what is called when, what is shown, when it stops, and that it is saved so that it can go on."""
+"""``Engine.fit``: the order of callbacks, the progress bar, when it stops, and saves that resume."""
 
 import importlib
 import io
@@ -44,7 +44,7 @@ def loader(batches=3, size=4):
     return [torch.randn(size, 3, generator=generator) for _ in range(batches)]
 
 
-def test_moments_come_in_their_order():
+def test_events_are_called_in_order():
     diary = Diary()
     engine(memfit.Accumulation(2), callbacks=[diary]).fit(loader(1), epochs=2)
     window = ["window_begin", "micro_step_end", "micro_step_end"]
@@ -66,19 +66,19 @@ def test_callbacks_are_called_at_every_event():
     assert set(diary.lines) == {moment.removeprefix("on_") for moment in MOMENTS}
 
 
-def test_callbacks_are_called_in_their_order_and_saving_is_last(tmp_path):
-    said = []
+def test_callbacks_are_called_as_listed_and_saving_last(tmp_path):
+    calls = []
 
-    class Says(memfit.Callback):
+    class Records(memfit.Callback):
         def __init__(self, name):
             self.name = name
 
         def on_window_end(self, engine, result):
-            said.append((self.name, (tmp_path / "run").exists()))
+            calls.append((self.name, (tmp_path / "run").exists()))
 
-    run = engine(callbacks=[memfit.Saving(tmp_path / "run"), Says("first"), Says("second")])
+    run = engine(callbacks=[memfit.Saving(tmp_path / "run"), Records("first"), Records("second")])
     run.fit(loader(1))
-    assert said == [("first", False), ("second", False)]
+    assert calls == [("first", False), ("second", False)]
     assert (tmp_path / "run").exists()
 
 
@@ -94,7 +94,7 @@ def test_on_fit_end_is_called_when_training_fails():
 
 
 @pytest.mark.parametrize("metric", [None, lambda engine: 1.0])
-def test_training_ends_when_nothing_gets_better(metric):
+def test_training_ends_when_nothing_improves(metric):
     run = engine(callbacks=[memfit.EarlyStopping(metric, patience=2)], lr=0.0)
     run.fit(loader(), epochs=10)
     assert run.epoch == 3  # the first is the best, and two are waited
@@ -126,24 +126,24 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
     def callbacks():
         return [memfit.EarlyStopping(patience=50), memfit.Saving(tmp_path / "run")]
 
-    def train(*more):
+    def train(*extra):
         torch.manual_seed(7)
-        run = engine(memfit.Accumulation(2), callbacks=[*callbacks(), *more], loss=noisy)
+        run = engine(memfit.Accumulation(2), callbacks=[*callbacks(), *extra], loss=noisy)
         run.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
         return run
 
     whole = train()
     train(Stops())
-    again = engine(memfit.Accumulation(2), callbacks=callbacks(), loss=noisy)
-    again.load(tmp_path / "run")
-    assert again.optimizer_step == stopped
-    again.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
-    assert (again.epoch, again.optimizer_step) == (3, 9)
-    assert torch.equal(again.model.weight, whole.model.weight)
-    assert again.callbacks[0].best == whole.callbacks[0].best
+    resumed = engine(memfit.Accumulation(2), callbacks=callbacks(), loss=noisy)
+    resumed.load(tmp_path / "run")
+    assert resumed.optimizer_step == stopped
+    resumed.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
+    assert (resumed.epoch, resumed.optimizer_step) == (3, 9)
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert resumed.callbacks[0].best == whole.callbacks[0].best
 
 
-def test_row_30_the_bar_says_what_it_counts():
+def test_row_30_the_bar_names_what_it_counts():
     text = io.StringIO()
     bar = memfit.ProgressBar(Console(file=text, force_terminal=True, width=160))
     engine(memfit.Accumulation(2), callbacks=[bar]).fit(loader(), epochs=2)
@@ -155,7 +155,7 @@ def test_row_30_the_bar_says_what_it_counts():
     assert "loss " in shown
 
 
-def test_a_long_way_back_to_where_a_run_was_is_shown(monkeypatch):
+def test_a_long_rereading_of_an_epoch_shows_a_bar(monkeypatch):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
     assert list(progress_bar.show_rereading(range(5), 5, console)) == list(range(5))
@@ -171,7 +171,7 @@ def test_a_window_left_open_at_the_end_of_a_block_is_an_error():
     with pytest.raises(UsageError, match="called for 1 of its 4 micro-batches"), run:
         run.backward(run.model(loader(1)[0]).square().mean())
     with pytest.raises(ZeroDivisionError), run:
-        1 / 0  # noqa: B018 - what went wrong first is what is told
+        1 / 0  # noqa: B018 - the first error is the one raised
     run.flush()
     with run:
         pass
@@ -201,7 +201,7 @@ def test_a_job_may_have_factories_of_its_optimizer_and_scheduler():
     assert run.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_compiled_model_is_trained_as_it_would_be():
+def test_a_compiled_model_trains_like_the_original():
     plain, ours = engine(memfit.Accumulation(2)), engine(memfit.Accumulation(2))
     compiled = memfit.Engine(
         torch.compile(ours.model, backend="aot_eager"),
@@ -213,7 +213,7 @@ def test_a_compiled_model_is_trained_as_it_would_be():
         plain.step(data)
         compiled.step(data)
     assert torch.equal(plain.model.weight, ours.model.weight)
-    plain.load_state_dict(compiled.state_dict())  # names are those of the model that was compiled
+    plain.load_state_dict(compiled.state_dict())  # parameters have the names of the original model
     assert plain.optimizer_step == 3
 
 
@@ -224,7 +224,7 @@ def state_of(path):
 
 
 class Leaves(memfit.Callback):
-    """Ends in its own way after an update."""
+    """A callback that ends training in a given way after an update."""
 
     def __init__(self, after, leave):
         self.after, self.leave = after, leave
@@ -273,7 +273,7 @@ def test_a_run_without_new_windows_is_not_saved_again(tmp_path, monkeypatch):
     assert saves == [1, 2]
 
 
-def test_a_run_that_is_torn_is_not_saved_where_fit_ends(tmp_path):
+def test_a_torn_run_is_not_saved_when_fit_ends(tmp_path):
     def torn(engine):
         engine._ledger.update._stepping = True
         engine.stop()
@@ -292,14 +292,14 @@ def test_a_generator_is_refused_in_the_second_epoch():
     assert (run.optimizer_step, run.epoch) == (3, 1)
 
 
-def test_python_s_generator_is_where_the_script_left_it(monkeypatch):
-    """rich draws when it is imported: the first engine of a process imports it, after a script has seeded."""
-    for name in [one for one in sys.modules if one.partition(".")[0] == "rich"]:
+def test_importing_the_progress_bar_leaves_pythons_generator_unchanged(monkeypatch):
+    """rich draws random numbers at import time, and the first engine imports it, after a script's seeding."""
+    for name in [module for module in sys.modules if module.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "memfit.train.progress_bar")
     monkeypatch.setattr(memfit.train, "progress_bar", progress_bar)
     random.seed(3)
     before = random.getstate()
-    again = importlib.import_module("memfit.train.progress_bar")
-    assert again is not progress_bar
+    reimported = importlib.import_module("memfit.train.progress_bar")
+    assert reimported is not progress_bar
     assert random.getstate() == before

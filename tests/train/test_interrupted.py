@@ -1,4 +1,4 @@
-"""Ctrl-C, or an error, outside of engine work: in a fetch, a forward, a scheduler, ``zero_grad``."""
+"""Ctrl-C or an error outside the engine: in a fetch, a forward, a scheduler, ``zero_grad``."""
 
 import copy
 
@@ -11,7 +11,7 @@ from memfit.errors import UsageError
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Draws for each sample, and is interrupted at one of them."""
+    """A dataset that draws random numbers for each sample, and is interrupted at one of them."""
 
     def __init__(self):
         self.at = 0
@@ -42,14 +42,14 @@ def engine(*plan, scheduler=None, **options):
 
 def same(left, right):
     pairs = zip(left.model.parameters(), right.model.parameters(), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def resumed(run, *plan):
     state = copy.deepcopy(run.state_dict())
-    again = engine(*plan)
-    again.load_state_dict(state)
-    return again
+    loaded = engine(*plan)
+    loaded.load_state_dict(state)
+    return loaded
 
 
 def fit(loader, epochs=2):
@@ -91,7 +91,7 @@ def test_an_interrupted_resume_is_repeated(at, how):
 
 
 def windows(run, data, until=0, *, backward=False):
-    """Train on a pass; be interrupted after a forward, or its backward."""
+    """Train on one pass over the data; raise KeyboardInterrupt after a forward, or after its backward."""
     for window in run.windows(data):
         for part in window:
             loss = mean_loss(run.model, part)
@@ -105,7 +105,7 @@ def windows(run, data, until=0, *, backward=False):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("until", [1, 2, 3, 4])
-def test_an_interrupted_forward_is_repeated_and_no_completed_backward(until, backward):
+def test_an_interrupted_forward_is_repeated_but_not_a_completed_backward(until, backward):
     data = torch.utils.data.DataLoader(Drawing(), 4)
     plan = memfit.Accumulation(2)
     whole = windows(engine(plan), data)
@@ -131,7 +131,7 @@ def test_an_interrupted_resume_inside_a_window_is_repeated():
     assert same(windows(resumed(run, plan), data), whole)
 
 
-def test_going_through_data_inside_going_through_data_is_refused():
+def test_nested_passes_over_data_are_refused():
     run, data = engine(), torch.randn(4, 2, 6)
     for part in run.through(data):
         run.step(part)
@@ -164,12 +164,12 @@ def test_an_update_whose_scheduler_raised_is_made_and_counted():
     assert same(run, plain)
     state = copy.deepcopy(run.state_dict())
     assert (state["optimizer_step"], state["window"], state["gradients"]) == (4, None, {})
-    again = engine(scheduler=one_cycle)
-    again.load_state_dict(state)
-    assert same(again, run)
+    loaded = engine(scheduler=one_cycle)
+    loaded.load_state_dict(state)
+    assert same(loaded, run)
 
 
-def test_a_window_whose_scheduler_raised_is_not_handed_out_again():
+def test_a_window_whose_scheduler_raised_is_not_repeated():
     run = engine(memfit.Accumulation(2), scheduler=one_cycle)
     data = list(torch.randn(8, 4, 6))
     with pytest.raises(ValueError, match="Tried to step 4 times"):
@@ -179,8 +179,8 @@ def test_a_window_whose_scheduler_raised_is_not_handed_out_again():
 
 def test_zero_grad_that_raises_after_the_step_undoes_the_update():
     run, plain = engine(protect="always"), engine()
-    for one in (run, plain):
-        step(one, 0)
+    for trained in (run, plain):
+        step(trained, 0)
     zero_grad = run.optimizer.zero_grad
 
     def raises(set_to_none=True):
@@ -194,6 +194,6 @@ def test_zero_grad_that_raises_after_the_step_undoes_the_update():
         step(run, 1)
     assert (run.micro_step, run.optimizer_step, run.is_whole) == (1, 1, True)
     assert same(run, plain)
-    for one in (run, plain):
-        step(one, 1)
+    for trained in (run, plain):
+        step(trained, 1)
     assert same(run, plain)

@@ -1,4 +1,4 @@
-"""Micro-batches that weigh more than was planned: what was summed before makes room for them."""
+"""Micro-batches that weigh more than planned: the engine rescales what it summed before."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def net(dtype=torch.float32):
 
 
 class Seen(memfit.Callback):
-    """Keeps what the optimizer finds."""
+    """A callback that keeps the gradients that the optimizer sees."""
 
     def on_optimizer_step_begin(self, engine):
         groups = engine.optimizer.param_groups
-        self.gradients = [one.grad.double() for group in groups for one in group["params"]]
+        self.gradients = [parameter.grad.double() for group in groups for parameter in group["params"]]
 
 
 def batches(weights):
@@ -36,16 +36,16 @@ def mean_loss(model, data):
     return F.cross_entropy(model(data[0].to(dtype)).to(torch.promote_types(dtype, torch.float32)), data[1])
 
 
-def of_the_whole(weights):
+def whole_batch_gradients(weights):
     """Return loss and gradients of all samples at once, in float64."""
     model = net(torch.float64)
     x, y = (torch.cat(parts) for parts in zip(*batches(weights), strict=True))
     loss = mean_loss(model, (x, y))
     loss.backward()
-    return loss.item(), [one.grad for one in model.parameters()]
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
 
 
-def of_the_window(weights, *plan):
+def window_gradients(weights, *plan):
     seen, model = Seen(), net()
     run = memfit.Engine(
         model,
@@ -61,8 +61,9 @@ def of_the_window(weights, *plan):
     return result.loss, seen.gradients
 
 
-def distance(found, wanted):
-    return max(((one - other).norm() / other.norm()).item() for one, other in zip(found, wanted, strict=True))
+def distance(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return max(((left - right).norm() / right.norm()).item() for left, right in pairs)
 
 
 PLANS = {
@@ -75,39 +76,39 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("weights", [HEAVY_LATER, [4000, 1, 4000, 4000], [1, 30, 4000], [3, 5, 2]], ids=str)
-def test_a_window_is_the_whole_batch_whatever_its_first_part_weighs(weights, name):
+def test_a_window_equals_the_whole_batch_whatever_its_first_part_weighs(weights, name):
     plan, tolerance = PLANS[name]
-    loss, gradients = of_the_window(weights, *plan)
-    wanted_loss, wanted = of_the_whole(weights)
-    assert loss == pytest.approx(wanted_loss, rel=tolerance)
-    assert distance(gradients, wanted) < tolerance
+    loss, gradients = window_gradients(weights, *plan)
+    expected_loss, expected = whole_batch_gradients(weights)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert distance(gradients, expected) < tolerance
 
 
 MASTERS = pytest.mark.parametrize("masters", [False, True])
 
 
 @MASTERS
-def test_float32_sums_are_corrected_by_what_the_window_weighed(masters):
-    """Bit for bit a loop by hand: what was divided by 3 * 3 parts is to be divided by 10 samples."""
+def test_float32_sums_are_corrected_by_the_weight_of_the_window(masters):
+    """Bit for bit as in a handwritten loop: sums divided by 3 * 3 are corrected to 10 samples."""
     plain = net(torch.bfloat16)
-    sums = [torch.zeros(one.shape) for one in plain.parameters()]
+    sums = [torch.zeros(parameter.shape) for parameter in plain.parameters()]
     for part, weight in zip(batches([3, 5, 2]), [3, 5, 2], strict=True):
         plain.zero_grad()
         (mean_loss(plain, part) / (9 / weight)).backward()
-        for total, one in zip(sums, plain.parameters(), strict=True):
-            total.add_(one.grad)
+        for total, parameter in zip(sums, plain.parameters(), strict=True):
+            total.add_(parameter.grad)
     corrected = [total * (9 / 10) for total in sums]
-    _, found = of_the_window([3, 5, 2], memfit.Precision("bf16", autocast=False, master_weights=masters))
-    for one, total in zip(found, corrected, strict=True):
-        assert torch.equal(one, (total if masters else total.bfloat16()).double())
+    _, found = window_gradients([3, 5, 2], memfit.Precision("bf16", autocast=False, master_weights=masters))
+    for gradient, total in zip(found, corrected, strict=True):
+        assert torch.equal(gradient, (total if masters else total.bfloat16()).double())
 
 
 @MASTERS
-def test_a_flushed_window_s_float32_sums_are_of_the_parts_that_it_has(masters):
-    """Four parts of eight: twice what they were divided by, which rounds nothing."""
+def test_float32_sums_of_a_flushed_window_are_divided_by_its_own_parts(masters):
+    """Four parts of eight: the correction is a factor of 2, which rounds nothing."""
     plan = memfit.Precision("bf16", autocast=False, master_weights=masters)
     flushed, full = (four_parts(steps, plan) for steps in (8, 4))
-    assert all(torch.equal(one, other) for one, other in zip(flushed, full, strict=True))
+    assert all(map(torch.equal, flushed, full))
 
 
 def four_parts(steps, plan):

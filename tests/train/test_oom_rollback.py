@@ -1,4 +1,4 @@
-"""A step begun again when memory ran out: its batch and buffers are what they were, or it is refused."""
+"""A step that ran out of memory: its batch and buffers are restored for the retry, or it is refused."""
 
 from collections import OrderedDict, UserDict
 
@@ -13,17 +13,17 @@ from support.checkpointed_blocks import OwnStatistics
 
 
 def short_once(loss):
-    """Return a loss that runs out of memory at its end, the first time that ``armed`` is set."""
+    """Return a loss function whose next call after ``armed`` is set runs out of memory at its end."""
 
-    def of(model, data):
+    def short(model, data):
         found = loss(model, data)
-        if of.armed:
-            of.armed = False
+        if short.armed:
+            short.armed = False
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    of.armed = True
-    return of
+    short.armed = True
+    return short
 
 
 def engine(model, loss, *plan):
@@ -44,7 +44,7 @@ def square(model, data):
 
 
 def popped(model, data):
-    """As Hugging Face's trainers do; without labels the loss is another."""
+    """Pop the labels, as Hugging Face's trainers do; without labels the loss differs."""
     labels = data.pop("labels", None)
     out = model(data["x"])
     return (out if labels is None else out - labels).square().mean()
@@ -61,7 +61,7 @@ def test_a_batch_whose_entries_a_loss_removes_is_retried_with_them(kind):
     assert data.keys() == {"x", "labels"}
 
 
-def test_a_batch_that_a_loss_takes_inner_entries_from_is_refused():
+def test_a_batch_whose_inner_entries_a_loss_removes_is_refused():
     def inner(model, data):
         return popped(model, data["inputs"])
 
@@ -101,7 +101,7 @@ def test_a_batch_without_samples_is_refused():
 
 
 class Buffered(nn.Linear):
-    """A mask that nothing writes to, a mean that each step writes to, and a count that only some write to."""
+    """A layer with a constant mask, a mean that each step writes, and a count that only some steps write."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -135,29 +135,30 @@ def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
     assert copied() == {"mask", "mean", "late"}
     assert copied() == {"mean"}
     model.counts = True
-    assert copied() == {"mean"}, "the step in which it is learnt"
+    assert copied() == {"mean"}, "this step records the write"
     assert copied() == {"mean", "late"}
 
 
-def test_a_buffer_written_without_a_version_count_is_found_in_the_first_step():
+def test_a_write_that_no_version_counts_is_detected_in_the_first_step():
     model = nn.Sequential(nn.Linear(4, 6), OwnStatistics())
     snapshots = StepSnapshots(model)
     for step in range(2):
         snapshot = snapshots.take()
         before = {name: value.clone() for name, value in model.named_buffers()}
         model(torch.randn(8, 4))
-        assert snapshot.versions == [one._version for one in model.buffers()], f"counted in step {step}"
+        versions = [buffer._version for buffer in model.buffers()]
+        assert snapshot.versions == versions, f"counted in step {step}"
         snapshots.record_writes(snapshot)
     snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
 def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
-    """Their kernels write without saying so; here they were frozen in the step that was looked at."""
+    """Their kernels increment no version; here the statistics were frozen in the step that was recorded."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     snapshots = StepSnapshots(model)
     snapshots.record_writes(snapshots.take())
-    assert not any(one is not None for one in snapshots.take().contents)
+    assert not any(content is not None for content in snapshots.take().contents)
     model.train()
     snapshot = snapshots.take()
     before = {name: value.clone() for name, value in model[1].named_buffers()}
@@ -167,20 +168,20 @@ def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
 
 
-def test_a_copy_that_fails_leaves_none_that_is_taken_for_whole():
-    copies, one, other = ReusedCopies(), torch.zeros(2), torch.zeros(2)
+def test_a_failed_copy_leaves_no_copy_that_seems_complete():
+    copies, first, second = ReusedCopies(), torch.zeros(2), torch.zeros(2)
 
     def fails():
-        del other.clone
+        del second.clone
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    other.clone = fails
+    second.clone = fails
     with pytest.raises(torch.OutOfMemoryError):
-        copies.of([one, other])
+        copies.of([first, second])
     for value in (1.0, 2.0):
-        one.fill_(value)
-        other.fill_(value)
-        assert [copied.tolist() for copied in copies.of([one, other])] == [[value] * 2] * 2
+        first.fill_(value)
+        second.fill_(value)
+        assert [copied.tolist() for copied in copies.of([first, second])] == [[value] * 2] * 2
 
 
 def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
@@ -206,10 +207,10 @@ def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     ]
     assert (model.late, run.optimizer_step) == (1, 1)
     assert torch.equal(model.mean, mean)
-    run.step(torch.randn(8, 4))  # says that it is written to
+    run.step(torch.randn(8, 4))  # records the write
     loss.armed = True
     assert run.step(torch.randn(8, 4)).retried == 1
-    # Once in each step that was made, once in each of the two parts, and once in what stayed.
+    # Once in the completed step, once in each of the two parts, and once in the failed step, which stayed.
     assert model.late == 1 + 1 + 2
 
 

@@ -1,4 +1,4 @@
-"""An engine whose optimizer is another, or steps in backward: the same run, or nothing changed."""
+"""Engines with another optimizer or one that steps in backward: the same run, or nothing changed."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ def train(run, first=0, steps=4):
         run.step(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)))
 
 
-def same(one, other):
-    left, right = ([*run.model.state_dict().values(), *tensors(run)] for run in (one, other))
+def same(first, second):
+    left, right = ([*run.model.state_dict().values(), *tensors(run)] for run in (first, second))
     return len(left) == len(right) and all(torch.equal(*pair) for pair in zip(left, right, strict=True))
 
 
@@ -45,7 +45,7 @@ def plain():
     return run
 
 
-def test_in_backward_it_is_the_same_run(plain):
+def test_stepping_in_backward_gives_the_same_run(plain):
     run = engine(IN_BACKWARD)
     train(run)
     assert same(run, plain)
@@ -53,7 +53,7 @@ def test_in_backward_it_is_the_same_run(plain):
     assert run.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
 
 
-def test_saved_and_resumed_too(plain, tmp_path):
+def test_stepping_in_backward_resumes_to_the_same_run(plain, tmp_path):
     first, second = engine(IN_BACKWARD), engine(IN_BACKWARD)
     train(first, steps=2)
     first.save(tmp_path / "state")
@@ -62,13 +62,13 @@ def test_saved_and_resumed_too(plain, tmp_path):
     assert same(second, plain)
 
 
-def test_an_implementation_is_chosen():
+def test_the_chosen_implementation_is_used():
     run = engine(OptimizerState(implementation="fused"))
     train(run)
     assert all(group["fused"] for group in run.optimizer.param_groups)
 
 
-def test_conflicts_are_refused_when_the_engine_is_made():
+def test_conflicts_are_refused_when_the_engine_is_created():
     """Row 29."""
     with pytest.raises(UsageError, match="leave out max_grad_norm"):
         engine(IN_BACKWARD, max_grad_norm=1.0)
@@ -90,7 +90,7 @@ def fail_at_the_first_layer(run):
 def test_memory_that_runs_out_inside_backward_does_no_harm(plain, before):
     until = engine(None)
     train(until, steps=before)
-    run = engine(IN_BACKWARD, protect="always")  # and random numbers from the beginning
+    run = engine(IN_BACKWARD, protect="always")  # which also resets the random numbers
     train(run, steps=before)
     hook = fail_at_the_first_layer(run)
     with pytest.raises(torch.OutOfMemoryError):
@@ -110,7 +110,7 @@ def test_without_a_copy_the_run_is_torn_and_reports_it():
         run.state_dict()
 
 
-def test_the_first_step_is_protected_unasked():
+def test_the_first_step_is_protected_by_default():
     run, before = engine(IN_BACKWARD), engine(None)
     fail_at_the_first_layer(run)
     with pytest.raises(torch.OutOfMemoryError):
@@ -128,7 +128,7 @@ def test_a_state_of_another_optimizer_is_refused():
 
 
 @pytest.mark.parametrize(("bits", "backend"), [(8, "torchao"), (4, "torchao"), (8, "bitsandbytes")])
-def test_fewer_bits_are_saved_resumed_and_put_back(bits, backend, tmp_path):
+def test_fewer_bits_are_saved_resumed_and_restored(bits, backend, tmp_path):
     pytest.importorskip(f"{backend}.optim")
 
     def begin(**options):
@@ -150,7 +150,7 @@ def test_fewer_bits_are_saved_resumed_and_put_back(bits, backend, tmp_path):
         def fail(*_):
             raise torch.OutOfMemoryError("injected")
 
-        after = second.optimizer.register_step_post_hook(fail)  # when all is updated
+        after = second.optimizer.register_step_post_hook(fail)  # after the update
         with pytest.raises(torch.OutOfMemoryError):
             train(second, first=2, steps=1)
         after.remove()

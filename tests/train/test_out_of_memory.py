@@ -1,6 +1,6 @@
-"""Faults inside a step: it is made in smaller parts, or undone, or says that it is torn.
+"""Faults inside a step: the step is repeated in smaller parts, undone, or reported as torn.
 
-A small sample; ``benchmarks/oom_everywhere.py`` goes through every place.
+A small sample; ``benchmarks/oom_everywhere.py`` covers every place.
 """
 
 import copy
@@ -71,8 +71,8 @@ def test_a_hand_written_loop_gets_an_error_for_an_interrupted_window(case):
         assert not differing(picture(engine), picture(reference))
 
 
-def test_a_loss_scale_is_made_whole_or_not_at_all():
-    """GradScaler makes two tensors when it is first used; with one alone it would never make the other."""
+def test_a_loss_scale_is_created_completely_or_not_at_all():
+    """GradScaler creates two tensors on first use; if the second failed, it would never create it later."""
     engine, data = build("fp16 with a loss scale, clipped")
     loss = torch.ones((), requires_grad=True)
     with pytest.raises(torch.OutOfMemoryError), Fault(1):
@@ -80,8 +80,8 @@ def test_a_loss_scale_is_made_whole_or_not_at_all():
     assert engine.step(data[0]).updated
 
 
-def test_an_update_that_failed_once_may_fail_again():
-    """The copy that undid the first failure is made for the second attempt, too."""
+def test_every_failed_update_is_undone():
+    """The engine copies the state before each attempt, not only before the first."""
     engine, data = build("AdamW, clipped", protect="auto")
     before, places = picture(engine), Sweep("AdamW, clipped", 0, "Ctrl-C at an operation", "auto").places
     for _ in range(3):
@@ -90,15 +90,15 @@ def test_an_update_that_failed_once_may_fail_again():
         assert not differing(picture(engine), before)
 
 
-def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
+def test_a_gradient_that_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
     """The optimizer knows only the float32 copies, and would not clear it."""
     engine, data = build("bf16 with float32 masters")
     reference = build("bf16 with float32 masters")[0]
     reference.step(data[0])
     first = next(engine.model.parameters())
     sums = engine._ledger.update.sums
-    for taken in sums.hooks():
-        taken.remove()
+    for handle in sums.hooks():
+        handle.remove()
 
     def interrupted(_):
         hook.remove()
@@ -118,7 +118,7 @@ def test_what_an_interrupted_backward_left_on_a_cast_parameter_is_not_summed():
     "case", ["AdamW, clipped", "bf16 with float32 masters", "AdamW, stepped in backward"]
 )
 def test_memory_that_really_runs_out_does_no_harm(pool, case):
-    """On the ghost the real allocator refuses; all that was allocated meanwhile is given back."""
+    """On the ghost the real allocator fails; the engine releases all that the step allocated."""
     found = pool.run(PoolJob(f"{SWEEP}:sweep", {"case": case, "step": 0, "every": 5}))
     assert found.keys() <= {"recovered", "reported"}
     assert found["reported"] > 1
@@ -126,16 +126,15 @@ def test_memory_that_really_runs_out_does_no_harm(pool, case):
 
 @pytest.mark.process
 def test_the_less_memory_the_smaller_the_parts(pool):
-    """From what only the states need to what the step takes unhindered: reported, 4 times begun again, ...
-    0."""
-    begun_again = [retried for _, retried in pool.run(PoolJob(f"{SWEEP}:capacities", {"points": 8}))]
-    assert begun_again[0] is None
-    assert begun_again[1:] == sorted(begun_again[1:], reverse=True)
-    assert {0, 1, 2, 3} <= set(begun_again)
+    """With a limit from the states alone up to the whole step: a reported failure, 4 retries, ..., none."""
+    retries = [retried for _, retried in pool.run(PoolJob(f"{SWEEP}:capacities", {"points": 8}))]
+    assert retries[0] is None
+    assert retries[1:] == sorted(retries[1:], reverse=True)
+    assert {0, 1, 2, 3} <= set(retries)
 
 
 @pytest.mark.parametrize("protect", ["always", "auto"])
-def test_an_update_that_is_interrupted_at_any_line_takes_its_loss_scale_along(protect):
+def test_an_update_interrupted_at_any_line_is_undone_with_its_loss_scale_or_torn(protect):
     sweep = Sweep("fp16 with a loss scale, clipped", 0, "Ctrl-C at a line of the engine's", protect)
     outcomes = {sweep.outcome(at) for at in range(sweep.update, sweep.places)}
     assert outcomes == {"reported", "torn, and says so", "made, and interrupted afterwards"}

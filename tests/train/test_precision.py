@@ -34,7 +34,7 @@ def engine(net, *plan, optimizer=torch.optim.AdamW, **options):
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_master_weights_are_what_a_loop_by_hand_would_hold(steps):
+def test_master_weights_equal_those_of_a_handwritten_loop(steps):
     """Bit for bit: float32 sums of bf16 gradients, an optimizer on float32 copies, rounded once."""
     ours, plain = model(), model()
     run = engine(ours, pure(), memfit.Accumulation(steps))
@@ -61,7 +61,7 @@ def test_master_weights_are_what_a_loop_by_hand_would_hold(steps):
 
 
 def test_updates_smaller_than_the_last_digit_add_up():
-    """What master weights are for: 1 + 2**-12 is 1 in bf16, 64 times over."""
+    """The purpose of master weights: in bf16, 1 + 2**-12 rounds to 1, however often it is added."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.ones_(net.weight)
     run = memfit.Engine(
@@ -115,16 +115,16 @@ def test_a_run_resumes_in_another_precision_from_full_parameters(first, second, 
     run.save(tmp_path / "run")
     full = run.state_dict()["model"]
     assert all(value.dtype == torch.float32 for value in full.values())
-    again = engine(model(), second)
-    again.load(tmp_path / "run")
-    assert all(torch.equal(full[name], value) for name, value in again.state_dict()["model"].items())
-    assert again.step(batches(1)[0]).optimizer_step == 4
+    resumed = engine(model(), second)
+    resumed.load(tmp_path / "run")
+    assert all(torch.equal(full[name], value) for name, value in resumed.state_dict()["model"].items())
+    assert resumed.step(batches(1)[0]).optimizer_step == 4
     if first == second:
         run.step(batches(1)[0])
-        assert torch.equal(again.model[0].weight, run.model[0].weight)
+        assert torch.equal(resumed.model[0].weight, run.model[0].weight)
 
 
-def test_inside_a_window_neither_precision_nor_accumulation_may_change():
+def test_neither_precision_nor_accumulation_may_change_inside_a_window():
     run = engine(model(), memfit.Precision("fp16"), memfit.Accumulation(4))
     data = batches(1)[0]
     run.backward(loss(run.model, data))
@@ -158,7 +158,7 @@ def test_inside_a_window_neither_precision_nor_accumulation_may_change():
         (nn.Sequential(*model(), nn.LayerNorm(4)), "this model has '3.weight'"),
     ],
 )
-def test_another_model_is_refused_and_left_alone(other, words):
+def test_another_model_is_refused_and_unchanged(other, words):
     saved = engine(model()).state_dict()
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(UsageError, match=words):
@@ -166,7 +166,7 @@ def test_another_model_is_refused_and_left_alone(other, words):
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
-def test_apply_and_revert():
+def test_apply_changes_the_precision_and_revert_restores_it():
     net = model()
     assert memfit.apply(net, memfit.Precision("bf16")) is net
     assert net(batches()[0]).dtype == torch.bfloat16
@@ -185,7 +185,7 @@ def test_apply_and_revert():
 
 
 def test_revert_restores_the_float32_copies():
-    """And may be trained on, with the optimizer that trained them."""
+    """They can be trained further, with the same optimizer."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     run = memfit.Engine(net, pure(), optimizer=optimizer, loss=loss)
@@ -200,8 +200,8 @@ def test_revert_restores_the_float32_copies():
     assert optimizer.state[net[0].weight]["step"] == len(batches()) + 1
 
 
-def test_fp16_with_a_first_parameter_group_that_is_empty():
-    """As splitters by weight decay leave it."""
+def test_fp16_works_with_an_empty_first_parameter_group():
+    """As code that groups parameters by weight decay may leave it."""
     models = []
     for groups in (lambda net: [{"params": []}, {"params": net.parameters()}], lambda net: net.parameters()):
         net = model()
@@ -212,7 +212,7 @@ def test_fp16_with_a_first_parameter_group_that_is_empty():
     assert torch.equal(models[0][0].weight, models[1][0].weight)
 
 
-def test_a_loss_scale_that_fell_to_zero_is_warned_of_once_and_can_be_loaded(tmp_path):
+def test_a_loss_scale_that_fell_to_zero_warns_once_and_can_be_loaded(tmp_path):
     def nothing(model, data):
         return loss(model, data) * float("nan")
 

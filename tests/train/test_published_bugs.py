@@ -1,6 +1,6 @@
-"""Faults that other frameworks shipped, by their rows in docs/training.md: none is here.
+"""Bugs that other frameworks shipped, by their rows in docs/training.md: memfit has none of them.
 
-Each test fails on the behaviour that was reported. Rows of checkpointing are in tests/strategies.
+Each test fails on the reported behaviour. Rows about checkpointing are in tests/strategies.
 """
 
 import weakref
@@ -44,28 +44,28 @@ def gradients(model, data):
 
 
 class Seen(memfit.Callback):
-    """Keeps what the optimizer finds."""
+    """A callback that keeps the gradients that the optimizer sees."""
 
     def on_optimizer_step_begin(self, engine):
         self.gradients = [parameter.grad.clone() for parameter in engine.model.parameters()]
 
 
-def close(found, wanted):
-    for left, right in zip(found, wanted, strict=True):
+def assert_close(found, expected):
+    for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
 
 
-def test_row_01_micro_batches_weigh_by_their_tokens():
+def test_row_01_micro_batches_are_weighted_by_their_tokens():
     x, y = batch(8)
-    y[:5] = -100  # three tokens in all; the first half has none but one
-    y[0] = 2
+    y[:5] = -100
+    y[0] = 2  # four tokens in total, one of them in the first half
 
     def tokens(model, data):
         return F.cross_entropy(model(data[0]), data[1], reduction="sum"), (data[1] != -100).sum()
 
     seen = Seen()
     engine(net(), memfit.Accumulation(2), loss=tokens, callbacks=[seen]).step((x, y))
-    close(seen.gradients, gradients(net(), (x, y)))
+    assert_close(seen.gradients, gradients(net(), (x, y)))
     naive = [
         (left + right) / 2
         for left, right in zip(
@@ -93,15 +93,15 @@ class Saved:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_row_03_what_is_saved_for_backward_does_not_grow_with_the_window(weighted):
-    def most_alive(steps):
-        alive, most = weakref.WeakSet(), 0
+def test_row_03_tensors_saved_for_backward_do_not_grow_with_the_window(weighted):
+    def peak_alive(steps):
+        alive, peak = weakref.WeakSet(), 0
 
         def pack(tensor):
-            nonlocal most
+            nonlocal peak
             saved = Saved(tensor)
             alive.add(saved)
-            most = max(most, len(alive))
+            peak = max(peak, len(alive))
             return saved
 
         def loss(model, data):
@@ -112,23 +112,23 @@ def test_row_03_what_is_saved_for_backward_does_not_grow_with_the_window(weighte
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             engine(net(), memfit.Accumulation(steps), loss=loss).step(batch(8))
-        return most
+        return peak
 
-    assert most_alive(8) == most_alive(2) > 0
+    assert peak_alive(8) == peak_alive(2) > 0
 
 
-def test_row_04_a_partial_window_is_divided_by_what_it_has():
+def test_row_04_a_partial_window_is_divided_by_its_own_length():
     batches = [batch(4, seed) for seed in range(5)]
     seen = Seen()
     run = engine(net(), memfit.Accumulation(2), lr=0.0, callbacks=[seen])
     for window in run.windows(batches):
         for data in window:
             run.backward(mean_loss(run.model, data))
-    close(seen.gradients, gradients(net(), batches[4]))
+    assert_close(seen.gradients, gradients(net(), batches[4]))
 
 
 @pytest.mark.parametrize(("policy", "updates"), [("flush", 1), ("drop", 0), ("carry", 0)])
-def test_row_05_a_loader_shorter_than_a_window(policy, updates):
+def test_row_05_a_loader_shorter_than_a_window_is_a_partial_window(policy, updates):
     seen = Seen()
     run = engine(net(), memfit.Accumulation(4, partial_window=policy), lr=0.0, callbacks=[seen])
     batches = [batch(4, seed) for seed in range(3)]
@@ -138,7 +138,7 @@ def test_row_05_a_loader_shorter_than_a_window(policy, updates):
     assert run.optimizer_step == updates
     if updates:
         whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-        close(seen.gradients, gradients(net(), whole))
+        assert_close(seen.gradients, gradients(net(), whole))
 
 
 def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
@@ -171,24 +171,25 @@ def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
     with torch.no_grad():
         for parameter, value in zip(plain.parameters(), before, strict=True):
             parameter.copy_(value)
-    close(seen.gradients, gradients(plain, tuple(torch.cat(p) for p in zip(*batches[8:], strict=True))))
+    last = tuple(torch.cat(parts) for parts in zip(*batches[8:], strict=True))
+    assert_close(seen.gradients, gradients(plain, last))
 
 
 def test_row_07_a_resume_inside_a_window_keeps_its_gradients():
-    run, again, plain = (engine(net(), memfit.Accumulation(4)) for _ in range(3))
+    run, resumed, plain = (engine(net(), memfit.Accumulation(4)) for _ in range(3))
     data = [batch(4, seed) for seed in range(4)]
-    for one in data[:2]:
-        run.backward(mean_loss(run.model, one))
-    again.load_state_dict(run.state_dict())
-    for one in data[2:]:
-        again.backward(mean_loss(again.model, one))
-    for one in data:
-        plain.backward(mean_loss(plain.model, one))
-    for left, right in zip(again.model.parameters(), plain.model.parameters(), strict=True):
+    for part in data[:2]:
+        run.backward(mean_loss(run.model, part))
+    resumed.load_state_dict(run.state_dict())
+    for part in data[2:]:
+        resumed.backward(mean_loss(resumed.model, part))
+    for part in data:
+        plain.backward(mean_loss(plain.model, part))
+    for left, right in zip(resumed.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(left, right)
 
 
-def test_row_08_samples_after_a_resume_are_those_that_come_next():
+def test_row_08_a_resume_continues_with_the_next_samples():
     seen = []
 
     def loss(model, data):
@@ -209,7 +210,7 @@ def test_row_08_samples_after_a_resume_are_those_that_come_next():
     assert seen == [number for number in range(12) for _ in range(2)]
 
 
-def test_rows_09_and_10_the_scheduler_moves_once_an_update():
+def test_rows_09_and_10_the_scheduler_steps_once_per_update():
     model = net()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -233,7 +234,7 @@ def infinite(at):
     return lambda model, data: mean_loss(model, data) * (float("inf") if next(calls) in at else 1.0)
 
 
-def test_row_11_the_scheduler_waits_where_a_step_is_skipped():
+def test_row_11_the_scheduler_waits_if_an_update_is_skipped():
     model = net()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -250,12 +251,12 @@ def test_row_12_gradients_are_unscaled_once():
         net(), fp16(init_scale=1024.0), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=100.0
     )
     result = run.step(batch(8))
-    for found, wanted in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)  # fp16's own rounding; 1024 is far
+    for found, expected in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)  # fp16's rounding, far below 1024
     assert result.loss_scale == 1024.0
 
 
-def test_row_12_a_window_that_is_full_takes_no_more():
+def test_row_12_a_full_window_accepts_no_more():
     run = engine(net(), memfit.Accumulation(2))
     window = next(run.windows([batch(4), batch(4)]))
     for data in window:
@@ -265,14 +266,14 @@ def test_row_12_a_window_that_is_full_takes_no_more():
                 run.backward(mean_loss(run.model, data))
 
 
-def test_row_13_gradients_are_clipped_once_a_window():
+def test_row_13_gradients_are_clipped_once_per_window():
     data = batch(8)
-    wanted = gradients(net(), data)
-    norm = torch.stack([gradient.norm() for gradient in wanted]).norm()
+    expected = gradients(net(), data)
+    norm = torch.stack([gradient.norm() for gradient in expected]).norm()
     seen = Seen()
     result = engine(net(), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=0.1).step(data)
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    close(seen.gradients, [gradient * (0.1 / norm) for gradient in wanted])
+    assert_close(seen.gradients, [gradient * (0.1 / norm) for gradient in expected])
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
@@ -290,11 +291,11 @@ def test_rows_14_15_17_one_infinite_micro_batch_skips_its_window_and_no_other(at
     assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
     applied = run.step(batch(8))
     assert (applied.updated, applied.loss_scale) == (True, 4.0)
-    for found, wanted in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
+    for found, expected in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
 
 
-def test_row_24_batch_norm_is_warned_of_with_what_to_do_instead():
+def test_row_24_the_warning_about_batch_norm_names_alternatives():
     with pytest.warns(
         UserWarning,
         match=r"BatchNorm layers such as 1 .* each micro-batch of a window.*GroupNorm.*eval.*SyncBatch",
@@ -305,10 +306,10 @@ def test_row_24_batch_norm_is_warned_of_with_what_to_do_instead():
     engine(net(norm=nn.BatchNorm1d(8)))
 
 
-@pytest.mark.parametrize(("dtype", "wanted"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_row_32_low_precision_on_a_cpu_is_low_precision(dtype, wanted):
+@pytest.mark.parametrize(("dtype", "expected"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_row_32_low_precision_takes_effect_on_a_cpu(dtype, expected):
     model = net()
     dtypes = []
     model[0].register_forward_hook(lambda *seen: dtypes.append(seen[-1].dtype))
     assert engine(model, memfit.Precision(dtype)).step(batch(4)).updated
-    assert dtypes == [wanted]
+    assert dtypes == [expected]

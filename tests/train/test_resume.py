@@ -1,4 +1,4 @@
-"""Going on from a state: the same data, the same random numbers, or a refusal that leaves all as it was."""
+"""Resuming from a state: the same data and random numbers, or a refusal that changes nothing."""
 
 import copy
 import random
@@ -47,7 +47,7 @@ class SavesAndStops(memfit.Callback):
             engine.stop()
 
 
-def draw_from(seed):
+def seed_all(seed):
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what datasets draw from
     torch.manual_seed(seed)
@@ -55,26 +55,26 @@ def draw_from(seed):
 
 def fit(loader, *callbacks, epochs=3):
     run = engine(net(), callbacks=callbacks)
-    draw_from(3)
+    seed_all(3)
     run.fit(loader(), epochs=epochs)
     return run
 
 
-def goes_on_the_same(loader, path, stops, epochs=3):
-    """Whether runs that were saved between windows and stopped there end as the run that was not."""
+def assert_resumes_bit_for_bit(loader, path, stops, epochs=3):
+    """Assert that runs saved and stopped between windows end like the uninterrupted run."""
     whole = fit(loader, epochs=epochs)
     for stop in stops:
         fit(loader, SavesAndStops(path, stop), epochs=epochs)
-        again = engine(net(seed=9))
-        draw_from(99)
-        again.load(path)
-        assert again.optimizer_step == stop
-        again.fit(loader(), epochs=epochs)
-        assert same(again.model, whole.model), stop
+        resumed = engine(net(seed=9))
+        seed_all(99)
+        resumed.load(path)
+        assert resumed.optimizer_step == stop
+        resumed.fit(loader(), epochs=epochs)
+        assert same(resumed.model, whole.model), stop
 
 
 class Noisy(Dataset):
-    """Draws random numbers for each sample, as augmentation does: of all three libraries."""
+    """A dataset that draws from all three libraries for each sample, as augmentation does."""
 
     def __init__(self):
         self.x, self.y = samples()
@@ -88,18 +88,18 @@ class Noisy(Dataset):
 
 
 def test_augmentation_and_dropout_draw_the_same_after_a_resume_between_windows(tmp_path):
-    goes_on_the_same(
+    assert_resumes_bit_for_bit(
         lambda: DataLoader(Noisy(), batch_size=4, shuffle=True), tmp_path / "run", (1, 3, 6, 7, 12)
     )
 
 
-def of_its_own():
+def with_own_generator():
     generator = torch.Generator().manual_seed(0)
     return DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True, generator=generator)
 
 
 class Shuffled:
-    """A sampler as people write them."""
+    """A handwritten sampler."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -120,7 +120,7 @@ def sampled(kind, *seed):
 @pytest.mark.parametrize(
     "loader",
     [
-        of_its_own,
+        with_own_generator,
         sampled(random.Random, 0),
         sampled(np.random.default_rng, 0),
         sampled(np.random.RandomState, 0),
@@ -128,11 +128,11 @@ def sampled(kind, *seed):
     ids=["torch", "python", "numpy", "numpy, old"],
 )
 def test_a_loader_with_its_own_generator_resumes_in_the_same_order(loader, tmp_path):
-    goes_on_the_same(loader, tmp_path / "run", (3, 6, 9), epochs=2)
+    assert_resumes_bit_for_bit(loader, tmp_path / "run", (3, 6, 9), epochs=2)
 
 
 def test_a_loader_without_the_generator_is_refused(tmp_path):
-    fit(of_its_own, SavesAndStops(tmp_path / "run", 3))
+    fit(with_own_generator, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
     with pytest.raises(UsageError, match=r"1 random number generators, but this loader has 0"):
@@ -140,7 +140,7 @@ def test_a_loader_without_the_generator_is_refused(tmp_path):
 
 
 def test_a_loader_of_other_batches_is_refused(tmp_path):
-    fit(of_its_own, SavesAndStops(tmp_path / "run", 3))
+    fit(with_own_generator, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
     with pytest.raises(UsageError, match=r"batch_size was 4 .* is 8 now"):
@@ -151,7 +151,7 @@ def test_persistent_workers_are_warned_about(tmp_path):
     class Lasting(list):
         persistent_workers = True
 
-    batches = Lasting(zip(*(one.split(4) for one in samples()), strict=True))
+    batches = Lasting(zip(*(tensor.split(4) for tensor in samples()), strict=True))
     fit(lambda: batches, SavesAndStops(tmp_path / "run", 3))
     run = engine(net())
     run.load(tmp_path / "run")
@@ -164,7 +164,7 @@ def carrying(model):
 
 
 def carry(run, until=None):
-    """Train for 20 micro-batches, 10 to an epoch, and stop before if it is wanted; return what was seen."""
+    """Train for 20 micro-batches, 10 per epoch, or stop at ``until``; return the batches' numbers."""
     x, y = samples(20)
     batches = list(enumerate(zip(x.split(2), y.split(2), strict=True)))
     seen = []
@@ -185,20 +185,20 @@ def test_carried_micro_batches_are_not_trained_twice(stopped, tmp_path):
     first = carrying(net())
     carry(first, stopped)
     first.save(tmp_path / "run")
-    again = carrying(net(seed=9))
-    again.load(tmp_path / "run")
-    assert carry(again) == seen[stopped:]
-    assert same(again.model, whole.model)
+    resumed = carrying(net(seed=9))
+    resumed.load(tmp_path / "run")
+    assert carry(resumed) == seen[stopped:]
+    assert same(resumed.model, whole.model)
 
 
-def test_carried_micro_batches_that_wait_cannot_be_saved():
+def test_a_run_with_carried_micro_batches_cannot_be_saved():
     run = carrying(net())
     carry(run, 9)
     with pytest.raises(UsageError, match="1 micro-batches were carried over"):
         run.state_dict()
 
 
-def test_a_state_that_was_loaded_can_be_saved_before_it_is_used(tmp_path):
+def test_a_loaded_state_can_be_saved_before_training(tmp_path):
     whole, run = (engine(net(), memfit.Accumulation(4)) for _ in range(2))
     torch.manual_seed(3)
     carry(whole)
@@ -213,8 +213,7 @@ def test_a_state_that_was_loaded_can_be_saved_before_it_is_used(tmp_path):
 
 
 def with_temperature(**options):
-    """Return an engine whose loss has a parameter of its own, as contrastive losses have, and that
-    parameter."""
+    """Return an engine whose loss has a parameter, as contrastive losses have, and that parameter."""
     model, scale = net(dropout=0.0), nn.Parameter(torch.ones(()))
     groups = [{"params": [scale], "lr": 0.5}, {"params": model.parameters()}]
     return memfit.Engine(
@@ -226,29 +225,29 @@ def with_temperature(**options):
 
 
 @pytest.mark.parametrize("micro_steps", [6, 7])
-def test_parameters_beside_the_models_are_saved(micro_steps, tmp_path):
+def test_parameters_outside_the_model_are_saved(micro_steps, tmp_path):
     def train(run, scale, steps):
         for _ in range(steps):
             run.backward(F.cross_entropy(run.model(samples()[0]) * scale, samples()[1]))
 
-    (whole, first), (run, second), (again, third) = (with_temperature() for _ in range(3))
+    (whole, first), (run, second), (resumed, third) = (with_temperature() for _ in range(3))
     train(whole, first, 10)
     train(run, second, micro_steps)
     run.save(tmp_path / "run")
-    again.load(tmp_path / "run")
+    resumed.load(tmp_path / "run")
     assert torch.equal(third, second)
     assert not torch.equal(third, torch.ones(()))
-    train(again, third, 10 - micro_steps)
+    train(resumed, third, 10 - micro_steps)
     assert torch.equal(third, first)
-    assert same(again.model, whole.model)
+    assert same(resumed.model, whole.model)
 
 
 def test_a_state_in_memory_may_be_loaded_twice():
-    """Nothing of it is trained in: gradients, moments, the loss so far."""
-    batches = [tuple(one[:8] for one in samples(8 + seed)) for seed in range(12)]
+    """Training does not write to the state: gradients, moments, the loss so far."""
+    batches = [tuple(tensor[:8] for tensor in samples(8 + seed)) for seed in range(12)]
 
-    def train(run, some):
-        return [run.backward(mean_loss(run.model, batch)) for batch in some]
+    def train(run, part):
+        return [run.backward(mean_loss(run.model, batch)) for batch in part]
 
     saving = engine(net(dropout=0.0), memfit.Accumulation(4))
     train(saving, batches[:6])
@@ -270,14 +269,14 @@ def test_a_state_in_memory_may_be_loaded_twice():
     assert results[1].loss > 0
 
 
-def test_a_run_saved_between_epochs_resumes_in_the_next_ones_order(tmp_path):
-    whole = fit(of_its_own)
-    fit(of_its_own, memfit.Saving(tmp_path / "run"), epochs=2)
-    again = engine(net(seed=9))
-    again.load(tmp_path / "run")
-    assert (again.epoch, again.optimizer_step) == (2, 12)
-    again.fit(of_its_own(), epochs=3)
-    assert same(again.model, whole.model)
+def test_a_run_saved_between_epochs_resumes_in_the_order_of_the_next(tmp_path):
+    whole = fit(with_own_generator)
+    fit(with_own_generator, memfit.Saving(tmp_path / "run"), epochs=2)
+    resumed = engine(net(seed=9))
+    resumed.load(tmp_path / "run")
+    assert (resumed.epoch, resumed.optimizer_step) == (2, 12)
+    resumed.fit(with_own_generator(), epochs=3)
+    assert same(resumed.model, whole.model)
 
 
 class SetsEpoch(memfit.Callback):
@@ -304,8 +303,8 @@ def test_a_callback_sets_the_epoch_of_a_sampler(tmp_path):
     assert same(run(load=tmp_path / "run"), whole)
 
 
-def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
-    """Inside a window too: gradients, their sums, moments and the loss so far."""
+def test_a_state_is_loaded_to_the_gpu_of_the_run(dry_run):
+    """Also inside a window: gradients, their sums, moments and the loss so far."""
     script = """
     import memfit, torch
     from torch import nn
@@ -333,14 +332,14 @@ def test_a_file_is_read_to_the_gpu_that_a_run_is_on(dry_run):
         assert second.micro_step == 8
         for state in second.optimizer.state.values():
             assert state["exp_avg"].is_cuda
-    print("went on")
+    print("resumed")
     """
     done = dry_run(script)
-    assert "went on" in done.out, done.err
+    assert "resumed" in done.out, done.err
 
 
 class KeepsFloat32(torch.optim.Optimizer):
-    """Momentum in float32, whatever parameters are: as optimizers of people's own have."""
+    """An optimizer with momentum in float32 whatever its parameters' dtype, as custom ones may have."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -354,7 +353,7 @@ class KeepsFloat32(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, KeepsFloat32])
-def test_optimizer_state_of_another_dtype_than_its_parameters_stays_of_it(kind, tmp_path):
+def test_optimizer_state_of_another_dtype_than_its_parameters_keeps_it(kind, tmp_path):
     def made(seed=0):
         model = net(seed, dropout=0.0)
         return memfit.Engine(
@@ -364,17 +363,17 @@ def test_optimizer_state_of_another_dtype_than_its_parameters_stays_of_it(kind, 
             loss=lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()), batch[1]),
         )
 
-    run, again = made(), made(9)
+    run, resumed = made(), made(9)
     for _ in range(3):
         run.step(samples())
     run.save(tmp_path / "run")
-    again.load(tmp_path / "run")
-    for one in (run, again):
+    resumed.load(tmp_path / "run")
+    for trained in (run, resumed):
         for _ in range(3):
-            one.step(samples())
-    states = zip(run.optimizer.state.values(), again.optimizer.state.values(), strict=True)
-    for here, there in states:
-        assert any(value.dtype == torch.float32 for name, value in here.items() if name != "step")
-        assert all(torch.equal(value, there[name]) for name, value in here.items())
-        assert all(value.dtype == there[name].dtype for name, value in here.items())
-    assert same(run.model, again.model)
+            trained.step(samples())
+    states = zip(run.optimizer.state.values(), resumed.optimizer.state.values(), strict=True)
+    for state, loaded in states:
+        assert any(value.dtype == torch.float32 for name, value in state.items() if name != "step")
+        assert all(torch.equal(value, loaded[name]) for name, value in state.items())
+        assert all(value.dtype == loaded[name].dtype for name, value in state.items())
+    assert same(run.model, resumed.model)

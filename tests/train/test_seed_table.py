@@ -12,7 +12,7 @@ def rows():
     return re.findall(r"^\| ([\d, ]+) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
 
 
-def test_every_row_is_there_once():
+def test_every_row_exists_once():
     numbers = [int(number) for row in rows() for number in row[0].split(",")]
     assert numbers == list(range(1, 34))
 

@@ -1,4 +1,4 @@
-"""Batches of every kind, in parts."""
+"""Splitting batches of every kind into parts."""
 
 import re
 from collections import OrderedDict, defaultdict
@@ -41,14 +41,14 @@ X, Y = torch.arange(10).reshape(5, 2), torch.arange(5)
         X.numpy(),
     ],
 )
-def test_every_kind(batch):
+def test_batches_of_every_kind_are_split(batch):
     assert batch_size(batch) == 5
     parts = split(batch, [2, 2, 1])
     assert [batch_size(part) for part in parts] == [2, 2, 1]
     assert all(type(part) is type(batch) for part in parts)
 
 
-def test_samples_of_many_lengths():
+def test_samples_of_different_lengths_are_split():
     samples = [torch.zeros(length) for length in (3, 1, 2, 5, 4)]
     assert batch_size(samples) == 5
     parts = split(samples, [2, 3])
@@ -122,14 +122,14 @@ def test_collated_tuples_are_split_by_column(sample):
         begin += size
 
 
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
-    return one == other
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and all(map(same, left, right)) and len(left) == len(right)
+    return left == right
 
 
 def target(index, boxes):
@@ -140,16 +140,16 @@ def target(index, boxes):
 @pytest.mark.parametrize("outer", [list, tuple, lambda both: dict(zip("xy", both, strict=True))])
 @pytest.mark.parametrize("samples", [2, 3, 4])
 @pytest.mark.parametrize("alike", [False, True])
-def test_detection(kind, outer, samples, alike):
-    """As torchvision's references have it: tuple(zip(*samples)). Never along the channels."""
+def test_detection_batches_are_split_by_sample(kind, outer, samples, alike):
+    """As torchvision's reference scripts collate them: tuple(zip(*samples)). Never along the channels."""
     images = kind(image(i, 4 if alike else 4 + i) for i in range(samples))
     targets = kind(target(i, 1 + i) for i in range(samples))
     batch = outer([images, targets])
     assert batch_size(batch) == samples
     for i, part in enumerate(split(batch, [1] * samples)):
-        mine, theirs = part.values() if isinstance(part, dict) else part
-        assert [x is images[i] for x in mine] == [True]
-        assert [y is targets[i] for y in theirs] == [True]
+        own_images, own_targets = part.values() if isinstance(part, dict) else part
+        assert [x is images[i] for x in own_images] == [True]
+        assert [y is targets[i] for y in own_targets] == [True]
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_detection(kind, outer, samples, alike):
         lambda i: (torch.ones(1 + i), "a"),
     ],
 )
-def test_a_list_of_samples_as_they_are(sample):
-    """collate_fn=list."""
+def test_an_uncollated_list_of_samples_is_split(sample):
+    """As with collate_fn=list."""
     batch = [sample(i) for i in range(4)]
     assert batch_size(batch) == 4
-    assert [[id(each) for each in part] for part in split(batch, [3, 1])] == [
-        [id(each) for each in batch[:3]],
+    assert [list(map(id, part)) for part in split(batch, [3, 1])] == [
+        list(map(id, batch[:3])),
         [id(batch[3])],
     ]
 
 
-def test_numbers_of_samples_go_with_them_and_sizes_of_images_do_not():
+def test_numbers_per_sample_are_split_and_image_sizes_are_not():
     images = tuple(image(i, 4 + i) for i in range(2))
     parts = split((images, (5, 7), tuple(target(i, 1 + i) for i in range(2))), [1, 1])
     assert [part[1] for part in parts] == [(5,), (7,)]
@@ -209,18 +209,18 @@ def test_the_advice_for_an_unknown_size_works():
         batch_size(Batch(X))
 
 
-def test_a_defaultdict_stays_one():
+def test_a_defaultdict_stays_a_defaultdict():
     batch = defaultdict(list, x=X)
     part = split(batch, [2, 3])[0]
     assert part["nothing yet"] == []
-    assert list(batch) == ["x"], "the batch itself is as it was"
+    assert list(batch) == ["x"], "the batch itself is unchanged"
 
 
-def test_as_many_columns_as_samples():
+def test_as_many_columns_as_samples_are_split_as_columns():
     parts = split([X[:2], X[2:4]], [1, 1])
     assert [[x.tolist() for x in part] for part in parts] == [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
 
 
-def test_samples_that_have_nothing():
+def test_empty_samples_stay_empty():
     boxes = [[torch.ones(4)], [], [torch.zeros(4), torch.ones(4)]]
     assert split({"x": X[:3], "boxes": boxes}, [2, 1])[0]["boxes"] == boxes[:2]

@@ -1,4 +1,4 @@
-"""Files of states: whole or not there, and plain."""
+"""State files: written completely or not at all, and plain data only."""
 
 import fcntl
 import pickle
@@ -32,7 +32,7 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
-def test_two_processes_do_not_write_one_file(tmp_path):
+def test_two_processes_cannot_write_the_same_file(tmp_path):
     with (tmp_path / ".state.partial").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="Another process is saving"):
@@ -42,7 +42,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
 
 @pytest.mark.process
 def test_a_killed_run_resumes_bit_for_bit():
-    """The whole of it, 50 kills: python benchmarks/killed.py"""
+    """With 8 kills; python benchmarks/killed.py makes 50."""
     script = Path(__file__).parents[2] / "benchmarks" / "killed.py"
     done = subprocess.run(
         [sys.executable, script, "--kills", "8"], capture_output=True, text=True, check=False
@@ -61,15 +61,15 @@ class Evil:
     "content",
     [b"", b"nonsense", pickle.dumps(Evil(), 2), pickle.dumps({"version": Evil()}, 2)],
 )
-def test_a_dict_that_is_not_a_state_is_refused(tmp_path, content, capsys):
+def test_a_file_that_is_not_plain_data_is_refused(tmp_path, content, capsys):
     (tmp_path / "state").write_bytes(content)
     with pytest.raises(FileFormatError, match="Cannot resume from"):
         state_file.load(tmp_path / "state")
     assert capsys.readouterr().out == ""
 
 
-def test_a_bit_that_changed_is_found(tmp_path):
-    """PyTorch would load it: the parameter is another."""
+def test_a_flipped_bit_is_detected(tmp_path):
+    """PyTorch would load the file, with another parameter."""
     path = tmp_path / "state"
     state_file.save({"version": 1, "parameter": torch.full((64,), 1.5)}, path)
     content = bytearray(path.read_bytes())
@@ -80,7 +80,7 @@ def test_a_bit_that_changed_is_found(tmp_path):
         state_file.load(path)
 
 
-def test_something_else_is_refused(tmp_path):
+def test_other_dicts_and_missing_files_are_refused(tmp_path):
     torch.save({"model": {}}, tmp_path / "state")
     with pytest.raises(FileFormatError, match="does not hold the state"):
         state_file.load(tmp_path / "state")
@@ -124,20 +124,20 @@ def engine(lr=0.1, extra=None, callbacks=()):
     )
 
 
-def test_numbers_of_numpy_s_are_saved_and_read(tmp_path):
+def test_numpy_numbers_are_saved_and_read(tmp_path):
     def run():
         metric = memfit.EarlyStopping(lambda engine: np.mean([1.0, 2.0]))
         extra = {"scale": np.float32(1.5), "seen": [np.int64(3), (np.bool_(True),)]}
         return engine(np.logspace(-3, -1, 3)[1], extra, [metric])
 
-    first, again = run(), engine(callbacks=[memfit.EarlyStopping(lambda engine: 0.0)])
+    first, resumed = run(), engine(callbacks=[memfit.EarlyStopping(lambda engine: 0.0)])
     first.fit([torch.ones(4, 4)], epochs=2)
     first.save(tmp_path / "run")
-    assert type(first.optimizer.param_groups[0]["lr"]) is np.float64, "the run's own are as they were"
-    again.load(tmp_path / "run")
-    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    assert again.model.extra == {"scale": 1.5, "seen": [3, (True,)]}
-    assert again.callbacks[0].best == 1.5
+    assert type(first.optimizer.param_groups[0]["lr"]) is np.float64, "the run itself keeps its numbers"
+    resumed.load(tmp_path / "run")
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert resumed.model.extra == {"scale": 1.5, "seen": [3, (True,)]}
+    assert resumed.callbacks[0].best == 1.5
     assert type(first.callbacks[0].best) is float
 
 
@@ -161,16 +161,17 @@ def test_a_value_that_load_would_refuse_is_refused_by_save(extra, place, tmp_pat
 
 def test_the_state_of_pytorchs_schedulers_is_plain(tmp_path):
     def run():
-        made = engine()
-        milestones = torch.optim.lr_scheduler.MultiStepLR(made.optimizer, list(np.arange(2, 8, 2)), gamma=0.5)
-        made.scheduler = made._ledger.update.scheduler = milestones
-        return made
+        created = engine()
+        epochs = list(np.arange(2, 8, 2))
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(created.optimizer, epochs, gamma=0.5)
+        created.scheduler = created._ledger.update.scheduler = scheduler
+        return created
 
-    first, again = run(), run()
+    first, resumed = run(), run()
     first.fit([torch.ones(4, 4)] * 3)
     first.save(tmp_path / "run")
-    again.load(tmp_path / "run")
-    assert again.scheduler.milestones == {2: 1, 4: 1, 6: 1}
-    for one in (first, again):
-        one.step(torch.ones(4, 4))
-    assert again.scheduler.get_last_lr() == first.scheduler.get_last_lr() == [0.025]
+    resumed.load(tmp_path / "run")
+    assert resumed.scheduler.milestones == {2: 1, 4: 1, 6: 1}
+    for trained in (first, resumed):
+        trained.step(torch.ones(4, 4))
+    assert resumed.scheduler.get_last_lr() == first.scheduler.get_last_lr() == [0.025]
