@@ -47,28 +47,28 @@ LONG = ("256", "32768")
 def followed(script, advice):
     """Return the script and the environment of a user who follows the advice."""
     environment = dict(os.environ)
-    for one in advice:
-        how = one["how"]
+    for piece in advice:
+        how = piece["how"]
         if how.startswith("PYTORCH_ALLOC_CONF="):
             environment |= [how.split("=", 1)]
         elif how.startswith("fused=True"):
             script = script.replace("parameters())", "parameters(), fused=True)")
-        else:  # it names all strategies there are so far
+        else:  # it names all strategies advised so far
             script = "\n".join(line for line in script.splitlines() if "memfit.apply" not in line)
             script = script.replace("    print(", f"    import memfit; {how}\n    print(")
     return script, environment
 
 
-def test_a_peak_in_the_optimizer(dry_run):
+def test_advice_for_a_peak_in_the_optimizer_gives_the_predicted_peak(dry_run):
     run = dry_run(TRAIN, *WIDE, options=("--advise", "--html", "report.html"))
-    (one,) = run.answer["advice"]
-    assert one["what"] == "fused optimizer"
-    assert run.out.count("training\n") == 1  # what is tried is silent
+    (piece,) = run.answer["advice"]
+    assert piece["what"] == "fused optimizer"
+    assert run.out.count("training\n") == 1  # trial runs print nothing
     assert "<b>fused optimizer</b>" in (run.folder / "report.html").read_text()
-    script, environment = followed(TRAIN, [one])
-    again = dry_run(script, *WIDE, env=environment).answer
-    assert again["peak"]["process"] == one["needs"]["bytes"]
-    assert run.answer["peak"]["process"] == one["needs"]["bytes"] + one["saves"]["bytes"]
+    script, environment = followed(TRAIN, [piece])
+    rerun = dry_run(script, *WIDE, env=environment).answer
+    assert rerun["peak"]["process"] == piece["needs"]["bytes"]
+    assert run.answer["peak"]["process"] == piece["needs"]["bytes"] + piece["saves"]["bytes"]
 
 
 def test_following_the_advice_gives_the_predicted_figures(dry_run):
@@ -76,38 +76,38 @@ def test_following_the_advice_gives_the_predicted_figures(dry_run):
     run = dry_run(TRAIN, *LONG, options=("--advise", *small))
     assert run.answer["verdict"] == "out of memory"
     advice = run.answer["advice"]
-    assert [(one["what"], one["fits"]) for one in advice] == [
+    assert [(piece["what"], piece["fits"]) for piece in advice] == [
         ("expandable segments", False),
         ("checkpoint the repeated blocks", False),
         ("offload activations", True),
     ]
     needed = dry_run(TRAIN, *LONG, options=NO_LIMIT).answer["peak"]["process"]
     assert f"With unlimited memory, the run needs {needed / 2**30:.2f} GiB" in run.out
-    for number, one in enumerate(advice, 1):
+    for number, piece in enumerate(advice, 1):
         script, environment = followed(TRAIN, advice[:number])
-        again = dry_run(script, *LONG, options=NO_LIMIT, env=environment).answer
-        assert again["peak"]["process"] == one["needs"]["bytes"] == needed - one["saves"]["bytes"]
-        needed = one["needs"]["bytes"]
+        rerun = dry_run(script, *LONG, options=NO_LIMIT, env=environment).answer
+        assert rerun["peak"]["process"] == piece["needs"]["bytes"] == needed - piece["saves"]["bytes"]
+        needed = piece["needs"]["bytes"]
     assert dry_run(script, *LONG, options=small, env=environment).answer["verdict"] == "fits"
 
 
-def test_a_loop_that_does_not_call_its_model_and_is_compiled(dry_run):
-    """The advice is for the model, and applies to the compiled one."""
+def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
+    """The advice is for the model, and applies to the compiled piece."""
     begin, net, rest = TRAIN.partition("class Net")
     script = begin + net + rest.replace("forward", "training_step")
     script = script.replace("while", 'step = torch.compile(model.training_step, backend="eager")\n    while')
     script = script.replace("loss = model(", "loss = step(")
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     once = ("--steps", "1")
-    (one,) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
-    assert one["how"] == "memfit.apply(model, [memfit.Checkpointing()])  # after creating Net"
-    script, _ = followed(script, [one])
-    again = dry_run(script, *LONG, options=once, env=environment).answer
-    assert again["peak"]["process"] == one["needs"]["bytes"]
+    (piece,) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
+    assert piece["how"] == "memfit.apply(model, [memfit.Checkpointing()])  # after creating Net"
+    script, _ = followed(script, [piece])
+    rerun = dry_run(script, *LONG, options=once, env=environment).answer
+    assert rerun["peak"]["process"] == piece["needs"]["bytes"]
 
 
 def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
-    """It waits for input that is not given twice."""
+    """The script waits for input, which a rerun does not get."""
     reader, writer = os.pipe()
     os.write(writer, b"y\n")
     script = "answer = input()\n" + textwrap.dedent(TRAIN)
@@ -117,9 +117,9 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert run.code == 0
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
-    assert "No advice: when the script was run again without input, script.py failed" in run.out
+    assert "No advice: when the script was run rerun without input, script.py failed" in run.out
     assert "The total that the script needs could not be measured: see below." in run.out
-    assert run.err.count("memfit runs the script again, without input") == 1
+    assert run.err.count("memfit runs the script rerun, without input") == 1
 
 
 def test_explain_reruns_nothing_and_tries_settings_only(dry_run):
@@ -128,5 +128,5 @@ def test_explain_reruns_nothing_and_tries_settings_only(dry_run):
     (run.folder / "script.py").write_text("open('ran', 'w')")
     command = [sys.executable, "-m", "memfit", "explain", "run.memfit", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=run.folder)
-    assert [one["what"] for one in json.loads(done.stdout)["advice"]] == ["expandable segments"]
+    assert [piece["what"] for piece in json.loads(done.stdout)["advice"]] == ["expandable segments"]
     assert not (run.folder / "ran").exists()

@@ -43,13 +43,13 @@ def settings(done):
 
 
 def test_a_dry_run_under_a_setting_equals_its_replay(trace, tmp_path):
-    said = settings(memfit("allocator", trace, "--json", "-"))[CONF]
+    predicted = settings(memfit("allocator", trace, "--json", "-"))[CONF]
     done = dry_run(tmp_path, conf=CONF)
-    assert (said["peak_allocated"], said["peak_reserved"]) == (
+    assert (predicted["peak_allocated"], predicted["peak_reserved"]) == (
         done["peak"]["allocated"],
         done["peak"]["reserved"],
     )
-    smallest = said["smallest_capacity"]
+    smallest = predicted["smallest_capacity"]
     assert dry_run(tmp_path, "--memory", smallest, conf=CONF)["verdict"] == "fits"
     assert dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)["verdict"] != "fits"
 
@@ -77,7 +77,7 @@ def test_the_failing_location_is_named(trace):
     assert row["failure"]["requested"] > row["failure"]["free"]
 
 
-def test_a_replay_of_an_out_of_memory_fails_at_the_same_place(tmp_path):
+def test_a_replay_of_an_out_of_memory_run_fails_at_the_same_place(tmp_path):
     path = tmp_path / "run.memfit"
     first = dry_run(tmp_path, "-o", path, "--memory", "900MiB")
     assert first["verdict"] == "out of memory"
@@ -105,13 +105,13 @@ def test_settings_of_the_script_are_in_every_row(tmp_path):
     memfit("dry-run", "--memory", "1GiB", "-o", path, tmp_path / "sets.py")
     done = memfit("replay", path, "--alloc-conf", CONF, "--memory", "600MiB", "--json", "-")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    (note,) = [note["text"] for note in said["notes"] if "The script itself sets" in note["text"]]
+    answer = json.loads(done.stdout)
+    (note,) = [note["text"] for note in answer["notes"] if "The script itself sets" in note["text"]]
     assert "per_process_memory_fraction:0.25" in note
     assert "max_split_size_mb:64" in note
     assert "expandable" not in note
-    assert [row["setting"] for row in said["settings"]] == ["", CONF]
-    assert not any(row["fits"] for row in said["settings"])  # of 600 MiB it may have 150
+    assert [row["setting"] for row in answer["settings"]] == ["", CONF]
+    assert not any(row["fits"] for row in answer["settings"])  # of 600 MiB it may have 150
     assert settings(memfit("replay", path, "--memory", "1GiB", "--json", "-"))[""]["fits"]
 
 
@@ -129,9 +129,9 @@ def test_settings_of_the_script_are_in_every_row(tmp_path):
 def test_settings_of_the_environment_are_not_the_scripts(tmp_path, conf):
     (tmp_path / "small.py").write_text('import torch\nx = torch.empty(3 << 20, device="cuda")\n')
     memfit("dry-run", "-o", tmp_path / "run.memfit", tmp_path / "small.py", PYTORCH_ALLOC_CONF=conf)
-    said = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
-    assert [row["setting"] for row in said["settings"]] == [conf]
-    assert not [note for note in said["notes"] if "The script itself" in note["text"]]
+    answer = json.loads(memfit("replay", tmp_path / "run.memfit", "--json", "-").stdout)
+    assert [row["setting"] for row in answer["settings"]] == [conf]
+    assert not [note for note in answer["notes"] if "The script itself" in note["text"]]
 
 
 @pytest.mark.parametrize(

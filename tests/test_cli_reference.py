@@ -1,4 +1,4 @@
-"""docs/cli.md is what docs/generate_cli.py makes of the commands."""
+"""docs/cli.md equals the output of docs/generate_cli.py."""
 
 import importlib.util
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The table of GPUs: figures and their sources, names, MIG slices, and the PyTorch builds for each."""
+
 import subprocess
 import sys
 
@@ -27,9 +29,9 @@ every_device = pytest.mark.parametrize("device", EVERY, ids=lambda device: devic
 
 
 def test_the_table_has_every_required_card():
-    wanted = """GTX 1660, RTX 3060, RTX 3090, RTX 4060, RTX 4070, RTX 4080, RTX 4090, RTX 5090, T4, V100, A10,
+    cards = """GTX 1660, RTX 3060, RTX 3090, RTX 4060, RTX 4070, RTX 4080, RTX 4090, RTX 5090, T4, V100, A10,
         L4, L40S, A6000, A100 40GB, A100 80GB, H100, H200, B200"""
-    assert len({find_device(name.strip()).name for name in wanted.split(",")}) == 19
+    assert len({find_device(name.strip()).name for name in cards.split(",")}) == 19
     assert find_device(DEFAULT).name == DEFAULT
 
 

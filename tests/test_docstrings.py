@@ -27,7 +27,7 @@ def test_docstring_examples_print_what_they_show(name):
 
 
 def test_few_examples_are_skipped():
-    """Skipped are those that need a script, a trace file, a process on the ghost or a GPU."""
+    """Only examples that need a script, a trace file, a process on the ghost or a GPU are skipped."""
     found = [example for name in MODULES for example in examples(name)]
     skipped = [example for example in found if example.options.get(doctest.SKIP)]
     assert len(found) - len(skipped) >= 130

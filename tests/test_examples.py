@@ -1,4 +1,4 @@
-"""Every script in examples/ under `memfit dry-run`, unmodified, each in a process of its own.
+"""Every script in examples/ under `memfit dry-run`, unmodified, each in its own process.
 
 The referee is the script itself: it ends by printing PyTorch's own peaks, and memfit's must equal them.
 """
@@ -263,7 +263,7 @@ def test_each_line_adds_what_a_real_gpu_added(script, real, tmp_path):
 
 
 @pytest.mark.process
-def test_the_optimizers_temporaries_are_what_a_real_gpu_showed(tmp_path):
+def test_the_optimizers_temporaries_equal_those_on_a_real_gpu(tmp_path):
     run = dry_run(tmp_path, "--steps", "1000", EXAMPLES / "linear1024.py", CUBLAS_WORKSPACE_CONFIG=":0:0")
     held = sum(LINEAR_1024.values())
     assert run.answer["peak"]["allocated"] == held + 8_388_608

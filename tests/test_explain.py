@@ -45,14 +45,14 @@ def recorded(dry_run):
 
 
 def test_a_saved_trace_gives_the_same_result_without_torch(recorded):
-    again = json.loads(explain(recorded.folder, "run.memfit", "--json", "-").stdout)
-    assert {name: again[name] for name in recorded.answer} == recorded.answer
-    assert again["held"]["allocated"] == recorded.answer["peak"]["allocated"]
-    for rows in again["held"]["rows"].values():
-        assert sum(row["bytes"] for row in rows) == again["held"]["allocated"]
+    explained = json.loads(explain(recorded.folder, "run.memfit", "--json", "-").stdout)
+    assert {name: explained[name] for name in recorded.answer} == recorded.answer
+    assert explained["held"]["allocated"] == recorded.answer["peak"]["allocated"]
+    for rows in explained["held"]["rows"].values():
+        assert sum(row["bytes"] for row in rows) == explained["held"]["allocated"]
 
 
-def test_a_breakdown_at_a_moment_by_each_grouping(recorded):
+def test_the_breakdown_is_that_of_the_chosen_moment_and_grouping(recorded):
     text = explain(recorded.folder, "run.memfit", "--at", "forward", "--by", "line").stdout
     assert "Allocated, by line: step 1 · forward · Linear" in text
     assert "script.py:3" in text
@@ -75,7 +75,7 @@ def test_dry_run_and_explain_write_the_html_report(dry_run):
     assert not (run.folder / "none.html").exists()
 
 
-def test_the_ledger_of_one_linear_layer_is_what_a_real_gpu_showed(dry_run):
+def test_the_ledger_of_one_linear_layer_equals_the_figures_of_a_real_gpu(dry_run):
     """An RTX 3060 with PyTorch 1.9.1, single-tensor AdamW, no cuBLAS workspace."""
     script = (EXAMPLES / "linear1024.py").read_text()
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
@@ -106,14 +106,14 @@ def test_the_ledger_of_one_linear_layer_is_what_a_real_gpu_showed(dry_run):
 
 
 def test_snapshots_are_written_and_read(recorded):
-    of_torch = json.loads(explain(recorded.folder, "own.pickle", "--json", "-").stdout)
-    assert of_torch["verdict"] == "unknown"
-    assert of_torch["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
+    from_torch = json.loads(explain(recorded.folder, "own.pickle", "--json", "-").stdout)
+    assert from_torch["verdict"] == "unknown"
+    assert from_torch["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
     assert "SNAPSHOT" in explain(recorded.folder, "own.pickle").stdout
     assert explain(recorded.folder, "run.memfit", "--snapshot", "ours.pickle").returncode == 0
-    of_ours = json.loads(explain(recorded.folder, "ours.pickle", "--json", "-").stdout)
-    assert of_ours["peak"]["reserved"] == recorded.answer["peak"]["reserved"]
-    assert of_ours["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
+    from_memfit = json.loads(explain(recorded.folder, "ours.pickle", "--json", "-").stdout)
+    assert from_memfit["peak"]["reserved"] == recorded.answer["peak"]["reserved"]
+    assert from_memfit["peak"]["allocated"] == recorded.answer["peak"]["allocated"]
 
 
 def test_fragmentation_is_part_of_the_explanation(recorded):

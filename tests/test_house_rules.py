@@ -1,4 +1,4 @@
-"""Rules of the house that no linter checks: short files, and class names that mean one thing."""
+"""House rules that no linter checks: short files, and class names that mean one thing."""
 
 import ast
 from collections import defaultdict
@@ -20,7 +20,7 @@ def source_files():
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def test_no_file_is_longer_than_400_lines_but_tables_of_data():
+def test_no_file_except_tables_of_data_is_longer_than_400_lines():
     lines = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in source_files()}
     assert lines
     assert {name for name, count in lines.items() if count > MAX_LINES} == set(LONGER)

@@ -61,7 +61,7 @@ def test_modules_outside_these_folders_do_not_import_torch():
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["dry-run", "--help"], ["record", "--help"], ["--version"], ["gpus"]]
 )
-def test_the_command_line_answers_without_torch(arguments):
+def test_the_command_line_works_without_torch(arguments):
     printed = run_python(
         "import sys\n"
         "from memfit.cli.main import main\n"

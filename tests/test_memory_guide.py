@@ -1,4 +1,4 @@
-"""docs/memory.md: every command in it is run, and every line it shows must come out."""
+"""docs/memory.md: each of its commands prints the lines that the guide shows."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def run(command, folder):
 
 
 def missing(shown, printed):
-    """Return what is shown and was not printed, in this order; `...` stands for any lines."""
+    """Return the shown lines that were not printed in this order; `...` stands for any lines."""
     left = iter(printed)
     lines = [line for line in shown.splitlines() if line != "..."]
     return [line for line in lines if not any(line == found for found in left)]

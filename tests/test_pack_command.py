@@ -63,7 +63,7 @@ def test_a_run_is_packed_close_to_its_live_peak(trace, tmp_path):
     assert all(int(row[name]) % 512 == 0 for row in rows for name in ("offset", "size"))
 
 
-def test_the_report_of_a_run(trace):
+def test_the_report_of_a_run_equals_that_of_the_python_api(trace):
     done = memfit("pack", trace)
     assert done.stdout.startswith("PACKED   ")
     assert str(pack(trace)).split() == done.stdout.split()
@@ -79,7 +79,7 @@ def test_the_report_of_a_run(trace):
         ("11", 1, "DOES NOT FIT   11: no packing fits; the smallest found is 12, proven minimal"),
     ],
 )
-def test_a_table_and_a_capacity(problem, capacity, code, first_line):
+def test_the_exit_code_reports_whether_a_table_fits_a_capacity(problem, capacity, code, first_line):
     done = memfit("pack", problem, "--capacity", capacity, "--fail")
     assert (done.returncode, done.stdout.splitlines()[0]) == (code, first_line)
 

@@ -1,4 +1,4 @@
-"""README.md: the run that it shows is what the command prints today."""
+"""README.md: the output that it shows equals what the command prints today."""
 
 import re
 import shlex

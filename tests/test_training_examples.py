@@ -1,4 +1,4 @@
-"""Scripts in examples/ that train with memfit: they reach on the CPU what they are to show."""
+"""Scripts in examples/ that train with memfit reach the accuracy they claim, on the CPU."""
 
 import os
 import re
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNSEEN = 360
-"""Digits that the accuracy is counted on."""
+"""Digits in the test set."""
 
 
 def test_accumulated_batches_of_digits_reach_the_same_accuracy():
@@ -23,11 +23,11 @@ def test_accumulated_batches_of_digits_reach_the_same_accuracy():
         text=True,
         check=False,
         timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # so small that threads are in each other's way
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads slow down so small a model
     )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^batches of (.+?) +(\d+) updates +accuracy ([\d.]+)$", done.stdout, re.MULTILINE)
     assert [(name, updates) for name, updates, _ in found] == [("32", "180"), ("4 x 8", "180")]
     whole, accumulated = (float(accuracy) for *_, accuracy in found)
     assert min(whole, accumulated) >= 0.95
-    assert abs(whole - accumulated) <= 2 / UNSEEN  # sums in another order: a digit may fall to the other side
+    assert abs(whole - accumulated) <= 2 / UNSEEN  # sums in another order may flip a digit

@@ -41,7 +41,7 @@ def test_a_page_with_combined_blocks_has_exact_sums(show, monkeypatch):
     assert "drawn together" in page.inner_text("#count")
     page.focus("#timeline")
     page.keyboard.press("Home")
-    for _ in range(40):  # at each of these something that is drawn together comes or goes
+    for _ in range(40):  # at each of these, a combined block appears or disappears
         now = shown(page)
         assert now.allocated == now.table == now.icicle == sum(now.layers.values())
         page.keyboard.press("ArrowRight")
@@ -52,7 +52,7 @@ def test_hostile_names_are_text(show):
     page = show(report(trace))
     page.on("dialog", lambda dialog: pytest.fail("a name ran"))
     assert page.locator("img").count() == 0
-    assert page.locator("header").bounding_box()["height"] < 450  # what is long scrolls
+    assert page.locator("header").bounding_box()["height"] < 450  # long text scrolls
     for name in ("line", "op", "module"):
         page.click(f"[data-by={name}]")
     page.fill("#search", "evil")
@@ -77,7 +77,7 @@ def test_the_keyboard_reaches_everything(show):
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         if what in reached:
             break
-        assert outline != "none", what  # where the focus is can be seen
+        assert outline != "none", what  # the focus is visible
         reached.append(what)
     for needed in (
         "theme",
@@ -100,7 +100,7 @@ def test_the_keyboard_reaches_everything(show):
     assert check(page, trace, text).moment == 0
     for key in ("p", "P"):
         page.keyboard.press("Home")
-        page.keyboard.press(f"Control+{key}")  # the browser's own: paper has the moment that is chosen
+        page.keyboard.press(f"Control+{key}")  # the browser prints: the chosen moment stays
         assert shown(page).moment == 0
         page.keyboard.press(key)
         assert check(page, trace, text).moment == at
@@ -111,7 +111,7 @@ def test_the_keyboard_reaches_everything(show):
     page.keyboard.press("ArrowDown")
     assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "2"
     page.keyboard.press("Enter")
-    assert page.locator("#icicle button[aria-level='2']").count() == 1  # it alone
+    assert page.locator("#icicle button[aria-level='2']").count() == 1  # only that box
     page.focus("#map")
     page.keyboard.press("ArrowRight")
     assert "MiB" in page.inner_text("#block")
@@ -120,7 +120,7 @@ def test_the_keyboard_reaches_everything(show):
     assert page.locator("#table .row[aria-selected=true]").count() == 1
     assert page.locator("#details dt").count() > 4
     page.focus("#timeline")
-    page.keyboard.press("Home")  # before the tensor was made
+    page.keyboard.press("Home")  # before the tensor exists
     assert page.locator("#details dt").count() == 0
 
 
@@ -141,7 +141,7 @@ def test_every_window_size_and_colour_scheme_works(show, scheme, width):
             name,
         )
         assert colours > 5
-    # What stands for a kind has its colour, wherever it is.
+    # A category has the same colour everywhere.
     for place in ("#sums", "#icicle", "#table"):
         kind = page.locator(f"{place} [data-layer=activations]").first
         assert kind.evaluate("kind => getComputedStyle(kind).backgroundColor") == "rgb(0, 158, 115)"
@@ -179,7 +179,7 @@ def test_the_summary_is_shown_without_javascript(browser, tmp_path):
 
 
 def test_the_page_draws_inside_a_notebook(browser, tmp_path):
-    """The output of a cell: a frame that may only run scripts, within another page."""
+    """The output of a cell is a frame in another page, and may only run scripts."""
     cell = tmp_path / "notebook.html"
     cell.write_text(f"<!doctype html><title>notebook</title>{explain(run())._repr_html_()}")
     context = browser.new_context(viewport={"width": 1000, "height": 950})
@@ -196,7 +196,7 @@ def test_the_page_draws_inside_a_notebook(browser, tmp_path):
     page.mouse.click(box["x"] + 58 + 0.3 * (box["width"] - 66), box["y"] + 200)
     check(frame, run(), report(run()))
     assert frame.inner_text("#h-moment").lower() == "at this moment"
-    assert frame.evaluate("self.origin") == "null"  # what is the notebook's is out of its reach
+    assert frame.evaluate("self.origin") == "null"  # the frame cannot reach the notebook
     assert page.title() == "notebook"
     assert [url for url in requests if url != cell.as_uri() and not url.startswith("about:")] == []
     assert complaints == []
@@ -217,7 +217,7 @@ def test_the_policy_blocks_injected_content(browser, tmp_path):
     page.goto(path.as_uri())
     page.wait_for_selector("html[data-ready]")
     assert page.title() != "run"
-    assert sum("Content Security Policy" in one for one in refused) == 2
+    assert sum("Content Security Policy" in message for message in refused) == 2
     assert [url for url in sent if not url.startswith("file:")] == []
     context.close()
 

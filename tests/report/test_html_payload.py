@@ -34,13 +34,13 @@ def drawn(trace, most=100_000, *, source=True):
 
 
 def check_sums(trace, held, moments):
-    """Check that layers equal the rows of ``explain`` at some moments, and sum to what is allocated."""
+    """Check that layers equal the rows of ``explain`` at some moments, and sum to the allocated bytes."""
     line = timeline(trace)
     attribution = attribute(trace, line)
     for moment in moments:
         event = int(held.columns["moment.event"][moment])
-        of_explain = breakdown_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
-        rows = {row.name: row.bytes for row in of_explain if row.bytes}
+        explained = breakdown_at(trace, line, attribution, event).rows[GroupBy.CATEGORY]
+        rows = {row.name: row.bytes for row in explained if row.bytes}
         assert sums(held, moment) == rows
         assert sum(rows.values()) == line.allocated[event]
         assert held.columns["moment.reserved"][moment] == line.reserved[event]
@@ -66,30 +66,30 @@ def test_drawn_blocks_equal_the_real_allocators_pieces(drive, situation, late):
         assert held.facts["old"]
     config = AllocatorConfig.read(trace.settings)
     walk = BlockTracker(trace.events, config, initial_state(trace, config))
-    of, ranges = blocks(held), held.columns
+    boxes, ranges = blocks(held), held.columns
     waited = 0
     for moment in moments:
         walk.advance_to(int(events[moment]) + 1)
         pieces = walk.blocks()
-        alive = (of.born <= moment) & (moment < of.freed)
-        assert where(of, alive) == [(p.start, p.stop) for p in pieces if p.state == LIVE]
-        waiting = (of.freed <= moment) & (moment < of.done)
+        alive = (boxes.born <= moment) & (moment < boxes.freed)
+        assert spans(boxes, alive) == [(p.start, p.stop) for p in pieces if p.state == LIVE]
+        waiting = (boxes.freed <= moment) & (moment < boxes.done)
         theirs = [(p.start, p.stop) for p in pieces if p.state not in (LIVE, FREE)]
-        # A free that completes at once is drawn so at the event that requests it.
-        assert set(where(of, waiting)) <= set(theirs)
+        # A free that completes at once is drawn as complete at the event that requests it.
+        assert set(spans(boxes, waiting)) <= set(theirs)
         assert len(theirs) - waiting.sum() <= 1
         waited += waiting.sum()
-        there = (ranges["range.born"] <= moment) & (moment < ranges["range.freed"])
-        start = ranges["range.address"][there]
-        assert covered(zip(start, start + ranges["range.size"][there], strict=True)) == covered(
+        mapped = (ranges["range.born"] <= moment) & (moment < ranges["range.freed"])
+        start = ranges["range.address"][mapped]
+        assert covered(zip(start, start + ranges["range.size"][mapped], strict=True)) == covered(
             (p.start, p.stop) for p in pieces
         )
     assert waited or situation != "several streams"
 
 
-def where(of, which):
-    size = of.requested + of.beyond
-    return sorted(zip(of.address[which].tolist(), (of.address + size)[which].tolist(), strict=True))
+def spans(boxes, chosen):
+    stop = boxes.address + boxes.requested + boxes.beyond
+    return sorted(zip(boxes.address[chosen].tolist(), stop[chosen].tolist(), strict=True))
 
 
 def covered(ranges):
@@ -107,26 +107,26 @@ def covered(ranges):
 def test_blocks_drawn_together_are_counted_in_the_sums(most):
     trace = run()
     held = drawn(trace, most)
-    of = blocks(held)
-    assert len(of.born) == most
+    boxes = blocks(held)
+    assert len(boxes.born) == most
     assert held.facts["together"] == int((trace.events.action == Action.ALLOC).sum()) - most
     check_sums(trace, held, range(len(held.columns["moment.event"])))
     peak = int(np.argmax(timeline(trace).allocated))
     assert peak in held.columns["moment.event"]
     at_peak = int(np.searchsorted(held.columns["moment.event"], peak))
-    alive = ((of.born <= at_peak) & (at_peak < of.freed)).sum()
-    assert alive == min(most, 7)  # what is alive at the peak comes first
+    alive = ((boxes.born <= at_peak) & (at_peak < boxes.freed)).sum()
+    assert alive == min(most, 7)  # blocks alive at the peak come first
 
 
 def test_a_block_used_by_another_stream_is_freed_later():
     held = drawn(run(steps=1))
-    of = blocks(held)
-    waits = of.done - of.freed
-    again = blocks(drawn(run(steps=3)))  # at the same addresses
-    assert (again.done - again.freed).tolist() == [0, 0, *3 * waits[2:].tolist()]
-    # The last that was requested is the first that completes, at once.
-    assert sorted(waits[of.layer == "activations"]) == [0, 2, 4, 6]
-    assert (waits[of.layer == "gradients"] == 0).all()
+    boxes = blocks(held)
+    waits = boxes.done - boxes.freed
+    repeated = blocks(drawn(run(steps=3)))  # at the same addresses
+    assert (repeated.done - repeated.freed).tolist() == [0, 0, *3 * waits[2:].tolist()]
+    # The free requested last completes first, at once.
+    assert sorted(waits[boxes.layer == "activations"]) == [0, 2, 4, 6]
+    assert (waits[boxes.layer == "gradients"] == 0).all()
 
 
 def test_an_unmap_splits_a_range_in_two():
@@ -136,12 +136,12 @@ def test_an_unmap_splits_a_range_in_two():
     ]
     at_end = [segment(BASE, 20 * MIB, expandable=True), segment(BASE + 40 * MIB, 20 * MIB, expandable=True)]
     held = drawn(trace_of(history, at_end, settings={"expandable_segments": "True", "conf": ""}))
-    of = held.columns
+    columns = held.columns
     rows = zip(
-        (of["range.address"] - BASE) // MIB,
-        of["range.size"] // MIB,
-        of["range.born"],
-        of["range.freed"],
+        (columns["range.address"] - BASE) // MIB,
+        columns["range.size"] // MIB,
+        columns["range.born"],
+        columns["range.freed"],
         strict=True,
     )
     assert [tuple(map(int, row)) for row in rows] == [(0, 60, 0, 1), (0, 20, 1, 2), (40, 20, 1, 2)]
@@ -160,31 +160,33 @@ def test_a_history_that_starts_late_has_a_layer_for_older_blocks():
 def test_moments_and_blocks_are_in_the_payload():
     trace = run()
     held = drawn(trace)
-    of = held.columns
-    moment = list(of["moment.event"]).index(4)
-    place = of["moment.place"][moment]
-    assert held.facts["phases"][of["moment.phase"][moment]] == "forward"
-    assert of["moment.step"][moment] == 1
-    assert held.words[of["place.module"][place]] == "blocks.0.fc"
-    assert held.words[of["place.line"][place]] == "~/work/model.py:22"
+    columns = held.columns
+    moment = list(columns["moment.event"]).index(4)
+    place = columns["moment.place"][moment]
+    assert held.facts["phases"][columns["moment.phase"][moment]] == "forward"
+    assert columns["moment.step"][moment] == 1
+    assert held.words[columns["place.module"][place]] == "blocks.0.fc"
+    assert held.words[columns["place.line"][place]] == "~/work/model.py:22"
     gradient = list(blocks(held).layer).index("gradients")
-    told = {
-        name: held.words[of[f"block.{name}"][gradient]] for name in ("name", "dtype", "shape", "module", "op")
+    texts = {
+        name: held.words[columns[f"block.{name}"][gradient]]
+        for name in ("name", "dtype", "shape", "module", "op")
     }
-    assert told == {
+    assert texts == {
         "name": "weight.grad", "dtype": "float32", "shape": "[1024, 1024]", "module": "blocks.0.fc",
         "op": "AddmmBackward0",
     }  # fmt: skip
-    stack = of["block.stack"][gradient]
-    frames = of["stack.frames"][of["stack.ends"][stack] : of["stack.ends"][stack + 1]]
-    assert [held.words[one] for one in frames] == ["~/work/model.py:22  forward", "~/work/train.py:10  main"]
+    stack = columns["block.stack"][gradient]
+    frames = columns["stack.frames"][columns["stack.ends"][stack] : columns["stack.ends"][stack + 1]]
+    lines = [held.words[index] for index in frames]
+    assert lines == ["~/work/model.py:22  forward", "~/work/train.py:10  main"]
 
 
 def test_every_moment_has_its_step():
     trace = run(marks=(Mark(0, MarkKind.FORWARD, 0), *run().marks))
-    of = drawn(trace).columns
-    steps = [location_at(trace, event).step for event in of["moment.event"].tolist()]
-    assert of["moment.step"].tolist() == steps
+    columns = drawn(trace).columns
+    steps = [location_at(trace, event).step for event in columns["moment.event"].tolist()]
+    assert columns["moment.step"].tolist() == steps
     assert set(steps) == {0, 1, 2, 3}
 
 

@@ -24,7 +24,7 @@ from support.traces import BASE, Event, freed, segment, trace_of
 
 BLUE = (0, 114, 178)  # of parameters
 GREEN = (0, 158, 115)  # of activations
-VIOLET = (123, 106, 156)  # of what another stream uses, on a light page
+VIOLET = (123, 106, 156)  # of blocks that another stream uses, on a light page
 
 
 def test_shortcuts_have_buttons_flags_and_a_key(show):
@@ -61,7 +61,7 @@ def test_shortcuts_have_buttons_flags_and_a_key(show):
     buttons.nth(1).focus()
     page.keyboard.press("Enter")
     assert check(page, trace, text).allocated == 97 * MIB
-    assert [one.event for one in secondary_peaks(trace, timeline(trace))] == [4, 7]
+    assert [peak.event for peak in secondary_peaks(trace, timeline(trace))] == [4, 7]
 
 
 def test_dragging_zooms_the_timeline(show):
@@ -92,7 +92,7 @@ def test_a_block_is_shown_in_all_views(show):
     assert "512.00 KiB" in page.inner_text("#block")
     life = page.locator("#flags .life").bounding_box()
     left, width, _ = chart(page)
-    assert life["x"] + life["width"] == pytest.approx(left + width, abs=4)  # the last that was made
+    assert life["x"] + life["width"] == pytest.approx(left + width, abs=4)  # the last block allocated
     assert life["width"] < 5
     canvas = page.locator("#map canvas").first.bounding_box()
     page.mouse.click(canvas["x"] + canvas["width"] * 100.5 / 4096, canvas["y"] + 5)
@@ -105,7 +105,7 @@ def test_a_block_is_shown_in_all_views(show):
 
 
 def test_the_charts_are_drawn_to_scale(show):
-    """Activations hold 32 MiB at the peak: of the chart's height, and of their segment's length."""
+    """Activations hold 32 MiB at the peak: a share of the chart's height and of their segment's length."""
     page = show(report(run()))
     _, width, _ = chart(page)
     moment, moments = shown(page).moment, len(unpacked(report(run())).columns["moment.event"])
@@ -126,10 +126,10 @@ def test_the_table_sorts_and_searches(show):
     page.click("text=size")
     assert page.locator("#table .row .size").first.get_attribute("title") == f"{min(amounts):,} B"
     page.click("text=name")
-    page.click("text=size")  # the largest first, again
+    page.click("text=size")  # the largest first again
     assert page.locator("#table .row .size").first.get_attribute("title") == f"{max(amounts):,} B"
     assert page.locator("[aria-sort]").all_inner_texts() == ["size"]
-    page.keyboard.press("ArrowDown")  # of a heading, not of the rows
+    page.keyboard.press("ArrowDown")  # on a heading: moves no row
     assert page.locator("#table [aria-selected=true]").count() == 0
     page.fill("#search", "weight GRAD")
     assert page.inner_text("#count").startswith("1 found")
@@ -161,16 +161,16 @@ def many(count):
 
 
 def test_repeated_layers_are_folded(show):
-    """Layers with the same parts are; those of a sequence, which may be of any kind, are not."""
+    """Layers with the same parts are folded; members of a sequence, which may differ, are not."""
     sequence = [Label(Phase.FORWARD, f"model.head.{i}", "", -1) for i in (0, 2)]
     owners = tuple(TensorInfo(f"model.layers.{i}.mlp", "weight", "float32", (1,)) for i in (0, 2))
     page = show(report(run(labels=(LABELS[0], *sequence, *LABELS[3:]), tensors=owners)))
     boxes = page.locator("#icicle button")
-    said = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
-    assert {"model · layers.0,2 · mlp", "model · head · 0", "model · head · 2"} <= set(said)
+    titles = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
+    assert {"model · layers.0,2 · mlp", "model · head · 0", "model · head · 2"} <= set(titles)
     page.uncheck("#fold")
-    said = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
-    assert {"model · layers · 0 · mlp", "model · layers · 2 · mlp"} <= set(said)
+    titles = boxes.evaluate_all("boxes => boxes.map(box => box.title.split(':')[0])")
+    assert {"model · layers · 0 · mlp", "model · layers · 2 · mlp"} <= set(titles)
 
 
 def test_the_device_limit_is_drawn_if_it_is_close(show):
@@ -206,13 +206,13 @@ def test_the_tooltip_describes_what_is_under_the_pointer(show):
     moments = int(page.locator("#timeline").get_attribute("aria-valuemax")) + 1
     at = left + width * (shown(page).moment + 0.5) / moments
     page.mouse.move(at, top + 22 + 330 - 330 * 30 / (1.06 * 202))  # at 30 of 40 MiB: in the activations
-    told = page.inner_text("#tip").splitlines()
-    assert told[:2] == [
+    lines = page.inner_text("#tip").splitlines()
+    assert lines[:2] == [
         "40.00 MiB allocated, 202.00 MiB reserved",
         "step 1 · backward · blocks.1.fc · AddmmBackward0",
     ]
-    assert told[2] == "activations 32.00 MiB"
-    assert sorted(told[3:]) == ["16.00 MiB", "16.00 MiB", "blocks.0.fc", "blocks.1.fc"]
+    assert lines[2] == "activations 32.00 MiB"
+    assert sorted(lines[3:]) == ["16.00 MiB", "16.00 MiB", "blocks.0.fc", "blocks.1.fc"]
     page.mouse.move(at, top + 40)  # above all layers
     assert len(page.inner_text("#tip").splitlines()) == 2
     page.mouse.move(5, 5)
@@ -281,7 +281,7 @@ def test_a_box_is_as_wide_as_its_bytes_and_can_be_zoomed(show):
     assert level.count() == 3
     boxes.first.focus()
     page.keyboard.press("ArrowDown")
-    page.keyboard.press("Alt+ArrowDown")  # the browser's
+    page.keyboard.press("Alt+ArrowDown")  # a shortcut of the browser
     assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "2"
     page.keyboard.press("Enter")
     assert level.count() == 1

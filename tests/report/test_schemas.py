@@ -1,4 +1,4 @@
-"""The JSON Schemas in docs/ are generated from the code. To write them again, run this file."""
+"""The JSON Schemas in docs/ are generated from the code. To regenerate them, run this file."""
 
 from pathlib import Path
 

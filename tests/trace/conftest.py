@@ -24,7 +24,7 @@ from memfit.trace.trace_file import write_trace
 
 @pytest.fixture
 def trace():
-    """Two events, and one of everything they refer to."""
+    """Return a trace of two events, with one entry in each table that they refer to."""
     events = Events(
         action=np.array([Action.SEGMENT_ALLOC, Action.ALLOC], np.uint8),
         address=np.array([1 << 45, 1 << 45], np.uint64),

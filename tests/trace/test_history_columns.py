@@ -11,8 +11,8 @@ from memfit.trace.history_columns import columns, pools, streams
 from memfit.trace.stack_table import DEPTH, StackTable
 
 
-def event(action="alloc", **more):
-    return {"action": action, "addr": 1 << 45, "size": 100, "stream": 0, "time_us": 7, "frames": []} | more
+def event(action="alloc", **changes):
+    return {"action": action, "addr": 1 << 45, "size": 100, "stream": 0, "time_us": 7, "frames": []} | changes
 
 
 def frame(file, line=1, name="f"):
@@ -70,15 +70,15 @@ def test_pools_are_numbered_by_appearance_after_the_default_pool():
 
 
 def test_each_label_is_looked_up_once():
-    asked = []
+    looked_up = []
 
     def label_of(metadata):
-        asked.append(metadata)
+        looked_up.append(metadata)
         return int(metadata or -1)
 
     found, _, _ = read(*(event(user_metadata=text) for text in ("4", "", "4")), label_of=label_of)
     assert found.label.tolist() == [4, -1, 4]
-    assert asked == ["4", ""]
+    assert looked_up == ["4", ""]
 
 
 def test_the_default_stream_is_0_wherever_it_appears():
@@ -102,16 +102,16 @@ def test_equal_stacks_are_stored_once_innermost_frame_first():
 
 
 def test_each_file_is_classified_once():
-    asked = []
+    looked_up = []
 
     def is_user_file(file):
-        asked.append(file)
+        looked_up.append(file)
         return file == "train.py"
 
     frames_in = [frame("train.py", 1), frame("train.py", 2), frame("/usr/lib/python3.11/runpy.py", 3)]
     _, _, frames = read(event(frames=frames_in), is_user_file=is_user_file)
     assert [kept.user for kept in frames] == [True, True, False]
-    assert asked == ["train.py", "/usr/lib/python3.11/runpy.py"]
+    assert looked_up == ["train.py", "/usr/lib/python3.11/runpy.py"]
 
 
 MEMFIT = Path(stack_table.__file__).parents[1]

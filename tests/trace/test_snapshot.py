@@ -28,13 +28,13 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """A snapshot of the real PyTorch on the ghost: random tensors, streams and three training steps."""
+    """Return a snapshot by PyTorch on the ghost: random tensors, streams and three training steps."""
     out = tmp_path_factory.mktemp("real") / "out.pickle"
     options = {"operations": 300, "training_steps": 3, "streams": 2, "share": 0.2, "seed": 5}
     command = [sys.executable, str(DRIVER), str(out), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return pickle.loads(out.read_bytes())  # noqa: S301  written by the line before
+    return pickle.loads(out.read_bytes())  # noqa: S301  the driver wrote it
 
 
 def saved(folder, snapshot):
@@ -48,25 +48,25 @@ def small(**changes):
     event = {"action": "alloc", "addr": BASE, "size": 100, "stream": 0, "time_us": 1, "frames": []}
     segment = {"action": "segment_alloc", "addr": BASE, "size": 2 * MIB, "stream": 0}
     blocks = [{"size": 512, "state": "active_allocated"}, {"size": 2 * MIB - 512, "state": "inactive"}]
-    of_device = {
+    final_segment = {
         "address": BASE,
         "total_size": 2 * MIB,
         "stream": 0,
         "segment_type": "small",
         "blocks": blocks,
     }
-    return {"segments": [of_device], "device_traces": [[segment, event]]} | changes
+    return {"segments": [final_segment], "device_traces": [[segment, event]]} | changes
 
 
-def assert_equal(one, other):
+def assert_equal(left, right):
     for field in fields(Events):
-        np.testing.assert_array_equal(getattr(one.events, field.name), getattr(other.events, field.name))
+        np.testing.assert_array_equal(getattr(left.events, field.name), getattr(right.events, field.name))
     for field in fields(Trace):
         if field.name != "events":
-            assert getattr(one, field.name) == getattr(other, field.name)
+            assert getattr(left, field.name) == getattr(right, field.name)
 
 
-# -- of PyTorch -------------------------------------------------------------------------------------
+# -- written by PyTorch -----------------------------------------------------------------------------
 
 
 @pytest.mark.process
@@ -86,9 +86,9 @@ def test_a_real_snapshot_is_read_to_the_byte(tmp_path, real):
 @pytest.mark.process
 def test_a_real_snapshot_round_trips(tmp_path, real):
     trace = read_snapshot(saved(tmp_path, real["snapshot"]))
-    again = tmp_path / "again.pickle"
-    write_snapshot(trace, again)
-    assert_equal(read_snapshot(again), trace)
+    copied = tmp_path / "copied.pickle"
+    write_snapshot(trace, copied)
+    assert_equal(read_snapshot(copied), trace)
     as_trace = tmp_path / "run.memfit"
     write_trace(trace, as_trace)
     assert_equal(read_trace(as_trace), trace)
@@ -97,28 +97,28 @@ def test_a_real_snapshot_round_trips(tmp_path, real):
 @pytest.mark.process
 @pytest.mark.parametrize("kept", [0, 1, 100, 600])
 def test_blocks_older_than_the_history_are_prepended_to_it(real, kept):
-    """With them, a truncated history has the bytes of the whole one, and ends with its blocks."""
+    """With them, a truncated history has the same bytes and final blocks as the whole one."""
     snapshot = real["snapshot"]
     events = snapshot["device_traces"][0]
     cut = snapshot | {"device_traces": [events[len(events) - kept :]]}
-    whole, told = snapshots.trace_of(snapshot), snapshots.trace_of(snapshots.with_earlier(cut))
-    earlier = int((told.events.action == Action.EARLIER).sum())
-    assert len(told.events) == earlier + kept
-    assert (told.events.action[:earlier] == Action.EARLIER).all()
-    line, expected = timeline(told), timeline(whole)
+    whole, completed = snapshots.trace_of(snapshot), snapshots.trace_of(snapshots.with_earlier(cut))
+    earlier = int((completed.events.action == Action.EARLIER).sum())
+    assert len(completed.events) == earlier + kept
+    assert (completed.events.action[:earlier] == Action.EARLIER).all()
+    line, expected = timeline(completed), timeline(whole)
     np.testing.assert_array_equal(line.reserved[earlier:], expected.reserved[len(events) - kept :])
-    spare = initial_state(told, AllocatorConfig.read(told.settings)).uncertain
+    spare = initial_state(completed, AllocatorConfig.read(completed.settings)).uncertain
     short = expected.allocated[len(events) - kept :] - line.allocated[earlier:]
     assert short.min(initial=0) >= 0
     assert short.max(initial=0) <= spare
 
     def left(trace, line):
         born = np.isin(trace.events.action, (Action.ALLOC, Action.EARLIER))
-        there = born & (line.freed_by == len(trace.events))
+        remaining = born & (line.freed_by == len(trace.events))
         columns = trace.events.address, trace.events.size, line.block_size
-        return sorted(zip(*(column[there].tolist() for column in columns), strict=True))
+        return sorted(zip(*(column[remaining].tolist() for column in columns), strict=True))
 
-    assert left(told, line) == left(whole, expected)
+    assert left(completed, line) == left(whole, expected)
 
 
 @pytest.mark.process
@@ -223,8 +223,8 @@ def test_an_oom_round_trips(tmp_path):
     trace = read_snapshot(saved(tmp_path, snapshot))
     assert trace.events.address.tolist()[-1] == 77
     assert snapshot_of(trace)["device_traces"][0][-1]["device_free"] == 77
-    write_snapshot(trace, tmp_path / "again")
-    assert_equal(read_snapshot(tmp_path / "again"), trace)
+    write_snapshot(trace, tmp_path / "copied")
+    assert_equal(read_snapshot(tmp_path / "copied"), trace)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def traces(draw):
     stacks = tuple(draw(st.lists(stack, max_size=5)))
     label = st.builds(Label, st.sampled_from(Phase), st.text(), st.text(), index_below(len(stacks), -1))
     labels = tuple(draw(st.lists(label, max_size=5)))
-    told = draw(st.booleans())
+    with_pools = draw(st.booleans())
     private = st.lists(st.tuples(naturals, naturals).filter(any), max_size=3, unique=True)
-    pools = ((0, 0), *draw(private)) if told else ()
+    pools = ((0, 0), *draw(private)) if with_pools else ()
     shape = st.lists(naturals, max_size=3).map(tuple)
     tensors = tuple(draw(st.lists(st.builds(TensorInfo, st.text(), st.text(), st.text(), shape), max_size=3)))
     events = draw(columns(len(labels), len(stacks), len(pools), len(tensors)))
@@ -92,7 +92,7 @@ def traces(draw):
         naturals,
         naturals,
         st.text(),
-        st.sampled_from(pools) if told else st.tuples(naturals, naturals),
+        st.sampled_from(pools) if with_pools else st.tuples(naturals, naturals),
         expandable=st.booleans(),
         blocks=st.lists(blocks, max_size=3).map(tuple),
     )
@@ -118,17 +118,17 @@ def traces(draw):
     )
 
 
-def assert_equal(one, other):
+def assert_equal(left, right):
     for field in fields(Events):
-        left, right = getattr(one.events, field.name), getattr(other.events, field.name)
-        if left is None or right is None:
-            assert left is right
+        column, expected = getattr(left.events, field.name), getattr(right.events, field.name)
+        if column is None or expected is None:
+            assert column is expected
             continue
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(left, right)
+        assert column.dtype == expected.dtype
+        np.testing.assert_array_equal(column, expected)
     for field in fields(Trace):
         if field.name != "events":
-            assert getattr(one, field.name) == getattr(other, field.name)
+            assert getattr(left, field.name) == getattr(right, field.name)
 
 
 # -- round trips -----------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def test_the_header_holds_every_field():
 
 
 def test_equal_traces_make_equal_files(tmp_path, trace, file):
-    again = tmp_path / "again.memfit"
-    write_trace(trace, again)
-    assert again.read_bytes() == file.read_bytes()
+    copied = tmp_path / "copied.memfit"
+    write_trace(trace, copied)
+    assert copied.read_bytes() == file.read_bytes()
 
 
 def test_a_name_that_is_not_utf8_gets_a_question_mark(tmp_path, trace):
@@ -176,7 +176,7 @@ def test_a_trace_is_distinguished_from_a_pickle(tmp_path, file):
     ("version", "missing"), [(1, {"pool": "pools", "tensor": "tensors"}), (2, {"tensor": "tensors"})]
 )
 def test_a_file_of_an_earlier_version_is_read(file, trace, version, missing):
-    """It has neither the later columns nor their tables."""
+    """Such a file lacks the columns added later, and their tables."""
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     header = json.loads(members["header.json"]) | {"version": version}

@@ -1,4 +1,4 @@
-"""Files that are not complete, consistent traces: each is refused with a message of its own."""
+"""Files that are not complete, consistent traces: each is refused with a specific message."""
 
 import io
 import struct
@@ -15,9 +15,9 @@ from memfit.trace import trace_file
 from memfit.trace.trace_file import read_trace, write_trace
 
 
-def assert_equal_events(one, other):
+def assert_equal_events(left, right):
     for field in fields(Events):
-        np.testing.assert_array_equal(getattr(one.events, field.name), getattr(other.events, field.name))
+        np.testing.assert_array_equal(getattr(left.events, field.name), getattr(right.events, field.name))
 
 
 def refused(path):
@@ -72,7 +72,7 @@ def test_a_trace_truncated_anywhere_is_refused(file):
 
 
 def test_changing_any_byte_never_yields_another_trace(file, trace):
-    """A change is refused, or it is in a byte that the zip does not use."""
+    """A changed file is refused, unless the zip format ignores the changed byte."""
     whole = file.read_bytes()
     for position in range(len(whole)):
         file.write_bytes(whole[:position] + bytes((whole[position] ^ 0x55,)) + whole[position + 1 :])

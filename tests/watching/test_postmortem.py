@@ -17,14 +17,14 @@ GIB = 1 << 30
 FAILS = """
     model = Net().cuda()
     optimizer = torch.optim.Adam(model.parameters())
-    steps(model, optimizer, 1)  # before anybody watches
+    steps(model, optimizer, 1)  # before the watch begins
     with memfit.watch(labels=LABELS):
         steps(model, optimizer, 2)
         steps(model, optimizer, 1, batch=1 << 23)  # 16 GiB for each result, 2 GiB for the input
 """
 
 
-GOES_ON = """
+CONTINUES = """
     import gc, os
 
     def fail():
@@ -109,19 +109,19 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     done = rehearse(WATCHED + FAILS.replace("LABELS", str(labels)))
     assert done.returncode == 1
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00" in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("memfit:")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("memfit:")]
     where = r"step 3 · forward · Net · (\w+ · )?script\.py:12"
-    assert re.fullmatch(rf"memfit: out of memory: 16\.0 GiB requested, 12\.7 GiB free, in {where}", said[0])
-    assert said[1].startswith("memfit: 66.0 GiB allocated: activations ")
-    assert said[2:4] == [
+    assert re.fullmatch(rf"memfit: out of memory: 16\.0 GiB requested, 12\.7 GiB free, in {where}", lines[0])
+    assert lines[1].startswith("memfit: 66.0 GiB allocated: activations ")
+    assert lines[2:4] == [
         "memfit: written: memfit-oom-1.memfit (memfit explain)",
         "memfit: written: memfit-oom-1.html",
     ]
-    assert said[4].startswith("memfit: step 2 · peak ")
-    assert len(said) == 5
+    assert lines[4].startswith("memfit: step 2 · peak ")
+    assert len(lines) == 5
 
     trace = read_trace(tmp_path / "memfit-oom-1.memfit")
-    assert disagreement(trace, timeline(trace)) == ""  # what PyTorch itself counted
+    assert disagreement(trace, timeline(trace)) == ""  # with PyTorch's own counters
     answer = summarize(trace)
     assert (answer.verdict, answer.device.machine, answer.steps) == ("out of memory", Machine.REHEARSAL, 2)
     found, rows = rows_at_the_end(trace)
@@ -144,10 +144,10 @@ def test_a_post_mortem_names_what_held_the_memory(rehearse, tmp_path, labels):
     assert "Net" in (tmp_path / "memfit-oom-1.html").read_text()
 
 
-def test_post_mortems_of_a_script_that_continues(rehearse, tmp_path):
-    """No file name is used twice, the number of files is limited, and no failed memory is kept."""
+def test_post_mortems_of_a_script_that_continues_are_limited_and_numbered(rehearse, tmp_path):
+    """No file name is used twice, the number of files is limited, and no memory of failed steps is kept."""
     (tmp_path / "memfit-oom-1.memfit").write_text("mine")
-    done = rehearse(WATCHED + GOES_ON)
+    done = rehearse(WATCHED + CONTINUES)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "memfit-oom-1.memfit").read_text() == "mine"
     left = {path.name for path in tmp_path.iterdir()} - {"script.py", "more", "small"}

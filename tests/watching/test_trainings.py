@@ -22,7 +22,7 @@ IN_TURN = """
         model = Net().cuda()
         head = torch.optim.SGD(model.blocks.parameters())
         steps(model, head, 12)
-        steps(model, torch.optim.SGD(model.parameters()), 12)  # and nobody has dropped the other
+        steps(model, torch.optim.SGD(model.parameters()), 12)  # while the other optimizer still exists
         assert seen[-1] == 60, seen
         steps(model, head, 12)
         assert seen[-1] == 72, seen
@@ -60,11 +60,11 @@ AGAIN = """
     torch.empty(1, device="cuda")
     assert memfit.watching.postmortem._observers == []
     with memfit.watch(files=1):
-        fail()  # with nothing there yet
+        fail()  # before any step
     run = memfit.watch(writer=Writer(), files=1)
     with run:
         if os.fork() == 0:
-            sys.exit(0)  # as Python ends: with what atexit has
+            sys.exit(0)  # like any Python exit, with atexit handlers
         os.wait()
         model = Net().cuda()
         optimizer = torch.optim.SGD(model.parameters())
@@ -91,14 +91,15 @@ AGAIN = """
             fail()
         except KeyboardInterrupt:
             print("interrupted")
-    memfit.watch().start()  # and stopped by nobody
+    memfit.watch().start()  # never stopped
 """
 
 
 def test_watches_survive_restarts_forks_and_interrupts(rehearse):
     done = rehearse(WATCHED + AGAIN)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("memfit: no training step") == 6  # by watches of no step, and by no child
+    # By watches without a step, and not by the child.
+    assert done.stderr.count("memfit: no training step") == 6
     assert "memfit: step 2 · peak" in done.stderr
     assert done.stderr.count("memfit: written: memfit-oom-") == 9
     assert "memfit: 0 B allocated\n" in done.stderr

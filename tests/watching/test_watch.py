@@ -18,9 +18,9 @@ COMPARED = """
 
     model = Net().cuda()
     optimizer = torch.optim.Adam(model.parameters())
-    foretold = "run.memfit" if os.path.exists("run.memfit") else None
-    torch.empty(1 << 27, dtype=torch.uint8, device="cuda")  # the peak, until the script resets that
-    with memfit.watch(foretold, writer=Writer()):
+    prediction = "run.memfit" if os.path.exists("run.memfit") else None
+    torch.empty(1 << 27, dtype=torch.uint8, device="cuda")  # the peak, until the script resets it
+    with memfit.watch(prediction, writer=Writer()):
         steps(model, optimizer, 1)
         own[1] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -46,9 +46,9 @@ def test_steps_are_compared_with_their_prediction(dry_run, rehearse):
 
     done = rehearse(WATCHED + COMPARED)
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("memfit:")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("memfit:")]
     source = "(predicted: exact on the ghost)"
-    assert said == [
+    assert lines == [
         f"memfit: step 6: peak 203.6 MiB measured, 31.9 MiB predicted, +538.11 % {source}",
         f"memfit: step 8 · peak 203.6 MiB measured · 31.9 MiB predicted · +538.11 % {source}",
     ]
@@ -58,7 +58,7 @@ QUIET = """
     import os, pty, sys
     from memfit.recording.recorder import installed
 
-    def put_in():
+    def hook_state():
         hooks, optimizers = torch.nn.modules.module, sys.modules["torch.optim.optimizer"]
         watched = (
             *((torch._C, name) for name in ("_cuda_emptyCache", "_cuda_resetPeakMemoryStats")),
@@ -74,7 +74,7 @@ QUIET = """
             (sys, "meta_path"),
         )
         found = {(owner.__name__, name): getattr(owner, name, None) for owner, name in watched}
-        kept = {key: list(one) if isinstance(one, (dict, list)) else one for key, one in found.items()}
+        kept = {key: list(hook) if isinstance(hook, (dict, list)) else hook for key, hook in found.items()}
         return kept, torch._C._cuda_isHistoryEnabled()
 
     def history():
@@ -87,16 +87,16 @@ QUIET = """
     optimizer = torch.optim.Adam(model.parameters())
     steps(model, optimizer, 1)
 
-    before = put_in()
+    before = hook_state()
     with memfit.watch(labels=True):
-        assert put_in() != before
+        assert hook_state() != before
         steps(model, optimizer, 4)
         few = len(history()), len(installed().book.serials), len(installed().book.marks)
         assert few[0] > 4
         steps(model, optimizer, 40)
         assert (len(history()), len(installed().book.serials), len(installed().book.marks)) <= few
     assert installed() is None
-    assert put_in() == before
+    assert hook_state() == before
 
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     steps(model, optimizer, 2)
@@ -106,7 +106,7 @@ QUIET = """
         assert allocations() == 3 * older
     assert torch._C._cuda_isHistoryEnabled()
     torch.cuda.memory._record_memory_history(None)
-    assert put_in() == before
+    assert hook_state() == before
 
     class Full:
         def add_scalar(self, *_):
@@ -124,7 +124,7 @@ QUIET = """
         while shown := os.read(terminal, 1 << 16):
             print(shown.decode())
     except OSError:
-        pass  # that is how it ends
+        pass  # the terminal has no more output
 """
 
 
@@ -143,6 +143,6 @@ def test_invalid_arguments_are_refused(tmp_path):
         watch(trace_of([]))
     with pytest.raises(UsageError, match="as the trace of a post-mortem does"):
         watch(trace_of([(Action.EARLIER, 0, 512)], marks=(Mark(1, MarkKind.TRAINING_STEP, 0),)))
-    for wrong in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
-        with pytest.raises(UsageError, match=f"^{next(iter(wrong))}( must be|=)|does not exist: None"):
-            watch(**wrong)
+    for invalid in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
+        with pytest.raises(UsageError, match=f"^{next(iter(invalid))}( must be|=)|does not exist: None"):
+            watch(**invalid)
