@@ -198,4 +198,4 @@ def test_overlapping_blocks_are_refused():
     ]
     segments = [segment(address, 20 * MIB) for address in (BASE, BASE + 40 * MIB)]
     with pytest.raises(FileFormatError, match="do not add up to the 41,943,040 bytes reserved"):
-        told(history, segments)
+        fragmentation_of(history, segments)
