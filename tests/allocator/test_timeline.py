@@ -200,7 +200,7 @@ def test_an_impossible_history_names_the_event(name):
     # With these segments at the end, the history begins without any.
     trace = trace_of(history, [segment(BASE, change, "small")] if change > 0 else ())
     *_, (action, _, _) = history
-    named = f"event {len(history) - 1} of {len(history)}, {action.name.lower()} "
+    named = rf"event {len(history) - 1} of {len(history)} \({action.name.lower()}, "
     with pytest.raises(FileFormatError, match=named):
         timeline(trace)
 

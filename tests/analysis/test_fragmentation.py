@@ -166,7 +166,7 @@ def test_figures_have_the_provenance_of_sizes():
 
 @pytest.mark.parametrize("events", [-1, 9])
 def test_a_moment_beyond_the_history_is_refused(events):
-    with pytest.raises(UsageError, match=f"now: the number of events must be between 0 and 8, not {events}"):
+    with pytest.raises(UsageError, match=f"now: event {events} is out of range. The trace has 8 events"):
         fragmentation_of(PINNED, at={"now": events})
 
 

@@ -55,7 +55,7 @@ def with_dynamic_shapes():
         ),
         (without_sizes, "x has no size"),
         (with_a_module_call, "is a subgraph"),
-        (with_dynamic_shapes, "sizes must be numbers"),
+        (with_dynamic_shapes, "sizes must be plain numbers"),
     ],
 )
 def test_operations_that_cannot_be_followed_are_named(make, words):

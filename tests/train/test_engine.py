@@ -215,7 +215,7 @@ def test_a_batch_that_never_fits_leaves_the_state_unchanged():
         pytest.raises(ValueError, match="more than 1 value") as error,
     ):
         run.step(data(1, size=8)[0])
-    assert "into 8 parts here, because memory had run out" in error.value.__notes__[0]
+    assert "into 8 parts, because memory ran out" in error.value.__notes__[0]
     assert same(state(model), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert run.micro_step == 0

@@ -28,8 +28,8 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
-        f"Cannot replay this trace: event {position} of {len(events)}, {action} of {size:,} bytes at "
-        f"{address:#x}, is impossible: {reason}. Either part of the allocator history is missing, or the run "
+        f"Cannot replay this trace: event {position} of {len(events)} ({action}, {size:,} bytes at "
+        f"{address:#x}) is impossible: {reason}. Either part of the allocator history is missing, or the run "
         "used allocator settings that differ from those in the trace. Record the run again from its start."
     )
 

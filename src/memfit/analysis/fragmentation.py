@@ -71,7 +71,7 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
     for name, events in moments.items():
         if not 0 <= events <= len(trace.events):
             raise UsageError(
-                f"{name}: the number of events must be between 0 and {len(trace.events)}, not {events}."
+                f"{name}: event {events} is out of range. The trace has {len(trace.events)} events."
             )
     start = initial_state(trace, config)
     tracker = BlockTracker(trace.events, config, start)

@@ -28,15 +28,15 @@ class CpuMemory:
         if machine != "linux on x86_64":
             raise UnsuitableEnvironmentError(
                 f"memfit.arena can place CPU tensors only on x86-64 Linux; this machine is {machine}. "
-                "Run the script without the arena; its results are the same."
+                "Run the script without the arena; the results will be the same."
             )
         self.arena = load().cpu_attach(_LIBRARY)
         if not self.arena:
             raise UnsuitableEnvironmentError(
                 "memfit.arena cannot place CPU tensors in this process. Either the process cannot reserve 4 "
                 f"TiB of address space (see ulimit -v), or libc10.so of PyTorch {torch.__version__} does not "
-                "use posix_memalign() and free() for CPU memory. Run the script without the arena; its "
-                "results are the same."
+                "use posix_memalign() and free() for CPU memory. Run the script without the arena; the "
+                "results will be the same."
             )
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # in glibc; musl has none
 

@@ -142,8 +142,8 @@ def _route() -> Any:
     pluggable.set_release_pool(_address(library.placing_release_pool))
     if not library.cuda_attach(0):
         raise UnsuitableEnvironmentError(
-            f"memfit.arena cannot find the CUDA functions it needs (PyTorch {torch.__version__}). "
-            "The arena needs CUDA 12 or newer. Run the script without the arena; its results are the same."
+            f"memfit.arena cannot find the CUDA functions it needs (PyTorch {torch.__version__}). The arena "
+            "needs CUDA 12 or newer. Run the script without the arena; the results will be the same."
         )
     try:
         torch._C._cuda_changeCurrentAllocator(pluggable)

@@ -49,7 +49,7 @@ def find_card(purpose: str) -> Card:
         raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} selects none of this machine's GPUs")
     if status not in (_SUCCESS, _NO_DEVICE):
         raise _no_card(
-            purpose, f"the NVIDIA driver fails to start (CUDA error {status}); check it with nvidia-smi"
+            purpose, f"the NVIDIA driver failed to initialize (CUDA error {status}); check it with nvidia-smi"
         )
     if not count.value:
         raise _no_card(purpose, "the NVIDIA driver finds no GPU")

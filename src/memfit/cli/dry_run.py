@@ -53,12 +53,12 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 if the script does not fit in the GPU's memory.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script about six more times at most, without terminal input and with its output hidden.
+            runs the script up to about six more times, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. 'all' is the result
-            of torch.all and similar checks. 'count' is how many elements nonzero and similar ops find:
-            'upper' (as many as possible), a fraction such as 0.5, or an integer.
+            of torch.all and similar checks. 'count' is the number of elements that torch.nonzero and
+            similar ops find: 'upper' (as many as possible), a fraction such as 0.5, or an integer.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
         no_weights: When the script calls from_pretrained (transformers), create the model from its

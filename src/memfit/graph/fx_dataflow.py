@@ -182,7 +182,8 @@ class _StorageInterpreter(fx.Interpreter):
         """Return a tensor without values at the same place in a stand-in storage, one for each storage."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise self._refused(
-                f"is the symbol {value}, but sizes must be numbers. Trace without dynamic shapes."
+                f"is the symbolic number {value}, but sizes must be plain numbers. Trace without dynamic "
+                "shapes."
             )
         if not isinstance(value, torch.Tensor):
             return value
@@ -190,7 +191,8 @@ class _StorageInterpreter(fx.Interpreter):
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if any(isinstance(number, torch.SymInt) for number in (*shape, *strides, offset)):
             raise self._refused(
-                f"has the shape {tuple(shape)}, but sizes must be numbers. Trace without dynamic shapes."
+                f"has the shape {tuple(shape)}, but sizes must be plain numbers. Trace without dynamic "
+                "shapes."
             )
         storage, size = _storage(value), value.untyped_storage().nbytes()
         if storage not in self._stand_ins:
@@ -205,7 +207,9 @@ class _StorageInterpreter(fx.Interpreter):
     def _check_layout(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             kind = tensor.layout if tensor.layout is not torch.strided else type(tensor).__name__
-            raise self._refused(f"is a {kind} tensor, which has no single storage. Use strided tensors.")
+            raise self._refused(
+                f"is a {kind} tensor, which is not backed by a single storage. Use strided tensors."
+            )
 
     def _record(self, node: fx.Node, result: Any) -> None:
         for tensor in _tensors(result):

@@ -124,7 +124,7 @@ class Checkpointing:
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
                 raise UsageError(
                     f"checkpointing: {name} is a {class_name(module)}, which has no forward; "
-                    f"did you mean {name}.*?"
+                    f"did you mean '{name}.*'?"
                 )
         return selected
 

@@ -107,7 +107,7 @@ class Offload:
                 raise UsageError(
                     f"offload: {inner[0]} is inside {name}, which is checkpointed: the tensors that "
                     f"{inner[0]} saves are dropped and recomputed anyway. Offload a module that contains "
-                    f"{name}, or use what='inputs'."
+                    f"{name}, or pass what='inputs' to Offload."
                 )
         return list(named.values())
 

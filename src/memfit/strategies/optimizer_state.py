@@ -224,7 +224,7 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise UsageError(
             f"The step method of {optimizer_name(optimizer)} was replaced by another function: "
-            "apply optimizer_state before replacing it."
+            "apply the plan with optimizer_state before replacing it."
         )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)

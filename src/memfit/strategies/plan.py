@@ -92,7 +92,7 @@ def _offload_conflict(plan: Plan) -> str:
         return ""
     return (
         "offload: what='inputs' offloads the inputs of checkpointed modules, but the plan "
-        "has no checkpointing. Add Checkpointing(...), or use what='activations'."
+        "has no checkpointing. Add Checkpointing(...), or pass what='activations' to Offload."
     )
 
 

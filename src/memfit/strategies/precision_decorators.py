@@ -157,7 +157,7 @@ def _signature(name: str, method: Any, names: tuple[str, ...]) -> inspect.Signat
     if not inspect.isfunction(method):
         raise UsageError(
             f"@{name} is for methods of torch.nn.Module, but was applied to a "
-            f"{type(method).__name__}. Write other decorators above @{name}."
+            f"{type(method).__name__}. If the method has other decorators, write @{name} below them."
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise UsageError(

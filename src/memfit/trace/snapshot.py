@@ -230,7 +230,7 @@ def _load(path: Path) -> Mapping[str, Any]:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise FileFormatError(
-                f"Cannot read {path}: it has a size of {format_bytes(size)}, and memfit reads snapshots "
+                f"Cannot read {path}: it has a size of {format_bytes(size)}, but memfit reads only snapshots "
                 f"of up to {format_bytes(MAX_BYTES)}. Record fewer events: pass max_entries to "
                 "_record_memory_history."
             )

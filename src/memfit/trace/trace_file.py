@@ -269,7 +269,7 @@ def _decode(content: bytes) -> _Header:
                 "Upgrade memfit."
             )
         if signature.version < 1:
-            raise _TraceError(f"has the format version {signature.version}, which does not exist.")
+            raise _TraceError(f"has the unknown format version {signature.version}.")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _TraceError(f"has an invalid header ({error}). Record it again.") from None

@@ -112,8 +112,8 @@ class AccumulationLedger:
         if self.window is not None:
             raise UsageError(
                 f"An accumulation window is open: engine.backward was called for {self.window.done} "
-                f"of its {self.window.planned} micro-batches. Call it for each of the others, or "
-                "update from the micro-batches so far with engine.flush()."
+                f"of its {self.window.planned} micro-batches. Call it for the others as well, or call "
+                "engine.flush() to make an update from those that were processed."
             )
 
     def expect_uninterrupted(self) -> None:

@@ -104,7 +104,8 @@ class FullBatchStepper:
         except Exception as error:
             if finer > self.finer:
                 error.add_note(
-                    f"The batch was divided into {len(sizes)} parts here, because memory had run out before."
+                    f"The batch was divided into {len(sizes)} parts, because memory ran out in an earlier "
+                    "attempt."
                 )
             if snapshot is None or self._ledger.update.in_backward or not is_out_of_memory(error):
                 raise

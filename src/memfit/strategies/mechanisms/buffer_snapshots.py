@@ -81,8 +81,9 @@ class BufferTracker:
         if lost:
             warnings.warn(
                 f"{self.name}: no earlier forward wrote to {', '.join(sorted(name for _, name in lost))}, so "
-                "memfit kept no copy when this forward did. The recomputation of this step therefore reads "
-                "the new values instead of those from before the forward. Later steps are correct.",
+                "memfit kept no copy of it before this forward did. The recomputation of this step "
+                "therefore reads the new values instead of those from before the forward. Later steps are "
+                "correct.",
                 stacklevel=2,
             )
 

@@ -195,7 +195,7 @@ class CheckpointedCall:
         for each, held in holders:
             if not _same_objects(held, tensors_in(each)):
                 raise UsageError(
-                    f"{self._name} cannot be checkpointed: its forward changes its argument of type "
+                    f"{self._name} cannot be checkpointed: its forward changes an argument of type "
                     f"{type(each).__name__}, so the recomputation would start from the changed object. Do "
                     "not pass such an argument; in transformers, set model.config.use_cache = False."
                 )

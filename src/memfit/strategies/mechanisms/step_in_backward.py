@@ -34,8 +34,8 @@ class StepInBackward:
             optimizer, torch.optim.LBFGS
         ):
             raise UsageError(
-                f"step_in_backward: {optimizer_name(optimizer)} is not known to update each parameter "
-                "independently of the others. Use an optimizer from PyTorch (except LBFGS), torchao or "
+                f"step_in_backward: {optimizer_name(optimizer)} may not update each parameter independently "
+                "of the others. Use an optimizer from PyTorch (except LBFGS), torchao or "
                 "bitsandbytes."
             )
         if optimizer._optimizer_step_pre_hooks:

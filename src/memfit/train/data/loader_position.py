@@ -216,7 +216,7 @@ def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
 def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         warnings.warn(
-            "A resumed run restarts the loader's persistent workers, so after its first epoch they draw "
+            "A resumed run restarts the loader's persistent workers, so from the second epoch on they draw "
             "different random numbers from those of an uninterrupted run. With persistent_workers=False, "
             "they draw the same ones.",
             stacklevel=5,

@@ -93,8 +93,7 @@ def validate(saved: dict[str, Any]) -> SavedRun:
         )
     if window is None and read["gradients"]:
         raise FileFormatError(
-            "Cannot resume: the state is damaged. It has gradients, but no accumulation window "
-            "to which they belong."
+            "Cannot resume: the state is damaged. It has gradients, but no accumulation window."
         )
     _try_generators([read["random"], read["position"]["began"], read["position"]["before"]])
     return read
