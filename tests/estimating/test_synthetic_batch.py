@@ -98,7 +98,7 @@ def test_an_image_classifier_gets_images_and_every_class():
             {"length": 17},
             "position_embeddings supports at most",
         ),
-        (lambda: nn.Linear(3, 3), {"length": 0}, "length must be an integer"),
+        (lambda: nn.Linear(3, 3), {"length": 0}, "'length' must be an integer"),
         (lambda: 3, {}, "not int"),
         (lambda: nn.Linear(3, 3), {"image": (8, 8)}, "no Conv2d"),
     ],

@@ -15,13 +15,13 @@ from support.optimizer_loops import groups, halving, net, same, train
     ("given", "words"),
     [
         ({"implementation": "for_loop"}, "must be one of foreach, fused, for-loop, not 'for_loop'"),
-        ({"bits": 16}, "bits must be one of 32, 8, 4, not 16"),
-        ({"bits": "8"}, "bits must be one of 32, 8, 4, not '8'"),
+        ({"bits": 16}, "'bits' must be one of 32, 8, 4, not 16"),
+        ({"bits": "8"}, "'bits' must be one of 32, 8, 4, not '8'"),
         ({"bits": 8, "backend": "apex"}, "must be one of torchao, bitsandbytes, not 'apex'"),
         ({"backend": "torchao"}, "Set bits=8 too"),
         ({"bits": 4, "backend": "bitsandbytes"}, "bitsandbytes has no 4-bit optimizer"),
         ({"bits": 8, "implementation": "fused"}, "Set only one of the two"),
-        ({"step_in_backward": 1}, "step_in_backward must be True or False, not 1"),
+        ({"step_in_backward": 1}, "'step_in_backward' must be True or False, not 1"),
     ],
 )
 def test_invalid_settings_are_refused(given, words):

@@ -253,7 +253,7 @@ def test_weights_are_given_for_all_or_none():
     run.backward(mean_loss(run.model, batch), weight=3)
     with pytest.raises(UsageError, match="have a weight and others do not"):
         run.backward(mean_loss(run.model, batch))
-    with pytest.raises(UsageError, match=r"weight must be finite and at least 0, not -1\.0"):
+    with pytest.raises(UsageError, match=r"'weight' must be finite and at least 0, not -1\.0"):
         run.backward(mean_loss(run.model, batch), weight=-1)
 
 

@@ -98,7 +98,7 @@ def test_training_ends_when_nothing_improves(metric):
     run = engine(callbacks=[memfit.EarlyStopping(metric, patience=2)], lr=0.0)
     run.fit(loader(), epochs=10)
     assert run.epoch == 3  # the first is the best, and two are waited
-    with pytest.raises(UsageError, match="patience must be at least 1, not 0"):
+    with pytest.raises(UsageError, match="'patience' must be at least 1, not 0"):
         memfit.EarlyStopping(patience=0)
 
 

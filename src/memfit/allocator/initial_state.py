@@ -77,9 +77,9 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     reserved = at_end - int(reserved_change(trace.events).sum())
     if reserved < 0:
         raise FileFormatError(
-            f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
-            f"release, but the segments that remain hold only {at_end:,} bytes. The file was truncated or "
-            "edited. Record the run again."
+            f"Cannot replay this trace: by its events, {at_end - reserved:,} bytes more than they release "
+            f"are still reserved at the end, but its segments hold {at_end:,} bytes. The file was truncated "
+            "or edited. Record the run again."
         )
     if reserved == 0:
         return InitialState()

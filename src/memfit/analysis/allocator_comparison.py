@@ -98,8 +98,8 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     if trace.device.machine is Machine.CPU:
         raise UsageError(
             "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
-            "apply only to GPUs. Use memfit pack to find the least memory that the tensors need if each of "
-            "them gets a planned offset."
+            "apply only to GPUs. Use memfit pack to find how much memory the tensors need if each has a "
+            "planned offset."
         )
     total, context = (
         (device.total_bytes, device.context_bytes)

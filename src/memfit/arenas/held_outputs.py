@@ -17,7 +17,7 @@ class HeldOutputs:
         for module in self._modules:
             if not isinstance(module, nn.Module):
                 raise UsageError(
-                    f"exclude must be one or more modules, such as model.layer4, not {module!r}."
+                    f"'exclude' must be one or more modules, such as model.layer4, not {module!r}."
                 )
         self.outputs: dict[nn.Module, list[Any]] = {}
         self._hooks = ExitStack()

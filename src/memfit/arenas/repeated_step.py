@@ -138,9 +138,9 @@ class StepKind:
             warnings.warn(
                 f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
                 "because an earlier tensor still occupied their slot. The script kept that tensor longer "
-                "than in the recorded steps. A gradient, for example, lives longer if the script calls "
-                "zero_grad only after an evaluation. memfit warns only once; the arena's report counts all "
-                "such allocations.",
+                "than in the recorded steps. If it calls zero_grad after an evaluation, for example, the "
+                "gradients stay alive during the evaluation. memfit warns only once; the arena's report "
+                "counts all such allocations.",
                 stacklevel=5,
             )
 

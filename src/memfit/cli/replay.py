@@ -30,7 +30,7 @@ def replay(
     Args:
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
             (snapshot.pickle).
-        alloc_conf: A value of PYTORCH_ALLOC_CONF, for example expandable_segments:True; repeat the option to
+        alloc_conf: A value for PYTORCH_ALLOC_CONF, for example expandable_segments:True; repeat the option to
             compare several. The comparison always includes the settings that the run was recorded with.
         gpu: Assume this GPU instead of the one that the run was recorded for.
         memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.

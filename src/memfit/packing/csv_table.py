@@ -78,7 +78,7 @@ def _find_columns(header: list[str]) -> list[int]:
 
 def _parse_row(row: list[str], columns: list[int], expected: int) -> tuple[str, int, int, int]:
     if len(row) != expected:
-        raise _BadRowError(f"the row has {len(row)} columns, but the header has {expected}")
+        raise _BadRowError(f"the header has {expected} columns, but the row has {len(row)}")
     name, *texts = (row[column] for column in columns)
     if not name:
         raise _BadRowError("column id is empty")

@@ -34,7 +34,7 @@ def check_types(settings: Any, strategy: str) -> None:
         try:
             object.__setattr__(settings, name, msgspec.convert(value, kind))
         except (msgspec.ValidationError, OverflowError):
-            raise UsageError(f"{strategy}: {name} {_requirement(kind)}, not {value!r}.") from None
+            raise UsageError(f"{strategy}: '{name}' {_requirement(kind)}, not {value!r}.") from None
 
 
 def _requirement(kind: Any) -> str:

@@ -132,9 +132,9 @@ class OptimizerState:
             return optimizer
         if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad starts with step 0
             raise UsageError(
-                f"{optimizer_name(optimizer)} has already taken a step, and converting it now would "
-                "lose its state. Apply optimizer_state before the first step; load a saved state "
-                "after applying it."
+                f"{optimizer_name(optimizer)} has already taken a step, and converting it now would lose its "
+                "state. Apply the plan before the optimizer's first step. If you load a saved optimizer "
+                "state, load it after that."
             )
         if self.implementation is not None:
             _choose(optimizer, self.implementation)
@@ -223,8 +223,8 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise UsageError(
-            f"The step method of {optimizer_name(optimizer)} was replaced by another function: "
-            "apply the plan with optimizer_state before replacing it."
+            f"The step method of {optimizer_name(optimizer)} was replaced by another function. Apply the "
+            "plan, which sets optimizer_state, first, and replace the step method afterwards."
         )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)

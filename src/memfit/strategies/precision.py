@@ -47,7 +47,7 @@ class LossScale:
             ("growth_interval", self.growth_interval >= 1, "at least 1"),
         ):
             if not holds:
-                raise UsageError(f"loss_scale: {name} must be {what}, not {getattr(self, name)!r}.")
+                raise UsageError(f"loss_scale: '{name}' must be {what}, not {getattr(self, name)!r}.")
 
     @classmethod
     def of(cls, value: "LossScale | float | str | Mapping[str, Any]") -> "LossScale":

@@ -62,7 +62,7 @@ class Window:
         share = 1.0 if weight is None else float(weight)
         if not 0 <= share < float("inf"):
             raise UsageError(
-                f"weight must be finite and at least 0, not {share}. Pass the micro-batch's number of "
+                f"'weight' must be finite and at least 0, not {share}. Pass the micro-batch's number of "
                 "tokens or samples."
             )
         self.interrupted = True

@@ -104,7 +104,7 @@ class EarlyStopping(Callback):
         self, metric: "Callable[[Any], float] | None" = None, *, patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if patience < 1:
-            raise UsageError(f"EarlyStopping: patience must be at least 1, not {patience}.")
+            raise UsageError(f"EarlyStopping: 'patience' must be at least 1, not {patience}.")
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
         self.best = float("inf")
         self.waited = 0
@@ -160,7 +160,7 @@ class Saving(Callback):
 
     def __init__(self, path: Any, *, every: int = 1) -> None:
         if every < 1:
-            raise UsageError(f"Saving: every must be at least 1, not {every}.")
+            raise UsageError(f"Saving: 'every' must be at least 1, not {every}.")
         self._path, self._every, self._windows = path, every, 0
         self._saved = True
 

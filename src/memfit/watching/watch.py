@@ -83,14 +83,14 @@ def watch(
     ...     train()
     """
     if not isinstance(prediction, Trace | str | Path | None):
-        raise UsageError(f"prediction must be the trace of a dry run, or its path, not {prediction!r}.")
+        raise UsageError(f"'prediction' must be the trace of a dry run, or its path, not {prediction!r}.")
     if writer is not None and not callable(getattr(writer, "add_scalar", None)):
         raise UsageError(
             f"writer={writer!r} has no add_scalar method. Pass a TensorBoard SummaryWriter, or omit writer."
         )
     if not isinstance(files, int) or files < 0:
         raise UsageError(
-            f"files must be a whole number, 0 or more, not {files!r}. With 0, memfit writes no post-mortem."
+            f"'files' must be a whole number, 0 or more, not {files!r}. With 0, memfit writes no post-mortem."
         )
     if not isinstance(folder, str | Path) or not Path(folder).is_dir():
         raise UsageError(

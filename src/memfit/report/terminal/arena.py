@@ -72,8 +72,8 @@ def _counts(step: StepKindReport) -> str:
         )
     kept = f", {step.kept:,} of them kept longer than a step or used by other streams" if step.kept else ""
     return (
-        f"{step.recorded:,} steps recorded, {step.placed:,} placed: {step.allocations:,} allocations "
-        f"each{kept}; {step.unplanned:,} unplanned allocations in total"
+        f"{step.recorded:,} steps recorded, {step.placed:,} run by the plan "
+        f"({step.allocations:,} allocations each{kept}); {step.unplanned:,} unplanned allocations in total"
     )
 
 

@@ -224,7 +224,7 @@ class CheckpointedCall:
         dropouts = ", ".join(f"{name}.{part}".rstrip(".") for part in parts)
         warnings.warn(
             f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, and "
-            "preserve_rng_state is False: the recomputation draws different random numbers from the "
+            "preserve_rng_state is False: the recomputation does not draw the same random numbers as the "
             "forward, so gradients are wrong. Set preserve_rng_state=True.",
             stacklevel=2,
         )

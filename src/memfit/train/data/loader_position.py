@@ -216,8 +216,8 @@ def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
 def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         warnings.warn(
-            "A resumed run restarts the loader's persistent workers, so from the second epoch on they draw "
-            "different random numbers from those of an uninterrupted run. With persistent_workers=False, "
-            "they draw the same ones.",
+            "A resumed run restarts the loader's persistent workers. From the second epoch after resuming, "
+            "their random numbers differ from those in an uninterrupted run. With persistent_workers=False, "
+            "they are the same.",
             stacklevel=5,
         )
