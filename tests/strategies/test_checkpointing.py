@@ -241,8 +241,8 @@ def test_compiled_models_train_as_without_checkpointing(where, save_ops):
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm layers")
-def test_in_a_plan_and_when_memory_runs_out_in_backward():
-    """The engine begins the batch again in smaller parts: what was being computed again has left no trace."""
+def test_running_out_of_memory_in_a_recomputation_leaves_no_trace():
+    """The engine repeats the batch in smaller parts, as if the recomputation had not begun."""
 
     class Short(Block):
         left = 0

@@ -386,10 +386,10 @@ def test_apply_takes_a_configuration_and_refuses_settings_of_the_loop():
         memfit.apply(nn.Linear(2, 2), {"max_grad_norm": 1.0})
 
 
-@pytest.mark.parametrize("wrong", [3, [3], object(), [Precision("bf16"), "x"]])
-def test_a_value_that_is_not_a_plan_is_refused(wrong):
+@pytest.mark.parametrize("value", [3, [3], object(), [Precision("bf16"), "x"]])
+def test_a_value_that_is_not_a_plan_is_refused(value):
     with pytest.raises(UsageError, match="A plan can contain only"):
-        Configuration.of(wrong)
+        Configuration.of(value)
 
 
 def test_other_forms_of_a_plan_pass_through():
