@@ -92,7 +92,7 @@ def test_following_the_advice_gives_the_predicted_figures(dry_run):
 
 
 def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
-    """The advice is for the model, and applies to the compiled piece."""
+    """The advice is for the model, and applies to the compiled one."""
     begin, net, rest = TRAIN.partition("class Net")
     script = begin + net + rest.replace("forward", "training_step")
     script = script.replace("while", 'step = torch.compile(model.training_step, backend="eager")\n    while')
@@ -117,9 +117,9 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert run.code == 0
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
-    assert "No advice: when the script was run rerun without input, script.py failed" in run.out
+    assert "No advice: when the script was run again without input, script.py failed" in run.out
     assert "The total that the script needs could not be measured: see below." in run.out
-    assert run.err.count("memfit runs the script rerun, without input") == 1
+    assert run.err.count("memfit runs the script again, without input") == 1
 
 
 def test_explain_reruns_nothing_and_tries_settings_only(dry_run):

@@ -59,7 +59,7 @@ def test_every_figure_is_within_the_bounds_of_real_cards(device: Device):
 
 
 @every_device
-def test_rates_rise_as_dtypes_shrink_and_only_where_there_are_tensor_cores(device: Device):
+def test_rates_rise_as_dtypes_shrink_if_the_card_has_tensor_cores(device: Device):
     assert 2e12 < device.rate("fp32") < 110e12
     assert set(device.rates) <= {"fp32", "tf32", "fp16", "bf16", "fp8", "int8"}
     assert device.tensor_cores <= set(device.rates)

@@ -1,4 +1,4 @@
-/* Serves random requests, valid and not, under random settings: to be built with sanitizers.
+/* Serves random valid and invalid requests under random settings. Build it with sanitizers.
  *
  *     check SEED ROUNDS
  */
@@ -75,7 +75,7 @@ int main(int argc, char **argv)
         int status = a == NULL ? HOST_HAS_NO_MEMORY : serve_some(a, &served);
         if (status == HOST_HAS_NO_MEMORY)
             return 1;
-        if (status == BEYOND_64_BITS) { /* in the middle of something */
+        if (status == BEYOND_64_BITS) { /* the last request is served in part */
             allocator_delete(a);
             continue;
         }

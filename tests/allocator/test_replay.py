@@ -101,7 +101,7 @@ def test_a_free_of_an_unknown_block_names_the_event():
         read_requests(trace)
 
 
-def test_a_replay_ends_where_a_malloc_fails():
+def test_a_replay_ends_at_the_first_malloc_that_fails():
     trace = trace_of(
         [
             (Action.SEGMENT_ALLOC, 0x10000000, 30 * MIB),

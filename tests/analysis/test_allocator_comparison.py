@@ -93,7 +93,7 @@ def test_only_settings_of_the_version_are_tried():
     assert "large_segment" not in tried
 
 
-def test_the_cache_is_emptied_each_step_only_where_steps_are_known():
+def test_the_cache_is_emptied_each_step_only_if_steps_are_known():
     steps = [Mark(position, MarkKind.TRAINING_STEP, step) for step, position in enumerate((2, 4), 1)]
     for marks in (steps, []):
         tried = [

@@ -80,7 +80,7 @@ def test_a_hole_and_the_blocks_that_pin_it():
     assert after.freed == ScriptLocation(2, Phase.OPTIMIZER, "", "", "")
 
 
-def test_a_block_awaiting_a_stream_pins_and_is_no_hole():
+def test_a_block_awaiting_a_stream_pins_holes_and_is_not_one():
     (moment,) = fragmentation_of(PINNED[:7], at={"now": 7}, marks=STEP).moments
     assert moment.all.awaiting_free == 8 * MIB
     assert moment.all.holes == 8 * MIB

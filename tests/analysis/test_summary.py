@@ -183,7 +183,7 @@ def test_a_leak_is_what_outlives_a_step_in_bytes_requested():
     assert summarize(leaking).growth == Growth(None, 100, "train.py:3", leak=True)
 
 
-def test_a_pool_that_a_graph_captured_in_the_last_steps_is_no_leak():
+def test_a_pool_captured_in_the_last_steps_is_not_a_leak():
     events = [
         Event(Action.SEGMENT_ALLOC, BASE + 2 * MIB, 2 * MIB, label=FORWARD),
         alloc(0, 1000),
@@ -197,7 +197,7 @@ def test_a_pool_that_a_graph_captured_in_the_last_steps_is_no_leak():
     assert summarize(dataclasses.replace(run, segments=captured)).growth == Growth(1, 0, "", leak=False)
 
 
-def test_batches_of_varying_size_are_no_leak():
+def test_batches_of_varying_size_are_not_a_leak():
     varying = trace(
         alloc(0, 100), *free(0, 100), alloc(0, 200), *free(0, 200), alloc(0, 450), marks=step_ends(2, 5, 8)
     )

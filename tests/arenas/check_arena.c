@@ -1,5 +1,5 @@
-/* Random steps of several threads on one arena, every block filled with its own pattern and looked at
- * before it goes: to be built with the address sanitizer, and with the thread sanitizer.
+/* Runs random steps of several threads on one arena. Every block is filled with its own pattern, which is
+ * checked before the block is freed. Build it with the address sanitizer, and with the thread sanitizer.
  *
  *     check FIRST_SEED COUNT
  */
@@ -67,7 +67,7 @@ static void release(worker *w, block *from)
     from->at = NULL;
 }
 
-static void *ask(void *argument)
+static void *run_requests(void *argument)
 {
     worker *w = argument;
     for (int i = 0; i < REQUESTS; i++) {
@@ -80,7 +80,7 @@ static void *ask(void *argument)
     return NULL;
 }
 
-/* A plan with the requested sizes and random offsets, good ones and bad ones. */
+/* A plan with the requested sizes and random offsets, valid and invalid ones. */
 static plan *any_plan(worker *w)
 {
     int64_t size[REQUESTS], offset[REQUESTS];
@@ -103,7 +103,7 @@ int main(int argc, char **argv)
         memset(workers, 0, sizeof workers);
         for (int i = 0; i < THREADS; i++) {
             workers[i].state = (uint64_t)(seed * THREADS + i);
-            workers[i].lane = (uintptr_t)(i / 2); /* two share one */
+            workers[i].lane = (uintptr_t)(i / 2); /* two threads share a lane */
         }
         for (int step = 0; step < STEPS; step++) {
             int mode = (int)draw(&workers[0], 3);
@@ -111,16 +111,17 @@ int main(int argc, char **argv)
             arena_begin(&shared, mode, 0, with);
             pthread_t threads[THREADS];
             for (int i = 1; i < THREADS; i++)
-                check(!pthread_create(&threads[i], NULL, ask, &workers[i]), "no thread");
-            ask(&workers[0]);
+                check(!pthread_create(&threads[i], NULL, run_requests, &workers[i]), "no thread");
+            run_requests(&workers[0]);
             for (int i = 1; i < THREADS; i++)
                 pthread_join(threads[i], NULL);
             arena_end(&shared);
-            tally of;
-            arena_tally(&shared, &of);
-            check(of.unplanned == of.differing + of.overlapping + of.elsewhere, "the tally does not add up");
-            placed += of.placed;
-            overlapping += of.overlapping;
+            tally counts;
+            arena_tally(&shared, &counts);
+            check(counts.unplanned == counts.differing + counts.overlapping + counts.elsewhere,
+                  "the tally does not add up");
+            placed += counts.placed;
+            overlapping += counts.overlapping;
             int64_t count = arena_recorded_count(&shared, 0);
             check(count >= 0, "not recorded");
             recorded += count;

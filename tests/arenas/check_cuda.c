@@ -1,5 +1,5 @@
-/* Random allocations of several threads on several streams, over the arena and the heaps, with graphs that
- * are captured: to be built with the address sanitizer, and with the thread sanitizer.
+/* Makes random allocations in several threads on several streams, from the arena and the heaps, and captures
+ * graphs. Build it with the address sanitizer, and with the thread sanitizer.
  *
  *     check_cuda THREADS FIRST_SEED COUNT
  */
@@ -24,11 +24,11 @@ arena *cuda_attach(int device);
 int cuda_reserve(int64_t bytes);
 void cuda_trim(void);
 
-/* Who used a unit of memory last, and when that is done. */
+/* The last streams that used a unit of memory, and the work after which they no longer do. */
 typedef struct {
     int is_live, stream;
     long number;
-    int other; /* stream that uses it, too, or -1 */
+    int other; /* another stream that uses it, or -1 */
     long other_number;
 } unit;
 
@@ -46,8 +46,8 @@ typedef struct {
 static unit units[UNITS];
 static pthread_mutex_t shadow = PTHREAD_MUTEX_INITIALIZER;
 static arena *placed;
-static long count[KINDS]; /* of what was tried */
-enum { PLACED, FULL, USED_ELSEWHERE, AGAIN, TRIMMED, CAPTURED };
+static long count[KINDS]; /* how often each case occurred */
+enum { PLACED, FULL, USED_ELSEWHERE, REUSED, TRIMMED, CAPTURED };
 static int64_t sizes[PLANNED], next_planned;
 static _Thread_local jmp_buf short_of_memory;
 
@@ -85,7 +85,7 @@ static void check_taken(const block *b)
         must(u->other < 0 || u->other == b->stream || is_done(u->other, u->other_number),
              "in use by another stream");
         if (u->number)
-            count_event(AGAIN);
+            count_event(REUSED);
         *u = (unit){.is_live = 1, .stream = b->stream, .other = -1};
     }
     pthread_mutex_unlock(&shadow);

@@ -1,7 +1,7 @@
-/* CUDA for check_cuda.c: a referee that ends the program when its rules are broken. Pages are small, so
- * that they matter.
+/* A fake CUDA for check_cuda.c that ends the program when its rules are broken. Pages are small, so that page
+ * boundaries matter.
  *
- * Work takes time: a stream has `issued` pieces of work and has `done` some of them.
+ * Work takes time: a stream has `issued` pieces of work and has completed `done` of them.
  */
 #include "fake_cuda.h"
 
@@ -18,7 +18,7 @@ typedef struct {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int created[PAGES + 1], mapped[PAGES + 1]; /* by handle */
-static int there[SLOTS], reachable[SLOTS];        /* handle and access, by page of all addresses */
+static int page_at[SLOTS], reachable[SLOTS];      /* handle and access, by page of all addresses */
 static int pages_in_use, ranges_made, last_error;
 static long issued[STREAMS], done[STREAMS];
 static int capturing = -1;
@@ -71,7 +71,7 @@ int is_usable(const void *pointer, int64_t size)
     uint64_t from = (uint64_t)pointer / PAGE * PAGE;
     pthread_mutex_lock(&lock);
     for (uint64_t at = from; at < (uint64_t)pointer + (uint64_t)size; at += PAGE)
-        is &= there[slot(at)] && reachable[slot(at)];
+        is &= page_at[slot(at)] && reachable[slot(at)];
     pthread_mutex_unlock(&lock);
     return is;
 }
@@ -172,7 +172,7 @@ static int reserve(uint64_t *address, size_t size, size_t alignment, uint64_t wa
 static int address_free(uint64_t address, size_t size)
 {
     for (uint64_t at = address; at < address + size; at += PAGE)
-        must(!there[slot(at)], "released addresses that are mapped");
+        must(!page_at[slot(at)], "released addresses that are mapped");
     return 0;
 }
 
@@ -207,9 +207,9 @@ static int map(uint64_t address, size_t size, size_t offset, uint64_t handle, un
 {
     pthread_mutex_lock(&lock);
     must(size == PAGE && handle && handle <= PAGES && created[handle], "mapped an invalid page");
-    must(!mapped[handle] && !there[slot(address)], "mapped a page twice, or over another");
+    must(!mapped[handle] && !page_at[slot(address)], "mapped a page twice, or over another");
     mapped[handle] = 1;
-    there[slot(address)] = (int)handle;
+    page_at[slot(address)] = (int)handle;
     pthread_mutex_unlock(&lock);
     return 0;
 }
@@ -218,7 +218,7 @@ static int set_access(uint64_t address, size_t size, const void *descriptions, s
 {
     pthread_mutex_lock(&lock);
     for (uint64_t at = address; at < address + size; at += PAGE) {
-        must(there[slot(at)], "gave access to what is not mapped");
+        must(page_at[slot(at)], "gave access to an unmapped page");
         reachable[slot(at)] = 1;
     }
     pthread_mutex_unlock(&lock);
@@ -229,11 +229,11 @@ static int unmap(uint64_t address, size_t size)
 {
     pthread_mutex_lock(&lock);
     must(capturing < 0, "unmapped during a capture");
-    must(size == PAGE && there[slot(address)], "unmapped what is not mapped");
+    must(size == PAGE && page_at[slot(address)], "unmapped an unmapped page");
     for (int i = 0; is_alone && i < STREAMS; i++)
         must(done[i] == issued[i], "unmapped while work is running");
-    mapped[there[slot(address)]] = 0;
-    there[slot(address)] = reachable[slot(address)] = 0;
+    mapped[page_at[slot(address)]] = 0;
+    page_at[slot(address)] = reachable[slot(address)] = 0;
     pthread_mutex_unlock(&lock);
     return 0;
 }

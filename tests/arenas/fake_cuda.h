@@ -1,4 +1,4 @@
-/* What fake_cuda.c offers to a check. */
+/* The functions of fake_cuda.c for a check. */
 #ifndef MEMFIT_FAKE_CUDA_H
 #define MEMFIT_FAKE_CUDA_H
 
@@ -10,11 +10,11 @@
 
 enum { PAGE = 1 << 14, TOTAL = 1 << 22, RANGE = TOTAL / 8 * 9 + PAGE, RANGES = 48, STREAMS = 4 };
 
-extern int is_alone; /* whether only one thread runs: the rules about order are strict then */
+extern int is_alone; /* whether only one thread runs, which makes the rules about order strict */
 
 void must(int holds, const char *what);
-long work(int stream);    /* issue a piece of work; its number */
-void advance(int stream); /* finish one more */
+long work(int stream);    /* issue a piece of work; return its number */
+void advance(int stream); /* complete one more piece */
 int is_done(int stream, long number);
 int is_usable(const void *pointer, int64_t size);
 int device_pages(void);

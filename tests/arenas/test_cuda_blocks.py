@@ -76,7 +76,7 @@ def holes_of(living, size):
     size=st.integers(1, 400),
     operations=st.lists(st.one_of(st.integers(1, 60), st.integers(-40, 0)), max_size=200),
 )
-def test_a_block_goes_where_it_fits_best(library, size, operations):
+def test_a_block_goes_into_the_hole_that_fits_best(library, size, operations):
     living = {}
     with Blocks(library, size) as blocks:
         for operation in operations:

@@ -1,4 +1,4 @@
-/* Random small, hostile problems for both packers: to be built with sanitizers.
+/* Runs both packers on small random problems with extreme sizes. Build it with sanitizers.
  *
  *     check FIRST_SEED COUNT
  */

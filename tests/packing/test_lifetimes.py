@@ -101,7 +101,7 @@ def test_one_step_as_drawn_in_its_docstring():
     assert sections(found).bound == 1 + 2 + 3 + 3 + 5  # the activation is freed before the gradient exists
 
 
-def test_a_buffer_without_a_counterpart_is_live_only_where_seen():
+def test_a_buffer_without_a_counterpart_keeps_its_recorded_lifetime():
     rows = Buffers(np.array([50, 150]), np.array([130, 290]), np.array([4, 5]), ("old", "new"))
     found = one_step(rows, 100, 200)
     assert columns(found) == [("old", 0, 30, 4), ("new", 50, 100, 5)]

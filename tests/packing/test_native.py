@@ -54,7 +54,7 @@ def moments(problem, index):
 
 @pytest.mark.parametrize("is_circle", [False, True])
 @pytest.mark.parametrize("tightest", [False, True])
-def test_each_buffer_goes_where_a_naive_search_places_it(is_circle, tightest):
+def test_each_buffer_gets_the_offset_that_a_naive_search_finds(is_circle, tightest):
     dice, names = np.random.default_rng(0), tuple(map(str, range(60)))
     for _ in range(40):
         lower, length, size = (dice.integers(1, limit, 60) for limit in (29, dice.integers(2, 9), 20))

@@ -118,7 +118,7 @@ def test_expandable_segments_get_a_remark_on_empty_cache():
     assert "handles" not in printed(FOUND)
 
 
-def test_the_reason_is_printed_where_fragmentation_is_not_available():
+def test_the_reason_is_printed_if_fragmentation_is_not_available():
     found = Fragmentation(Provenance.EXACT, "CUDA's own pool.", ())
     assert printed(found).strip() == "Fragmentation: not available. CUDA's own pool."
 

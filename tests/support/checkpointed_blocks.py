@@ -50,8 +50,8 @@ def train(model, *inputs, steps=2, call=None, backwards=1):
     for _ in range(steps):
         model.zero_grad()
         loss = (call or (lambda m, *x: m(*x)))(model, *inputs).square().mean()
-        for each in range(backwards):
-            loss.backward(retain_graph=each < backwards - 1)
+        for number in range(backwards):
+            loss.backward(retain_graph=number < backwards - 1)
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {
         "state": dict(model.state_dict()),

@@ -339,7 +339,7 @@ def test_a_missing_key_is_named(tmp_path):
     assert "it has no key 'segments'" in refused(saved(tmp_path, snapshot))
 
 
-def test_a_snapshot_cannot_be_written_where_there_is_no_folder(tmp_path):
+def test_a_snapshot_cannot_be_written_to_a_missing_folder(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
     with pytest.raises(UsageError, match="No such file or directory"):
         write_snapshot(trace, tmp_path / "none" / "x.pickle")

@@ -1,5 +1,5 @@
-/* What the checks of the ghost runtime share. Each check is a function that returns, or ends the process and
- * prints the condition that failed. */
+/* Shared by the checks of the ghost runtime. A check is a function that returns if it passes; otherwise it
+ * prints the condition that failed and ends the process. */
 #ifndef MEMFIT_GHOST_CHECKS_H
 #define MEMFIT_GHOST_CHECKS_H
 

@@ -1,4 +1,4 @@
-/* Known bytes of device memory, and what addresses are. */
+/* Known bytes of device memory, and the attributes of pointers. */
 #include "checks.h"
 
 /* ---- Remembered bytes ------------------------------------------------------------------------ */
@@ -63,10 +63,10 @@ void address_reuse(void)
     void *memory = allocated(4096);
     cudaMemset(memory, 3, 64);
     cudaFree(memory);
-    void *again = allocated(4096);
-    CHECK(again == memory); /* otherwise this check shows nothing */
-    CHECK(!read_back(again, 64) && host[0] == 0);
-    cudaFree(again);
+    void *reused = allocated(4096);
+    CHECK(reused == memory); /* otherwise this check shows nothing */
+    CHECK(!read_back(reused, 64) && host[0] == 0);
+    cudaFree(reused);
 
     const int on_first[8] = {1, 0, 1, 0};
     uint64_t range;
@@ -227,7 +227,7 @@ void host_and_device_pointers(void)
     CHECK(cudaHostRegister(part + 30, 10, 0) == HOST_MEMORY_REGISTERED);
     CHECK(cudaHostRegister(part - 10, 20, 0) == HOST_MEMORY_REGISTERED);
     CHECK(cudaHostRegister(part - 10, 10, 0) == SUCCESS && cudaHostUnregister(part - 10) == SUCCESS);
-    CHECK(cudaFreeHost(part) == INVALID_VALUE); /* registered, not made here */
+    CHECK(cudaFreeHost(part) == INVALID_VALUE); /* registered, not allocated */
     CHECK(cudaHostUnregister(part) == SUCCESS && type_of(part) == 0);
     CHECK(cudaHostUnregister(part) == HOST_MEMORY_NOT_REGISTERED);
     CHECK(cudaHostUnregister(pinned) == HOST_MEMORY_NOT_REGISTERED);

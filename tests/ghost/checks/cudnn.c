@@ -159,13 +159,13 @@ void graph_questions(void)
     CHECK(questions == 0);
     CHECK(cudnnBackendFinalize(heuristics) == SUCCESS && cudnnBackendFinalize(heuristics) == SUCCESS);
     CHECK(questions == 1);
-#define SAID_TENSOR "{\"type\":17,\"attributes\":[[901,1,[2]],[902,3,[1,-2,9223372036854775807]]]}"
+#define TENSOR_JSON "{\"type\":17,\"attributes\":[[901,1,[2]],[902,3,[1,-2,9223372036854775807]]]}"
     CHECK(strcmp(last_question,
                  "{\"kind\":\"plan\",\"descriptor\":{\"type\":4,\"attributes\":[[201,15,[{\"type\":15,"
-                 "\"attributes\":[[801,15,[{\"type\":11,\"attributes\":[[716,15,[" SAID_TENSOR
-                 "]],[712,4,[0.5]],[713,5,[1.5]]]}," SAID_TENSOR "]]]}]],[200,8,[2]]]}}") == 0);
+                 "\"attributes\":[[801,15,[{\"type\":11,\"attributes\":[[716,15,[" TENSOR_JSON
+                 "]],[712,4,[0.5]],[713,5,[1.5]]]}," TENSOR_JSON "]]]}]],[200,8,[2]]]}}") == 0);
     cudnnBackendDestroyDescriptor(heuristics);
-    /* What JSON cannot express is not asked about. */
+    /* A value that JSON cannot express makes the question unknown. */
     heuristics = heuristics_over(tensor_of(DOUBLE, &endless, 1));
     cudnnBackendFinalize(heuristics);
     CHECK(strcmp(last_question, "{\"kind\":\"unknown\"}") == 0);
@@ -241,7 +241,7 @@ void workspace_log(void)
     ghost_workspace_used(NULL, 8), ghost_workspace_used(spaces, 0);
     CHECK(ghost_workspace_uses(NULL, 0) == 0);
     for (uint64_t i = 0; i < 1000; i++)
-        for (int again = 0; again < 3; again++)
+        for (int repetition = 0; repetition < 3; repetition++)
             ghost_workspace_used(spaces, 1 + i);
     CHECK(ghost_workspace_uses(spaces, 2) == 1000 && spaces[1].size == 2);
 }

@@ -17,7 +17,7 @@ void collectives(void)
     ncclAllReduce(send, receive, 64, INT8, SUM, alone, NULL);
     CHECK(read_back(receive, 64) && host[0] == 6);
     ncclAllReduce(send, receive, 64, INT8, SUM, second_of_four, NULL);
-    CHECK(!read_back(receive, 64) && read_back(send, 64)); /* only what it writes is forgotten */
+    CHECK(!read_back(receive, 64) && read_back(send, 64)); /* it forgets only the bytes that it writes */
     ncclBroadcast(send, receive, 64, INT8, 1, second_of_four, NULL);
     CHECK(read_back(receive, 64) && host[0] == 6);
     ncclBroadcast(send, receive, 64, INT8, 0, second_of_four, NULL);
@@ -58,7 +58,7 @@ void gaps_are_recorded(void)
     CHECK(ghost_gaps_reached(small, sizeof small) == 14 && strcmp(small, "first\n") == 0);
 }
 
-/* In elements or bytes, at least 1, and refused where an int cannot hold it. */
+/* Sizes are in elements or bytes, at least 1, and refused if an int cannot hold them. */
 void solver_workspaces(void)
 {
     enum { REAL_32 = 0, COMPLEX_32 = 4, COMPLEX_64 = 5, REFUSED = 3 };
@@ -85,7 +85,7 @@ void solver_workspaces(void)
     CHECK(strstr(text, "cuSOLVER workspace") && strstr(text, "cuFFT work area"));
 }
 
-/* The most entries possible: each entry of A is multiplied with a row of B, up to the size of the matrix. */
+/* The largest possible number of entries: each entry of A times a row of B, at most the whole matrix. */
 void sparse_products(void)
 {
     const int64_t huge = (int64_t)1 << 40;

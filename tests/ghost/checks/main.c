@@ -1,7 +1,7 @@
 /* Runs the check named on the command line, or lists them all.
  *
  * test_runtime.py compiles these files with the runtime's own sources, under the address and
- * undefined-behaviour sanitizers, and runs each check in a process of its own.
+ * undefined-behaviour sanitizers, and runs each check in its own process.
  */
 #include "checks.h"
 

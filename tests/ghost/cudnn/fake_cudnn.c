@@ -1,5 +1,5 @@
-/* A libcudnn.so that fails in one way: -DCRASH, HANG, OLD, GARBAGE, REFUSE or EMPTY; without any it
- * offers one configuration of 4096 bytes. */
+/* A libcudnn.so that fails in one way: -DCRASH, HANG, OLD, GARBAGE, REFUSE or EMPTY. Without any of these it
+ * returns one configuration of 4096 bytes. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
