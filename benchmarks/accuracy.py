@@ -130,7 +130,7 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         done = subprocess.run(
-            [*command, str(answer), str(HERE / script), *arguments],
+            [*command, str(answer), "--", str(HERE / script), *arguments],
             env={**os.environ, **environment},
             cwd=folder,
             capture_output=True,

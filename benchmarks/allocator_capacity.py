@@ -44,7 +44,7 @@ def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, t
     command += ["--memory", str(memory)] if memory is not None else []
     command += ["-o", str(trace)] if trace is not None else []
     subprocess.run(
-        [*command, str(EXAMPLES / job[0]), *job[1:]],
+        [*command, "--", str(EXAMPLES / job[0]), *job[1:]],
         env={**os.environ, "PYTORCH_ALLOC_CONF": conf},
         capture_output=True,
         check=False,

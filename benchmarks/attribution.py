@@ -69,7 +69,7 @@ def bytes_of(attribution: Attribution, event: int) -> dict[str, int]:
 
 def run(options: list[str], script: list[str]) -> None:
     """Run a script on the ghost."""
-    command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", *options, *script]
+    command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", *options, "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")

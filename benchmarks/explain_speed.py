@@ -43,7 +43,7 @@ def measured(trace: Path, options: tuple[str, ...]) -> tuple[float, int]:
 def record(trace: Path, steps: int) -> None:
     """Record the example for a number of steps, discarding its output."""
     command = [sys.executable, "-m", "memfit", "dry-run", "--steps", str(steps), "-o", str(trace)]
-    subprocess.run([*command, str(EXAMPLE), "--steps", str(steps)], capture_output=True, check=True)
+    subprocess.run([*command, "--", str(EXAMPLE), "--steps", str(steps)], capture_output=True, check=True)
 
 
 def main() -> int:

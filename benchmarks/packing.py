@@ -94,7 +94,7 @@ def traced(name: str, mode: str, *options: str, workspaces: str = "cudnn") -> Tr
         trace = Path(folder) / "run.memfit"
         command = [sys.executable, "-m", "memfit", "dry-run", "--memory", "1TiB", "-o", str(trace)]
         command += ["--workspaces", workspaces]
-        subprocess.run([*command, str(JOB), name, mode, *options], capture_output=True, check=True)
+        subprocess.run([*command, "--", str(JOB), name, mode, *options], capture_output=True, check=True)
         return api.read(trace)
 
 

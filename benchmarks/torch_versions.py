@@ -100,7 +100,7 @@ def measure(python: str, job: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         answer = f"{folder}/answer.json"
         path = str(REPOSITORY / "examples" / script)
-        output(python, "-m", "memfit", "dry-run", "--steps", "1000", "--json", answer, path, *arguments)
+        output(python, "-m", "memfit", "dry-run", "--steps", "1000", "--json", answer, "--", path, *arguments)
         peak = json.loads(Path(answer).read_text())["peak"]
         return {"allocated": peak["allocated"], "reserved": peak["reserved"]}
 

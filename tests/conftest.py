@@ -36,8 +36,9 @@ def dry_run(tmp_path):
         answer = tmp_path / "answer.json"
         answer.unlink(missing_ok=True)
         json_options = ("--json", str(answer)) if json_answer else ()
+        command = [sys.executable, "-m", "memfit", "dry-run", *json_options, *options]
         done = subprocess.run(
-            [sys.executable, "-m", "memfit", "dry-run", *json_options, *options, "script.py", *arguments],
+            [*command, "--", "script.py", *arguments],
             capture_output=True,
             text=True,
             cwd=tmp_path,

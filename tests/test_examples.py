@@ -122,7 +122,9 @@ def test_every_example_is_in_the_table():
 @pytest.mark.parametrize("example", TO_THE_END, ids=lambda e: " ".join((e.script, *e.arguments)))
 def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tmp_path):
     trace, script = tmp_path / "run.memfit", EXAMPLES / example.script
-    run = dry_run(tmp_path, "-o", trace, *example.options, "--steps", "1000", script, *example.arguments)
+    run = dry_run(
+        tmp_path, "-o", trace, *example.options, "--steps", "1000", "--", script, *example.arguments
+    )
     assert run.answer["verdict"] == "fits"
     assert run.answer["out_of_memory"] is None
     assert run.answer["end"]["reason"] == "end"
@@ -135,7 +137,7 @@ def test_peaks_equal_those_the_script_prints_with_labels_and_without(example, tm
         assert run.answer["steps"] == example.steps
     assert_replay_reproduces(read_trace(trace))
     unlabelled = dry_run(
-        tmp_path, "--no-labels", *example.options, "--steps", "1000", script, *example.arguments
+        tmp_path, "--no-labels", *example.options, "--steps", "1000", "--", script, *example.arguments
     )
     assert own_peaks(unlabelled.printed) == own, "recording labels changed what the script allocates"
     assert unlabelled.answer["steps"] == run.answer["steps"]

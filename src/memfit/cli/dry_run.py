@@ -38,7 +38,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    memfit's own options come before the script; everything after the script's name is passed to the script.
+    memfit's own options come before the script; what follows the script's name is passed to the script. If
+    the script has an option of the same name as one of memfit's, write -- before the script.
 
     Args:
         command: The script and its own arguments.

@@ -7,6 +7,7 @@ Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the s
 
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -67,8 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _separate_script(tokens: list[str]) -> list[str]:
     """Insert ``--`` before the script, so that options after it belong to the script, as with python.
 
-    >>> _separate_script(["dry-run", "--steps", "2", "train.py", "--steps", "9"])
-    ['dry-run', '--steps', '2', '--', 'train.py', '--steps', '9']
+    Raises:
+        UsageError: an option before the script is unknown, or an option after it has the name of one of
+            memfit's own: without ``--``, it is not clear which of the two the user means.
+
+    >>> _separate_script(["dry-run", "--steps", "2", "train.py", "--epochs", "9"])
+    ['dry-run', '--steps', '2', '--', 'train.py', '--epochs', '9']
+    >>> _separate_script(["dry-run", "--", "train.py", "--steps", "9"])
+    ['dry-run', '--', 'train.py', '--steps', '9']
     """
     if not tokens or tokens[0] not in _RUN_A_SCRIPT:
         return tokens
@@ -85,4 +92,37 @@ def _separate_script(tokens: list[str]) -> list[str]:
         position += 1 + (0 if inline else values_taken.get(name, 0))
     if position >= len(tokens) or tokens[position] == "--":
         return tokens
+    _refuse_misplaced(tokens, position, values_taken)
     return [*tokens[:position], "--", *tokens[position:]]
+
+
+def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, int]) -> None:
+    """Refuse memfit's options after the script, and show both ways to write them.
+
+    memfit would pass them to the script, and ignore what they ask for.
+
+    Args:
+        tokens: the command line.
+        script: the position of the script in it.
+        values_taken: for the name of each of memfit's options, how many values follow it.
+    """
+    moved: list[str] = []
+    rest: list[str] = []
+    names: list[str] = []
+    position = script + 1
+    while position < len(tokens) and tokens[position] != "--":
+        name, inline, _ = tokens[position].partition("=")
+        is_own = name.startswith("-") and name in values_taken
+        end = position + 1 + (values_taken[name] if is_own and not inline else 0)
+        (moved if is_own else rest).extend(tokens[position:end])
+        names += [name] * is_own
+        position = end
+    if names:
+        before, after = tokens[:script], tokens[script:]
+        rest += tokens[position:]
+        raise UsageError(
+            f"{' '.join(names)}: the options of memfit {tokens[0]} come before the script:\n"
+            f"    memfit {shlex.join([*before, *moved, tokens[script], *rest])}\n"
+            "If the script itself has these options, write -- before the script:\n"
+            f"    memfit {shlex.join([*before, '--', *after])}"
+        )

@@ -167,7 +167,7 @@ class Watch:
         # Not now: it would initialise CUDA, and a process with CUDA initialised cannot fork.
         torch.cuda._lazy_call(functools.partial(self._observe, recorder))  # type: ignore[no-untyped-call]
         if sys.stderr is not None and sys.stderr.isatty():
-            self._show = until_stop.enter_context(progress_line(sys.stderr))
+            self._show = until_stop.enter_context(progress_line())
         atexit.register(self.stop)
         until_stop.callback(atexit.unregister, self.stop)
 

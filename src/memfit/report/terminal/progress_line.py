@@ -20,12 +20,16 @@ Show = Callable[[str], None]
 
 
 @contextmanager
-def progress_line(stream: TextIO = sys.stderr) -> Iterator[Show]:
+def progress_line(stream: TextIO | None = None) -> Iterator[Show]:
     """Yield a function that shows a text as the progress; it limits how often it draws.
+
+    Args:
+        stream: where to show it; the standard error stream by default.
 
     >>> with progress_line(sys.stdout) as show:
     ...     show("step 1/3")
     """
+    stream = stream or sys.stderr
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and _size()[1] >= _MIN_ROWS:
         with _on_last_row(stream) as draw:
             yield _at_most_every(_REDRAW_INTERVAL, draw)

@@ -1,0 +1,53 @@
+"""Options of memfit that stand after the script are refused; a script's own options reach the script."""
+
+import pytest
+
+from memfit.cli.main import main
+
+
+def refusal(capsys, *tokens):
+    """Return the error that a command line ends with, and assert that it is wrong usage."""
+    with pytest.raises(SystemExit, match="2"):
+        main(tokens)
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_both_orders_are_shown(capsys):
+    assert refusal(capsys, "dry-run", "gan.py", "--gpu", "T4", "--lr=0.1", "--fail") == (
+        "memfit: --gpu --fail: the options of memfit dry-run come before the script:\n"
+        "    memfit dry-run --gpu T4 --fail gan.py --lr=0.1\n"
+        "If the script itself has these options, write -- before the script:\n"
+        "    memfit dry-run -- gan.py --gpu T4 --lr=0.1 --fail\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ("dry-run", "train.py", "--fail"),
+        ("dry-run", "--steps", "2", "train.py", "--steps", "9"),
+        ("dry-run", "train.py", "--steps=9"),
+        ("dry-run", "train.py", "-o", "run.memfit"),
+        ("dry-run", "train.py", "--no-labels"),
+        ("dry-run", "-m", "pkg.train", "--memory", "12GiB"),
+        ("record", "train.py", "--to-end"),
+    ],
+)
+def test_an_option_of_memfit_after_the_script_is_refused(tokens, capsys):
+    assert "come before the script" in refusal(capsys, *tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ("dry-run", "missing.py", "--epochs", "3", "-x"),
+        ("dry-run", "missing.py", "--help"),
+        ("dry-run", "--", "missing.py", "--steps", "3", "--fail"),
+        ("dry-run", "missing.py", "--", "data", "--fail"),
+        ("record", "missing.py", "--gpu", "0"),  # an option of dry-run alone
+    ],
+)
+def test_options_of_the_script_reach_the_script(tokens, capsys):
+    assert "No such script: missing.py" in refusal(capsys, *tokens)
