@@ -91,7 +91,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
         return "out of memory"
     if failed is not None:
         return "does not fit"
-    ended_early = trace.end.reason in ("exception", "interrupted")
+    ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     return "unknown" if ended_early or not trace.device.total.bytes else "fits"
 
 
@@ -199,12 +199,9 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
     if not steps and trace.end.reason == "end":
         backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
         did = f"{backwards} backward passes" if backwards else "forward passes only"
-        notes.append(
-            Note(
-                Provenance.EXACT,
-                f"The script completed no training step ({did}); the figures cover its whole run.",
-            )
-        )
+        covered = "up to where it ended" if trace.end.gave_up else "its whole run"
+        text = f"The script completed no training step ({did}); the figures cover {covered}."
+        notes.append(Note(Provenance.EXACT, text))
     before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The allocator history begins with {before.reserved:,} bytes already reserved"

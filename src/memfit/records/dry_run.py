@@ -64,7 +64,8 @@ class DryRun:
 
     verdict: str
     """``fits``, ``does not fit`` (an allocation failed and the script carried on), ``out of memory``, or
-    ``unknown``: the script failed or was interrupted, or this is a snapshot, which names no device."""
+    ``unknown``: the script failed, gave up (an exit code other than 0) or was interrupted, or this is a
+    snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int

@@ -231,9 +231,14 @@ class ScriptEnd:
     or ``interrupted``."""
     exit_code: int
     exception: str = ""
-    """The exception as Python prints it below the traceback."""
+    """The exception as Python prints it below the traceback; for ``sys.exit(message)``, the message."""
     where: str = ""
     """``file:line`` of the innermost user frame of the exception, or empty."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the script ended on its own with an exit code other than 0."""
+        return self.reason == "end" and self.exit_code != 0
 
 
 @dataclass(frozen=True, slots=True)

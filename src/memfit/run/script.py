@@ -67,7 +67,7 @@ def end_of(error: BaseException) -> ScriptEnd:
         if _is_out_of_memory(link) and failed:
             return ScriptEnd("out of memory", 1, _summary(link), _innermost_user_line(link))
     if isinstance(error, SystemExit):
-        return ScriptEnd("end", _exit_code(error))
+        return _end_of_exit(error)
     if isinstance(error, KeyboardInterrupt):
         return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(error))
     return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
@@ -100,6 +100,15 @@ _OURS = {__file__, str(Path(__file__).with_name("child.py"))}
 
 def _summary(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
+
+
+def _end_of_exit(stop: SystemExit) -> ScriptEnd:
+    """Return the end of a script that called ``sys.exit``; if it gave up, with its message and the line."""
+    code = _exit_code(stop)
+    if not code:
+        return ScriptEnd("end", 0)
+    message = "" if isinstance(stop.code, int) else str(stop.code)
+    return ScriptEnd("end", code, message, _innermost_user_line(stop))
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -104,9 +104,9 @@ def untried(result: DryRun) -> str:
 
 def _ended(end: ScriptEnd) -> str:
     """Return what a script ended with, and where."""
-    if not end.exception:
-        return f"exit code {end.exit_code}"
-    return escaped(_first_line(end.exception)) + f"  {escaped(short_path(end.where))}" * bool(end.where)
+    parts = [f"exit code {end.exit_code}"] if end.gave_up or not end.exception else []
+    parts += [escaped(_first_line(end.exception))] if end.exception else []
+    return ": ".join(parts) + f"  {escaped(short_path(end.where))}" * bool(end.where)
 
 
 def _first_line(text: str) -> str:
