@@ -108,3 +108,25 @@ def test_a_name_that_is_not_exported_raises_attribute_error():
 def test_importing_memfit_imports_none_of_its_modules():
     loaded = run_python("import memfit, sys; print(*(m for m in sys.modules if m.startswith('memfit.')))")
     assert loaded.split() == []
+
+
+def imports_of_own_package(file):
+    """Return names that a module imports from the `__init__` of its own package; submodules do not count."""
+    package = file.parent.relative_to(PACKAGE.parent)
+    dotted = ".".join(package.parts)
+    return [
+        alias.name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == dotted
+        for alias in node.names
+        if not (file.parent / f"{alias.name}.py").exists() and not (file.parent / alias.name).is_dir()
+    ]
+
+
+def test_no_module_imports_from_its_own_package():
+    """import-linter compares siblings alone: a circle between a package and its own module escapes it."""
+    files = (file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+    found = {
+        str(file.relative_to(PACKAGE)): names for file in files if (names := imports_of_own_package(file))
+    }
+    assert found == {}

@@ -36,3 +36,12 @@ def lines_not_in_order(shown, printed):
 
 def test_the_readme_is_about_a_hundred_lines():
     assert len(README.splitlines()) <= 125
+
+
+@pytest.mark.process
+def test_the_readme_s_python_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -70,8 +70,12 @@ def pack(
     >>> found = pack("run.memfit")  # doctest: +SKIP
     >>> found.height, found.live  # doctest: +SKIP
     (6424867328, 6424867328)
-    >>> graph = torch.export.export(model, inputs).run_decompositions({}).graph_module  # doctest: +SKIP
-    >>> pack(graph).sets  # doctest: +SKIP
+
+    >>> import torch
+    >>> model, inputs = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), (torch.ones(4, 8),)
+    >>> graph = torch.export.export(model, inputs).run_decompositions({}).graph_module
+    >>> [(alias_set.names, alias_set.size) for alias_set in pack(graph).sets if not alias_set.given]
+    [(('linear',), 128), (('relu',), 128)]
     """
     if not isinstance(target, Trace | str | Path):
         from memfit.graph.fx_dataflow import dataflow

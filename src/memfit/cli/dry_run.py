@@ -7,7 +7,9 @@ from cyclopts import Parameter
 
 from memfit.cli.console import exit_code, print_trace_path, progress, write_result
 from memfit.cli.options import GHOST, OUTPUT, TARGET, bytes_or_none
+from memfit.devices import DEFAULT
 from memfit.errors import UsageError
+from memfit.run.options import STEPS
 
 USAGE = (
     "Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n       memfit dry-run [OPTIONS] -m MODULE [ARGS...]"
@@ -17,10 +19,10 @@ USAGE = (
 def dry_run(  # noqa: PLR0913 - one parameter an option
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
-    gpu: Annotated[str, Parameter(group=TARGET)] = "A100-80GB",
+    gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     memory: Annotated[str | None, Parameter(group=TARGET)] = None,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
-    steps: int = 3,
+    steps: int = STEPS,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,

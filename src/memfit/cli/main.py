@@ -1,6 +1,6 @@
 """The command line's entry point: parse, run one command, and exit with its code.
 
-Each command calls functions of ``api.py`` and prints what they return. Results go to standard output;
+Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
 Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the script could not be run.
 """

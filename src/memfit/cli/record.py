@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from memfit.cli.console import exit_code, print_trace_path, progress, write_result
 from memfit.cli.options import OUTPUT
 from memfit.errors import UsageError
+from memfit.run.options import STEPS
 
 USAGE = (
     "Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n       memfit record [OPTIONS] -m MODULE [ARGS...]"
@@ -17,7 +18,7 @@ USAGE = (
 def record(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
-    steps: int = 3,
+    steps: int = STEPS,
     to_end: Annotated[bool, Parameter(negative="")] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,

@@ -90,7 +90,7 @@ class ForkPool:
         if self._control.recv(len(_READY)) != _READY:
             self.close()
             raise GhostError(
-                "GhostPool: the process that loads PyTorch for all jobs did not start. Its error is printed "
+                "ForkPool: the process that loads PyTorch for all jobs did not start. Its error is printed "
                 "above."
             )
 
@@ -109,7 +109,7 @@ class ForkPool:
                 try:
                     socket.send_fds(self._control, [_JOB], [theirs.fileno()])
                 except OSError as error:
-                    raise GhostError("This GhostPool's process has ended. Create a new pool.") from error
+                    raise GhostError("This ForkPool's process has ended. Create a new pool.") from error
             ours.sendall(_frame(msgspec.json.encode(job)))
             reply = _receive_message(ours)
         if reply is None:

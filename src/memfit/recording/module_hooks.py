@@ -89,7 +89,7 @@ class ModuleHooks:
             roots: roots of the backward pass.
             caller: the frame that started it.
         """
-        self.claim(roots, since=-1, module="", caller=caller)
+        self.claim(roots, since=0, module="", caller=caller)
 
     def _set_state(self, original: Callable[..., None], module: torch.nn.Module, state: Any) -> None:
         original(module, state)

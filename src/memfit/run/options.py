@@ -1,4 +1,4 @@
-"""The options of a run, each described once: the CLI and ``api.py`` fill them in, the child reads them."""
+"""The options of a run as one record: the CLI and ``memfit.api`` fill it in, and the child reads it."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class RunOptions:
     steps: int | None = STEPS
     """Training steps after which memfit ends the script; None lets the script run to its end."""
     labels: bool = True
-    """Record modules and phases. The figures are the same without."""
+    """Record modules and phases. The byte counts are the same either way."""
     stdout_to_stderr: bool = False
     """Send the script's standard output to standard error: memfit's own result goes to standard output."""
 
@@ -34,7 +34,7 @@ class RunOptions:
     """Skip the filling of large CPU tensors, so that their pages take no host memory."""
     weights: bool = True
     """Load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this machine,
-    and with False all of them, are synthesized from their configuration."""
+    and with False all of them, are created from their configuration."""
     workspaces: str = "cudnn"
     """Where the sizes of cuDNN's workspaces come from, a ``WorkspaceSource``: ``cudnn`` (the installed cuDNN,
     or the rules where it cannot answer), ``rules``, or ``none`` (0 bytes)."""

@@ -1,4 +1,4 @@
-/* Expandable segments: ranges of addresses whose memory is mapped piece by piece. expandable_segments.py
+/* Expandable segments: ranges of addresses whose memory is mapped piece by piece. expandable_blocks.py
  * gives the reasons. */
 #include "allocator.h"
 

@@ -1,10 +1,10 @@
-/* A libcuda.so.1 for the process that queries cuDNN (process.py). Every function reports that there is no
+/* A libcuda.so.1 for the process that queries cuDNN (server.py). Every function reports that there is no
  * device, as NVIDIA's own does without one. cuDNN offers the engines that it compiles at run time only if it
  * finds these functions, and calls none of them in its heuristics. While this library is loaded, no
  * other libcuda.so.1 is.
  *
  * Source: the names that cuDNN 9.24 reports as missing ("Could not load symbol") when a libcuda.so.1 has
- * none of them; process.py reports any that another version misses.
+ * none of them; server.py reports any that another version misses.
  */
 #define NO_DEVICE(function)                                                                                  \
     __attribute__((visibility("default"))) int function(void) { return 100; } /* CUDA_ERROR_NO_DEVICE */

@@ -104,8 +104,8 @@ def _count(pair: str, value: str) -> Count:
     try:
         count = float(value) if "." in value else int(value)
     except ValueError:
-        count = -1
-    if count < 0 or (isinstance(count, float) and not 0 < count <= 1):
+        count = None
+    if count is None or count < 0 or (isinstance(count, float) and not 0 < count <= 1):
         raise UsageError(
             f"values {pair}: {value!r} is not a count. Use 'upper', a number of elements, or a fraction of "
             "all elements (above 0 and at most 1, for example 0.25)."
