@@ -126,6 +126,30 @@ def test_sys_exit_sets_the_exit_code_and_prints_its_message(dry_run):
     assert failed.code == 3
     assert "went wrong" in failed.err
     assert failed.answer["end"]["exit_code"] == 1
+    assert failed.answer["end"]["exception"] == "went wrong"
+    assert failed.answer["verdict"] == "unknown"
+    assert "INCOMPLETE" in failed.out
+    assert "The script ended with exit code 1: went wrong  script.py:" in failed.out
+
+
+def test_wrong_arguments_after_cuda_was_used_are_incomplete(dry_run):
+    run = dry_run("""
+        import argparse, torch
+        torch.ones(1, device="cuda")
+        argparse.ArgumentParser().parse_args()
+    """, "--nope", options=("--fail",))  # fmt: skip
+    assert run.code == 3
+    assert (run.answer["verdict"], run.answer["end"]["exit_code"]) == ("unknown", 2)
+    assert "The script ended with exit code 2  script.py:4" in run.out
+    assert "FITS" not in run.out
+
+
+def test_a_dry_run_to_the_end_covers_all_steps(dry_run):
+    script = TRAIN + "    for _ in range(5): step()\n    torch.ones(1 << 28, device='cuda')\n"
+    run = dry_run(script, options=("--to-end",))
+    assert (run.answer["steps"], run.answer["end"]["reason"]) == (5, "end")
+    assert "Covers the whole run: 5 training steps." in run.out
+    assert run.answer["peak"]["allocated"] > 1 << 30
 
 
 def test_exit_handlers_run_and_output_is_flushed(dry_run):

@@ -29,7 +29,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     gpu: str = DEFAULT,
     memory: int | None = None,
     in_use: int = 0,
-    steps: int = STEPS,
+    steps: int | None = STEPS,
     values: str = "",
     host_memory: bool = True,
     weights: bool = True,
@@ -50,7 +50,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         gpu: name of a device in the table (``memfit gpus``).
         memory: bytes of device memory instead of that device's.
         in_use: bytes of device memory that other processes hold.
-        steps: training steps after which memfit stops the script.
+        steps: training steps after which memfit stops the script; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
         weights: load the checkpoints that transformers' ``from_pretrained`` requests. Those missing from this

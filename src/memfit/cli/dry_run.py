@@ -23,6 +23,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     memory: Annotated[str | None, Parameter(group=TARGET)] = None,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
     steps: int = STEPS,
+    to_end: Annotated[bool, Parameter(negative="")] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     html: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
@@ -50,6 +51,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         steps: Stop the script after this many training steps.
+        to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
+            memory, so a long run may need a lot of it.
         output: Save the trace to this file, for example run.memfit. A trace holds every allocation of the
             run; memfit explain, diff, replay, allocator and pack read it.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
@@ -80,7 +83,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     for path in (None if json == "-" else json, html):
         if path is not None:
             api.check_output(Path(path))
-    with progress(steps) as show:
+    step_limit = None if to_end else steps
+    with progress(step_limit) as show:
         result = api.dry_run(
             command[0],
             command[1:],
@@ -88,7 +92,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             gpu=gpu,
             memory=bytes_or_none(memory),
             in_use=bytes_or_none(in_use) or 0,
-            steps=steps,
+            steps=step_limit,
             values=values,
             host_memory=not fill_host_memory,
             weights=not no_weights,

@@ -80,12 +80,24 @@ def verdict(result: DryRun) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
         text = Text("FITS", style="bold green")
-        return text.append(f"   {_needs(result)}", style="not bold")
+        text.append(f"   {_needs(result)}", style="not bold")
+        return text.append(f"\n{_covers(result)}", style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
         return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
     return _failure(result)
+
+
+def _covers(result: DryRun) -> str:
+    """Return which part of the script the answer covers."""
+    steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
+    if result.end.reason == "steps":
+        return (
+            f"Covers the first {steps}. What comes later, such as evaluation or larger batches, was not run: "
+            "--steps N, --to-end."
+        )
+    return f"Covers the whole run: {steps}." if result.steps else "Covers the whole run."
 
 
 def untried(result: DryRun) -> str:
@@ -245,7 +257,9 @@ def growth(result: DryRun) -> Text:
             "before, none of it older than a step. Batches may vary in size, or an object is recreated."
         )
     if growth.steady_from is not None:
-        return Text(f"Steady from step {growth.steady_from} on: later steps leave memory as they found it.")
+        return Text(
+            f"Steady in steps {growth.steady_from} to {result.steps}: each left memory as it found it."
+        )
     seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
     return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
 

@@ -1,0 +1,39 @@
+"""The verdict says which part of the script the answer covers, and a script that gave up does not fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.records import ScriptEnd
+from memfit.report.terminal.summary import verdict
+
+FIRST_STEPS = (
+    "Covers the first 3 training steps. What comes later, such as evaluation or larger batches, was not run: "
+    "--steps N, --to-end."
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "steps", "line"),
+    [
+        (ScriptEnd("steps", 0), 3, FIRST_STEPS),
+        (ScriptEnd("end", 0), 1, "Covers the whole run: 1 training step."),
+        (ScriptEnd("end", 0), 0, "Covers the whole run."),
+    ],
+)
+def test_a_verdict_names_what_it_covers(end, steps, line, answer):
+    assert verdict(replace(answer, end=end, steps=steps)).plain.splitlines()[1] == line
+
+
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        (ScriptEnd("end", 1, "config error", "/somewhere/train.py:4"), "exit code 1: config error"),
+        (ScriptEnd("end", 2, "", "/somewhere/train.py:5"), "exit code 2  /somewhere/train.py:5"),
+        (ScriptEnd("exception", 1, "KeyError: 'lr'", "/somewhere/train.py:6"), "KeyError: 'lr'"),
+    ],
+)
+def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
+    first, second = verdict(replace(answer, verdict="unknown", end=end)).plain.splitlines()
+    assert first.startswith("INCOMPLETE")
+    assert second.startswith(f"The script ended with {line}")
