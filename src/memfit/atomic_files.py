@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,6 +54,30 @@ def check_output(path: Path) -> None:
         raise UsageError(f"Cannot write {path}: it is a folder.")
     if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"Cannot write {path}: its folder is not writable.")
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]) -> None:
+    """Check each output as ``check_output`` does, and refuse one that would overwrite an input or another.
+
+    Args:
+        outputs: files to write, by the option that names each; None for an option that was not given.
+        inputs: files to keep, by what each is: ``the script``.
+
+    Raises:
+        UsageError: a file cannot be written, or would be overwritten.
+
+    >>> check_outputs({"--html": Path("a.html"), "--csv": Path("b.csv")}, {"the trace": Path("run.memfit")})
+    """
+    taken = {path.resolve(): name for name, path in inputs.items()}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_output(path)
+        if path.exists() and not path.is_file():
+            continue  # /dev/null holds any number of outputs
+        before = taken.setdefault(path.resolve(), f"the file of {option}")
+        if before != f"the file of {option}":
+            raise UsageError(f"{option} {path} would overwrite {before}. Name another file.")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

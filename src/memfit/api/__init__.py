@@ -20,14 +20,13 @@ from memfit.api.traces import (
     table,
     write_html,
 )
-from memfit.atomic_files import check_output, write_bytes
+from memfit.atomic_files import write_bytes
 from memfit.card.context_measurement import keep_context, measure_context
 from memfit.ghost.doctor import Check, checks
 from memfit.packing.csv_table import packed_table
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
-    "check_output",
     "chrome_trace",
     "diagnose",
     "diff",

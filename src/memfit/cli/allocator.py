@@ -5,8 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_comparison
-from memfit.cli.options import OUTPUT, TARGET
+from memfit.cli.options import OUTPUT, TARGET, json_file
 from memfit.cli.replay import compare
 
 
@@ -34,5 +35,6 @@ def allocator(
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
+    check_outputs({"--json": json_file(json)}, {"the input": path})
     write_comparison(compare(path, None, gpu, memory, in_use, smallest=True), json)
     return 0

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_difference
+from memfit.cli.options import json_file
 
 
 def diff(
@@ -23,11 +25,12 @@ def diff(
         before: The first run: a trace written by memfit, or a memory snapshot written by PyTorch.
         after: The second run: a trace or a snapshot.
         at: The moment to compare: peak, a phase (forward, loss, backward, optimizer, ...), or the number
-            of a training step (2).
+            of a training step, such as 2.
         by: Sum the allocated memory by category, module, line or op.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
     """
     from memfit import api
 
+    check_outputs({"--json": json_file(json)}, {"the first run": before, "the second run": after})
     write_difference(api.diff(before, after, at, by), json)
     return 0

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import exit_code, print_trace_path, progress, write_result
-from memfit.cli.options import GHOST, OUTPUT, TARGET, bytes_or_none
+from memfit.cli.options import GHOST, OUTPUT, TARGET, bytes_or_none, json_file, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
@@ -80,9 +81,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     if not command:
         raise UsageError("No script given. Run memfit dry-run SCRIPT.py [ARGS...], or use -m MODULE.")
-    for path in (None if json == "-" else json, html):
-        if path is not None:
-            api.check_output(Path(path))
+    check_outputs(
+        {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
+    )
     step_limit = None if to_end else steps
     with progress(step_limit) as show:
         result = api.dry_run(

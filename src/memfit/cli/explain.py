@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_explanation
-from memfit.cli.options import OUTPUT
+from memfit.cli.options import OUTPUT, json_file
 
 
 def explain(  # noqa: PLR0913 - one parameter an option
@@ -29,8 +30,8 @@ def explain(  # noqa: PLR0913 - one parameter an option
         path: A trace written by memfit (run.memfit), or a memory snapshot written by PyTorch
             (snapshot.pickle).
         at: The moment to explain: peak, a phase (forward, loss, backward, optimizer, ...), or the number of a
-            training step (2). Within a phase or a step, memfit chooses the moment with the most allocated
-            memory.
+            training step, such as 2. Within a phase or a step, memfit chooses the moment with the most
+            allocated memory.
         by: Sum the allocated memory by category, module, line or op. The rows add up to the total.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
@@ -44,6 +45,8 @@ def explain(  # noqa: PLR0913 - one parameter an option
     """
     from memfit import api
 
+    outputs = {"--snapshot": snapshot, "--html": html, "--chrome": chrome, "--csv": csv}
+    check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = api.read(path)
     explanation = api.explain(trace, at, fragments=fragmentation)
     if snapshot is not None:

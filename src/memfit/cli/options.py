@@ -1,10 +1,23 @@
 """Groups of options in ``--help``, and option values that several commands read the same way."""
 
+from pathlib import Path
+
 from cyclopts import Group
 
 TARGET = Group("The GPU", sort_key=1)
 OUTPUT = Group("Output", sort_key=2)
 GHOST = Group("What the ghost cannot know", sort_key=3)
+
+
+def json_file(json: str | None) -> Path | None:
+    """Return the file that ``--json`` names; None if it names none, or standard output (``-``)."""
+    return None if json in (None, "-") else Path(str(json))
+
+
+def script_file(script: str, *, module: bool) -> dict[str, Path]:
+    """Return the file of a script, named for ``check_outputs``; nothing for a module."""
+    path = Path(script)
+    return {} if module else {"the script": path / "__main__.py" if path.is_dir() else path}
 
 
 def bytes_or_none(text: str | None) -> int | None:

@@ -5,8 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_packing
-from memfit.cli.options import OUTPUT, bytes_or_none
+from memfit.cli.options import OUTPUT, bytes_or_none, json_file
 from memfit.errors import UsageError
 
 
@@ -41,11 +42,7 @@ def pack(
 
     if fail and capacity is None:
         raise UsageError("--fail needs a capacity to compare with. Add one, for example --capacity 8GiB.")
-    if csv is not None and csv.resolve() == path.resolve():
-        raise UsageError(f"--csv {csv} would overwrite the input. Name another file.")
-    for output in (None if json == "-" else json, csv):
-        if output is not None:
-            api.check_output(Path(output))
+    check_outputs({"--csv": csv, "--json": json_file(json)}, {"the input": path})
     limit = bytes_or_none(capacity)
     with progress_line() as show:
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack

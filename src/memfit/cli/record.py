@@ -5,8 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import exit_code, print_trace_path, progress, write_result
-from memfit.cli.options import OUTPUT
+from memfit.cli.options import OUTPUT, json_file, script_file
 from memfit.errors import UsageError
 from memfit.run.options import STEPS
 
@@ -54,8 +55,7 @@ def record(
             f"{trace} already exists. Name another file with -o, or overwrite the existing one with "
             f"-o {trace}."
         )
-    if json is not None and json != "-":
-        api.check_output(Path(json))
+    check_outputs({"-o": trace, "--json": json_file(json)}, script_file(command[0], module=module))
     step_limit = None if to_end else steps
     with progress(step_limit) as show:
         result = api.record(

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_comparison
-from memfit.cli.options import OUTPUT, TARGET, bytes_or_none
+from memfit.cli.options import OUTPUT, TARGET, bytes_or_none, json_file
 
 if TYPE_CHECKING:
     from memfit.records import AllocatorComparison
@@ -38,6 +39,7 @@ def replay(
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         fail: Exit with code 1 unless the run fits under every setting compared, including the recorded one.
     """
+    check_outputs({"--json": json_file(json)}, {"the input": path})
     comparison = compare(path, alloc_conf or [], gpu, memory, in_use, smallest=False)
     write_comparison(comparison, json)
     return int(fail and not all(row.replay.fits for row in comparison.outcomes))

@@ -21,7 +21,7 @@ from types import FrameType
 
 import msgspec
 
-from memfit.atomic_files import check_output
+from memfit.atomic_files import check_outputs
 from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ScriptEnd, Trace
@@ -104,8 +104,7 @@ def script_command(
     command = (str(script), *arguments)
     if not options.module:
         _check_script(Path(command[0]))
-    if output is not None:
-        check_output(output)
+    check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
 
