@@ -65,5 +65,5 @@ def test_devices_take_any_number_of_outputs(files):
 
 
 def test_the_python_function_refuses_to_overwrite_the_script(files):
-    with pytest.raises(UsageError, match="output .*train.py would overwrite the script"):
+    with pytest.raises(UsageError, match="would overwrite the script"):
         script_command("train.py", (), RunOptions(), files / "train.py")
