@@ -1,4 +1,4 @@
-"""The verdict says which part of the script the answer covers, and a script that gave up does not fit."""
+"""The verdict says which part of the script the answer covers, how it ended, and how certain the fit is."""
 
 from dataclasses import replace
 
@@ -37,3 +37,13 @@ def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
     first, second = verdict(replace(answer, verdict="unknown", end=end)).plain.splitlines()
     assert first.startswith("INCOMPLETE")
     assert second.startswith(f"The script ended with {line}")
+
+
+def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
+    first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
+    assert first.startswith("TIGHT   needs ")
+    assert second == (
+        "It may not fit: the CUDA context is assumed, and may take 400.0 MiB more. memfit doctor --context "
+        "measures it on your GPU."
+    )
+    assert third.startswith("Covers ")

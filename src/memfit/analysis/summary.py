@@ -31,6 +31,10 @@ from memfit.records import (
     worst,
 )
 
+_CONTEXT_SPREAD = 0.8
+"""How much larger a context may be than is assumed, as a share of it: an H100 took 1,220 MiB where 683 are
+assumed (docs/limits.md)."""
+
 
 def summarize(trace: Trace) -> DryRun:
     """Return what a script uses, from its trace alone.
@@ -54,7 +58,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
     return DryRun(
-        verdict=_verdict(trace, failed),
+        verdict=_verdict(trace, failed, process.bytes),
         device=trace.device,
         steps=steps,
         peak_allocated=allocated,
@@ -75,6 +79,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         notes=(*trace.notes, *_notes(trace, line, steps)),
         versions=trace.versions,
         command=trace.command,
+        uncertainty=_uncertainty(context),
     )
 
 
@@ -86,13 +91,22 @@ def _reserved(trace: Trace, line: Timeline) -> int:
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
 
 
-def _verdict(trace: Trace, failed: OutOfMemory | None) -> str:
+def _uncertainty(context: Figure) -> int:
+    """Return by how many bytes the context may exceed its figure."""
+    return round(_CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
+
+
+def _verdict(trace: Trace, failed: OutOfMemory | None, process: int) -> str:
     if trace.end.reason == "out of memory":
         return "out of memory"
     if failed is not None:
         return "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
-    return "unknown" if ended_early or not trace.device.total.bytes else "fits"
+    device = trace.device
+    if ended_early or not device.total.bytes:
+        return "unknown"
+    left = device.total.bytes - device.in_use - process
+    return "tight" if left < _uncertainty(device.context) else "fits"
 
 
 def _by_category(

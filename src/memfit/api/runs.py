@@ -201,4 +201,4 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     run = GhostRunner(pack(training_step(model, inputs, loss, optimizer, steps)), run_job)
     first = run(gpu, memory)
     # The total of a model that does not fit takes one more run, with unlimited memory.
-    return Estimate(first, first if first.verdict == "fits" else run(gpu, NO_LIMIT), run)
+    return Estimate(first, first if first.verdict in ("fits", "tight") else run(gpu, NO_LIMIT), run)

@@ -58,7 +58,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             run; memfit explain, diff, replay, allocator and pack read it.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
-        fail: Exit with code 1 if the script does not fit in the GPU's memory.
+        fail: Exit with code 1 unless the verdict is FITS.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
             runs the script up to about six more times, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.

@@ -41,7 +41,7 @@ def record(
         output: Save the trace to this file. The default is run.memfit. memfit overwrites an existing
             run.memfit only if you name it with this option.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 if the script does not fit in the GPU's memory.
+        fail: Exit with code 1 unless the verdict is FITS.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
     """

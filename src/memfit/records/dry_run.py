@@ -63,9 +63,9 @@ class DryRun:
     """What a script would use."""
 
     verdict: str
-    """``fits``, ``does not fit`` (an allocation failed and the script carried on), ``out of memory``, or
-    ``unknown``: the script failed, gave up (an exit code other than 0) or was interrupted, or this is a
-    snapshot, which names no device."""
+    """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
+    the script carried on), ``out of memory``, or ``unknown``: the script failed, gave up (an exit code other
+    than 0) or was interrupted, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -84,6 +84,8 @@ class DryRun:
     """What would lower the peak; None if the caller did not ask."""
     in_all: Figure | None = None
     """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
+    uncertainty: int = 0
+    """Bytes that the process may need beyond ``peak_process``, because terms of it are assumed."""
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""

@@ -36,7 +36,8 @@ class Estimate(Printable):
     def fits(self, gpu: str | None = None) -> bool:
         """Return whether it fits the GPU requested, or another GPU, on which it runs now.
 
-        It runs instead of comparing totals: an allocator short of memory empties its cache and continues.
+        The answer is False if the verdict is ``tight``. Comparing totals would not do: an allocator short of
+        memory empties its cache and continues.
 
         Raises:
             UnknownDeviceError: no such device.

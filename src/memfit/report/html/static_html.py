@@ -22,7 +22,7 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     word, _, rest = first.partition("   ")
     lines = [rest, *more] if rest else more
     return {
-        "kind": {"fits": "good", "unknown": "unsure"}.get(result.verdict, "bad"),
+        "kind": {"fits": "good", "tight": "unsure", "unknown": "unsure"}.get(result.verdict, "bad"),
         "verdict": _text(words, word.capitalize()),
         "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
         "subject": _text(words, subject(result).plain),

@@ -91,7 +91,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
 
     schema: int
     verdict: str
-    """``fits``, ``does not fit`` or ``out of memory``; ``unknown`` if the script failed or was interrupted
+    """``fits``; ``tight`` if less than ``uncertainty`` is left; ``does not fit`` or ``out of memory``;
+    ``unknown`` if the script failed or was interrupted
     (see ``end``), and for a snapshot, which names no device."""
     device: DeviceJson
     steps: int
@@ -106,6 +107,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     advice: tuple[Advice, ...] | None
     """Changes that lower the peak, each on top of those before it; null if advice was not requested.
     ``explain`` tries allocator settings only, and has null if none of them helps."""
+    uncertainty: int
+    """Bytes that the process may need in addition: the CUDA context is assumed. 0 if it is measured."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
     untried: ScriptEndJson | None
@@ -140,6 +143,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         command=result.command,
         versions=dict(result.versions),
         advice=result.advice,
+        uncertainty=result.uncertainty,
         in_all=result.in_all,
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )

@@ -82,6 +82,15 @@ def verdict(result: DryRun) -> Text:
         text = Text("FITS", style="bold green")
         text.append(f"   {_needs(result)}", style="not bold")
         return text.append(f"\n{_covers(result)}", style="not bold default")
+    if result.verdict == "tight":
+        text = Text("TIGHT", style="bold yellow")
+        text.append(f"   {_needs(result)}", style="not bold")
+        more = format_bytes(result.uncertainty)
+        return text.append(
+            f"\nIt may not fit: the CUDA context is assumed, and may take {more} more. memfit doctor "
+            f"--context measures it on your GPU.\n{_covers(result)}",
+            style="not bold default",
+        )
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")

@@ -1,0 +1,36 @@
+"""A run that fits only if an assumed term is right is tight, not fitting."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.analysis.summary import summarize
+from memfit.records import Figure, Provenance
+from memfit.trace.trace_file import read_trace
+
+pytestmark = pytest.mark.process
+SCRIPT = "import torch; torch.ones(1 << 28, device='cuda')"  # 1 GiB; 0.5 GiB of context are assumed
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "verdict", "code"),
+    [
+        ("1910MiB", (), "tight", 0),  # 374 MiB are left, and the context may take 410 MiB more
+        ("1910MiB", ("--fail",), "tight", 1),
+        ("2GiB", ("--fail",), "fits", 0),  # 512 MiB are left
+    ],
+)
+def test_what_is_left_must_exceed_the_uncertainty(memory, options, verdict, code, dry_run):
+    run = dry_run(SCRIPT, options=("--memory", memory, *options))
+    assert (run.answer["verdict"], run.code) == (verdict, code), run.out
+    assert run.answer["uncertainty"] == round(0.8 * (512 << 20))
+    assert run.out.startswith(verdict.upper())
+
+
+def test_a_measured_context_is_certain(dry_run):
+    run = dry_run(SCRIPT, options=("--memory", "1910MiB", "-o", "run.memfit"))
+    trace = read_trace(run.folder / "run.memfit")
+    assert summarize(trace).verdict == "tight"
+    measured = Figure(trace.device.context.bytes, Provenance.MEASURED, "nvml")
+    certain = summarize(replace(trace, device=replace(trace.device, context=measured)))
+    assert (certain.verdict, certain.uncertainty) == ("fits", 0)
