@@ -241,6 +241,18 @@ def test_the_first_failure_is_reported_if_the_script_continued():
     assert result.out_of_memory.shortfall == 19 * MIB  # of the 20 MiB segment that 4 MiB are cut from
 
 
+def test_a_script_that_recovers_needs_what_it_used_after_its_last_failure():
+    attempts = (alloc(0, MIB), oom(30 * MIB, MIB), *free(0, MIB), oom(8 * MIB, MIB))
+    events = (*attempts, alloc(0, 512), *free(0, 512))
+    recovered = summarize(trace(*events, marks=step_ends(1 + len(events))))
+    assert (recovered.verdict, recovered.caught, recovered.steps) == ("fits", 2, 1)
+    assert recovered.peak_allocated == 512
+    assert recovered.out_of_memory.requested == 30 * MIB
+    too_early = summarize(trace(*events, marks=step_ends(1)))
+    assert (too_early.verdict, too_early.caught) == ("does not fit", 0)
+    assert too_early.peak_allocated == MIB
+
+
 def test_a_counter_that_disagrees_is_noted():
     agreeing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 512})
     assert summarize(agreeing).notes == ()

@@ -67,6 +67,49 @@ def test_a_script_that_survives_out_of_memory_does_not_fit(dry_run):
     assert run.answer["peak"]["allocated"] == 4 << 20
 
 
+def test_a_script_that_halves_its_batch_fits(dry_run):
+    script = """
+        import torch
+        model = torch.nn.Linear(1024, 1024, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = 1 << 19
+        for _ in range(4):
+            while True:
+                try:
+                    loss = model(torch.ones(batch, 1024, device="cuda")).sum()
+                    loss.backward()
+                    break
+                except torch.cuda.OutOfMemoryError:
+                    batch //= 2
+            optimizer.step()
+            optimizer.zero_grad()
+        print("batch", batch)
+    """
+    run = dry_run(script, options=("--memory", "2GiB", "--fail", "--to-end"))
+    assert run.code == 0
+    assert (run.answer["verdict"], run.answer["caught"], run.answer["steps"]) == ("fits", 2, 4)
+    assert "batch 131072" in run.out
+    assert "FITS after 2 caught out-of-memory errors (script.py:9)   needs" in run.out
+    alone = dry_run(script.replace("1 << 19", "1 << 17"), options=("--memory", "2GiB"))
+    assert alone.answer["caught"] == 0
+    assert run.answer["peak"]["allocated"] == alone.answer["peak"]["allocated"]
+
+
+def test_an_engine_that_divides_its_batch_fits(dry_run):
+    script = """
+        import torch, memfit
+        model = torch.nn.Linear(1024, 1024, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        loss = lambda model, batch: model(batch.to("cuda")).square().mean()
+        engine = memfit.Engine(model, memfit.Plan(), optimizer=optimizer, loss=loss)
+        for _ in range(3):
+            engine.step(torch.ones(1 << 18, 1024))
+    """
+    run = dry_run(script, options=("--memory", "4GiB"))
+    assert run.answer["verdict"] == "fits", run.out
+    assert run.answer["caught"] > 0
+
+
 def test_out_of_memory_is_recognised_when_raised_by_the_script_or_turned_into_another_error(dry_run):
     raised = dry_run(TRAIN + "    step()\n    raise torch.OutOfMemoryError('mine')\n")
     assert raised.answer["verdict"] == "out of memory"

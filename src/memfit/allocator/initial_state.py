@@ -179,8 +179,7 @@ class _Rewind:
         extent = self._pending.pop(address, None)
         if extent is None:
             raise ImpossibleEventError(
-                "no later event completes this free, yet the block does not wait for a stream when the "
-                "trace ends"
+                "no later event completes this free, although no stream uses the block when the trace ends"
             )
         self._live[address] = extent
 

@@ -14,6 +14,7 @@ from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.attribution import Numbers
 from memfit.analysis.fold_module_paths import fold_module_paths
 from memfit.analysis.location import least_certain, location_at, phases, steps_at, steps_before
+from memfit.analysis.overall_peak import overall_peak
 from memfit.errors import UsageError
 from memfit.records import (
     Attribution,
@@ -66,7 +67,7 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
     if not len(allocated):
         raise UsageError("This run allocated no memory, so there is nothing to explain.")
     if at == "peak":
-        return int(np.argmax(allocated))
+        return overall_peak(trace, line)
     if at.isdecimal() and len(at) < _DIGITS:
         within = steps_at(trace, np.arange(len(allocated))) == int(at) - 1
         none = f"{steps_before(trace, len(allocated))} training steps"

@@ -23,6 +23,7 @@ from memfit.allocator.initial_state import initial_state
 from memfit.allocator.rounding import SMALL_SEGMENT, SMALL_SIZE, round_size
 from memfit.allocator.timeline import timeline
 from memfit.analysis.location import least_certain, location_at
+from memfit.analysis.overall_peak import overall_peak
 from memfit.errors import FileFormatError, UsageError
 from memfit.records import (
     Action,
@@ -115,7 +116,7 @@ def _moments(trace: Trace, line: Timeline) -> dict[str, int]:
     served = most & (trace.events.action == Action.ALLOC)
     return {
         PEAK_RESERVED: int(np.argmax(served if served.any() else most)) + 1,
-        PEAK_ALLOCATED: int(np.argmax(line.allocated)) + 1,
+        PEAK_ALLOCATED: overall_peak(trace, line) + 1,
         END: len(trace.events),
     }
 

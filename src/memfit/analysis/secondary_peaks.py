@@ -10,6 +10,7 @@ allocated     /\  peak
 import numpy as np
 
 from memfit.analysis.location import location_at, step_ends
+from memfit.analysis.overall_peak import overall_peak
 from memfit.records import MemoryPeak, Timeline, Trace
 
 MOST = 3
@@ -28,7 +29,7 @@ def secondary_peaks(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    peak = int(np.argmax(line.allocated))
+    peak = overall_peak(trace, line)
     ends = step_ends(trace)
     step = int(np.searchsorted(ends, peak, side="right"))
     begin = ends[step - 1] if step else 0

@@ -13,6 +13,7 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
+from memfit.analysis.overall_peak import caught_failures, first_of_answer, overall_peak
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -49,8 +50,8 @@ def summarize(trace: Trace) -> DryRun:
 def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution) -> DryRun:
     """Return the summary of a trace whose timeline and attribution exist already."""
     steps = steps_before(trace, len(trace.events))
-    peak = int(np.argmax(line.allocated)) if len(line.allocated) else 0
-    allocated = int(line.allocated.max(initial=0))
+    peak = overall_peak(trace, line)
+    allocated = int(line.allocated[peak]) if len(line.allocated) else 0
     reserved = _reserved(trace, line)
     context = trace.device.context
     failed = _out_of_memory(trace)
@@ -80,12 +81,13 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         versions=trace.versions,
         command=trace.command,
         uncertainty=_uncertainty(context),
+        caught=len(caught_failures(trace)),
     )
 
 
 def _reserved(trace: Trace, line: Timeline) -> int:
     """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
-    own = int(line.reserved.max(initial=0))
+    own = int(line.reserved[first_of_answer(trace) :].max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
@@ -99,7 +101,7 @@ def _uncertainty(context: Figure) -> int:
 def _verdict(trace: Trace, failed: OutOfMemory | None, process: int) -> str:
     if trace.end.reason == "out of memory":
         return "out of memory"
-    if failed is not None:
+    if failed is not None and not len(caught_failures(trace)):
         return "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     device = trace.device

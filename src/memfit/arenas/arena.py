@@ -306,8 +306,8 @@ class Arena:
             warnings.warn(
                 f"memfit.arena: there are more than {MOST_KINDS} kinds of steps, for example because batches "
                 "have many shapes. Steps of any further kind use the default allocator. Pad batches to a "
-                "few shapes, or pass train() fewer tensors: each new combination of their shapes is a kind "
-                "of step.",
+                "few shapes, or pass fewer tensors to arena.train(): each new combination of their shapes "
+                "counts as another kind of step.",
                 stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)

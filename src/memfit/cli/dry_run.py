@@ -42,8 +42,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    memfit's own options come before the script; what follows the script's name is passed to the script. If
-    the script has an option of the same name as one of memfit's, write -- before the script.
+    memfit's own options come before the script; what follows the script's name is passed to the script.
+    memfit refuses an option of its own that follows the script. If it is also an option of the script, write
+    -- before the script.
 
     Args:
         command: The script and its own arguments.
@@ -72,7 +73,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             configuration, without reading or downloading a checkpoint. By default, memfit does so only for
             models whose checkpoint is not on this machine.
         workspaces: How to determine the sizes of cuDNN's workspaces. With 'cudnn', memfit asks the installed
-            cuDNN, and falls back to its own rules where cuDNN has no answer. With 'rules', memfit uses only
+            cuDNN, and falls back to its own rules if cuDNN gives none. With 'rules', memfit uses only
             its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.

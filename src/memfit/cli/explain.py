@@ -41,7 +41,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
         csv: Write a table of all allocations to this file.
         fragmentation: Also show the reserved memory that no tensor uses (rounding, holes between blocks,
             cached segments), at the peaks and at the end of the run. List the blocks that keep PyTorch from
-            releasing the largest holes.
+            returning the largest holes to the GPU.
     """
     from memfit import api
 

@@ -86,6 +86,9 @@ class DryRun:
     """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
     uncertainty: int = 0
     """Bytes that the process may need beyond ``peak_process``, because terms of it are assumed."""
+    caught: int = 0
+    """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
+    after the last one; ``out_of_memory`` describes the first."""
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""

@@ -134,7 +134,7 @@ class OptimizerState:
             raise UsageError(
                 f"{optimizer_name(optimizer)} has already taken a step, and converting it now would lose its "
                 "state. Apply the plan before the optimizer's first step. If you load a saved optimizer "
-                "state, load it after that."
+                "state, load it after applying the plan."
             )
         if self.implementation is not None:
             _choose(optimizer, self.implementation)
@@ -223,8 +223,8 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise UsageError(
-            f"The step method of {optimizer_name(optimizer)} was replaced by another function. Apply the "
-            "plan, which sets optimizer_state, first, and replace the step method afterwards."
+            f"The step method of {optimizer_name(optimizer)} was replaced by another function. First apply "
+            "the plan (it sets optimizer_state), then replace the step method."
         )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)

@@ -171,7 +171,7 @@ def _read(file: BinaryIO) -> Trace:
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
             dtypes = _columns_of(header)
             if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
-                raise _TraceError("is damaged: its columns do not match its header. Record it again.")
+                raise _TraceError("is damaged (its columns do not match its header). Record the run again.")
             sizes = {f"columns/{name}": _bytes_of(name, header.events) for name in dtypes}
             for name, size in sizes.items():
                 if members[name].file_size != size:

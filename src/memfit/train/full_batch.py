@@ -115,8 +115,8 @@ class FullBatchStepper:
                 raise
             if snapshot.lost:
                 error.add_note(
-                    f"The batch cannot be retried: the step wrote to the buffers {snapshot.lost}, and "
-                    "memfit has no copy of them, because no earlier step wrote to them."
+                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}. memfit "
+                    "copies only buffers that earlier steps have changed, so it cannot restore these."
                 )
                 raise
             self._ledger.roll_back(snapshot)

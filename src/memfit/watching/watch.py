@@ -90,7 +90,7 @@ def watch(
         )
     if not isinstance(files, int) or files < 0:
         raise UsageError(
-            f"'files' must be a whole number, 0 or more, not {files!r}. With 0, memfit writes no post-mortem."
+            f"'files' must be a whole number, 0 or more, not {files!r}. Use 0 to disable post-mortems."
         )
     if not isinstance(folder, str | Path) or not Path(folder).is_dir():
         raise UsageError(

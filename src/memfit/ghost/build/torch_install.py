@@ -79,7 +79,7 @@ def find_torch(folder: Path | None = None) -> TorchInstall:
     version = _assigned(text, "__version__")
     if version is None:
         raise UnsuitableEnvironmentError(
-            f"Cannot run on the ghost: {folder / 'version.py'} contains no version. Reinstall torch."
+            f"Cannot run on the ghost: {folder / 'version.py'} does not define a version. Reinstall torch."
         )
     cuda = _assigned(text, "cuda")
     if cuda is None:

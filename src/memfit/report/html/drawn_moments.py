@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
+from memfit.analysis.overall_peak import overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, Timeline, Trace
 
@@ -67,7 +68,7 @@ def drawn(
     if not count:
         nothing = np.zeros(0, np.int64)
         return Drawing(nothing, blocks[nothing], 0, CombinedBlocks(nothing, nothing, nothing, nothing), 0)
-    peak = int(np.argmax(line.allocated))
+    peak = overall_peak(trace, line)
     chosen = _chosen(blocks, peak, most)
     kept = blocks[chosen]
     events = np.unique(

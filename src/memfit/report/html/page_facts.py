@@ -8,6 +8,7 @@ from memfit.analysis.block_columns import EARLIER, Numbers
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.location import location_at
+from memfit.analysis.overall_peak import overall_peak
 from memfit.analysis.secondary_peaks import secondary_peaks
 from memfit.records import Action, Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
 from memfit.report.html.drawn_moments import Drawing
@@ -112,7 +113,7 @@ def shortcuts(trace: Trace, line: Timeline) -> tuple[MemoryPeak, ...]:
     """
     if not len(line.allocated):
         return ()
-    found = [_at(trace, line, int(np.argmax(line.allocated))), *secondary_peaks(trace, line)]
+    found = [_at(trace, line, overall_peak(trace, line)), *secondary_peaks(trace, line)]
     seen = {trace.labels[label].phase for label in np.unique(trace.events.label) if label >= 0}
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         if phase in seen and phase not in {one.place.phase for one in found}:

@@ -19,8 +19,9 @@ TOTALS = ("allocated", "reserved", "process")
 def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     """Return the parts of the verdict: its word, what follows it, the subject and the peak."""
     first, *more = verdict(result).plain.splitlines()
-    word, _, rest = first.partition("   ")
-    lines = [rest, *more] if rest else more
+    title, _, rest = first.partition("   ")
+    word, after, errors = title.partition(" after ")
+    lines = [part for part in (f"{after.strip()} {errors}".strip(), rest, *more) if part]
     return {
         "kind": {"fits": "good", "tight": "unsure", "unknown": "unsure"}.get(result.verdict, "bad"),
         "verdict": _text(words, word.capitalize()),

@@ -109,6 +109,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     ``explain`` tries allocator settings only, and has null if none of them helps."""
     uncertainty: int
     """Bytes that the process may need in addition: the CUDA context is assumed. 0 if it is measured."""
+    caught: int
+    """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
+    after the last one; ``out_of_memory`` describes the first."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
     untried: ScriptEndJson | None
@@ -144,6 +147,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         versions=dict(result.versions),
         advice=result.advice,
         uncertainty=result.uncertainty,
+        caught=result.caught,
         in_all=result.in_all,
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )

@@ -80,11 +80,11 @@ def verdict(result: DryRun) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
         text = Text("FITS", style="bold green")
-        text.append(f"   {_needs(result)}", style="not bold")
+        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         return text.append(f"\n{_covers(result)}", style="not bold default")
     if result.verdict == "tight":
         text = Text("TIGHT", style="bold yellow")
-        text.append(f"   {_needs(result)}", style="not bold")
+        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
         return text.append(
             f"\nIt may not fit: the CUDA context is assumed, and may take {more} more. memfit doctor "
@@ -96,6 +96,15 @@ def verdict(result: DryRun) -> Text:
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
         return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
     return _failure(result)
+
+
+def _after_caught(result: DryRun) -> str:
+    """Return how many out-of-memory errors the script caught, and where the first was raised."""
+    if not result.caught or result.out_of_memory is None:
+        return ""
+    errors = f"{result.caught} caught out-of-memory error{'s' * (result.caught != 1)}"
+    where = escaped(short_path(result.out_of_memory.place.line))
+    return f" after {errors}" + f" ({where})" * bool(where)
 
 
 def _covers(result: DryRun) -> str:

@@ -80,10 +80,10 @@ class BufferTracker:
         snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
         if lost:
             warnings.warn(
-                f"{self.name}: no earlier forward wrote to {', '.join(sorted(name for _, name in lost))}, so "
-                "memfit kept no copy of it before this forward did. The recomputation of this step "
-                "therefore reads the new values instead of those from before the forward. Later steps are "
-                "correct.",
+                f"{self.name}: this forward was the first to change "
+                f"{', '.join(sorted(name for _, name in lost))}. memfit copies only buffers that an earlier "
+                "forward has changed, so the recomputation of this step reads the new values instead of "
+                "those from before the forward. Later steps are correct.",
                 stacklevel=2,
             )
 

@@ -126,7 +126,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
     if state["steps"] != steps:
         raise UsageError(
             "Cannot resume: the state was saved inside an accumulation window of "
-            f"{state['steps']} micro-batches, but windows have {steps} here. Set "
+            f"{state['steps']} micro-batches, but the windows of this engine have {steps}. Set "
             f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between "
             "windows."
         )

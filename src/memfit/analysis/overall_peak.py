@@ -1,0 +1,34 @@
+"""The peak that a run's answer is about.
+
+A script may run out of memory, catch the error, and continue with a smaller batch. What it needs is the peak
+after the last such failure: the attempts before requested more than there was.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.analysis.location import step_ends
+from memfit.records import Action, Timeline, Trace
+
+
+def caught_failures(trace: Trace) -> npt.NDArray[np.int64]:
+    """Return the events of failed allocations, if the script completed a training step after the last one.
+
+    Otherwise the result is empty: the script did not recover.
+    """
+    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    ends = step_ends(trace)
+    recovered = len(failures) and ends and failures[-1] < ends[-1] and trace.end.reason != "out of memory"
+    return failures if recovered else failures[:0]
+
+
+def first_of_answer(trace: Trace) -> int:
+    """Return the first event that the answer is about: the one after the last caught failure, or 0."""
+    caught = caught_failures(trace)
+    return int(caught[-1]) + 1 if len(caught) else 0
+
+
+def overall_peak(trace: Trace, line: Timeline) -> int:
+    """Return the event after which most was allocated; 0 for a run without events."""
+    first = first_of_answer(trace)
+    return first + int(np.argmax(line.allocated[first:])) if len(line.allocated) else 0
