@@ -2,9 +2,9 @@
 
     python benchmarks/attribution.py [EXAMPLE.py ...] [--json FILE]
 
-Each script is run twice on the ghost: once under memfit, once under ``saved_tensors.py``. At every backward
-and optimizer step, requested bytes must be equal. The unknown share of the peak is limited, and all rows must
-sum to what is allocated. Exits with 1 if anything differs.
+Each script runs twice on the ghost: once under memfit, once under ``attribution_truth.py``. At every backward
+and optimizer step, both must report the same requested bytes. The benchmark also limits the unknown share of
+the peak, and checks that all rows sum to the allocated bytes. Exits with 1 if anything differs.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     kept, truth = folder / "run.memfit", folder / "truth.json"
     kept.unlink(missing_ok=True)
     run(["-o", str(kept)], [str(script)])
-    run(["--no-labels"], [str(ROOT / "benchmarks/saved_tensors.py"), str(truth), str(script)])
+    run(["--no-labels"], [str(ROOT / "benchmarks/attribution_truth.py"), str(truth), str(script)])
     trace = memfit.read(kept)
     line = timeline(trace)
     attribution = attribute(trace, line)

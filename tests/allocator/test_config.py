@@ -48,7 +48,7 @@ def test_an_individual_setting_takes_precedence_over_the_string():
 @pytest.mark.parametrize(
     "settings", [{"conf": "backend:cudaMallocAsync"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}]
 )
-def test_backends_without_segments(settings):
+def test_cuda_malloc_async_and_disabled_caching_have_no_segments(settings):
     assert not AllocatorConfig.read(settings).has_segments
 
 
@@ -62,7 +62,7 @@ def test_backends_without_segments(settings):
         ("[65536:2]", (2,) * 16),
     ],
 )
-def test_roundup_power2_divisions(value, divisions):
+def test_roundup_power2_divisions_expand_to_one_divisor_per_power_of_two(value, divisions):
     assert AllocatorConfig.read({"roundup_power2_divisions": value}).roundup_power2_divisions == divisions
 
 

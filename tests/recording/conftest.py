@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.attribution_scripts import run_and_attribute
+from support.attributed_runs import run_and_attribute
 
 
 @pytest.fixture

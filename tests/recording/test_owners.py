@@ -6,7 +6,7 @@ import pytest
 
 from memfit.analysis.breakdown import category_provenance
 from memfit.records import Category, Provenance
-from support.attribution_scripts import bytes_of, run_and_attribute
+from support.attributed_runs import bytes_of, run_and_attribute
 
 GROUP = """
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """Attribution of computations outside modules, against figures that each script reports itself, in bytes."""
 
-from support.attribution_scripts import bytes_of
+from support.attributed_runs import bytes_of
 
 FUNCTIONS = """
 import threading

@@ -1,6 +1,6 @@
 """Run a script and record what its live objects hold, by means that memfit does not use: a ground truth.
 
-    memfit dry-run --no-labels benchmarks/saved_tensors.py TRUTH.json SCRIPT [ARGS...]
+    memfit dry-run --no-labels benchmarks/attribution_truth.py TRUTH.json SCRIPT [ARGS...]
 
 Tensors saved for a backward are counted by saved-tensor hooks (memfit reads autograd's graph), if they were
 allocated after the beginning of the forward that saved them, and without a GradScaler's scale. Parameters
