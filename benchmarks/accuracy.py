@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class RowResult:
     """A row, measured."""
 
     row: Row
@@ -145,12 +145,12 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
     return own | {name: found["peak"][name] for name in ("allocated", "reserved", "process")}
 
 
-def measure(row: Row, runs: Runs) -> Result:
+def measure(row: Row, runs: Runs) -> RowResult:
     """Run the scripts that a row needs."""
-    return Result(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None)
+    return RowResult(row, row.ours(runs, then=False), row.ours(runs, then=True) if row.then else None)
 
 
-def markdown(results: Iterable[Result], sources: dict[str, dict[str, str]]) -> str:
+def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -> str:
     """Return the table, followed by its sources."""
     lines = [
         "| set | what | published | ghost | | as then | | what explains the difference |",

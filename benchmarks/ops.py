@@ -67,7 +67,7 @@ PATIENCE = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class OperatorResult:
     """The outcome of one operator, over all its sample inputs."""
 
     op: str
@@ -85,7 +85,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OperatorCase:
     """One operator to try: its index in the database, and a dtype by name."""
 
     index: int
@@ -107,7 +107,7 @@ class Trial:
         self._show = show
         self._values = gpu_reads.install(ghost, ValueOptions(), lambda *_, **__: None)
 
-    def run(self, op: "OpInfo", dtype: "torch.dtype") -> Result:
+    def run(self, op: "OpInfo", dtype: "torch.dtype") -> OperatorResult:
         """Try every sample of one operator; the first failure decides the outcome."""
         import torch
 
@@ -128,15 +128,15 @@ class Trial:
             gaps = self._gaps()
             text = f"{where}: {type(error).__name__}: {_first_line(error)}"
             if gaps:
-                return Result(name, kind, "refused", count, text=f"{', '.join(gaps)} ({text})")
+                return OperatorResult(name, kind, "refused", count, text=f"{', '.join(gaps)} ({text})")
             if self._show:
                 traceback.print_exc()
             part, reason = NOT_THE_GHOSTS.get(op.name, ("", ""))
             if reason and part in text:
-                return Result(name, kind, "real too", count, text=f"{reason} ({text})")
+                return OperatorResult(name, kind, "real too", count, text=f"{reason} ({text})")
             same = _no_kernel(error) or (on_cpu is not None and _fails_alike(op, on_cpu, error, grad=grad))
-            return Result(name, kind, "real too" if same else "other", count, text=text)
-        return Result(name, kind, "ran", count, self._compared, assumed=self._ghost.gaps_reached())
+            return OperatorResult(name, kind, "real too" if same else "other", count, text=text)
+        return OperatorResult(name, kind, "ran", count, self._compared, assumed=self._ghost.gaps_reached())
 
     def _gaps(self) -> list[str]:
         known = {gap.name for gap in build().gaps}
@@ -243,7 +243,7 @@ def _first_line(error: Exception) -> str:
 # ---- Children --------------------------------------------------------------------------------------
 
 
-def run_all(jobs: Sequence[Job], trial: Any, *, batch: int) -> Iterator[Result]:
+def run_all(jobs: Sequence[OperatorCase], trial: Any, *, batch: int) -> Iterator[OperatorResult]:
     """Try every job in forked children, ``batch`` per child; retry a failure alone."""
     waiting = list(jobs)
     while waiting:
@@ -255,7 +255,7 @@ def run_all(jobs: Sequence[Job], trial: Any, *, batch: int) -> Iterator[Result]:
         waiting = now[len(done) :] + waiting
 
 
-def _in_child(jobs: Sequence[Job], trial: Any) -> Iterator[Result]:
+def _in_child(jobs: Sequence[OperatorCase], trial: Any) -> Iterator[OperatorResult]:
     """Fork, try the jobs in order, and yield their results; the last one may be a crash of the child."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -276,17 +276,19 @@ def _in_child(jobs: Sequence[Job], trial: Any) -> Iterator[Result]:
         for line in lines:
             fields = json.loads(line)
             got += 1
-            yield Result(**{**fields, "assumed": tuple(fields["assumed"])})
+            yield OperatorResult(**{**fields, "assumed": tuple(fields["assumed"])})
     _, status = os.waitpid(child, 0)
     if got < len(jobs):
         code = os.waitstatus_to_exitcode(status)
         how = f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
         if code == -signal.SIGALRM:
             how = f"did not end in {PATIENCE} s"
-        yield Result(_database()[jobs[got].index].formatted_name, jobs[got].dtype, "crashed", 0, text=how)
+        yield OperatorResult(
+            _database()[jobs[got].index].formatted_name, jobs[got].dtype, "crashed", 0, text=how
+        )
 
 
-def _be_child(jobs: Sequence[Job], trial: Any, lines: Any) -> None:
+def _be_child(jobs: Sequence[OperatorCase], trial: Any, lines: Any) -> None:
     import torch
 
     null = os.open(os.devnull, os.O_WRONLY)
@@ -328,12 +330,12 @@ def _database() -> "list[OpInfo]":
 # ---- The command -----------------------------------------------------------------------------------
 
 
-def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed: int) -> list[Job]:
+def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed: int) -> list[OperatorCase]:
     """List the operators that support the dtype on CUDA, or a seeded sample of them."""
     import torch
 
     jobs = [
-        Job(index, dtype)
+        OperatorCase(index, dtype)
         for dtype in dtypes
         for index, op in enumerate(_database())
         if op.supports_dtype(getattr(torch, dtype), "cuda") and (not names or op.name in names)
@@ -375,7 +377,7 @@ def main() -> None:
     sys.exit(any(result.outcome in {"other", "crashed"} for result in results))
 
 
-def _summary(results: Sequence[Result], options: argparse.Namespace) -> str:
+def _summary(results: Sequence[OperatorResult], options: argparse.Namespace) -> str:
     import torch
 
     lines = [

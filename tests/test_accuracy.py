@@ -34,7 +34,7 @@ def runs():
 @pytest.mark.parametrize("row", [row for row in ROWS if row.set in "DE"], ids=lambda row: row.what)
 def test_the_figure_equals_that_of_a_real_card(row, runs):
     extra = row.then  # the run that matches the author's; the benchmark shows the other
-    result = accuracy.Result(row, row.ours(runs, then=bool(extra)), None)
+    result = accuracy.RowResult(row, row.ours(runs, then=bool(extra)), None)
     assert result.met, f"{result.today:.3f} {row.unit}, published {row.theirs:.3f}: {result.percent:+.2f} %"
 
 
@@ -73,7 +73,7 @@ def test_a_slope_is_the_difference_of_two_runs_over_the_samples_between():
     assert result.today == 49.5
     assert result.percent == -1
     assert result.met
-    assert not accuracy.Result(row, 50.6, None).met
+    assert not accuracy.RowResult(row, 50.6, None).met
 
 
 def test_a_ratio_is_one_run_over_another():

@@ -61,7 +61,7 @@ class Attention(nn.Module):
         return self.output_proj((weights @ v).transpose(1, 2).flatten(-2))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, width, heads, hidden, context):
         super().__init__()
         self.attn = Attention(width, heads, context)
@@ -75,11 +75,11 @@ class Block(nn.Module):
         return x + self.w2(gate * torch.sigmoid(gate) * self.w3(hidden))
 
 
-class Decoder(nn.Module):
+class CourseDecoder(nn.Module):
     def __init__(self, context, vocabulary=10_000, width=2560, layers=32, heads=32, hidden=10_240):
         super().__init__()
         self.embedding = nn.Parameter(torch.randn(vocabulary, width))
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, context) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, hidden, context) for _ in range(layers))
         self.ln_final, self.lm_head = RMSNorm(width), Linear(width, vocabulary)
 
     def forward(self, tokens):
@@ -123,7 +123,7 @@ def main():
     parser.add_argument("--forward-only", action="store_true")
     args = parser.parse_args()
 
-    model = Decoder(args.context).to("cuda")
+    model = CourseDecoder(args.context).to("cuda")
     optimizer = AdamW(model.parameters())
     tokens = torch.randint(10_000, (4, args.context), device="cuda")
     targets = torch.randint(10_000, (4, args.context), device="cuda")

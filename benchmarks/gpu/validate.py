@@ -44,7 +44,7 @@ SECONDS = 90
 
 
 @dataclass(frozen=True)
-class Job:
+class ValidationJob:
     """One row of jobs.toml."""
 
     name: str
@@ -61,9 +61,11 @@ class TooLongError(Exception):
     """A run was ended because it took too long."""
 
 
-def jobs(path: Path = HERE / "jobs.toml") -> list[Job]:
+def jobs(path: Path = HERE / "jobs.toml") -> list[ValidationJob]:
     """Read the list of jobs."""
-    return [msgspec.convert(row, Job) for row in tomllib.loads(path.read_text(encoding="utf-8"))["job"]]
+    return [
+        msgspec.convert(row, ValidationJob) for row in tomllib.loads(path.read_text(encoding="utf-8"))["job"]
+    ]
 
 
 def in_time(seconds: float) -> Callable[[object], None]:
@@ -107,7 +109,7 @@ def figures(run: DryRun) -> dict[str, Any]:
     }
 
 
-def compare_job(job: Job, gpu: str, total: int, seconds: float, folder: Path) -> dict[str, Any]:
+def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Run one job on the card and on the ghost, and compare.
 
     Args:
@@ -170,7 +172,7 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
     return context, msgspec.json.decode(asked.stdout)
 
 
-class Result:
+class ResultFile:
     """The result file, with everything measured so far."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -236,7 +238,7 @@ def main() -> int:
         sys.exit(f"validate.py: {error}")
     machine = "rehearsal-" if card.rehearsal else ""
     name = re.sub(r"[^\w.+-]+", "_", f"{machine}{card.name}-{card.driver or card.cuda}-torch{context.torch}")
-    result = Result(options.out.resolve(), name)
+    result = ResultFile(options.out.resolve(), name)
     today = datetime.now(UTC).date().isoformat()
     result.content |= {
         "machine": context.machine,
@@ -261,7 +263,7 @@ def main() -> int:
 
 
 def run_all(
-    chosen: Sequence[Job], result: Result, *, gpu: str, total: int, until: float, again: bool
+    chosen: Sequence[ValidationJob], result: ResultFile, *, gpu: str, total: int, until: float, again: bool
 ) -> None:
     """Run the jobs that have no result yet, one after another, writing each result."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)

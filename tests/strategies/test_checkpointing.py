@@ -19,7 +19,17 @@ from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.recompute import CheckpointedForward
 from memfit.strategies.plan import Plan
 from memfit.train.engine import Engine
-from support.checkpointed_blocks import MODES, NORMS, Block, Net, Shared, assert_same, compare, net, train
+from support.checkpointed_blocks import (
+    MODES,
+    NORMS,
+    DropoutBlock,
+    Net,
+    Shared,
+    assert_same,
+    compare,
+    net,
+    train,
+)
 
 
 def counted(model, name):
@@ -156,12 +166,12 @@ def test_an_argument_changed_in_place_is_refused(use_reentrant):
 def test_an_object_that_a_forward_changes_is_refused(use_reentrant):
     """Like the key-value caches that transformers passes to its layers."""
 
-    class Layer:
+    class CachedLayer:
         keys = None
 
     class Cache:
         def __init__(self):
-            self.layers = [Layer()]
+            self.layers = [CachedLayer()]
 
     class Attends(nn.Module):
         def __init__(self):
@@ -244,7 +254,7 @@ def test_compiled_models_train_as_without_checkpointing(where, save_ops):
 def test_running_out_of_memory_in_a_recomputation_leaves_no_trace():
     """The engine repeats the batch in smaller parts, as if the recomputation had not begun."""
 
-    class Short(Block):
+    class Short(DropoutBlock):
         left = 0
 
         def forward(self, x):
@@ -325,7 +335,7 @@ def test_reverting_leaves_no_trace_and_models_are_freed_at_once():
         ({}, [0, 1, 2, 3]),
         ({"every": 2}, [0, 2]),
         ({"modules": "layers.3"}, [3]),
-        ({"modules": ["Block"], "every": 3}, [0, 3]),
+        ({"modules": ["DropoutBlock"], "every": 3}, [0, 3]),
         ({"modules": ("layers.1", "layers.0")}, [0, 1]),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.mechanisms.buffer_snapshots import BufferTracker
-from support.checkpointed_blocks import MODES, NORMS, Block, Ema, Net, compare, net
+from support.checkpointed_blocks import MODES, NORMS, DropoutBlock, Ema, Net, compare, net
 
 
 @MODES
@@ -96,7 +96,7 @@ def test_draws_are_warned_about_without_preserve_rng_state(use_reentrant, p):
     model(torch.randn(4, 6)).sum().backward()  # once is enough
 
 
-class Scaled(Block):
+class Scaled(DropoutBlock):
     """A block that draws from a generator other than PyTorch's, as stochastic depth does."""
 
     def __init__(self, draw):
@@ -160,7 +160,7 @@ def test_draws_from_python_are_warned_about_without_preserve_rng_state(use_reent
         model(torch.randn(4, 6))
 
 
-class Lazy(Block):
+class Lazy(DropoutBlock):
     """A block that creates its statistics in the first forward, and uses them from the second on."""
 
     def __init__(self):

@@ -43,7 +43,7 @@ class LateStream:
         # PyTorch's pinned allocator keeps host memory until the copy is done; nothing keeps device memory.
         kept = source if what == "back" else None
         self.log.append(what)
-        self.queue.append(Job(weakref.ref(to), StorageWeakRef(source.untyped_storage()), kept))
+        self.queue.append(QueuedCopy(weakref.ref(to), StorageWeakRef(source.untyped_storage()), kept))
         return self.queue[-1]
 
     def wait(self, job):
@@ -57,13 +57,13 @@ class LateStream:
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedCopy:
     to: weakref.ref
     storage: StorageWeakRef
     kept: torch.Tensor | None
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
     def __init__(self, width=8):
         super().__init__()
         self.norm, self.inner = nn.BatchNorm1d(width), nn.Linear(width, 3 * width)
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(*(GatedBlock() for _ in range(4)))
 
 
 def train(model, steps=3):
@@ -111,10 +111,10 @@ def late(monkeypatch):
     "strategies",
     [
         [Offload(min_bytes=0)],
-        [Offload("Block", min_bytes=0)],
-        [Checkpointing("Block"), Offload(what="inputs", min_bytes=0)],
-        [Checkpointing("Block", use_reentrant=True), Offload(what="inputs", min_bytes=0)],
-        [Checkpointing("Block", every=2, save_ops="aten.addmm"), Offload(min_bytes=0)],
+        [Offload("GatedBlock", min_bytes=0)],
+        [Checkpointing("GatedBlock"), Offload(what="inputs", min_bytes=0)],
+        [Checkpointing("GatedBlock", use_reentrant=True), Offload(what="inputs", min_bytes=0)],
+        [Checkpointing("GatedBlock", every=2, save_ops="aten.addmm"), Offload(min_bytes=0)],
     ],
     ids=["whole", "blocks", "inputs", "inputs, reentrant", "with checkpointing"],
 )
@@ -124,9 +124,9 @@ def test_results_are_those_of_plain_training(late, strategies, prefetch):
     *others, offload = strategies
     reverts = [strategy.apply(model) for strategy in others]
     reverts.append(Offload(offload.modules, offload.what, offload.min_bytes, prefetch=prefetch).apply(model))
-    mover = model.forward.around.offloader
+    offloader = model.forward.around.offloader
     assert same(plain, train(model))
-    assert mover.count > 0
+    assert offloader.count > 0
     for revert in reversed(reverts):
         revert()
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -134,12 +134,12 @@ def test_results_are_those_of_plain_training(late, strategies, prefetch):
 
 def moved(late, forward, *, min_bytes=0, owner=None):
     """Run a forward that offloads; return the offloader, its stream and the loss."""
-    mover = SavedTensorOffloader(lambda _: late_stream, min_bytes, 1)
+    offloader = SavedTensorOffloader(lambda _: late_stream, min_bytes, 1)
     late_stream = LateStream()
-    mover.begin_forward(owner or nn.Module())
-    with mover.hooks():
+    offloader.begin_forward(owner or nn.Module())
+    with offloader.hooks():
         loss = forward()
-    return mover, late_stream, loss
+    return offloader, late_stream, loss
 
 
 def test_a_storage_moves_once_and_parameters_stay(late):
@@ -151,12 +151,12 @@ def test_a_storage_moves_once_and_parameters_stay(late):
         a, b = base.chunk(2, dim=1)  # one storage, three tensors on it
         return (layer(x[None]) * a * b * b).sum()
 
-    mover, stream, loss = moved(late, forward, owner=layer)
+    offloader, stream, loss = moved(late, forward, owner=layer)
     # x, the base, and three products; not the weight, nor its transpose.
-    assert mover.count == 5
+    assert offloader.count == 5
     loss.backward()
     assert stream.log.count("out") == 5
-    assert mover.count == 5
+    assert offloader.count == 5
 
 
 @pytest.mark.parametrize("min_bytes", [0, 2**20], ids=["moves", "stays"])
@@ -190,9 +190,9 @@ def test_a_write_after_the_copy_is_allowed_and_the_new_value_is_copied_too(late)
         y.mul_(2)
         return (z + y * y.detach()).sum()
 
-    mover, _, loss = moved(late, run)
+    offloader, _, loss = moved(late, run)
     loss.backward()
-    assert mover.count == 3
+    assert offloader.count == 3
     torch.testing.assert_close(x.grad, (2 * x * (x * x).exp() + 4 * x).detach())
 
 
@@ -209,10 +209,10 @@ def test_parts_that_are_not_views_are_moved_separately(late):
 
     run().backward()
     plain, x.grad = x.grad, None
-    mover, _, loss = moved(late, run)
+    offloader, _, loss = moved(late, run)
     loss.backward()
     assert torch.equal(x.grad, plain)
-    assert mover.count == 2, "each part is saved twice and moved once"
+    assert offloader.count == 2, "each part is saved twice and moved once"
 
 
 def test_a_second_backward_gives_the_same_gradients(late):
@@ -261,14 +261,14 @@ def test_an_unused_prefetch_is_held_until_it_completes(late):
         z = y.exp().exp()
         return z.exp(), z
 
-    mover, _, (last, z) = moved(late, forward)
+    offloader, _, (last, z) = moved(late, forward)
     assert last.grad_fn._saved_result is not None  # this read prefetches the storage before it
-    lane = mover._lanes[torch.device("cpu")]
+    lane = offloader._lanes[torch.device("cpu")]
     assert len(lane._arriving) == 1
     pending = weakref.ref(next(iter(lane._arriving)).fetched)
     del last, z
     assert pending() is not None
-    mover.begin_forward(nn.Module())
+    offloader.begin_forward(nn.Module())
     assert pending() is None
 
 
@@ -300,10 +300,10 @@ def test_without_gradients_nothing_moves(late):
 def test_copies_and_pickles_have_their_own_offloader(late):
     model = net()
     plain = train(copy.deepcopy(model))
-    Offload("Block", min_bytes=0).apply(model)
+    Offload("GatedBlock", min_bytes=0).apply(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - pickled here
-        movers = {id(block.forward.around.offloader) for block in copied}
-        assert movers == {id(copied.forward.around.offloader)} != {id(model.forward.around.offloader)}
+        offloaders = {id(block.forward.around.offloader) for block in copied}
+        assert offloaders == {id(copied.forward.around.offloader)} != {id(model.forward.around.offloader)}
         assert same(plain, train(copied))
 
 
@@ -315,7 +315,7 @@ def test_compiled_models_are_offloaded(late, where):
     if where == "inside":
         for name, block in model.named_children():
             setattr(model, name, torch.compile(block, backend="aot_eager"))
-    Offload("Block", min_bytes=0).apply(model)
+    Offload("GatedBlock", min_bytes=0).apply(model)
     run = torch.compile(model, backend="aot_eager") if where == "around" else model
     found = {name.replace("_orig_mod.", ""): value for name, value in train(run).items()}
     assert same(plain, found)
@@ -330,8 +330,8 @@ def test_compiled_models_are_offloaded(late, where):
         (lambda: Offload(prefetch=True), "'prefetch' must be an integer, not True"),
         (lambda: Offload(pin_memory=False), "prefetch needs pin_memory"),
         (
-            lambda: Offload("Blok").apply(net()),
-            "offload: no module of Sequential has the name or class 'Blok'. Nearest: Block",
+            lambda: Offload("GatedBlok").apply(net()),
+            "offload: no module of Sequential has the name or class 'GatedBlok'. Nearest: GatedBlock",
         ),
         (lambda: Offload(what="inputs").apply(net()), "none of the selected modules is checkpointed"),
         (lambda: Plan(offload=Offload(what="inputs")), "the plan has no checkpointing"),
@@ -344,9 +344,9 @@ def test_invalid_settings_are_refused(make, words):
 
 def test_modules_inside_a_checkpointed_one_cannot_be_offloaded():
     model = net()
-    Checkpointing("Block").apply(model)
+    Checkpointing("GatedBlock").apply(model)
     with pytest.raises(UsageError, match=r"0\.inner is inside 0, which is checkpointed"):
         Offload("**.inner").apply(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Offload("Block").apply(model)
+        Offload("GatedBlock").apply(model)

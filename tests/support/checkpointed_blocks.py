@@ -11,7 +11,7 @@ from memfit.strategies.checkpointing import Checkpointing
 MODES = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
 
-class Block(nn.Module):
+class DropoutBlock(nn.Module):
     """A block with a norm, dropout, an in-place operation, and arguments of all kinds."""
 
     def __init__(self, width=6, norm=None):
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 def net(norm=None, layers=3):
     torch.manual_seed(1)
-    return Net([Block(norm=norm and norm()) for _ in range(layers)]).train()
+    return Net([DropoutBlock(norm=norm and norm()) for _ in range(layers)]).train()
 
 
 def train(model, *inputs, steps=2, call=None, backwards=1):
@@ -120,7 +120,7 @@ class Shared(nn.Module):
 
     def __init__(self, norm=None):
         super().__init__()
-        self.block = Block(norm=norm)
+        self.block = DropoutBlock(norm=norm)
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.block.inner.weight
 

@@ -10,7 +10,7 @@ import memfit
 from memfit.errors import UsageError
 
 
-class Drawing(torch.utils.data.Dataset):
+class RandomSamples(torch.utils.data.Dataset):
     """A dataset that draws random numbers for each sample, and is interrupted at one of them."""
 
     def __init__(self):
@@ -65,7 +65,7 @@ def interrupted(run, loader, at, epochs=2):
 
 
 def shuffled():
-    return torch.utils.data.DataLoader(Drawing(), 4, shuffle=True)
+    return torch.utils.data.DataLoader(RandomSamples(), 4, shuffle=True)
 
 
 @pytest.mark.parametrize("how", [lambda run: run, resumed], ids=["fit again", "save and resume"])
@@ -106,7 +106,7 @@ def windows(run, data, until=0, *, backward=False):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("until", [1, 2, 3, 4])
 def test_an_interrupted_forward_is_repeated_but_not_a_completed_backward(until, backward):
-    data = torch.utils.data.DataLoader(Drawing(), 4)
+    data = torch.utils.data.DataLoader(RandomSamples(), 4)
     plan = memfit.Accumulation(2)
     whole = windows(engine(plan), data)
     run = engine(plan)
@@ -118,7 +118,7 @@ def test_an_interrupted_forward_is_repeated_but_not_a_completed_backward(until, 
 
 
 def test_an_interrupted_resume_inside_a_window_is_repeated():
-    data = torch.utils.data.DataLoader(Drawing(), 4)
+    data = torch.utils.data.DataLoader(RandomSamples(), 4)
     plan = memfit.Accumulation(3)
     whole = windows(engine(plan), data)
     run = engine(plan)
