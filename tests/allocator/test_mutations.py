@@ -28,21 +28,21 @@ SITUATIONS = {
 }
 # The two situations above do not expose these mutants; others of the benchmark do.
 ELSEWHERE = {
-    "1 division rounds up",
-    "blocks of max_split_size are split",
-    "max_split_size itself is split",
-    "oversize only beyond the limit",
+    "a single division rounds up",
+    "max_split_size does not prevent splitting",
+    "a request of exactly max_split_size splits blocks",
+    "a block of exactly max_split_size is not oversize",
     "max_non_split_rounding is exclusive",
-    "large handles of 20 MiB",
-    "the fraction is asked about the request",
-    "the fraction itself is refused",
+    "handles of the large pool are always 20 MiB",
+    "the memory fraction is compared with the request, not the segment",
+    "reaching the memory fraction exactly is refused",
     "throw_on_cudamalloc_oom is ignored",
-    "throw_on_cudamalloc_oom asks about the request",
-    "no oversize block is given back",
-    "oversize blocks from the smallest up",
-    "one oversize block is enough",
+    "throw_on_cudamalloc_oom looks at the request, not the segment",
+    "no oversize block is released",
+    "oversize blocks are released from the smallest up",
+    "releasing one oversize block is enough",
     "garbage is collected without a fraction",
-    "a private pool's memory is never given back",
+    "a private pool's memory is never released",
 }
 LISTED, EQUAL = mutants()
 BY_NAME = {mutant.what: mutant for mutant in LISTED}
@@ -94,7 +94,12 @@ def test_the_comparison_with_pytorch_catches_each_mutant(logs):
 
 
 @pytest.mark.parametrize(
-    "what", ["1 MiB is large", "ties go by address alone", "a waiting block stays active"]
+    "what",
+    [
+        "a 1 MiB request uses the large pool",
+        "ties are broken by address alone",
+        "a block waiting for events stays active",
+    ],
 )
 def test_the_comparison_with_pytorch_catches_compiled_mutants(logs, what):
     with mutated_c(BY_NAME[f"compiled: {what}"]):
@@ -106,11 +111,11 @@ def test_the_comparison_with_pytorch_catches_compiled_mutants(logs, what):
     "what",
     [
         "no merge with the next",
-        "blocks of max_split_size are split",
-        "handles that are not wholly free are unmapped",
-        "only the large pool is given back",
-        "a private pool's memory is never given back",
-        "the first event is enough",
+        "max_split_size does not prevent splitting",
+        "a partly used first handle is unmapped",
+        "only the large pool is released",
+        "a private pool's memory is never released",
+        "the first completed event frees the block",
     ],
 )
 def test_the_referee_catches_mutants(what):
