@@ -1,10 +1,10 @@
-"""Compare the ghost with real cards: figures that others published, beside the same job on the ghost.
+"""Compare figures that others published for real cards with the same jobs on the ghost.
 
     python benchmarks/accuracy.py [--sets DE] [--markdown FILE] [--json FILE] [--runs FILE]
 
-Without FILE the table goes to standard output. benchmarks/accuracy/rows.toml holds the rows, their sources
-and the explanations of differences. --runs keeps the results of runs in a file, so that they are not
-repeated. Exits with 1 when a row differs by more than it states.
+Without --markdown the table goes to standard output. benchmarks/accuracy/rows.toml holds the rows, their
+sources and the explanations of differences. --runs caches the results of runs in a file, so that a later call
+does not repeat them. Exits with 1 when a row differs by more than rows.toml allows.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 
 HERE = Path(__file__).parent / "accuracy"
-MANY = 1000  # figures from here on are shown without decimals
+MANY = 1000  # larger figures are shown without decimals
 BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure and the run that should give it. The fields are explained in rows.toml."""
+    """One published figure and the run that should reproduce it; rows.toml explains the fields."""
 
     set: str
     what: str
@@ -49,11 +49,11 @@ class Row:
 
     @property
     def theirs(self) -> float:
-        """PyTorch's allocator's share of the published figure, in `unit`."""
+        """The part of the published figure that belongs to PyTorch's allocator, in `unit`."""
         return (self.published - self.outside) / self.per
 
     def ours(self, runs: "Runs", *, then: bool) -> float:
-        """Return the ghost's figure, in `unit`; with `then`, under the behaviour of the author's software."""
+        """Return the ghost's figure, in `unit`; with `then`, of a run that imitates the author's software."""
         extra = self.then if then else ()
         amount = runs.peaks(self, (*self.run, *extra))[self.figure]
         if self.minus:
@@ -65,13 +65,13 @@ class Row:
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row, measured."""
+    """A row with the ghost's figures."""
 
     row: Row
     today: float
-    """On the ghost, with the software that is installed; in the row's unit."""
+    """The ghost's figure with the installed software, in the row's unit."""
     then: float | None
-    """With the changes that the row lists undone; None if it lists none."""
+    """The ghost's figure with the row's `then` arguments; None if the row has none."""
 
     @property
     def percent(self) -> float:
@@ -80,7 +80,7 @@ class RowResult:
 
     @property
     def met(self) -> bool:
-        """Whether the difference is within what the row states."""
+        """Whether the difference is within the row's limit."""
         return abs(self.percent) <= self.row.within
 
 
@@ -90,7 +90,7 @@ def percent(row: Row, value: float) -> float:
 
 
 def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
-    """Read rows.toml: the rows of these sets (letters; all by default) and the sources by name."""
+    """Read rows.toml; return the rows of the given sets (letters; all by default) and the sources by name."""
     table = tomllib.loads((HERE / "rows.toml").read_text())
     lists = ("run", "then", "minus", "over", "options")
     chosen = (
@@ -102,7 +102,7 @@ def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
 
 
 class Runs:
-    """The peaks of every script, each run once; kept in a file if one is given."""
+    """The peaks of every script. Each runs once; a file, if given, caches the results."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -120,7 +120,7 @@ class Runs:
 
 
 def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[str, str]) -> dict[str, int]:
-    """Run a script of benchmarks/accuracy/ to its own end under `memfit dry-run`.
+    """Run a script of benchmarks/accuracy/ to completion under `memfit dry-run`.
 
     Returns:
         Its peaks by name, and the figures it printed as `name 1.5 MiB`; bytes.
@@ -139,7 +139,7 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
         )
         found = json.loads(answer.read_text()) if answer.exists() else None
     if found is None or found["verdict"] != "fits" or found["end"]["reason"] != "end":
-        raise SystemExit(f"{' '.join(run)} did not run to its end on the ghost:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(run)} did not run to completion on the ghost:\n{done.stderr[-2000:]}")
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
     own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}
     return own | {name: found["peak"][name] for name in ("allocated", "reserved", "process")}
@@ -153,7 +153,7 @@ def measure(row: Row, runs: Runs) -> RowResult:
 def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -> str:
     """Return the table, followed by its sources."""
     lines = [
-        "| set | what | published | ghost | | as then | | what explains the difference |",
+        "| set | job | published | ghost | | as the author's software | | explanation of the difference |",
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     results = tuple(results)
@@ -187,10 +187,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sets", default="", help="letters of the sets to run; all by default")
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--runs", type=Path, help="file that keeps the results of runs, to reuse them")
+    parser.add_argument("--sets", default="", help="letters of the sets to run (default: all)")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--runs", type=Path, help="file that caches the results of runs")
     options = parser.parse_args()
     chosen, sources = rows(options.sets)
     runs, results = Runs(options.runs), []
@@ -206,7 +206,7 @@ def main() -> None:
         measured = [asdict(result) | {"percent": result.percent, "met": result.met} for result in results]
         options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
     if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
-        raise SystemExit("Differs by more than stated: " + "; ".join(missed))
+        raise SystemExit("These rows differ by more than rows.toml allows: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fine-tune a BERT-large classifier with the Trainer of transformers on made-up sequences of 512 tokens.
+"""Fine-tune a BERT-large classifier with the transformers Trainer on random sequences of 512 tokens.
 
-``--as-in-2022`` does three things as the libraries did in January 2022: gradients are cleared by filling
-them with zeros (PyTorch before 2.0), softmax saves its input beside its output (before 1.11,
-pytorch/pytorch#65242), and AdamW goes through the parameters one by one.
+``--as-in-2022`` restores three behaviours of January 2022: ``zero_grad`` fills gradients with zeros (PyTorch
+before 2.0), softmax saves its input as well as its output (before 1.11, pytorch/pytorch#65242), and AdamW
+updates the parameters one by one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def old_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if mask is not None:
         scores = scores + mask
-    # Autocast used to hand softmax a float32 copy, and it was that copy which was saved.
+    # Autocast used to pass softmax a float32 copy, and softmax saved that copy.
     weights = torch.nn.functional.dropout(OldSoftmax.apply(scores.float()), dropout, module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 

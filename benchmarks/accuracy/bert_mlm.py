@@ -1,6 +1,6 @@
-"""Train BERT-base as a masked language model on random tokens, 512 to a sequence.
+"""Train BERT-base as a masked language model on random sequences of 512 tokens.
 
-Gradients are never cleared: they add up from step to step.
+The loop never clears the gradients; they accumulate from step to step.
 """
 
 import argparse

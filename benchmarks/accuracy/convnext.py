@@ -1,4 +1,4 @@
-"""Train torchvision's ConvNeXt-Large with SGD on made-up images."""
+"""Train torchvision's ConvNeXt-Large with SGD on random images."""
 
 import argparse
 

@@ -1,6 +1,6 @@
 """Train a 2.7 B-class decoder (d_model 2560, 32 layers, 32 heads, SwiGLU of 10240, vocabulary 10000).
 
-Attention, norm, loss and AdamW are written out with plain tensor operations, as a course teaches them.
+Attention, norm, loss and AdamW use plain tensor operations, as a course on language models teaches them.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Fine-tune torchvision's ViT-L/16 on ten classes of made-up images, in one of three precisions.
+"""Fine-tune torchvision's ViT-L/16 on random images of ten classes, in one of three precisions.
 
-The loop clears the gradients after the forward, so that the last step's gradients are held while the
+The loop clears the gradients after the forward, so the previous step's gradients stay in memory while the
 activations grow.
 """
 

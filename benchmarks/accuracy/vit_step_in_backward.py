@@ -1,7 +1,7 @@
-"""Train torchvision's ViT-L/16 with Adam on one image, stepping after the backward or within it.
+"""Train torchvision's ViT-L/16 with Adam on one image, stepping after backward or during it.
 
-Within it, every parameter has an optimizer of its own that steps as soon as its gradient is there and
-drops it.
+With ``--in-backward``, every parameter has its own optimizer, which steps as soon as the gradient has
+accumulated and then releases it.
 """
 
 import argparse
