@@ -1,17 +1,17 @@
-"""Check which values of a graph share memory, and for how long: memfit's answer against a real run.
+"""Compare memfit's aliases and lifetimes of the values of a graph with a real run.
 
     python benchmarks/aliases.py                          graphs of eight models, on the CPU
     python benchmarks/aliases.py --operators              graphs of PyTorch's operator database
     memfit dry-run --steps 9999 --memory 1TiB benchmarks/aliases.py --device cuda [--operators]
-                                                          with the CUDA build, on the ghost
+                                                          PyTorch's CUDA kernels, on the ghost
 
-Each graph is run, and its storages are inspected (``tests/support/storage_referee.py``): which values share
-one, its bytes, and the nodes between which it is alive. All three must equal memfit's answer. Graphs of a
-model: forward and backward traced as one, forward and backward as AOTAutograd hands them to a compiler, the
-exported forward. Graphs of an operator: called, called in place, and decomposed, forward and with its
-backward; on dense tensors and on views with gaps in a larger storage.
+The benchmark runs each graph and inspects its storages (``tests/support/storage_referee.py``): which values
+share a storage, its bytes, and the nodes between which it is live. All three must equal memfit's prediction.
+The graphs of a model are forward and backward traced together, forward and backward as AOTAutograd passes
+them to a compiler, and the exported forward. The graphs of an operator are a call, an in-place call, and the
+decomposed forward with and without backward, each on dense tensors and on views into a larger storage.
 
---operators needs expecttest, which PyTorch's database imports (pip install expecttest).
+--operators needs expecttest, which PyTorch's operator database imports (pip install expecttest).
 """
 
 import argparse
@@ -44,32 +44,32 @@ IMAGES = {
     **dict.fromkeys(("resnet50", "resnet101", "vgg16", "googlenet", "densenet121", "mobilenet_v2"), 64),
     "vit_b_16": 224,
 }
-"""Model -> pixels on a side."""
+"""Model -> side of its square input, in pixels."""
 GPT2_SIZES = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64}
 KNOWN = {
-    "nn.functional.embedding_bag": "the CPU keeps one more integer of bag offsets",
+    "nn.functional.embedding_bag": "the CPU kernel allocates one more integer of bag offsets",
 }
 """Operator -> a known difference that memfit does not predict."""
 
 
 def main() -> int:
-    """Compare, print, and return 1 if anything differs."""
+    """Compare, print the results, and return 1 if anything differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="*", choices=(*IMAGES, "gpt2"), default=(*IMAGES, "gpt2"))
-    parser.add_argument("--operators", nargs="*", help="operators by name; all by default")
-    parser.add_argument("--samples", type=int, default=3, help="inputs of each operator")
+    parser.add_argument("--operators", nargs="*", help="operators by name (default: all)")
+    parser.add_argument("--samples", type=int, default=3, help="sample inputs per operator")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.operators is None:
-        wrong = sum(model(name, arguments.device) for name in arguments.models)
+        differing = sum(model(name, arguments.device) for name in arguments.models)
     else:
-        warnings.simplefilter("ignore")  # PyTorch's own, about its samples
-        wrong = operators(set(arguments.operators), arguments.samples, arguments.device)
-    print("every graph as predicted" if not wrong else f"NOT AS PREDICTED: {wrong} graphs")
-    return bool(wrong)
+        warnings.simplefilter("ignore")  # PyTorch warns about its own samples
+        differing = operators(set(arguments.operators), arguments.samples, arguments.device)
+    print("every graph as predicted" if not differing else f"NOT AS PREDICTED: {differing} graphs")
+    return bool(differing)
 
 
 def model(name: str, device: str) -> int:
@@ -134,7 +134,7 @@ def operators(names: set[str], samples: int, device: str) -> int:
 
 
 def graphs_of(op: Any, samples: int, device: str, ends: Counter[str]) -> Iterator[Captured]:
-    """Yield the graphs of an operator that can be traced and run on this device."""
+    """Yield the operator's graphs that can be traced and run on this device."""
     for kind in ("call", "in place", "forward", "backward"):
         function = op.inplace_variant if kind == "in place" else op.op
         if function is None or (kind == "backward" and not op.supports_autograd):
@@ -146,14 +146,14 @@ def graphs_of(op: Any, samples: int, device: str, ends: Counter[str]) -> Iterato
                 graph = _graph(function, parts if dense else tree_map(_with_gaps, parts), kind)
                 with torch.no_grad():
                     fx.Interpreter(graph.module).run(*copy.deepcopy(graph.inputs))
-            except Exception:  # noqa: BLE001 - not every sample can be traced, or written to
+            except Exception:  # noqa: BLE001 - some samples cannot be traced, or written to
                 ends["cannot be traced or run"] += 1
                 continue
             yield graph
 
 
 def _with_gaps(value: Any) -> Any:
-    """Return a tensor as a part of a larger one."""
+    """Return the value; a dense tensor becomes a view into a larger one."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.dim():
         return value
     wide = value.new_zeros((*value.shape[:-1], value.shape[-1] + 2))
@@ -166,7 +166,7 @@ def _graph(function: Callable[..., Any], sample: tuple[Any, ...], kind: str) -> 
     tensors = [leaves[place].detach() for place in places]
 
     def call(given: list[Any]) -> tuple[Any, ...]:
-        """Return a call's arguments, with ``given`` in place of the tensors."""
+        """Return the arguments of a call, with ``given`` in place of the sample's tensors."""
         with_them = dict(zip(places, given, strict=True))
         first, others, keywords = tree_unflatten(
             [with_them.get(place, leaf) for place, leaf in enumerate(leaves)], spec
@@ -194,7 +194,7 @@ def _graph(function: Callable[..., Any], sample: tuple[Any, ...], kind: str) -> 
 
     found = traced(run, *tensors)
     for node, tensor in zip(found.module.graph.nodes, tensors, strict=False):
-        node.meta["val"] = tensor  # tracing loses the size of the storage that holds it
+        node.meta["val"] = tensor  # tracing loses the size of the tensor's storage
     return found._replace(kind=kind)
 
 

@@ -1,4 +1,4 @@
-"""Memfit's compiled allocator, compared with PyTorch's as ``model.py`` compares ``caching_allocator.py``."""
+"""Compare memfit's compiled allocator with PyTorch's, as ``model.py`` does for ``caching_allocator.py``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from memfit.allocator.requests import RequestKind, Requests
 
 
 class CompiledModel:
-    """The compiled allocator in a situation; ``compiled_model`` makes one."""
+    """The compiled allocator in a situation; ``compiled_model`` creates it."""
 
     def __init__(self, allocator: CompiledAllocator, situation: Situation) -> None:
         self._allocator = allocator
@@ -22,24 +22,24 @@ class CompiledModel:
         self._held = False
 
     def do(self, operation: Operation, address: int, figures: Sequence[int]) -> None:
-        """Do an operation, too; arguments and errors are those of ``Model.do``, all at once."""
-        asked, number = Requests(), operation.number
+        """Repeat an operation, as ``Model.do`` does, but compare every statistic at once."""
+        requests, number = Requests(), operation.number
         stream = self._situation.streams[operation.stream]
         if operation.kind == Kind.ALLOCATE:
-            asked.add(RequestKind.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
+            requests.add(RequestKind.MALLOC, 0, number, operation.size, stream, operation.pool + 1)
         elif operation.kind == Kind.FREE:
-            asked.add(RequestKind.FREE, 0, number)
+            requests.add(RequestKind.FREE, 0, number)
         elif operation.kind == Kind.USE:
-            asked.add(RequestKind.USE, 0, number, stream=stream)
+            requests.add(RequestKind.USE, 0, number, stream=stream)
         elif operation.kind == Kind.HOLD:
             self._held = not self._held
         else:
-            asked.add(RequestKind.EMPTY_CACHE, 0)
-        self._allocator.serve(asked)
+            requests.add(RequestKind.EMPTY_CACHE, 0)
+        self._allocator.serve(requests)
         if not self._held:
-            over = Requests()
-            over.add(RequestKind.ALL_GONE_ON, 0)
-            self._allocator.serve(over)
+            completion = Requests()
+            completion.add(RequestKind.ALL_GONE_ON, 0)
+            self._allocator.serve(completion)
         if operation.kind == Kind.ALLOCATE and self._allocator.address(number) != address:
             raise DifferenceError(f"address {address:#x}, compiled {self._allocator.address(number):#x}")
         self._compare(figures)
@@ -56,16 +56,16 @@ class CompiledModel:
         """Compare every block of every segment.
 
         Raises:
-            DifferenceError: something differs.
+            DifferenceError: a block or segment differs.
         """
         compare_pieces(pieces, self._allocator.snapshot())
 
 
 def replay_compiled(log: Log) -> None:
-    """Do a log's operations with the compiled allocator.
+    """Repeat a log's operations with the compiled allocator.
 
     Raises:
-        DifferenceError: something differs from the real one.
+        DifferenceError: a result differs from the real allocator's.
     """
     with compiled_model(log.situation, 1 + max(operation.number for operation in log.operations)) as model:
         log.replay(model)
@@ -73,7 +73,7 @@ def replay_compiled(log: Log) -> None:
 
 @contextmanager
 def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel]:
-    """Create one for operations whose block numbers are below a limit."""
+    """Create a compiled allocator for operations whose block numbers are below ``numbers``."""
     config = AllocatorConfig.of(situation.conf)
     if situation.fraction is not None:
         config = replace(config, per_process_memory_fraction=situation.fraction)
@@ -86,5 +86,5 @@ def compiled_model(situation: Situation, numbers: int) -> Iterator[CompiledModel
         version=situation.version,
     ) as allocator:
         if allocator is None:
-            raise SystemExit("There is no compiled allocator: no C compiler was found.")
+            raise SystemExit("The compiled allocator is not available: no C compiler was found.")
         yield CompiledModel(allocator, situation)

@@ -1,9 +1,9 @@
-"""Drive PyTorch's real allocator, on the ghost, and memfit's with the same random operations, and compare.
+"""Run the same random operations on PyTorch's real allocator, on the ghost, and on memfit's, and compare.
 
     PYTORCH_ALLOC_CONF=... python drive.py '{"operations": 10000, "seed": 1, ...}'
 
-Prints one JSON object: how many operations were equal in every address, in allocated, reserved and every
-other statistic, and the first that was not.
+Prints one JSON object: how many operations gave the same addresses, allocated and reserved bytes and other
+statistics on both, and the first operation that did not.
 """
 
 import json
@@ -29,25 +29,25 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-FEW, OLD = 400, 0.02  # of many tensors, mostly the newest are freed
-DRAINED = 0.3  # of the times that the cache is emptied, everything is freed first
+FEW, OLD = 400, 0.02  # above FEW live tensors, all but a share OLD of the frees take the newest
+DRAINED = 0.3  # share of empty_cache calls before which every tensor is freed
 
 OPTIONS = {
     "operations": 10_000,
     "seed": 0,
     "total": 8 * GIB,
-    "live": 0.6,  # of the device that is allocated, on average
+    "live": 0.6,  # share of the device that is allocated, on average
     "streams": 1,
-    "share": 0.0,  # of new tensors, also used on another stream
-    "empty_cache": 0.002,  # of operations
+    "share": 0.0,  # share of new tensors that another stream also uses
+    "empty_cache": 0.002,  # share of operations
     "pools": 0,  # private pools (torch.cuda.MemPool) beside the default one
     "fraction": None,  # torch.cuda.set_per_process_memory_fraction
-    "log": "",  # a file that the operations and PyTorch's answers are written to: see model.py
+    "log": "",  # file for the operations and PyTorch's results: see model.py
 }
 
 
 class Sizes:
-    """Sizes around every threshold of the allocator, and some that come again and again."""
+    """Random sizes: around every threshold of the allocator, and some that recur."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -67,7 +67,7 @@ class Sizes:
         )
 
     def next(self) -> int:
-        """Return one, in bytes."""
+        """Return a size in bytes."""
         dice = self._dice
         kind = dice.choice(("small", "small", "middle", "large", "often", "often", "edge"))
         return dice.choice(self._often) if kind == "often" else size_of(kind, dice)
@@ -87,7 +87,7 @@ class Real:
         self._streams = [torch.cuda.default_stream()]
         self._streams += [torch.cuda.Stream() for _ in range(options["streams"] - 1)]
         version = tuple(map(int, torch.__version__.split(".")[:2]))
-        # The model's private pools are those of 2.14; 2.8, 2.11 and 2.12 were seen to differ from them.
+        # memfit models the private pools of PyTorch 2.14; those of 2.8, 2.11 and 2.12 behaved differently.
         pools = options["pools"] if version >= (2, 14) else 0
         self._pools = [torch.cuda.MemPool() for _ in range(pools)]
         self.live: dict[int, tuple[Any, int]] = {}  # number -> (tensor, bytes)
@@ -103,7 +103,7 @@ class Real:
         )
 
     def do(self, operation: Operation) -> int:
-        """Do an operation; return the address of what was allocated."""
+        """Perform an operation; return the address of the allocation, if it made one."""
         if operation.kind == Kind.ALLOCATE:
             return self._allocate(operation)
         if operation.kind == Kind.FREE:
@@ -134,7 +134,7 @@ class Real:
         return int(tensor.data_ptr())
 
     def figures(self) -> list[int]:
-        """Return ``NAMES`` and ``COUNTERS`` now."""
+        """Return the current values of ``NAMES`` and ``COUNTERS``."""
         stats = self._stats(0)
         line = []
         for path in _PATHS:
@@ -142,7 +142,7 @@ class Real:
             for name in path:
                 figure = figure[name]
             line.append(figure)
-        return line + [stats.get(name, 0) for name in COUNTERS]  # not all are in PyTorch 2.8
+        return line + [stats.get(name, 0) for name in COUNTERS]  # PyTorch 2.8 lacks some
 
     def pieces(self) -> list[Piece]:
         """Return every block of every segment."""
@@ -160,7 +160,7 @@ _PATHS = [name.split(".") for name in NAMES]
 
 
 def operations(options: dict[str, Any], real: Real) -> Iterator[Operation]:
-    """Make random operations; each is done before the next is asked for."""
+    """Yield random operations; the caller performs each before it requests the next."""
     dice = random.Random(options["seed"])  # noqa: S311 - nothing secret
     sizes = Sizes(dice)
     target = options["live"] * options["total"]
@@ -187,7 +187,7 @@ def operations(options: dict[str, Any], real: Real) -> Iterator[Operation]:
 
 
 def drive(options: dict[str, Any]) -> dict[str, Any]:
-    """Run the operations; stop at the first difference, and write the log if one is asked for."""
+    """Run the operations; stop at the first difference, and write the log if the options name one."""
     ghost = load(build())
     ghost.configure(GhostDevice.of(find_device("A100-80GB"), options["total"]))
     import torch
@@ -206,7 +206,7 @@ def drive(options: dict[str, Any]) -> dict[str, Any]:
                     log.figures.append(figures)
                 model.do(operation, address, figures)
                 compiled.do(operation, address, figures)
-                done += operation.kind != Kind.USE  # it belongs to the allocation before it
+                done += operation.kind != Kind.USE  # a use counts with its allocation
             log.pieces = real.pieces()
             model.finish(log.pieces)
             compiled.finish(log.pieces)

@@ -1,6 +1,6 @@
-"""Memfit's allocator, compared with what PyTorch's answered to the same operations; no torch is needed.
+"""Compare memfit's allocator with the results of PyTorch's for the same operations, without torch.
 
-The answers come from the real allocator as it runs (``drive.py``), or from a log of such a run.
+The results come from the real allocator as it runs (``drive.py``), or from a log of such a run.
 """
 
 import json
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from memfit.allocator.blocks import Block
 
-CHUNK = 500  # operations between two comparisons of all statistics
+CHUNK = 500  # operations between comparisons of all statistics
 REFUSED = 0
-"""In an address's place: out of memory."""
+"""Stands for an address when the allocation ran out of memory."""
 _ALLOCATED, _RESERVED = NAMES.index("allocated_bytes.all.current"), NAMES.index("reserved_bytes.all.current")
-# Which of two streams that have gone on frees first is the order of a hash table in PyTorch; merging in
-# another order splits as much in the end, by another number of steps.
+# When several streams have completed, PyTorch frees their blocks in the order of a hash table. Merging in
+# another order ends with the same split bytes, after a different number of steps.
 BY_STEPS = [
     column
     for column, name in enumerate(NAMES)
@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
 
 class Operation(NamedTuple):
-    """One operation; ``Situation`` says which streams and pools there are."""
+    """One operation; ``Situation`` lists the streams and pools."""
 
     kind: int
     number: int = 0
@@ -59,11 +59,11 @@ class Operation(NamedTuple):
     stream: int = 0
     """Index of the stream."""
     pool: int = -1
-    """Index of the private pool; -1 is none."""
+    """Index of the private pool; -1 for the default pool (logs hold integers)."""
 
 
 Piece = tuple[int, int, str, int]
-"""Address, size and state of a block, and the size of its segment."""
+"""(address, size and state of a block, size of its segment)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Model:
     """Memfit's allocator in a situation.
 
     Args:
-        situation: of the real allocator.
-        caching: the module that it comes from; a mutated one, maybe.
+        situation: the real allocator's settings and device.
+        caching: the module that provides the allocator; the mutation tests pass a mutated one.
     """
 
     def __init__(self, situation: Situation, caching: ModuleType = ours) -> None:
@@ -103,7 +103,7 @@ class Model:
         self.allocator = caching.CachingAllocator(DeviceMemory(situation.total), config, situation.version)
         if situation.fraction is not None:
             self.allocator.set_fraction(situation.fraction)
-        for pool in situation.pools:  # a MemPool is a use of its pool
+        for pool in situation.pools:  # a MemPool counts as one use of its pool
             self.allocator.begin_allocate_to_pool(pool)
             self.allocator.end_allocate_to_pool(pool)
         self._live: dict[int, Block] = {}
@@ -115,16 +115,16 @@ class Model:
         self._counters: list[list[int]] = []
 
     def do(self, operation: Operation, address: int, figures: Sequence[int]) -> None:
-        """Do an operation, too.
+        """Repeat an operation of the real allocator and compare the results.
 
         Args:
-            operation: what is asked for.
-            address: what ``ALLOCATE`` got.
-            figures: ``NAMES`` and ``COUNTERS`` after it.
+            operation: the operation.
+            address: the address that ``ALLOCATE`` returned.
+            figures: ``NAMES`` and ``COUNTERS`` after the operation.
 
         Raises:
-            DifferenceError: at once for another address, allocated or reserved; after ``CHUNK`` operations
-                for another statistic.
+            DifferenceError: an address, allocated or reserved differs (checked at once), or another statistic
+                does (checked every ``CHUNK`` operations).
         """
         if operation.kind == Kind.ALLOCATE:
             self._allocate(operation, address)
@@ -193,10 +193,10 @@ class Model:
         self._expected, self._ends, self._counters = [], [], []
 
     def finish(self, pieces: list[Piece]) -> None:
-        """Compare what is left of the statistics, and every block of every segment.
+        """Compare the remaining statistics, and every block of every segment.
 
         Raises:
-            DifferenceError: something differs.
+            DifferenceError: a statistic, block or segment differs.
         """
         if self._ends:
             self._compare()
@@ -204,10 +204,10 @@ class Model:
 
 
 def compare_pieces(pieces: list[Piece], segments: Sequence[Segment]) -> None:
-    """Compare every block with those of memfit's segments.
+    """Compare PyTorch's blocks with those of memfit's segments.
 
     Raises:
-        DifferenceError: one differs.
+        DifferenceError: a block differs.
     """
     mine = [
         (block.address, block.size, block.state, segment.size)
@@ -220,7 +220,7 @@ def compare_pieces(pieces: list[Piece], segments: Sequence[Segment]) -> None:
 
 
 class Log:
-    """A run of the real allocator, as a file: a situation, operations and answers."""
+    """A recorded run of the real allocator: its situation, operations and results."""
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
@@ -230,7 +230,7 @@ class Log:
         self.pieces: list[Piece] = []
 
     def write(self, path: Path) -> None:
-        """Write it."""
+        """Write the log to a file."""
         import numpy as np
 
         np.savez_compressed(
@@ -243,7 +243,7 @@ class Log:
 
     @classmethod
     def read(cls, path: Path) -> "Log":
-        """Read what ``write`` wrote."""
+        """Read a log that ``write`` wrote."""
         import numpy as np
 
         with np.load(path) as file:
@@ -259,10 +259,10 @@ class Log:
         return log
 
     def replay(self, model: "Model | CompiledModel") -> None:
-        """Do the operations with one of memfit's allocators.
+        """Repeat the operations with one of memfit's allocators.
 
         Raises:
-            DifferenceError: something differs from the real one.
+            DifferenceError: a result differs from the real allocator's.
         """
         for answered in zip(self.operations, self.addresses, self.figures, strict=True):
             model.do(*answered)

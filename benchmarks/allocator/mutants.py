@@ -1,4 +1,4 @@
-"""Mutation testing of memfit's allocator: one rule changed at a time, as ``mutants.toml`` lists them."""
+"""Mutants of memfit's allocator: each changes one rule, as listed in ``mutants.toml``."""
 
 import shutil
 import sys
@@ -15,7 +15,7 @@ from unittest import mock
 from memfit.allocator import compiled_allocator
 from memfit.native_build import compile_library
 
-# In the order in which they import each other.
+# In import order: each module imports only those before it.
 _MODULES = (
     "rounding",
     "device_memory",
@@ -32,33 +32,34 @@ _TABLE = Path(__file__).with_name("mutants.toml")
 
 
 class Mutant(NamedTuple):
-    """A change of one rule."""
+    """A change to one rule."""
 
     what: str
     module: str
-    """Of ``memfit.allocator``, or one of its C files."""
+    """Name of a module of ``memfit.allocator``, or of one of its C files."""
     line: str
-    """The original line; it occurs once in the module."""
+    """The original code, which occurs once in the module."""
     instead: str
+    """The code that replaces it."""
 
     @property
     def compiled(self) -> bool:
-        """Whether it is in a C file."""
+        """Whether the changed rule is in a C file."""
         return self.module.endswith((".c", ".h"))
 
 
 def mutants() -> tuple[list[Mutant], dict[str, str]]:
-    """Return all mutants, and the equivalent ones with the reason, by ``what``."""
+    """Return all mutants, and the equivalent ones by ``what``, each with the reason."""
     table = tomllib.loads(_TABLE.read_text())
     return [Mutant(*row) for row in table["mutants"]], table["equal"]
 
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[ModuleType]:
-    """Yield the module ``caching_allocator`` of the mutant; the real modules stay unchanged.
+    """Yield the mutant's module ``caching_allocator``; the real modules stay unchanged.
 
     Raises:
-        ValueError: the line does not occur exactly once.
+        ValueError: the original code does not occur exactly once.
     """
     package = import_module(_PACKAGE)
     names = [f"{_PACKAGE}.{module}" for module in _MODULES]
@@ -78,7 +79,7 @@ def mutated_c(mutant: Mutant) -> Iterator[None]:
     """Make replays use the compiled allocator with the mutant's change.
 
     Raises:
-        ValueError: the line does not occur exactly once.
+        ValueError: the original code does not occur exactly once.
     """
     with TemporaryDirectory() as folder:
         sources = Path(shutil.copytree(compiled_allocator.LIBRARY.sources, Path(folder) / "c"))
@@ -93,7 +94,7 @@ def _replaced(mutant: Mutant, source: str) -> str:
     times = source.count(mutant.line)
     if times != 1:
         raise ValueError(
-            f"{mutant.what!r}: {mutant.line!r} is {times} times in {mutant.module}. "
+            f"{mutant.what!r}: {mutant.line!r} occurs {times} times in {mutant.module}. "
             f"Update it in {_TABLE.name}."
         )
     return source.replace(mutant.line, mutant.instead)

@@ -1,4 +1,4 @@
-"""Sizes to ask the allocator for: of every pool, and around every threshold."""
+"""Random request sizes for the allocator: for every pool, and around every threshold."""
 
 import math
 import random
@@ -33,12 +33,12 @@ def size_of(
     """Draw a size, in bytes.
 
     Args:
-        kind: ``small`` and ``middle`` share segments, ``large`` may have one of its own, and ``edge`` is
-            near a threshold.
-        dice: what it is drawn with.
-        largest: bytes, for ``large``.
-        edges: thresholds.
-        beside: how far from one.
+        kind: ``small`` and ``middle`` requests share segments, a ``large`` one may get its own, and ``edge``
+            is near a threshold.
+        dice: the random number generator.
+        largest: the maximum for ``large``, in bytes.
+        edges: the thresholds, in bytes.
+        beside: distances from a threshold, in bytes.
     """
     if kind == "small":
         return int(math.exp(dice.uniform(0, math.log(MIB))))

@@ -1,4 +1,4 @@
-"""The compiled allocator and ``caching_allocator.py``, given the same random requests."""
+"""Compare the compiled allocator with ``caching_allocator.py`` on the same random requests."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ TWIN_CONFS = (*CONFS, "roundup_power2_divisions:8", "max_split_size_mb:20")
 GIB = 1 << 30
 STREAMS = ([0], [0, 7], [0, -5, 1 << 50])
 POOLS = ((0, 0), (0, 1), (0, 2))
-MANY = (30, 200)  # blocks that live at a time
+MANY = (30, 200)  # live blocks at a time
 SELDOM = [
     ask
     for ask in RequestKind
@@ -33,28 +33,30 @@ SELDOM = [
 SELDOM += 4 * [RequestKind.GONE_ON]
 
 
-class Script:
-    """Makes random requests of every kind."""
+class RandomRequests:
+    """A generator of random requests of every kind."""
 
     def __init__(self, dice: random.Random) -> None:
-        self.asked = Requests(pools=POOLS)
+        self.requests = Requests(pools=POOLS)
         self._dice = dice
         self._streams, self._many = dice.choice(STREAMS), dice.choice(MANY)
         self._live: list[int] = []
         self._later: list[int] = []
         self._capturing, self._pool = False, 0
 
-    def go_on(self, event: int) -> None:
+    def add_request(self, event: int) -> None:
         """Add a random request."""
         dice, few = self._dice, len(self._live) < self._many
         kinds = {"malloc": 65 if few else 35, "free": 35 if few else 65, "use": 2, "seldom": 4}
         (kind,) = dice.choices(tuple(kinds), tuple(kinds.values()))
         if kind == "malloc" or not self._live:
             size, stream = random_size(dice), dice.choice(self._streams)
-            self.asked.add(RequestKind.MALLOC, event, event, size, stream, self._pool)
+            self.requests.add(RequestKind.MALLOC, event, event, size, stream, self._pool)
             self._live.append(event)
         elif kind == "use":
-            self.asked.add(RequestKind.USE, event, dice.choice(self._live), stream=dice.choice(self._streams))
+            self.requests.add(
+                RequestKind.USE, event, dice.choice(self._live), stream=dice.choice(self._streams)
+            )
         elif kind == "free":
             self._free(event, self._live.pop(dice.randrange(len(self._live))))
         else:
@@ -62,46 +64,46 @@ class Script:
 
     def _free(self, event: int, block: int) -> None:
         later = self._dice.choice((True, *(False,) * 9))
-        self.asked.add(RequestKind.FREE_LATER if later else RequestKind.FREE, event, block)
+        self.requests.add(RequestKind.FREE_LATER if later else RequestKind.FREE, event, block)
         self._later += [block] if later else []
 
     def _seldom(self, event: int) -> None:
-        dice, asked = self._dice, self.asked
+        dice, requests = self._dice, self.requests
         ask = dice.choice(SELDOM)
         if ask is RequestKind.GONE_ON and self._later:
-            asked.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
+            requests.add(ask, event, self._later.pop(dice.randrange(len(self._later))))
         elif ask is RequestKind.CAPTURE_BEGIN:
-            asked.add(RequestKind.CAPTURE_END if self._capturing else RequestKind.CAPTURE_BEGIN, event)
+            requests.add(RequestKind.CAPTURE_END if self._capturing else RequestKind.CAPTURE_BEGIN, event)
             self._capturing = not self._capturing
         elif ask is RequestKind.FAILED:
-            asked.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
+            requests.add(ask, event, -1, dice.randint(1, 1 << 34), dice.choice(self._streams), self._pool)
         elif ask in (RequestKind.RELEASE_POOL, RequestKind.EMPTY_POOL):
-            asked.add(ask, event, pool=self._pool)
+            requests.add(ask, event, pool=self._pool)
             self._pool = dice.choice((0, 1, 2, self._pool))
         else:
-            asked.add(ask, event)
+            requests.add(ask, event)
 
 
 def random_requests(dice: random.Random, count: int) -> Requests:
-    """Return random requests."""
-    script = Script(dice)
+    """Return ``count`` random requests."""
+    generator = RandomRequests(dice)
     for event in range(count):
-        script.go_on(event)
-    return script.asked
+        generator.add_request(event)
+    return generator.requests
 
 
-def both(asked: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
+def both(requests: Requests, config: AllocatorConfig, **options: Any) -> tuple[Replay, Replay]:
     """Replay requests with the compiled allocator and in Python."""
-    compiled = replay(asked, config, **options)
+    compiled = replay(requests, config, **options)
     with mock.patch.object(compiled_allocator, "load", return_value=None):
-        return compiled, replay(asked, config, **options)
+        return compiled, replay(requests, config, **options)
 
 
 def compare(conf: str, seed: int, requests: int = 1200) -> None:
-    """Give both the same random requests.
+    """Replay the same random requests with both allocators.
 
     Raises:
-        DifferenceError: they fare otherwise.
+        DifferenceError: the replays differ.
     """
     dice = random.Random(f"{conf} {seed}")  # noqa: S311 - nothing secret
     compiled, interpreted = both(
@@ -118,4 +120,4 @@ def compare(conf: str, seed: int, requests: int = 1200) -> None:
             for name in Replay.__dataclass_fields__
             if getattr(compiled, name) != getattr(interpreted, name)
         ]
-        raise DifferenceError(f"{conf or 'default'}, seed {seed}: another {', '.join(differing)}")
+        raise DifferenceError(f"{conf or 'default'}, seed {seed}: different {', '.join(differing)}")

@@ -1,4 +1,4 @@
-"""An allocator under the referee: every operation is checked, without torch."""
+"""Random operations on memfit's allocator; the referee checks its invariants after each. No torch needed."""
 
 import random
 from types import ModuleType
@@ -50,7 +50,7 @@ _WHEN_FULL = (35, 53, *tuple(_WEIGHTS.values())[2:])
 
 
 class BrokenError(Exception):
-    """The referee found violated invariants."""
+    """The allocator violated invariants."""
 
     def __init__(self, broken: list[Violation]) -> None:
         super().__init__("; ".join(f"{found.rule.name}: {found.where}" for found in broken))
@@ -61,11 +61,11 @@ class Watched:
     """An allocator whose every operation the referee checks.
 
     Args:
-        conf: its settings.
-        total: bytes of the device; of them ``TAKEN`` are taken.
-        caching: the module of the allocator; a mutated one, maybe.
+        conf: the allocator's settings.
+        total: bytes of the device, of which other processes take ``TAKEN``.
+        caching: the module that provides the allocator; the mutation tests pass a mutated one.
 
-    Each operation raises BrokenError if a rule does not hold after it.
+    Each operation raises BrokenError if an invariant does not hold after it.
     """
 
     def __init__(self, conf: str, total: int, caching: ModuleType = ours) -> None:
@@ -78,16 +78,16 @@ class Watched:
         self._out_of_memory = caching.SimulatedOutOfMemoryError
 
     def malloc(self, size: int, stream: int) -> None:
-        """Allocate."""
+        """Allocate a block; running out of memory is allowed."""
         allocator = self.allocator
-        asked, retries = allocator.num_device_alloc, allocator.num_alloc_retries
+        device_allocs, retries = allocator.num_device_alloc, allocator.num_alloc_retries
         try:
             block = allocator.malloc(size, stream)
         except self._out_of_memory:
             self._check([] if allocator.captures else check_refusal(allocator, size))
             return
         self.live.append(block)
-        fresh, retried = allocator.num_device_alloc != asked, allocator.num_alloc_retries != retries
+        fresh, retried = allocator.num_device_alloc != device_allocs, allocator.num_alloc_retries != retries
         self._check(check_choice(allocator, MallocResult(block, size, stream, fresh, retried)))
 
     def free(self, index: int) -> None:
@@ -96,7 +96,7 @@ class Watched:
         self._check()
 
     def record_stream(self, index: int, stream: int) -> None:
-        """Use one of the live blocks on a stream."""
+        """Record a use of one of the live blocks on a stream."""
         self.allocator.record_stream(self.live[index], stream)
         self._check()
 
@@ -123,10 +123,10 @@ class Watched:
         self.private = False
 
     def release_private(self) -> None:
-        """Delete the graphs or the ``MemPool`` of a pool: nothing uses that pool again.
+        """Delete the graphs or the ``MemPool`` of a pool, after which nothing uses that pool.
 
-        Not of expandable segments: of those PyTorch counts growths and unmappings, which need not be as many,
-        and forgets a released pool at a count of 0 though it may yet hold memory.
+        Does nothing for expandable segments. PyTorch counts their growths and unmappings, whose numbers may
+        differ, and drops a released pool at a count of 0 although the pool may still hold memory.
         """
         pool = self.allocator.pools.get(self._pool_id)
         if pool is not None and not self.allocator.config.expandable_segments:
@@ -142,10 +142,10 @@ class Watched:
 
 
 def run(conf: str, seed: int, operations: int, caching: ModuleType = ours) -> Watched:
-    """Do random operations on a small device that is mostly full.
+    """Perform random operations on a small device that is mostly full.
 
     Raises:
-        BrokenError: a rule is broken.
+        BrokenError: an invariant is violated.
     """
     dice = random.Random(seed)  # noqa: S311 - nothing secret
     watched = Watched(conf, dice.choice((700, 1024, 4096, 16384)) * MIB, caching)

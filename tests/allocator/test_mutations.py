@@ -132,7 +132,7 @@ def test_mutants_leave_the_real_allocator_unchanged():
 
 def test_a_mutant_of_a_missing_line_is_refused():
     with (
-        pytest.raises(ValueError, match=r"is 0 times in caching"),
+        pytest.raises(ValueError, match=r"occurs 0 times in caching"),
         mutated(LISTED[0]._replace(module="caching_allocator", line="no such line")),
     ):
         pass
