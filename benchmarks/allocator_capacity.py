@@ -1,10 +1,10 @@
-"""The smallest GPU that memfit finds for a job: on the ghost the job fits, and with 2 MiB less it does not.
+"""Check the smallest GPU that memfit reports for a job: the job fits on it, and with 2 MiB less it does not.
 
     python benchmarks/allocator_capacity.py [--jobs 10] [--json FILE]
 
-Each job is dry-run once with PyTorch's own settings, and its trace replayed under one of four settings, in
-turn, for the smallest capacity. Then it is dry-run under that setting: with room, with that much memory, and
-with 2 MiB less. Exits with 1 where a run does otherwise than was said, or reserves another peak.
+The benchmark dry-runs each job with PyTorch's default settings and replays the trace under one of four
+settings, in turn, to find the smallest capacity. Then it dry-runs the job under that setting with enough
+memory, with exactly that capacity, and with 2 MiB less. Exits with 1 if a run contradicts the replay.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CONFS = ("", "expandable_segments:True", "max_split_size_mb:64", "roundup_power2
 
 
 def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, trace: Path | None) -> dict:
-    """Return the answer of ``memfit dry-run --json``."""
+    """Return the JSON report of ``memfit dry-run``."""
     answer = folder / "answer.json"
     command = [sys.executable, "-m", "memfit", "dry-run", "--steps", "1000", "--json", str(answer)]
     command += ["--memory", str(memory)] if memory is not None else []
@@ -53,11 +53,11 @@ def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, t
 
 
 def main() -> int:
-    """Print a row per job; the exit code is 1 if any prediction was wrong."""
+    """Print a row per job; return 1 if any prediction was wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=10, help="number of jobs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.jobs < 1:
@@ -71,7 +71,7 @@ def main() -> int:
             compared = api.replay(api.read(trace), [conf], smallest=True)
             row = next(row for row in compared.outcomes if row.setting.conf == conf)
             roomy = dry_run(folder, job, conf, None, None)
-            there = dry_run(folder, job, conf, row.smallest, None)
+            at_capacity = dry_run(folder, job, conf, row.smallest, None)
             below = dry_run(folder, job, conf, row.smallest - 2 * MIB, None)
         rows.append(
             {
@@ -79,19 +79,19 @@ def main() -> int:
                 "conf": conf,
                 "smallest": row.smallest,
                 "peak_equal": roomy["peak"]["reserved"] == row.replay.peak_reserved,
-                "there": there["verdict"],
+                "at_capacity": at_capacity["verdict"],
                 "below": below["verdict"],
             }
         )
-        rows[-1]["as_said"] = (
-            rows[-1]["peak_equal"] and there["verdict"] == "fits" and below["verdict"] != "fits"
+        rows[-1]["as_predicted"] = (
+            rows[-1]["peak_equal"] and at_capacity["verdict"] == "fits" and below["verdict"] != "fits"
         )
         print(
-            f"{' '.join(job):30} {conf or 'default':26} {row.smallest:>15,} B  there: {there['verdict']:5}"
+            f"{' '.join(job):30} {conf or 'default':26} {row.smallest:>15,} B: {at_capacity['verdict']:5}"
             f"  2 MiB below: {below['verdict']:14} peak {'equal' if rows[-1]['peak_equal'] else 'DIFFERS'}",
             flush=True,
         )
-    good = sum(row["as_said"] for row in rows)
+    good = sum(row["as_predicted"] for row in rows)
     print(f"{good} of {len(rows)} as predicted")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

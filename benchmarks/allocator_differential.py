@@ -1,12 +1,12 @@
-"""Memfit's allocator against PyTorch's real one: the same random operations, compared after each.
+"""Run the same random operations on memfit's allocator and PyTorch's real one, and compare after each.
 
     python benchmarks/allocator_differential.py [--operations 50000] [--seed N] [--json FILE]
 
-Sizes lie around every threshold, on one to four streams with recorded uses, some in private pools, from a
-roomy device to one that is always full, under every setting alone and in pairs. Equal means: every address,
-allocated, reserved and every other figure of torch.cuda.memory_stats() after each operation, and in the end
-every block of every segment. No GPU is needed: the real allocator runs on the ghost. Exits with 1 if
-anything differs. A seed makes a run again.
+The operations use sizes around every threshold, one to four streams with recorded uses, and private pools, on
+devices from mostly free to always full, under every setting alone and in pairs. After each operation every
+address, allocated, reserved and every other figure of torch.cuda.memory_stats() must be equal, and at the end
+every block of every segment. No GPU is needed: the real allocator runs on the ghost. Exits with 1 if anything
+differs. --seed repeats a run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DRIVER = Path(__file__).with_name("allocator") / "drive.py"
 GIB = 1 << 30
 Options = dict[str, Any]
 
-# Each setting with values that it may have; a conf is made of one or two of them.
+# Setting -> values to test. A conf combines values of one or two settings.
 SETTINGS = {
     "expandable_segments": ("expandable_segments:True",),
     "max_split_size_mb": ("max_split_size_mb:20", "max_split_size_mb:64", "max_split_size_mb:200"),
@@ -42,12 +42,15 @@ SETTINGS = {
     "per_process_memory_fraction": ("per_process_memory_fraction:0.7", "per_process_memory_fraction:0.5"),
     "throw_on_cudamalloc_oom": ("throw_on_cudamalloc_oom:True",),
 }
-EXCLUDE = {"max_split_size_mb", "max_non_split_rounding_mb"}  # the second brings the first along
-REFUSED = ("max_split_size_mb:20", "large_segment_size_mb:48")  # by PyTorch: a split below a large segment
+EXCLUDE = {"max_split_size_mb", "max_non_split_rounding_mb"}  # values of the second include the first
+REFUSED = (
+    "max_split_size_mb:20",
+    "large_segment_size_mb:48",
+)  # PyTorch refuses a max_split_size below large_segment_size
 
 
 def situations(dice: random.Random) -> list[tuple[str, Options]]:
-    """Return every conf with options of the driver: settings alone, then pairs of them."""
+    """Return every conf, first single settings and then pairs, each with random options of the driver."""
     alone = ["", *itertools.chain(*SETTINGS.values())]
     pairs = [
         ",".join(dice.choice([pair for pair in both if pair != REFUSED]))
@@ -64,7 +67,8 @@ def _options(dice: random.Random, conf: str) -> Options:
         "seed": dice.randrange(1 << 30),
         "streams": streams,
         "share": 0.0 if streams == 1 else dice.choice((0.0, 0.1, 0.3)),
-        "total": (2 if "throw" in conf else dice.choice((2, 4, 8, 80))) * GIB,  # only a full device throws
+        "total": (2 if "throw" in conf else dice.choice((2, 4, 8, 80)))
+        * GIB,  # it throws only on a full device
         "live": dice.choice((0.3, 0.6, 0.95)),
         "fraction": dice.choice((None, 0.75, 0.8)) if "fraction" not in conf else None,
         "pools": dice.choice((0, 0, 2)),
@@ -72,7 +76,7 @@ def _options(dice: random.Random, conf: str) -> Options:
 
 
 def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
-    """Run the driver in a process of its own."""
+    """Run the driver in a separate process; return its result."""
     environment = {**os.environ, **dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), conf)}
     done = subprocess.run(
         [python, str(DRIVER), json.dumps(options)],
@@ -82,21 +86,26 @@ def drive(conf: str, options: Options, python: str = sys.executable) -> Options:
         check=False,
     )
     if done.returncode != 0 and "Unrecognized" in done.stderr:
-        return {"operations": 0, "mismatch": "", "unknown": True}  # an older PyTorch does not have it
+        return {"operations": 0, "mismatch": "", "unknown": True}  # an older PyTorch lacks the setting
     if done.returncode != 0:
-        return {"operations": 0, "mismatch": "".join(done.stderr.strip().splitlines()[-1:]) or "no answer"}
+        return {
+            "operations": 0,
+            "mismatch": "".join(done.stderr.strip().splitlines()[-1:]) or "the driver printed no error",
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
-    """Drive every situation; print a table; the exit code is 1 if anything differed."""
+    """Drive every situation and print a table; return 1 if anything differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operations", type=int, default=50_000, help="in all situations together")
-    parser.add_argument("--seed", type=int, help="of all randomness; a fresh one by default")
     parser.add_argument(
-        "--python", default=sys.executable, help="the Python of an environment with another torch"
+        "--operations", type=int, default=50_000, help="number of operations, over all situations"
+    )
+    parser.add_argument("--seed", type=int, help="random seed (default: a new one)")
+    parser.add_argument(
+        "--python", default=sys.executable, help="Python interpreter of an environment with another torch"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -125,7 +134,7 @@ def main() -> int:
 
 
 def markdown(rows: list[Options], seed: int) -> str:
-    """Return the result as a table."""
+    """Return the results as a Markdown table."""
     lines = [
         "| PYTORCH_ALLOC_CONF | GiB | streams | pools | seed | operations | retries | failures | differs |",
         "|---|--:|--:|--:|--:|--:|--:|--:|---|",
@@ -143,7 +152,7 @@ def markdown(rows: list[Options], seed: int) -> str:
             f"{row['operations']:,}",
             f"{row.get('retries', 0):,}",
             f"{row.get('outs_of_memory', 0):,}",
-            row["mismatch"] or ("not a setting of this PyTorch" if row.get("unknown") else "no"),
+            row["mismatch"] or ("this PyTorch lacks the setting" if row.get("unknown") else "no"),
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     differing = sum(bool(row["mismatch"]) for row in rows)

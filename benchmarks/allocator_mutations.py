@@ -1,11 +1,12 @@
-"""Are wrong rules caught? Each rule of memfit's allocator is changed, one at a time.
+"""Check that the tests of memfit's allocator catch wrong rules: mutate one rule at a time.
 
     python benchmarks/allocator_mutations.py [--operations 800] [--seed N] [--logs DIR] [--json FILE]
 
-PyTorch's real allocator answers random operations once, in every situation of allocator_differential.py;
-each changed allocator then has to give the same answers (``differs``). It also does random operations under
-the referee (``referee``), or, if it is compiled, the same as ``caching.py`` (``twin``). Exits with 1 if one
-is caught by neither, but for those that mutants.toml explains, or if one that it explains is caught.
+The benchmark records the results of PyTorch's real allocator for random operations, in every situation of
+allocator_differential.py. Each mutant repeats the operations and is caught if a result differs (``differs``).
+Python mutants also perform random operations under the referee (``referee``); compiled mutants are compared
+with ``caching_allocator.py`` (``twin``). Exits with 1 if a mutant escapes that mutants.toml does not list as
+equivalent, or if an equivalent one is caught.
 """
 
 import argparse
@@ -31,13 +32,13 @@ from watched import CONFS, run
 
 from memfit.report.terminal.progress_line import progress_line
 
-RUNS = 4  # of the referee, for each conf
-STEPS = 250  # of each
-LONGEST = 60  # seconds that a changed allocator may take for a log
+RUNS = 4  # random runs (seeds) per conf
+STEPS = 250  # operations per run under the referee
+LONGEST = 60  # time limit of one attempt of a compiled mutant, in seconds
 
 
 def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
-    """Record the real allocator's answers; existing logs are reused."""
+    """Record the real allocator's results; reuse existing logs."""
     folder.mkdir(parents=True, exist_ok=True)
     logs = []
     with progress_line() as show:
@@ -46,20 +47,22 @@ def record(chosen: list[tuple[str, Options]], folder: Path) -> list[Log]:
             if not path.exists():
                 result = drive(conf, options | {"log": str(path)})
                 if result["mismatch"]:
-                    raise SystemExit(f"The allocator itself differs under {conf!r}: {result['mismatch']}")
+                    raise SystemExit(
+                        f"The unchanged allocator already differs under {conf!r}: {result['mismatch']}"
+                    )
             logs.append(Log.read(path))
             show(f"{len(logs)} of {len(chosen)} situations recorded")
     return logs
 
 
 def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
-    """Return how often a mutant was caught, at most ``enough`` times each way, and how the first time."""
+    """Return how often each method catches a mutant, up to ``enough`` times, and the first failure."""
     if mutant.compiled:
         with mutated_c(mutant):
             ways: dict[str, Iterator[Callable[[], object]]] = {
-                "differs": (partial(apart, partial(replay_compiled, log)) for log in logs),
+                "differs": (partial(in_child, partial(replay_compiled, log)) for log in logs),
                 "twin": (
-                    partial(apart, partial(compare, conf, seed))
+                    partial(in_child, partial(compare, conf, seed))
                     for seed in range(RUNS)
                     for conf in TWIN_CONFS
                 ),
@@ -74,7 +77,7 @@ def caught(mutant: Mutant, logs: list[Log], enough: int) -> dict[str, Any]:
 
 
 def counted(mutant: Mutant, ways: dict[str, Iterator[Callable[[], object]]], enough: int) -> dict[str, Any]:
-    """Return how many attempts of each way fail, at most ``enough``, and how the first does."""
+    """Return how many attempts of each method fail, up to ``enough``, and the first failure."""
     found: dict[str, Any] = {"what": mutant.what, "differs": 0, "referee": 0, "twin": 0, "first": ""}
     for way, attempts in ways.items():
         for failure in islice(filter(None, map(_failure, attempts)), enough):
@@ -83,43 +86,43 @@ def counted(mutant: Mutant, ways: dict[str, Iterator[Callable[[], object]]], eno
     return found
 
 
-def apart(attempt: Callable[[], object]) -> None:
-    """Do something in a process of its own: changed C may crash, or never return.
+def in_child(attempt: Callable[[], object]) -> None:
+    """Run an attempt in a child process, because mutated C may crash or never return.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the attempt raised an exception, crashed, or exceeded its time limit.
     """
     context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    process = context.Process(target=lambda: answers.put(_failure(attempt)))
+    failures = context.SimpleQueue()
+    process = context.Process(target=lambda: failures.put(_failure(attempt)))
     process.start()
     process.join(LONGEST)
     if process.is_alive():
         process.kill()
         process.join()
-    failure = "" if answers.empty() else answers.get()
+    failure = "" if failures.empty() else failures.get()
     if failure or process.exitcode:
-        raise RuntimeError(failure or f"ended with {process.exitcode}")
+        raise RuntimeError(failure or f"the process ended with exit code {process.exitcode}")
 
 
 def _failure(attempt: Callable[[], object]) -> str:
-    """Return what an attempt raises: a changed rule may well end in a KeyError."""
+    """Return the exception that an attempt raises, as text; empty if it raises none."""
     try:
         attempt()
-    except Exception as error:  # noqa: BLE001 - anything may go wrong
+    except Exception as error:  # noqa: BLE001 - a mutant may raise anything, such as KeyError
         return f"{type(error).__name__}: {error}"[:120]
     return ""
 
 
 def main() -> int:
-    """Catch every mutant; print a table; the exit code is 1 if one escapes."""
+    """Try to catch every mutant and print a table; return 1 if a result is not as expected."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operations", type=int, default=800, help="in each situation")
-    parser.add_argument("--seed", type=int, default=0, help="of the situations")
+    parser.add_argument("--operations", type=int, default=800, help="number of operations in each situation")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the situations")
     parser.add_argument(
-        "--logs", type=Path, help="keep PyTorch's answers in this folder, and reuse those in it"
+        "--logs", type=Path, help="keep the logs of PyTorch's results in this folder and reuse those in it"
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -139,22 +142,22 @@ def main() -> int:
             show(f"{len(rows)} of {len(listed)} mutants")
     for row in rows:
         row["equal"] = equal.get(row["what"], "")
-        row["as it should"] = bool(row["differs"] or row["referee"] or row["twin"]) != bool(row["equal"])
+        row["as expected"] = bool(row["differs"] or row["referee"] or row["twin"]) != bool(row["equal"])
     print(markdown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n")
-    return int(not all(row["as it should"] for row in rows))
+    return int(not all(row["as expected"] for row in rows))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the result as a table."""
-    lines = ["| rule changed | differs | referee | twin | first |", "|---|--:|--:|--:|---|"]
+    """Return the results as a Markdown table."""
+    lines = ["| mutant | differs | referee | twin | first failure |", "|---|--:|--:|--:|---|"]
     for row in rows:
-        first = row["first"] or (f"cannot be told: {row['equal']}" if row["equal"] else "**not caught**")
+        first = row["first"] or (f"equivalent: {row['equal']}" if row["equal"] else "**not caught**")
         cells = (row["what"], row["differs"], row["referee"], row["twin"], first.replace("|", "/"))
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    by_one = sum(bool(row["differs"] or row["referee"] or row["twin"]) for row in rows)
-    lines += ["", f"{by_one} of {len(rows)} caught; 3 means 3 or more situations."]
+    caught_count = sum(bool(row["differs"] or row["referee"] or row["twin"]) for row in rows)
+    lines += ["", f"{caught_count} of {len(rows)} caught; 3 means 3 or more situations."]
     return "\n".join(lines)
 
 

@@ -1,11 +1,11 @@
-"""The speed of memfit's allocator against PyTorch's own, on the ghost: the same operations, in turns.
+"""Compare the speed of memfit's allocator with PyTorch's own on the ghost: same operations, alternating runs.
 
     python benchmarks/allocator_speed.py [--operations 100000] [--runs 9] [--json FILE]
 
-PyTorch's is called from Python, operation by operation; memfit's serves a list of requests, as in a replay:
-``compiled``, and ``in Python`` where there is no compiler. All count every statistic. ``random`` is the mix
-of sizes of the differential test; ``training`` is a GPT's steps, recorded on the ghost. Exits with 1 where
-the compiled one's median rate is less than 0.7 of PyTorch's.
+Python calls PyTorch's allocator operation by operation; memfit's serves a list of requests, as in a replay:
+``compiled``, and ``in Python``, the fallback without a C compiler. All three count every statistic.
+``random`` is the mix of sizes of the differential test; ``training`` is a GPT's steps, recorded on the ghost.
+Exits with 1 if the median rate of the compiled allocator is less than 0.7 of PyTorch's.
 """
 
 import argparse
@@ -34,21 +34,21 @@ WAYS = ("compiled", "python")
 TOTAL = 80 << 30
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 Operation = tuple[int, int]
-"""(number of a block, bytes to allocate, or 0 to free it)."""
+"""(number of a block, bytes to allocate, or 0 to free the block)."""
 
 
 def random_operations(count: int) -> list[Operation]:
-    """Return a random mix with a few hundred blocks live."""
+    """Return a random mix of operations that keeps a few hundred blocks live."""
     dice = random.Random(0)  # noqa: S311 - nothing secret
-    sizes, live, done = Sizes(dice), [], []
+    sizes, live, operations = Sizes(dice), [], []
     few = 400
     for number in range(count):
         if live and dice.random() < (0.35 if len(live) < few else 0.62):
-            done.append((live.pop(dice.randrange(len(live))), 0))
+            operations.append((live.pop(dice.randrange(len(live))), 0))
         else:
             live.append(number)
-            done.append((number, sizes.next() // 4 + 1))
-    return done
+            operations.append((number, sizes.next() // 4 + 1))
+    return operations
 
 
 def training_operations(count: int) -> list[Operation]:
@@ -58,10 +58,10 @@ def training_operations(count: int) -> list[Operation]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.memfit"
         api.dry_run(EXAMPLE, output=path, stdout_to_stderr=True)
-        asked = read_requests(api.read(path))
+        requests = read_requests(api.read(path))
     once = [
         (number, size if ask == RequestKind.MALLOC else 0)
-        for ask, number, size in zip(asked.ask, asked.block, asked.size, strict=True)
+        for ask, number, size in zip(requests.ask, requests.block, requests.size, strict=True)
         if ask in (RequestKind.MALLOC, RequestKind.FREE)
     ]
     freed = {number for number, size in once if not size}
@@ -70,7 +70,7 @@ def training_operations(count: int) -> list[Operation]:
 
 
 def main() -> int:
-    """Run both in turns; print rates and the ratio; the exit code is 1 if the target is missed."""
+    """Run the allocators in alternation and print rates and ratios; return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,11 +90,15 @@ def main() -> int:
     torch.cuda.init()
     rows = {}
     for name, operations in workloads.items():
-        asked = Requests()
+        requests = Requests()
         for number, size in operations:
-            asked.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
+            requests.add(RequestKind.MALLOC if size else RequestKind.FREE, 0, number, size)
         runs = [
-            (theirs(torch, operations), ours(asked, compiled=True), ours(asked, compiled=False))
+            (
+                pytorch_seconds(torch, operations),
+                memfit_seconds(requests, compiled=True),
+                memfit_seconds(requests, compiled=False),
+            )
             for _ in range(arguments.runs)
         ]
         rows[name] = {"operations": len(operations)} | {
@@ -103,7 +107,7 @@ def main() -> int:
         }
         for way, what in enumerate(WAYS, 1):
             rows[name][f"{what}_rate"] = statistics.median(run[0] / run[way] for run in runs)
-    print(f"{'':10} {'PyTorch':>10} {'compiled':>10} {'in Python':>10}    rate, of PyTorch's")
+    print(f"{'':10} {'PyTorch':>10} {'compiled':>10} {'in Python':>10}    rate relative to PyTorch's")
     for name, row in rows.items():
         print(
             f"{name:10} {row['pytorch_us']:7.2f} us {row['compiled_us']:7.2f} us {row['python_us']:7.2f} us"
@@ -116,8 +120,8 @@ def main() -> int:
     return 0 if met else 1
 
 
-def theirs(torch, operations: list[Operation]) -> float:  # noqa: ANN001 - the module
-    """Return the seconds that PyTorch's allocator takes."""
+def pytorch_seconds(torch, operations: list[Operation]) -> float:  # noqa: ANN001 - the module
+    """Return the seconds that PyTorch's allocator takes for the operations."""
     malloc = torch._C._cuda_cudaCachingAllocator_raw_alloc
     free = torch._C._cuda_cudaCachingAllocator_raw_delete
     live = {}
@@ -135,14 +139,14 @@ def theirs(torch, operations: list[Operation]) -> float:  # noqa: ANN001 - the m
     return seconds
 
 
-def ours(asked: Requests, *, compiled: bool) -> float:
-    """Return the seconds that memfit's takes."""
+def memfit_seconds(requests: Requests, *, compiled: bool) -> float:
+    """Return the seconds that memfit's allocator takes for the requests."""
     library = compiled_allocator.load()
     if library is None:
-        raise SystemExit("There is no compiled allocator: no C compiler was found.")
+        raise SystemExit("The compiled allocator is not available: no C compiler was found.")
     compiled_allocator.load = lambda: library if compiled else None
     begun = time.perf_counter()
-    fits = replay(asked, AllocatorConfig(), total=TOTAL).fits
+    fits = replay(requests, AllocatorConfig(), total=TOTAL).fits
     seconds = time.perf_counter() - begun
     compiled_allocator.load = lambda: library
     if not fits:

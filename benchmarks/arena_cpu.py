@@ -2,18 +2,18 @@
 
     python benchmarks/arena_cpu.py [--models resnet50 vgg16 gpt2] [--steps 20]
 
-Two processes train copies of a model in alternating steps. Their losses and gradients are compared bit for
-bit at every step. Reported for each: the time of a step (the median of the ratios of two neighbours, from
+Two processes train copies of a model in alternating steps. The benchmark compares their losses and gradients
+bit for bit at every step. It reports the time of a step (the median of the ratios of consecutive steps, from
 the first planned step on), and the parts of the process's peak:
 
     before       PyTorch and its libraries, after they have trained a convolution and a linear layer
-    kept         parameters, their optimizer's state, buffers and the batch
+    kept         parameters, optimizer state, buffers and the batch
     arena        the plan
     beyond       the rest of the process's peak in planned steps: scratch memory that libraries (oneDNN, MKL,
-                 OpenMP) allocate without PyTorch, and what the C library has not released
+                 OpenMP) allocate without PyTorch, and memory that the C library has not released
 
-``library scratch`` is an estimate of the largest part of that: how much more of the C library's heap is in
-use within a step than between steps (mallinfo2, sampled every millisecond in steps that are not timed).
+``library scratch`` estimates the largest part of ``beyond``: how much more of the C library's heap is in use
+during a step than between steps (mallinfo2, sampled every millisecond in steps that are not timed).
 """
 
 import argparse
@@ -37,12 +37,12 @@ import memfit
 model_of = runpy.run_path(str(Path(__file__).with_name("packing") / "job.py"))["model_of"]
 MIB = 1 << 20
 BATCHES = {"resnet50": (8, 3, 224, 224), "vgg16": (4, 3, 224, 224), "gpt2": (2, 256)}
-PLANNED = 4  # steps before all are placed: one creates the optimizer's state, two are recorded
+PLANNED = 4  # steps before the first planned one: one creates optimizer state, the arena records two
 SAMPLED = 2  # steps at the end in which scratch memory is sampled
 
 
 def status(name: str) -> int:
-    """Return a figure of this process in bytes: VmRSS or VmHWM."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -50,24 +50,24 @@ def status(name: str) -> int:
 
 
 class Heap(ctypes.Structure):
-    """mallinfo2 of glibc."""
+    """The struct ``mallinfo2`` of glibc."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 class Sampler:
-    """Records the most that the C library's heap has in use."""
+    """A thread that records the peak use of the C library's heap."""
 
     def __init__(self) -> None:
-        self._ask = ctypes.CDLL(None).mallinfo2
-        self._ask.restype = Heap
+        self._mallinfo2 = ctypes.CDLL(None).mallinfo2
+        self._mallinfo2.restype = Heap
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.before = self.most = self._in_use()
 
     def _in_use(self) -> int:
-        heap = self._ask()
+        heap = self._mallinfo2()
         return heap.uordblks + heap.hblkhd
 
     def _run(self) -> None:
@@ -84,12 +84,12 @@ class Sampler:
 
 
 def train(name: str, steps: int, *, placed: bool, pipe: Connection) -> None:
-    """Do a step whenever told to, and tell of it; at the end, of memory."""
+    """Run a step for each message and send its digest and time; at the end, send the memory figures."""
     arena = memfit.arena(device="cpu") if placed else None
     warm = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8))
     warm(torch.randn(2, 3, 8, 8)).sum().backward()
     with torch.device("meta"):
-        model_of(name)  # imports what it needs
+        model_of(name)  # imports the model's modules
     before = status("VmRSS")
     torch.manual_seed(0)
     model = model_of(name).train()
@@ -114,7 +114,7 @@ def train(name: str, steps: int, *, placed: bool, pipe: Connection) -> None:
     for number in range(steps):
         pipe.recv()
         if number == PLANNED:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()
         digest = step()
         pipe.send((digest, time.perf_counter() - began))
@@ -129,7 +129,7 @@ def train(name: str, steps: int, *, placed: bool, pipe: Connection) -> None:
 
 
 def compare(name: str, steps: int) -> None:
-    """Train in two processes, in alternation, and print the comparison."""
+    """Train in two processes in alternation, and print the comparison."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for placed in (False, True):
@@ -161,10 +161,10 @@ def compare(name: str, steps: int) -> None:
         f"({medians[1]:.3f} and {medians[0]:.3f} s)\n"
         f"  peak     {peak / MIB:,.0f} MiB, {peak / default_peak:.3f} of the default's "
         f"({default_peak / MIB:,.0f} MiB)\n"
-        f"  of it    {before / MIB:,.0f} before, {kept / MIB:,.0f} kept, {plan.planned / MIB:,.0f} arena, "
+        f"  parts    {before / MIB:,.0f} before, {kept / MIB:,.0f} kept, {plan.planned / MIB:,.0f} arena, "
         f"{beyond / MIB:,.0f} beyond; library scratch {scratch / MIB:,.0f}\n"
-        f"  planned  {plan.planned / plan.live:.4f} of what is live at once, "
-        f"{plan.planned / plan.unshared:.3f} of each allocation by itself",
+        f"  planned  {plan.planned / plan.live:.4f} of the live peak, "
+        f"{plan.planned / plan.unshared:.3f} of a separate buffer per allocation",
         flush=True,
     )
 

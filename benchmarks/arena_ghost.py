@@ -1,12 +1,12 @@
-"""Compare the GPU memory of training in memfit.arena and with PyTorch's own allocator, on the ghost.
+"""Compare the GPU memory of training in memfit.arena with PyTorch's own allocator, on the ghost.
 
     python benchmarks/arena_ghost.py [--models resnet50 ...] [--steps 6] [--json FILE]
 
-Each model trains three times, each time in its own process: with the default settings, with expandable
-segments, and in an arena. The figure is the memory in use after a step by cudaMemGetInfo, the maximum over
-all steps; for the arena, separately over the steps before there is a plan and the placed steps. ``live`` is
-the lower bound for any allocator: the most that is live at once, as requested, by PyTorch's own count
-(``requested_bytes.all.peak``). Fails if placed steps take more than 1.02 times that.
+Each model trains three times, each time in a new process: with the default settings, with expandable
+segments, and in an arena. The figure is the memory in use after a step as reported by cudaMemGetInfo, the
+maximum over all steps; for the arena, separately over the steps before it has a plan and over placed steps.
+``live`` is the lower bound for any allocator: the peak of live requested bytes, as PyTorch counts them
+(``requested_bytes.all.peak``). Exits with 1 if placed steps use more than 1.02 times ``live``.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BATCHES = {
 }
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "arena": ""}
 MOST = 1.02
-"""Times what is live at once."""
+"""Limit of placed steps, relative to the live peak."""
 
 
 def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def train(name: str, allocator: str, steps: int) -> dict[str, Any]:
 
 
 def run(name: str, allocator: str, steps: int) -> dict[str, Any]:
-    """Train in a process of its own."""
+    """Train in a new process; return its figures."""
     command = [sys.executable, __file__, "--models", name, "--steps", str(steps), "--allocator", allocator]
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": ALLOCATORS[allocator]}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -102,7 +102,7 @@ def compare(name: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare each model; fail if one takes too much."""
+    """Compare each model; exit with 1 if one exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument("--steps", type=int, default=6)
@@ -112,13 +112,13 @@ def main() -> None:
     if arguments.allocator:
         print(json.dumps(train(arguments.models[0], arguments.allocator, arguments.steps)))
         return
-    print("times what is live at once:", flush=True)
+    print("memory in use, relative to the live peak:", flush=True)
     rows = [compare(name, arguments.steps) for name in arguments.models]
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     above = [row["name"] for row in rows if row["placed"] > MOST * row["live"]]
     if above:
-        sys.exit(f"placed steps take more than {MOST} times what is live at once: {', '.join(above)}")
+        sys.exit(f"placed steps use more than {MOST} times the live peak: {', '.join(above)}")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ KINDS = {
     "gradients": Category.GRADIENT,
     "optimizer state": Category.OPTIMIZER_STATE,
 }
-UNKNOWN = 0.01  # of the peak, at most
+UNKNOWN = 0.01  # the largest allowed share of the peak
 
 
 def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str, int]]]:
-    """Return memfit's figures at the moments of the ground truth."""
+    """Return memfit's figures at the backwards and optimizer steps of the ground truth."""
     found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
     for mark in trace.marks:
         if mark.kind is MarkKind.BACKWARD:
@@ -60,7 +60,7 @@ def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str
 
 
 def bytes_of(attribution: Attribution, event: int) -> dict[str, int]:
-    """Return bytes requested by kind."""
+    """Return the live requested bytes by kind, at an event."""
     alive = attribution.alive(event)
     category = attribution.category[alive]
     requested = attribution.requested[alive]
@@ -76,7 +76,7 @@ def run(options: list[str], script: list[str]) -> None:
 
 
 def compare(script: Path, folder: Path) -> dict[str, object]:
-    """Run a script both ways, and return the differences."""
+    """Run a script both ways and return the differences."""
     kept, truth = folder / "run.memfit", folder / "truth.json"
     kept.unlink(missing_ok=True)
     run(["-o", str(kept)], [str(script)])
@@ -89,7 +89,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
         f"{kind} {number + 1}: {name} {one[name]:,}, truth {other[name]:,}"
         for kind in ours
         for number, (one, other) in enumerate(zip(ours[kind], theirs[kind], strict=False))
-        for name in one.keys() & other.keys()  # the last step ends the script before its state is read
+        for name in one.keys() & other.keys()  # the last step ends the run before the hook reads its state
         if one[name] != other[name]
     ]
     differences += [
@@ -103,7 +103,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     for event in np.linspace(0, len(trace.events) - 1, 50).astype(int).tolist():
         rows = breakdown_at(trace, line, attribution, event).rows
         differences += [
-            f"event {event}: rows by {by} do not sum to what is allocated"
+            f"event {event}: rows by {by} do not sum to the allocated bytes"
             for by in rows
             if sum(row.bytes for row in rows[by]) != int(line.allocated[event])
         ]
@@ -119,11 +119,11 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
 
 
 def main() -> int:
-    """Compare, and print a table."""
+    """Compare the scripts and print a table; return 1 if anything differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("examples", nargs="*", help="scripts; by default those of examples/ that train")
+    parser.add_argument("examples", nargs="*", help="scripts (default: the training scripts of examples/)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     scripts = [Path(one) for one in arguments.examples] or [ROOT / f"examples/{one}.py" for one in EXAMPLES]

@@ -1,11 +1,11 @@
-"""Run a script and record what its live objects hold, by means that memfit does not use: a ground truth.
+"""Run a script and record the memory of its live objects, as a ground truth that is independent of memfit.
 
     memfit dry-run --no-labels benchmarks/attribution_truth.py TRUTH.json SCRIPT [ARGS...]
 
-Tensors saved for a backward are counted by saved-tensor hooks (memfit reads autograd's graph), if they were
-allocated after the beginning of the forward that saved them, and without a GradScaler's scale. Parameters
-are found among all of Python's objects; gradients and state through the optimizers that have stepped. Bytes
-are those of storages, each counted once.
+Saved-tensor hooks count the tensors saved for backward (memfit reads autograd's graph instead): those that
+were allocated after the beginning of the forward that saved them, except a GradScaler's scale. Parameters
+come from the garbage collector's list of objects, gradients and state from the optimizers that have stepped.
+Bytes are those of storages, each counted once.
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 class Kept:
-    """A tensor that autograd has saved; it lives as long as autograd keeps it."""
+    """A tensor that autograd saved, alive as long as autograd keeps it."""
 
     def __init__(self, tensor: torch.Tensor, window: int) -> None:
         self.tensor = tensor.detach()
@@ -30,19 +30,19 @@ class Kept:
 
 
 class Truth:
-    """Records what a script's objects hold at each backward and optimizer step."""
+    """The memory of a script's objects at each backward and optimizer step."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-        # By window, from one backward to the next: the allocator's history at its first forward and its end.
+        # Per window, from one backward to the next: length of the history at its first forward and its end.
         self._entered: list[int] = []
         self._ended: list[int] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._depth = 0
 
     def install(self) -> None:
-        """Put hooks on modules, backwards and optimizers."""
+        """Install hooks on modules, backwards and optimizers."""
         module, graph = torch.nn.modules.module, torch.autograd.graph
         module.register_module_forward_pre_hook(self._enter)
         module.register_module_forward_hook(self._leave, always_call=True)
@@ -111,13 +111,13 @@ def history() -> list[dict[str, Any]]:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the addresses of CUDA tensors' storages, with their bytes."""
+    """Return the bytes of CUDA tensors' storages by address."""
     on_gpu = (tensor.untyped_storage() for tensor in tensors if tensor.is_cuda)
     return {storage.data_ptr(): storage.nbytes() for storage in on_gpu if storage.nbytes()}
 
 
 def main() -> None:
-    """Run the script under the hooks, and write what they recorded."""
+    """Run the script under the hooks and write the recorded figures."""
     out, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(script).parent)

@@ -1,9 +1,9 @@
-"""Measure what checkpointing a block costs beyond recomputing it, and the share of keeping random numbers.
+"""Measure what checkpointing a block costs beyond recomputation, with and without restoring the RNG state.
 
     python benchmarks/checkpoint_cost.py [--runs 300] [--json FILE]
 
-One forward and backward of a small block on the CPU, one thread, alternating variants; medians, in
-microseconds.
+Each figure is the median time of one forward and backward of a small block on the CPU, in microseconds, with
+one thread and alternating variants.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from memfit.strategies.checkpointing import Checkpointing
 
 
 def block() -> nn.Module:
-    """Return a block that draws no random numbers, so that not keeping them is correct."""
+    """Return a block that draws no random numbers, so that a variant need not restore them."""
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
 
 
 def by_hand(**options: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the block under a plain torch.utils.checkpoint: statistics are updated twice."""
+    """Return the block under plain torch.utils.checkpoint, which updates norm statistics twice."""
     module = block()
     return lambda x: checkpoint(module, x, use_reentrant=False, **options)
 
 
 def checkpointed(**options: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the block in a model that memfit checkpoints."""
+    """Return a model of one block, which memfit checkpoints."""
     model = nn.Sequential(block())
     Checkpointing("0", **options).apply(model)
     return model
@@ -53,9 +53,9 @@ def main() -> int:
     variants = {
         "plain": block(),
         "by hand": by_hand(),
-        "by hand, random numbers not kept": by_hand(preserve_rng_state=False),
+        "by hand, RNG state not restored": by_hand(preserve_rng_state=False),
         "memfit": checkpointed(),
-        "memfit, random numbers not kept": checkpointed(preserve_rng_state=False),
+        "memfit, RNG state not restored": checkpointed(preserve_rng_state=False),
     }
     x = torch.randn(16, 64, requires_grad=True)
     taken: dict[str, list[float]] = {name: [] for name in variants}

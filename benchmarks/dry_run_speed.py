@@ -1,9 +1,9 @@
-"""Measure how long a dry run takes, relative to `import torch` alone, interleaved in one run.
+"""Measure how long a dry run takes, relative to `import torch` alone, in alternation.
 
     python benchmarks/dry_run_speed.py [--runs 5] [--json FILE]
 
-Exits with 1 when a target of the project is missed. Medians of wall time over whole processes, and of
-processor time, which a busy machine inflates less.
+Figures are medians over whole processes, of wall time and of processor time, which a busy machine inflates
+less. Exits with 1 if a row misses its target.
 """
 
 import argparse
@@ -27,14 +27,15 @@ class Measured:
 
     what: str
     seconds: float
-    """Median of the runs."""
+    """Median wall time."""
     spread: tuple[float, float]
+    """Shortest and longest wall time, in seconds."""
     processor_seconds: float
-    """Median, of all its processes."""
+    """Median processor time, including child processes."""
     host_gib: float
-    """Most memory that any one process held."""
+    """Peak resident memory of any one process."""
     times_import: float
-    """Median ratio to importing torch, pair by pair."""
+    """Median ratio to the `import torch` just before."""
     target_seconds: float | None
     target_gib: float | None
 
@@ -47,7 +48,7 @@ class Measured:
 
 
 def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, float, int]:
-    """Run a command; return wall seconds, processor seconds and the most bytes that any process held."""
+    """Run a command; return wall seconds, processor seconds and the largest peak of a process in bytes."""
     begun = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -130,20 +131,20 @@ def main() -> int:
             gib=2,
         ),
         measure(
-            "the same on an A100-80GB (out of memory)",
+            "7 B Llama on an A100-80GB (out of memory)",
             dry_run("--gpu", "A100-80GB", llama),
             arguments.runs,
             seconds=15,
             gib=2,
         ),
         measure(
-            "GPT-2 small compiled, nothing cached",
+            "GPT-2 small compiled, empty cache",
             dry_run(*compiled),
             max(1, arguments.runs // 2 + 1),
             cold=True,
             seconds=40,
         ),
-        measure("GPT-2 small compiled, again", dry_run(*compiled), max(1, arguments.runs // 2)),
+        measure("GPT-2 small compiled, warm cache", dry_run(*compiled), max(1, arguments.runs // 2)),
     ]
     print(f"{'':46} {'median':>8} {'min-max':>13} {'processor':>11} {'x import':>9} {'host':>9}  target")
     for row in rows:

@@ -2,10 +2,11 @@
 
     python benchmarks/engine_memory.py [--json FILE]
 
-A small GPT and a small CNN, AdamW, three steps on the ghost: each strategy by hand, by ``engine.step`` and
-by ``engine.windows``. The loop by hand is an expert's: micro-batches are views, losses are freed before the
-next forward, gradients are set to None, reported values (mean loss, norm) stay on the GPU. Exits with 1 if
-a peak of the engine differs from the loop's by anything but one loss (``LOSS``).
+A small GPT and a small CNN train for three steps with AdamW on the ghost, under each strategy: in a
+hand-written loop, with ``engine.step`` and with ``engine.windows``. The hand-written loop is an expert's: its
+micro-batches are views, it frees the loss before the next forward, sets gradients to None, and keeps reported
+values (mean loss, norm) on the GPU. Exits with 1 if a peak of the engine differs from the loop's by anything
+but one loss (``LOSS``).
 """
 
 import argparse
@@ -58,9 +59,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
 }
 LOSS = 512
-"""The allocator's smallest block, for one number. The engine sums losses in a separate tensor, so as not to
-change the user's; the loop by hand adds to the first loss. In accumulation it is the undivided loss, which
-the caller of backward holds meanwhile, and which a loop by hand can delete."""
+"""The allocator's smallest block, which holds one scalar. The engine sums losses in a separate tensor, so
+that it does not change the user's; the hand-written loop adds to the first loss. With accumulation the scalar
+is the undivided loss, which the caller of backward holds during it; a hand-written loop can delete it."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -88,11 +89,11 @@ def model_and_data(name: str) -> tuple[nn.Module, Callable[[nn.Module, Any], tor
     return model, loss, (images, labels)
 
 
-def train(name: str, strategy: str, door: str) -> dict[str, int]:
-    """Train for a few steps on this GPU; return peaks in bytes."""
+def train(name: str, strategy: str, entry: str) -> dict[str, int]:
+    """Train for a few steps on this GPU; return the peaks and the final allocated bytes."""
     settings = STRATEGIES[strategy]
     model, loss, batch = model_and_data(name)
-    kept = {"by hand": by_hand, "step": by_step, "windows": by_windows}[door](model, loss, batch, **settings)
+    kept = {"by hand": by_hand, "step": by_step, "windows": by_windows}[entry](model, loss, batch, **settings)
     peaks = {
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
@@ -103,7 +104,7 @@ def train(name: str, strategy: str, door: str) -> dict[str, int]:
 
 
 def parts_of(batch: Any, parts: int) -> Iterator[Any]:
-    """Return the micro-batches of a batch: views."""
+    """Yield the micro-batches of a batch, as views."""
     if isinstance(batch, torch.Tensor):
         yield from batch.chunk(parts)
     else:
@@ -114,7 +115,7 @@ def parts_of(batch: Any, parts: int) -> Iterator[Any]:
 
 
 def by_step(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
-    """Train by ``engine.step``."""
+    """Train with ``engine.step``."""
     engine = engine_of(model, loss, **settings)
     result = None
     for _ in range(STEPS):
@@ -178,7 +179,7 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
     blocks: bool = False,
     offload: bool = False,
 ) -> Any:
-    """Train as an expert would."""
+    """Train in the hand-written loop of an expert."""
     parameters = list(model.parameters())
     full = [nn.Parameter(one.detach().clone()) for one in parameters] if masters else parameters
     if cast:
@@ -189,7 +190,7 @@ def by_hand(  # noqa: C901, PLR0913 - one loop for all strategies, as it would b
     if blocks:
         for block in model.blocks if hasattr(model, "blocks") else list(model)[:3]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if offload:  # tests/strategies compares offload itself with loops by hand
+    if offload:  # tests/strategies compares offload itself with hand-written loops
         apply(model, Offload())
     if in_backward:
         optimizer = stepped_in_backward(parameters)
@@ -259,7 +260,7 @@ def stepped_in_backward(parameters: list[nn.Parameter]) -> Any:
 
 def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str, dict[str, dict[str, int]]]]:
     """Yield the peaks of each model and strategy, by entry point."""
-    doors = ("by hand", "step", "windows")
+    entries = ("by hand", "step", "windows")
     with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         for name in names:
             for strategy in strategies:
@@ -267,33 +268,33 @@ def measure(names: list[str], strategies: list[str]) -> Iterator[tuple[str, str,
                     name,
                     strategy,
                     {
-                        door: pool.run(
-                            PoolJob(f"{__file__}:train", {"name": name, "strategy": strategy, "door": door})
+                        entry: pool.run(
+                            PoolJob(f"{__file__}:train", {"name": name, "strategy": strategy, "entry": entry})
                         )
-                        for door in doors
+                        for entry in entries
                     },
                 )
 
 
 def main() -> int:
-    """Print the table; exit with 1 if a difference is not explained."""
+    """Print the table; return 1 if a difference is not explained."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows, wrong = [], 0
+    rows, unexplained = [], 0
     print(f"{'peak allocated, bytes':56}{'by hand':>14}{'step':>12}{'windows':>12}")
     for name, strategy, peaks in measure(["gpt", "cnn"], list(STRATEGIES)):
         rows.append({"model": name, "strategy": strategy, "peaks": peaks})
         hand = peaks["by hand"]["allocated"]
-        more = [peaks[door]["allocated"] - hand for door in ("step", "windows")]
-        wrong += any(one not in (0, LOSS) for one in more)
+        more = [peaks[entry]["allocated"] - hand for entry in ("step", "windows")]
+        unexplained += any(one not in (0, LOSS) for one in more)
         print(f"{name + ', ' + strategy:56}{hand:14,}{more[0]:+12,}{more[1]:+12,}", flush=True)
-    print(f"{LOSS} B: one number: the engine's own sum of losses, or the undivided loss during backward.")
+    print(f"{LOSS} B hold one scalar: the engine's own sum of losses, or the undivided loss during backward.")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return int(wrong > 0)
+    return int(unexplained > 0)
 
 
 if __name__ == "__main__":

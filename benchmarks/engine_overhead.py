@@ -2,10 +2,10 @@
 
     python benchmarks/engine_overhead.py [--rounds 40]
 
-Both split a batch into micro-batches, clip the gradients and step AdamW, on the CPU, in alternating steps
-on copies of one model. The medium model shows the engine's share of a step; the small one, whose step is
-nearly all overhead, its microseconds. Each figure is the median over rounds of the difference of two
-neighbours, because the speed of a shared machine changes from second to second.
+The engine and the loop split a batch into micro-batches, clip the gradients and step AdamW, on the CPU, in
+alternating steps on copies of one model. The medium model shows the engine's share of a step; the small one,
+whose step is nearly all overhead, shows its microseconds. Each figure is the median over rounds of the
+difference between two consecutive steps, because the speed of a shared machine changes from second to second.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import memfit
 
 
 class Transformer(nn.Module):
-    """A language model of 6 layers, 256 wide."""
+    """A language model of 6 layers with a width of 256."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
 
 def small() -> tuple[nn.Module, torch.Tensor]:
-    """Return a perceptron and a batch so small that Python takes as long as the computation."""
+    """Return a perceptron and a batch, so small that Python takes as long as the computation."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(32, 16)
 
 
@@ -47,7 +47,7 @@ def medium() -> tuple[nn.Module, torch.Tensor]:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return a mean over the batch."""
+    """Return the mean loss over the batch."""
     out = model(batch)
     if batch.is_floating_point():
         return out.square().mean()
@@ -57,7 +57,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the loop that an expert writes: mean loss, clipped gradients, cleared after the update."""
+    """Return an expert's hand-written step: mean loss, clipped gradients, cleared after the update."""
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(())
@@ -74,7 +74,7 @@ def by_hand(
 
 
 def seconds(step: Callable[[torch.Tensor], object], batch: torch.Tensor, repeat: int) -> float:
-    """Return the time of one step."""
+    """Return the seconds of one step, the mean over ``repeat`` steps."""
     began = time.perf_counter()
     for _ in range(repeat):
         step(batch)
@@ -84,7 +84,7 @@ def seconds(step: Callable[[torch.Tensor], object], batch: torch.Tensor, repeat:
 def compare(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], steps: int, rounds: int, repeat: int
 ) -> tuple[float, float]:
-    """Return the median seconds of a step by hand, and of the engine's additional time."""
+    """Return the median seconds of a hand-written step, and the engine's median additional seconds."""
     torch.manual_seed(0)
     model, batch = make()
     other = copy.deepcopy(model)

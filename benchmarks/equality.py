@@ -3,11 +3,12 @@
     python benchmarks/equality.py [--networks 200] [--seed 0]
 
 Networks are MLPs and convolutions of up to five blocks with norms, attention, dropout, tied weights, frozen
-and shared modules, residuals and in-place operations (tests/support/random_networks.py); three steps each,
-one step for the approximate comparisons. The same arithmetic in the same order must be equal bit for bit,
-with dropout and batch norms too. Accumulation sums in another order than the whole batch: it must be equal
-to 1e-6 of the norm in float32 and 1e-12 in float64, for networks whose samples do not mix and that draw no
-random numbers. Exits with 1 if a comparison fails. The same seed repeats a run.
+and shared modules, residuals and in-place operations (tests/support/random_networks.py). Each trains for
+three steps, or one for the approximate comparisons. Strategies that do the same arithmetic in the same
+order must give results equal bit for bit, dropout and batch norms included. Accumulation sums in a
+different order than the whole batch: its results must be within 1e-6 of the norm in float32 and 1e-12 in
+float64, for networks whose samples do not mix and that draw no random numbers. Exits with 1 if a comparison
+fails. The same seed repeats a run.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from support.strategy_mixes import CLOSE, EXACT, LIMITS, differing, error
 
 
 def main() -> int:
-    """Print a line for each combination."""
+    """Print a line for each combination; return 1 if a comparison fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,10 +35,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # checkpointing that does not pay, offload from a CPU
+    warnings.simplefilter(
+        "ignore"
+    )  # memfit warns of checkpointing that saves nothing, and of offload from a CPU
     unequal: Counter[str] = Counter()
     worst: dict[tuple[str, torch.dtype], float] = {}
-    wrong = 0
+    failed = 0
     for network in drawn(arguments.networks, arguments.seed, divisible=False):
         for name in EXACT:
             found = differing(name, network)
@@ -46,7 +49,7 @@ def main() -> int:
                 print(f"{name}: {', '.join(found)} differ: {network}", file=sys.stderr)
     print(f"{arguments.networks} networks of each kind, seed {arguments.seed}")
     for name in EXACT:
-        wrong += unequal[name]
+        failed += unequal[name]
         print(f"{name:58}{arguments.networks - unequal[name]:6} equal bit for bit, {unequal[name]} not")
     for network in drawn(arguments.networks, arguments.seed, divisible=True):
         for name in CLOSE:
@@ -54,11 +57,11 @@ def main() -> int:
                 worst[name, dtype] = max(worst.get((name, dtype), 0.0), error(name, network, dtype))
     for name in CLOSE:
         errors = [worst[name, dtype] for dtype in LIMITS]
-        wrong += sum(off > limit for off, limit in zip(errors, LIMITS.values(), strict=True))
+        failed += sum(off > limit for off, limit in zip(errors, LIMITS.values(), strict=True))
         print(
             f"{name:58}{arguments.networks:6} equal to {errors[0]:.1e} in float32, {errors[1]:.1e} in float64"
         )
-    return int(wrong > 0)
+    return int(failed > 0)
 
 
 def drawn(count: int, number: int, *, divisible: bool) -> list[Network]:
@@ -67,7 +70,7 @@ def drawn(count: int, number: int, *, divisible: bool) -> list[Network]:
 
     @seed(number)
     @settings(
-        max_examples=count * 3,  # some are drawn twice
+        max_examples=count * 3,  # hypothesis draws some networks twice
         database=None,
         deadline=None,
         phases=[Phase.generate],

@@ -2,9 +2,10 @@
 
     python benchmarks/explain_speed.py [--runs 5] [--steps 330] [--json FILE]
 
-For the trace of a GPT of GPT-2 small's size (examples/gpt.py, three steps) and for one of about a million
-events (more steps of the same): ``memfit explain``, its JSON, and the HTML report; medians, and the most
-memory that a process held. ``html_speed.py`` measures how soon the page opens in a browser.
+The traces are a GPT of GPT-2 small's size (examples/gpt.py, three steps) and one of about a million events
+(more steps of the same script). For each, the benchmark reports the median time and the peak memory of
+``memfit explain``, its JSON, and the HTML report. ``html_speed.py`` measures how fast the page opens in a
+browser.
 """
 
 import argparse
@@ -25,11 +26,11 @@ COMMANDS = {"explain": (), "explain --json": ("--json", "-"), "explain --html": 
 LIMITS = {("small", "explain"): 1.0, ("small", "explain --html"): 2.0, ("large", "explain --html"): 15.0}
 """Seconds."""
 MOST = 2 << 30
-"""Bytes that explaining the large trace may hold."""
+"""Largest allowed peak memory for the large trace, in bytes."""
 
 
 def measured(trace: Path, options: tuple[str, ...]) -> tuple[float, int]:
-    """Run ``memfit explain``; return seconds and the most bytes that the process held."""
+    """Run ``memfit explain``; return its seconds and the peak memory of the process in bytes."""
     command = [sys.executable, "-m", "memfit", "explain", str(trace), *options]
     begin = time.perf_counter()
     child = subprocess.Popen(command, cwd=trace.parent, stdout=subprocess.DEVNULL)
@@ -41,19 +42,22 @@ def measured(trace: Path, options: tuple[str, ...]) -> tuple[float, int]:
 
 
 def record(trace: Path, steps: int) -> None:
-    """Record the example for a number of steps, discarding its output."""
+    """Record the example for a number of steps and discard its output."""
     command = [sys.executable, "-m", "memfit", "dry-run", "--steps", str(steps), "-o", str(trace)]
     subprocess.run([*command, "--", str(EXAMPLE), "--steps", str(steps)], capture_output=True, check=True)
 
 
 def main() -> int:
-    """Measure, print a row per command, and return 1 if one exceeds its limits."""
+    """Measure and print a row per command; return 1 if one exceeds its limits."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
-        "--steps", type=int, default=330, help="training steps of the large trace; 330 give a million events"
+        "--steps",
+        type=int,
+        default=330,
+        help="training steps of the large trace (330 give about a million events)",
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -73,7 +77,7 @@ def main() -> int:
                 )
                 print(
                     f"{events:10,} events  {name:15} {seconds:6.2f} s  {most / 2**20:7.0f} MiB"
-                    f"{'  TOO MUCH' * slow}",
+                    f"{'  OVER THE LIMIT' * slow}",
                     flush=True,
                 )
                 rows[-1]["too much"] = slow

@@ -1,12 +1,12 @@
-"""Measure how soon an HTML report is drawn, and how soon it responds, in headless Chromium.
+"""Measure how fast an HTML report draws and responds to clicks in headless Chromium.
 
     python benchmarks/html_speed.py [TRACE ...] [--blocks 100000] [--runs 5] [--json FILE]
 
-Without a trace, examples/gpt.py runs on the ghost for as many steps as give about ``--blocks`` blocks.
-Measured are ``page`` in Python, the file's size, the time from opening the file until all of it is drawn,
-and the time from a click on the timeline to the next frame. Exits with 1 if a page of at most 100,000
-blocks takes more than 2 s to open, or if the median click takes 100 ms or more. Needs playwright and
-Chromium: see CONTRIBUTING.md.
+Without a trace, examples/gpt.py runs on the ghost for enough steps to allocate about ``--blocks`` blocks. The
+benchmark measures the time of ``page`` in Python, the file's size, the time from opening the file until the
+page is completely drawn, and the time from a click on the timeline to the next frame. Exits with 1 if a page
+of at most 100,000 blocks takes more than 2 s to open, or if the median click takes 100 ms or more. Needs
+playwright and Chromium: see CONTRIBUTING.md.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from memfit.report.html import page
 from memfit.report.html.drawn_moments import MOST_BLOCKS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
-BLOCKS_A_STEP = 985  # of examples/gpt.py
+BLOCKS_PER_STEP = 985  # examples/gpt.py
 OPEN, CLICK = 2_000, 100  # ms
 CLICKS = (0.03, 0.21, 0.37, 0.5, 0.66, 0.83, 0.98)
 _CLICK = """
@@ -54,14 +54,14 @@ async ([left, width, top]) => {
 
 
 def trained(blocks: int, folder: Path) -> Path:
-    """Record about ``blocks`` blocks of a GPT's training."""
-    path, steps = folder / "gpt.memfit", max(1, blocks // BLOCKS_A_STEP)
+    """Record the training of a GPT until it has allocated about ``blocks`` blocks; return the trace file."""
+    path, steps = folder / "gpt.memfit", max(1, blocks // BLOCKS_PER_STEP)
     api.dry_run(EXAMPLE, ["--steps", str(steps)], steps=steps, output=path, stdout_to_stderr=True)
     return path
 
 
 def in_python(trace: Trace) -> tuple[str, float]:
-    """Return a trace's page and the seconds that rendering took."""
+    """Return the HTML page of a trace, and the seconds to render it."""
     line = timeline(trace)
     attribution, summary = attribute(trace, line), summarize(trace)
     begin = time.perf_counter()
@@ -70,7 +70,7 @@ def in_python(trace: Trace) -> tuple[str, float]:
 
 
 def in_browser(browser: Browser, path: Path, runs: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds until the page is drawn, per run, and those of every click."""
+    """Return the milliseconds until the page is drawn, per run, and until the next frame, per click."""
     ready, clicks = [], []
     for _ in range(runs):
         context = browser.new_context(viewport={"width": 1280, "height": 900})
@@ -87,18 +87,21 @@ def in_browser(browser: Browser, path: Path, runs: int) -> tuple[list[float], li
 
 
 def main() -> int:
-    """Measure, print a row per trace, and return 1 if one exceeds its limits."""
+    """Measure and print a row per trace; return 1 if one exceeds its limits, 2 without Chromium."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--blocks", type=int, default=MOST_BLOCKS)
+    parser.add_argument("--blocks", type=int, default=MOST_BLOCKS, help="blocks of the recorded trace")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if chromium is None:
-        print("No Chromium here (on Debian: apt-get install chromium).", file=sys.stderr)
+        print(
+            "Chromium was not found (on Debian: apt-get install chromium).",
+            file=sys.stderr,
+        )
         return 2
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:

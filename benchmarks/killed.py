@@ -2,10 +2,10 @@
 
     python benchmarks/killed.py [--kills 50] [--seed 0]
 
-A run trains a small network with dropout on a shuffled loader, fp16 with loss scaling, two micro-batches to
-an update, and saves after each. It is killed (SIGKILL) and restarted repeatedly, and its result is compared
-with that of an uninterrupted run. Processes are forked, so that a start takes no time and a kill may hit
-anything: the loading of the file, a forward, a write.
+A run trains a small network with dropout on a shuffled loader, in fp16 with loss scaling and two
+micro-batches per update, and saves after each update. The benchmark kills (SIGKILL) and restarts the run
+repeatedly, and compares its result with that of an uninterrupted run. It forks the processes, so that they
+start at once and a kill may hit any phase: loading the file, a forward, a write.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EPOCHS, SAMPLES = 8, 160
 
 
 def train(folder: Path) -> None:
-    """Train from the saved state, or from the beginning; write a digest of the parameters."""
+    """Train from the saved state if there is one; write a digest of the parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
@@ -50,14 +50,14 @@ def train(folder: Path) -> None:
 
 
 def warm() -> None:
-    """Import what PyTorch imports late, so that children need not (a backward would start threads)."""
+    """Import PyTorch's lazy modules before forking; no backward here, because it would start threads."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
 
 
 def start(folder: Path) -> int:
-    """Train in a child; return its process."""
+    """Train in a forked child; return its process id."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -76,7 +76,7 @@ def ended(child: int) -> bool:
 
 
 def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tuple[int, set[int]]:
-    """Start and kill ``kills`` times; return how many runs finished, and the steps of the files found."""
+    """Start and kill ``kills`` runs; return how many finished first, and the steps of the saved states."""
     finished, steps = 0, set()
     while kills:
         child = start(folder)
@@ -94,7 +94,7 @@ def kill(folder: Path, kills: int, chance: random.Random, longest: float) -> tup
 
 
 def check(folder: Path) -> None:
-    """Compare a run's result with that of the uninterrupted run."""
+    """Compare a run's result with that of the uninterrupted run; exit if they differ."""
     whole = (folder.parent / "whole" / "digest").read_text()
     found = (folder / "digest").read_text()
     if found != whole:
@@ -102,7 +102,7 @@ def check(folder: Path) -> None:
 
 
 def main() -> None:
-    """Kill, and compare."""
+    """Kill runs and compare the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

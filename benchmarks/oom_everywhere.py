@@ -1,17 +1,17 @@
-"""Run out of memory, or interrupt with Ctrl-C, at every place of a step, and check the engine's reaction.
+"""Run out of memory, or press Ctrl-C, at every point of a step, and check how the engine reacts.
 
     python benchmarks/oom_everywhere.py [--every N]
 
-On the CPU, a fault is raised before every operation, and Ctrl-C also before every line of the engine; on
-the ghost, PyTorch's own allocator refuses every allocation in turn. Each time, parameters, buffers,
-optimizer state, float32 masters, loss scale, scheduler, random numbers, counters and the position in the
-data are compared with those before the fault, bit for bit (on the ghost, which computes no values: memory,
-counters, random numbers, and which state exists), and the step is repeated. Exits with 1 if an unreported
-change is found.
+On the CPU, the benchmark injects a fault before every operation, and Ctrl-C also before every line of the
+engine; on the ghost, PyTorch's own allocator refuses every allocation in turn. After each fault the
+benchmark compares parameters, buffers, optimizer state, float32 masters, loss scale, scheduler, random
+numbers, counters and the position in the data with those before the fault, bit for bit (on the ghost, which
+computes no values: memory, counters, random numbers, and which state exists), and repeats the step. Exits
+with 1 if it finds a change that the engine did not report.
 
-    recovered    retried in smaller parts; equal to a run planned with those parts, bit for bit
-    reported     raised, and nothing changed; repeating the step gives the same result as without the fault
-    torn         raised inside an unprotected update: saving and continuing are refused
+    recovered    the engine retried in smaller parts; equal bit for bit to a run planned with those parts
+    reported     the engine raised, and nothing changed; repeating the step gives the result without the fault
+    torn         the fault hit an unprotected update; the engine refuses to save and to continue
 """
 
 import argparse
@@ -35,11 +35,11 @@ sys.path.insert(0, str(TESTS))
 from support.fault_injection import CASES, FAULTS, Sweep  # noqa: E402
 
 SITUATIONS = [(0, "always"), (0, "auto"), (1, "always"), (1, "auto")]
-"""Step, and protection: the first step creates the optimizer's state."""
+"""(step, protection). Step 0 creates the optimizer state."""
 
 
 def on_the_cpu(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
-    """Inject a fault at every place of each case; yield the outcomes by kind of fault."""
+    """Inject each kind of fault at every point of each case; yield the outcomes."""
     for case in CASES:
         for fault in FAULTS:
             found: Counter[str] = Counter()
@@ -69,8 +69,8 @@ def on_the_ghost(every: int) -> Iterator[tuple[str, str, Counter[str]]]:
             yield case, "allocator refuses, ghost", found
 
 
-def with_less_and_less() -> None:
-    """Print how often a step is retried in less and less memory."""
+def with_shrinking_memory() -> None:
+    """Print how often the engine retries a step as memory shrinks."""
     with ForkPool(build(), GhostDevice.of(find_device("A100-80GB"))) as pool:
         found = pool.run(PoolJob(f"{SWEEP}:capacities", {}))
     for allowed, retried in found:
@@ -79,24 +79,24 @@ def with_less_and_less() -> None:
 
 
 def main() -> int:
-    """Print a line for each case and kind of fault, and the sums."""
+    """Print a line for each case and kind of fault, and totals; return 1 if a fault did harm."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--every", type=int, default=1, help="test only every N-th place")
+    parser.add_argument("--every", type=int, default=1, help="test only every N-th point")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
-    with_less_and_less()
+    with_shrinking_memory()
     for source in (on_the_ghost, on_the_cpu):
         for case, fault, found in source(arguments.every):
             total += found
-            print(f"{case:38}{fault:34}{_told(found)}", flush=True)
-    print(f"{sum(total.values()):,} faults: {_told(total)}; harmed {total['HARMED']}")
+            print(f"{case:38}{fault:34}{_counts(found)}", flush=True)
+    print(f"{sum(total.values()):,} faults: {_counts(total)}; harmed {total['HARMED']}")
     return int(total["HARMED"] > 0)
 
 
-def _told(found: Counter[str]) -> str:
+def _counts(found: Counter[str]) -> str:
     return ", ".join(f"{what} {count:,}" for what, count in sorted(found.items()))
 
 

@@ -4,18 +4,19 @@
     python benchmarks/ops.py --sample 300 --seed 1  a random sample of them
     python benchmarks/ops.py --dtype complex64 linalg.svd fft.fft2
 
-The sample inputs of PyTorch's tests are created on the ghost, and the operator is called on them; if it is
-differentiable, the sum of its outputs is sent backward. The same call on the CPU is the referee for shapes
-and dtypes. Operators run in forked children, so a crash is attributed to the operator that caused it; an
-operator that fails is retried in a child of its own, so that the gaps it reached are its own.
+The benchmark creates the sample inputs of PyTorch's tests on the ghost, calls the operator on them and, if
+it is differentiable, runs a backward from the sum of its outputs. The same call on the CPU is the referee
+for shapes and dtypes. Operators run in forked children, which attributes a crash to the operator that
+caused it. An operator that fails is retried in a new child, which attributes the gaps it reaches to it
+alone.
 
-    ran        shapes and dtypes as on the CPU; or other sizes, if the ghost returned a stand-in value
-    refused    it reached known gaps of the ghost (runtime/gaps.txt), which are listed
-    real too   PyTorch has no CUDA kernel, the CPU raises the same type of error, or NOT_THE_GHOSTS lists it
+    ran        shapes and dtypes as on the CPU, or other sizes if the ghost returned a stand-in value
+    refused    the operator reached known gaps of the ghost (runtime/gaps.txt), which are listed
+    real too   PyTorch has no CUDA kernel, the CPU raises the same type of error, or EXPECTED_ERRORS lists it
     other      any other error, or shapes that differ without a stand-in value
-    crashed    the process died, or exceeded its time
+    crashed    the process died or exceeded its time limit
 
-Needs expecttest, which PyTorch's database imports (pip install expecttest).
+Needs expecttest, which PyTorch's operator database imports (pip install expecttest).
 """
 
 import argparse
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 OUTCOMES = ("ran", "refused", "real too", "other", "crashed")
-_NO_STATISTICS = "in evaluation PyTorch's CPU kernel returns no statistics and its CUDA kernel does"
+_NO_STATISTICS = "in evaluation mode PyTorch's CUDA kernel returns statistics and its CPU kernel does not"
 _EMPTY_BATCH = "PyTorch's own shapes for an empty batch do not match; the ghost is not involved"
-NOT_THE_GHOSTS: Mapping[str, tuple[str, str]] = {
+EXPECTED_ERRORS: Mapping[str, tuple[str, str]] = {
     "native_batch_norm": ("32[2]', 'float32[2]'", _NO_STATISTICS),
     "_native_batch_norm_legit": ("32[2]', 'float32[2]'", _NO_STATISTICS),
     "native_layer_norm": (
@@ -58,12 +59,12 @@ NOT_THE_GHOSTS: Mapping[str, tuple[str, str]] = {
     "linalg.eig": ("must match the size of tensor b (0)", _EMPTY_BATCH),
     "linalg.eigvals": ("must match the size of tensor b (0)", _EMPTY_BATCH),
 }
-"""Operator -> part of an error, and why a real GPU is expected to raise it too (from reading, untested)."""
+"""Operator -> (part of an error, why a real GPU should raise it too). Read from the code, not tested."""
 
 GPU = find_device("A100-80GB")
 
 PATIENCE = 300
-"""Seconds for one operator."""
+"""Time limit for one operator, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,16 @@ class OperatorResult:
     samples: int
     """Sample inputs tried."""
     compared: int = 0
-    """Samples that also ran on the CPU with the same shapes and dtypes, unless values decide them."""
+    """Samples whose shapes and dtypes equalled those on the CPU."""
     text: str = ""
-    """The gaps or the error, with the sample that reached it."""
+    """The gaps or the error, with the sample that caused it."""
     assumed: tuple[str, ...] = ()
-    """Names of answers that the ghost assumed."""
+    """Names of the values and sizes that the ghost assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCase:
-    """One operator to try: its index in the database, and a dtype by name."""
+    """An operator to try, by its index in the database, and a dtype by name."""
 
     index: int
     dtype: str
@@ -97,7 +98,7 @@ class DiffersError(Exception):
 
 
 class Trial:
-    """Tries operators in this process, which is a child with CUDA to itself."""
+    """Runs operators in this process, a child that initialises CUDA itself."""
 
     def __init__(self, ghost: Ghost, most_samples: int, *, show: bool = False) -> None:
         from memfit.ghost.values import gpu_reads
@@ -116,7 +117,7 @@ class Trial:
         kind = str(dtype).removeprefix("torch.")
         grad = dtype in op.supported_backward_dtypes("cuda") and op.supports_autograd
         try:
-            where = "making samples"
+            where = "creating samples"
             on_cpu = None
             references = References(op, dtype, self._most, grad=grad)
             for count, sample in enumerate(islice(_samples(op, "cuda:0", dtype, grad), self._most), 1):
@@ -124,14 +125,14 @@ class Trial:
                 on_cpu = references.like(sample)
                 self._one(op, sample, on_cpu, grad=grad)
             torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001 - whatever an operator raises is its outcome
+        except Exception as error:  # noqa: BLE001 - any exception of an operator is its outcome
             gaps = self._gaps()
             text = f"{where}: {type(error).__name__}: {_first_line(error)}"
             if gaps:
                 return OperatorResult(name, kind, "refused", count, text=f"{', '.join(gaps)} ({text})")
             if self._show:
                 traceback.print_exc()
-            part, reason = NOT_THE_GHOSTS.get(op.name, ("", ""))
+            part, reason = EXPECTED_ERRORS.get(op.name, ("", ""))
             if reason and part in text:
                 return OperatorResult(name, kind, "real too", count, text=f"{reason} ({text})")
             same = _no_kernel(error) or (on_cpu is not None and _fails_alike(op, on_cpu, error, grad=grad))
@@ -145,34 +146,34 @@ class Trial:
     def _one(self, op: "OpInfo", sample: "SampleInput", on_cpu: "SampleInput | None", *, grad: bool) -> None:
         before = self._values.last_reads()
         found = _call(op, sample, backward=grad)
-        told = [read for read in self._values.last_reads() if all(read is not other for other in before)]
+        stand_ins = [read for read in self._values.last_reads() if all(read is not other for other in before)]
         if on_cpu is None:
             return
         try:
             expected = _call(op, on_cpu, backward=grad)
-        except Exception:  # noqa: BLE001 - not every operator has a CPU kernel for every dtype
+        except Exception:  # noqa: BLE001 - some operators have no CPU kernel for some dtypes
             return
         if found == expected:
             self._compared += 1
-        elif not told:
+        elif not stand_ins:
             raise DiffersError(f"{found} on the ghost, {expected} on the CPU")
 
 
 class References:
-    """The samples of one operator on the CPU, by shapes and arguments: samples differ between devices."""
+    """One operator's CPU samples by shapes and arguments, because samples differ between devices."""
 
     def __init__(self, op: "OpInfo", dtype: "torch.dtype", most: int, *, grad: bool) -> None:
-        self._by_looks: dict[str, list[SampleInput]] = {}
+        self._by_signature: dict[str, list[SampleInput]] = {}
         for sample in islice(_samples(op, "cpu", dtype, grad), 2 * most):
-            self._by_looks.setdefault(_looks(sample), []).append(sample)
+            self._by_signature.setdefault(_signature(sample), []).append(sample)
 
     def like(self, sample: "SampleInput") -> "SampleInput | None":
-        """Take a sample of the same shapes and arguments, if there is one."""
-        alike = self._by_looks.get(_looks(sample))
+        """Remove and return a CPU sample with the same shapes and arguments; None if there is none."""
+        alike = self._by_signature.get(_signature(sample))
         return alike.pop(0) if alike else None
 
 
-def _looks(sample: "SampleInput") -> str:
+def _signature(sample: "SampleInput") -> str:
     from torch.utils._pytree import tree_leaves
 
     arguments = sample.input, sample.args, sample.kwargs
@@ -188,7 +189,7 @@ def _samples(op: "OpInfo", device: str, dtype: "torch.dtype", grad: bool) -> "It
 
 
 def _call(op: "OpInfo", sample: "SampleInput", *, backward: bool) -> list[object]:
-    """Call the operator, send its outputs backward, and describe outputs and gradients."""
+    """Call the operator, run a backward from its outputs, and describe outputs and gradients."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -244,7 +245,7 @@ def _first_line(error: Exception) -> str:
 
 
 def run_all(jobs: Sequence[OperatorCase], trial: Any, *, batch: int) -> Iterator[OperatorResult]:
-    """Try every job in forked children, ``batch`` per child; retry a failure alone."""
+    """Run every job in forked children, ``batch`` per child; retry each failure in a new child."""
     waiting = list(jobs)
     while waiting:
         now, waiting = waiting[:batch], waiting[batch:]
@@ -256,7 +257,7 @@ def run_all(jobs: Sequence[OperatorCase], trial: Any, *, batch: int) -> Iterator
 
 
 def _in_child(jobs: Sequence[OperatorCase], trial: Any) -> Iterator[OperatorResult]:
-    """Fork, try the jobs in order, and yield their results; the last one may be a crash of the child."""
+    """Fork, run the jobs in order, and yield their results; the last one may be a crash of the child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -280,9 +281,9 @@ def _in_child(jobs: Sequence[OperatorCase], trial: Any) -> Iterator[OperatorResu
     _, status = os.waitpid(child, 0)
     if got < len(jobs):
         code = os.waitstatus_to_exitcode(status)
-        how = f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+        how = f"exited with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
         if code == -signal.SIGALRM:
-            how = f"did not end in {PATIENCE} s"
+            how = f"did not finish within {PATIENCE} s"
         yield OperatorResult(
             _database()[jobs[got].index].formatted_name, jobs[got].dtype, "crashed", 0, text=how
         )
@@ -306,19 +307,19 @@ def _be_child(jobs: Sequence[OperatorCase], trial: Any, lines: Any) -> None:
 def _database() -> "list[OpInfo]":
     """Import the database without initialising CUDA, which forked children could not do afterwards.
 
-    The import queries the device's abilities; it gets the answers that the ghost will give.
+    The import queries the device's capabilities; patched functions return what the ghost will report.
     """
     import torch
     import torch.utils._triton as triton
 
-    told: dict[tuple[Any, str], Any] = {
+    patches: dict[tuple[Any, str], Any] = {
         (triton, "has_triton"): lambda: False,
         (torch.cuda, "is_available"): lambda: True,
         (torch.cuda, "get_device_capability"): lambda *_: GPU.compute_capability,
     }
-    kept = {place: getattr(*place) for place in told}
+    kept = {place: getattr(*place) for place in patches}
     try:
-        for place, answer in told.items():
+        for place, answer in patches.items():
             setattr(*place, answer)
         from torch.testing._internal.common_methods_invocations import op_db
     finally:
@@ -344,22 +345,22 @@ def choose(names: Sequence[str], dtypes: Sequence[str], sample: int | None, seed
 
 
 def main() -> None:
-    """Run, print every operator that did not run, and the counts."""
+    """Run the operators; print each one that did not run, and the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="operators by name; all by default")
+    parser.add_argument("names", nargs="*", help="operators by name (default: all)")
     parser.add_argument("--dtype", action="append", help="a torch dtype; repeatable (default: float32)")
     parser.add_argument("--sample", type=int, help="try a random sample of this many operators")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--inputs", type=int, default=30, help="most inputs tried of each operator")
+    parser.add_argument("--inputs", type=int, default=30, help="largest number of sample inputs per operator")
     parser.add_argument("--batch", type=int, default=32, help="operators per child process")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of every error")
-    parser.add_argument("--json", type=Path, help="write every result here")
+    parser.add_argument("--json", type=Path, help="write every result to this file")
     options = parser.parse_args()
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # the other way of checking initialises CUDA, which does not survive forks
+        "1"  # the default check initialises CUDA, which forked children cannot use
     )
     ghost = load(build())
     ghost.configure(GhostDevice.of(GPU))

@@ -1,9 +1,9 @@
-"""Measure the time of one candidate in the warm pool and in a new process, interleaved in one run.
+"""Measure the time of one candidate in the warm pool and in a new process, in alternation.
 
     python benchmarks/pool_speed.py [--runs 9] [--json FILE]
 
-The candidate is GPT-2 small in bfloat16, batch 4 x 1024, two training steps. Exits with 1 when the
-target (0.15 s a candidate) is missed or a peak differs.
+The candidate is two training steps of GPT-2 small in bfloat16 with a batch of 4 x 1024. Exits with 1 if a
+warm candidate takes more than 0.15 s or a peak differs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ CANDIDATES = Path(__file__).parents[1] / "tests/ghost/fork_pool_targets.py"
 
 
 def main() -> int:
-    """Time warm and cold candidates in alternation, print both, and return 1 if the target is missed."""
+    """Time warm and cold candidates in alternation and print both; return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

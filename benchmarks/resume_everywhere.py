@@ -3,11 +3,12 @@
     python benchmarks/resume_everywhere.py [--batches 102] [--steps 4]
 
 A small network with dropout trains with AdamW and gradient accumulation for one epoch, whose last window is
-partial. For each number of micro-steps, from none to all, a run is saved there, loaded into a new engine with
-other parameters and another seed, and trained to the end. Parameters and buffers must be equal bit for bit.
+partial. For each number of micro-steps, from none to all, the benchmark saves a run there, loads it into a
+new engine with other parameters and another seed, and trains to the end. Parameters and buffers must equal
+those of the uninterrupted run bit for bit.
 
-Prints the number of runs that are equal; exits with 1 if one is not. tests/train/test_engine.py stops at the
-windows' boundaries only.
+Prints the number of equal runs; exits with 1 if one differs. tests/train/test_engine.py stops only at window
+boundaries.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def train(engine: memfit.Engine, batches: list[Any], until: int | None = None) -
 
 
 def resumes_equal(stop: int, batches: list[Any], steps: int, expected: dict[str, Any], path: Path) -> bool:
-    """Return whether a run that was saved after some micro-steps ends like the uninterrupted one."""
+    """Return whether a run saved after ``stop`` micro-steps ends like the uninterrupted one."""
     first = new_engine(0, steps)
     if stop:
         train(first, batches, until=stop)
@@ -57,7 +58,7 @@ def resumes_equal(stop: int, batches: list[Any], steps: int, expected: dict[str,
 
 
 def main() -> int:
-    """Stop and resume everywhere; return the exit code."""
+    """Stop and resume after every micro-step; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batches", type=int, default=102)
     parser.add_argument("--steps", type=int, default=4)

@@ -1,16 +1,16 @@
-"""RetinaNet with a ResNet-50, VOC, batch 2, on a GTX 1660: how much memory each strategy saves.
+"""Measure how much memory each strategy saves for RetinaNet with a ResNet-50 (VOC, batch 2, GTX 1660).
 
     python benchmarks/retinanet.py
 
-A published experiment trained it four ways with MMDetection (PyTorch 1.7.1, 1300 iterations, a real GTX
-1660) and reported the megabytes of each. Here the same four run on the ghost, with torchvision's parts
-assembled as in MMDetection's configuration: ResNet-50 with a frozen stem and first stage and fixed batch
-norm statistics, P6 and P7 from C5, nine anchors per location, SGD with momentum.
+A published experiment trained the model in four ways with MMDetection (PyTorch 1.7.1, 1300 iterations, a
+real GTX 1660) and reported the megabytes of each. This benchmark runs the same four on the ghost, with
+torchvision's parts assembled as in MMDetection's configuration: ResNet-50 with a frozen stem and first
+stage and fixed batch norm statistics, P6 and P7 from C5, nine anchors per location, SGD with momentum.
 
-Assumed: images of 1000 x 600 (its largest for VOC) and random boxes; gradients that stay between steps, as
-in PyTorch before 2.0; every trained block of the backbone checkpointed, non-reentrant. The number of
-matching anchors depends on values: the two columns are its bounds. The software is not the article's: the
-loss is torchvision's, and PyTorch and cuDNN are years newer.
+Assumptions: images of 1000 x 600 (MMDetection's largest for VOC) and random boxes; gradients that persist
+between steps, as in PyTorch before 2.0; non-reentrant checkpointing of every trained block of the backbone.
+The number of matching anchors depends on values: the two columns are its bounds. The software differs from
+the article's: the loss is torchvision's, and PyTorch and cuDNN are years newer.
 """
 
 import sys
@@ -20,7 +20,7 @@ from typing import Any
 
 import memfit
 
-PUBLISHED = {  # MB, as the article gives them
+PUBLISHED = {  # MB, as published
     "base": 2900,
     "amp": 2243,
     "accumulation": 3177,
@@ -52,12 +52,12 @@ def build(*, checkpointed: bool) -> Any:
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
         if checkpointed and isinstance(module, Bottleneck):
-            module.forward = partial(keep_the_input, module.forward)
+            module.forward = partial(checkpoint_if_trained, module.forward)
     return model
 
 
-def keep_the_input(forward: Callable[..., Any], x: Any) -> Any:
-    """Checkpoint a block, unless nothing before it is trained."""
+def checkpoint_if_trained(forward: Callable[..., Any], x: Any) -> Any:
+    """Run a block, checkpointed if its input requires grad."""
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(forward, x, use_reentrant=False) if x.requires_grad else forward(x)
@@ -98,8 +98,8 @@ def main() -> None:
     """Print the table."""
     counts = {"all match": "upper", "one matches": "1"}
     print(
-        "MiB allocated; share of base; share of base after adding the excess of the published base to both "
-        "(MB as published)"
+        "MiB allocated; relative to base; relative to base after adding the published base's excess to both "
+        "(published: MB, relative to base)"
     )
     print(f"{'':<14}" + "".join(f"{name:>28}" for name in (*counts, "published")))
     base: dict[str, float] = {}

@@ -1,16 +1,16 @@
-"""RetinaNet-R50 by the strategies of a published table: memory on the ghost, and a prediction of time.
+"""Predict the memory and time of RetinaNet-R50 under the strategies of a published table.
 
     python benchmarks/seed_table.py [--gpu GTX-1660]
 
-The model and the images are those of benchmarks/retinanet.py; here memfit's engine applies the strategies,
-and clears gradients after each update. Published: MMDetection on a real GTX 1660, PyTorch 1.7.1, 1300
-iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37 minutes.
+The model and the images are those of benchmarks/retinanet.py; here memfit's engine applies the strategies
+and clears gradients after each update. The published figures come from MMDetection on a real GTX 1660 with
+PyTorch 1.7.1 and 1300 iterations: 2900, 2243, 3177 and 2590 MB; 7:45, 36:00, 7:32 and 8:37 minutes.
 
-Memory is exact, given the number of matching anchors (which depends on values: here the maximum). Time is
-assumed: each operation takes as long as its arithmetic at the card's rate for its dtype, or as its tensors
-at the card's bandwidth, whichever is longer; the sum is divided by the samples and by that of base. The
-model ignores kernels: no data sheet shows that this card's fp16 kernels were 4.6 times slower than its fp32
-ones.
+Memory is exact for the assumed number of matching anchors, which depends on values: the maximum. Time is
+assumed: each operation takes the longer of its arithmetic at the card's rate for the dtype and its memory
+traffic at the card's bandwidth. The sum is divided by the number of samples and given relative to base. The
+time model ignores kernels: no data sheet shows that this card's fp16 kernels were 4.6 times slower than its
+fp32 ones.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def settings(names: list[str]) -> list[Any]:
 
 
 def train(variant: str, counted: str) -> None:
-    """Train for a few updates, and count the operations of the last: the script that runs on the ghost."""
+    """Train for a few updates and count the operations of the last: the script that runs on the ghost."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -56,8 +56,8 @@ def train(variant: str, counted: str) -> None:
 
     operations: dict[tuple[int, int, str], int] = {}
 
-    class Count(TorchDispatchMode):
-        """Counts operations by arithmetic, bytes and dtype, except views."""
+    class OperationCounter(TorchDispatchMode):
+        """Counts operations other than views, by FLOPs, bytes and dtype."""
 
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = operation(*args, **(kwargs or {}))
@@ -91,7 +91,7 @@ def train(variant: str, counted: str) -> None:
             "labels": torch.ones(3, dtype=torch.long, device="cuda"),
         }
         if step == STEPS - 1:
-            with Count():
+            with OperationCounter():
                 engine.step((images, [target] * samples))
         else:
             engine.step((images, [target] * samples))

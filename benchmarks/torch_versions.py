@@ -1,7 +1,7 @@
 """Check that every tested version of PyTorch still gives its recorded figures.
 
     python benchmarks/torch_versions.py                    this environment's PyTorch
-    python benchmarks/torch_versions.py 2.8.0 2.11.0       each in an environment of its own
+    python benchmarks/torch_versions.py 2.8.0 2.11.0       each in a new environment
     python benchmarks/torch_versions.py 2.12.1 --record    add a version's figures to the table
 
 An environment holds PyTorch alone, without NVIDIA's libraries: the ghost stands in for all of them.
@@ -36,11 +36,11 @@ Figures = dict[str, dict[str, int]]
 
 
 def main() -> int:
-    """Compare, or record, and print a line for each job; exit with 1 if a figure differs."""
+    """Compare or record the figures and print a line for each job; return 1 if a figure differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("versions", nargs="*", help="versions to install; by default the installed one")
+    parser.add_argument("versions", nargs="*", help="versions to install (default: test the installed one)")
     parser.add_argument("--record", action="store_true", help="record the figures as golden")
     args = parser.parse_args()
     golden: dict[str, Figures] = json.loads(GOLDEN.read_text())
@@ -83,7 +83,7 @@ def environment(version: str | None) -> Iterator[str]:
 
 
 def needed_here(requirement: str) -> bool:
-    """Return whether the ghost needs a requirement of PyTorch's, because it does not stand in for it."""
+    """Return whether PyTorch needs a requirement on the ghost, which stands in for NVIDIA's libraries."""
     return "extra ==" not in requirement and not re.match(r"nvidia|cuda|triton", requirement)
 
 
@@ -95,7 +95,7 @@ def torch_version(python: str) -> str:
 
 
 def measure(python: str, job: str) -> dict[str, int]:
-    """Run one job on the ghost."""
+    """Run one job on the ghost; return its peaks in bytes."""
     script, *arguments = job.split()
     with tempfile.TemporaryDirectory() as folder:
         answer = f"{folder}/answer.json"

@@ -1,10 +1,10 @@
-"""Measure what watching a run costs per step, beside an unwatched run and one with PyTorch's own history.
+"""Measure what watching a run costs per step, compared with no watch and with PyTorch's own history.
 
     python benchmarks/watch_overhead.py [--rounds 100] [--gpu A100-80GB]
 
-The ghost computes nothing: a step is the time that Python and PyTorch need to launch it, so any overhead
-shows in full. A busy GPU hides it. Each figure is the median over rounds of a step's processor time minus
-that of the unwatched steps just before and after it.
+The ghost computes nothing: a step takes only the time of Python and PyTorch to launch its kernels, so the
+full overhead is visible. A busy GPU hides it. Each figure is the median over rounds of a step's processor
+time minus that of the unwatched steps just before and after it.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from memfit.devices import find_device
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the models of another benchmark
+sys.path.insert(0, str(Path(__file__).parent))  # for the models of engine_overhead.py
 _STEPS = 4
 
 
 @contextmanager
 def history() -> Iterator[None]:
-    """Have PyTorch record its allocations with their source lines, which labels require."""
+    """Have PyTorch record its allocations with their source lines, as labels require."""
     import torch
 
     record = torch.cuda.memory._record_memory_history
@@ -75,14 +75,14 @@ def compare(
             alone.append(timed(step))
             more[way].append(seconds - (alone[-1] + alone[-2]) / 2)
     base = statistics.median(alone)
-    print(f"{name:8} {base * 1e3:7.2f} ms a step")
+    print(f"{name:8} {base * 1e3:7.2f} ms per step")
     for way, seconds in more.items():
         median = statistics.median(seconds)
         print(f"  {way:34} {median * 1e6:+8.0f} µs {median / base:+7.1%}")
 
 
 def main() -> None:
-    """Load the ghost in place of a GPU, and measure."""
+    """Load the ghost in place of a GPU and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--gpu", default="A100-80GB")

@@ -1,4 +1,4 @@
-"""Read what only a card can report: its memory, and the bytes cudaMalloc takes for a request. Prints JSON."""
+"""Measure a card's memory, and the bytes that cudaMalloc takes for each request size. Prints JSON."""
 
 import ctypes
 import json
@@ -22,13 +22,13 @@ def runtime() -> ctypes.CDLL:
 
 
 def taken(library: ctypes.CDLL, size: int) -> dict[str, int | float]:
-    """Allocate a size several times; return how much the card's free memory fell, in bytes."""
+    """Allocate a size ``COPIES`` times; return the bytes by which free memory fell, first and on average."""
     pointers = [ctypes.c_void_p() for _ in range(COPIES)]
     before, _ = torch.cuda.mem_get_info(0)
     first = 0
     for number, pointer in enumerate(pointers):
         if library.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size)) != 0:
-            sys.exit(f"cudaMalloc of {size} bytes failed")
+            sys.exit(f"cudaMalloc of {size:,} bytes failed")
         if number == 0:
             first = before - torch.cuda.mem_get_info(0)[0]
     each = (before - torch.cuda.mem_get_info(0)[0]) / COPIES

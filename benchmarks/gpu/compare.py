@@ -1,7 +1,7 @@
 """Compare the allocator's events on a card with those on the ghost.
 
-Requests that only the card saw are unknown to the ghost: above all cuDNN's workspaces, which appear here with
-their bytes and the operation that requested them.
+The comparison lists requests that occurred only on the card, above all cuDNN's workspaces, with their bytes
+and the operations that requested them.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memfit.records import Action, Trace
 
 _COMPARED = {Action.ALLOC, Action.FREE_REQUESTED, Action.SEGMENT_ALLOC, Action.SEGMENT_FREE}
-MOST = 40  # rows kept of each kind
+MOST = 40  # rows kept for each side
 
 
 @dataclass(frozen=True)
@@ -21,37 +21,38 @@ class Request:
     module: str
     op: str
     bytes: int
-    """As requested, each."""
+    """Requested bytes of each allocation."""
     count: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How two runs of one job differ."""
+    """The differences between a job's run on the card and on the ghost."""
 
     card_events: int
     ghost_events: int
     identical: bool
-    """Whether both made the same events of the same sizes in the same order."""
+    """Whether both runs have the same events with the same sizes in the same order."""
     first: str
-    """The first difference, in words; empty if there is none."""
+    """Description of the first difference; empty if there is none."""
     only_card: tuple[Request, ...]
-    """The largest first, at most ``MOST``."""
+    """Requests of the card alone, the largest first, at most ``MOST``."""
     only_ghost: tuple[Request, ...]
+    """Requests of the ghost alone, likewise."""
 
 
 def difference(card: Trace, ghost: Trace) -> Difference:
     """Compare two traces: the sequence of events, and the allocations by operation."""
     sequences = _sequence(card), _sequence(ghost)
-    at = _parting(*sequences)
-    asked, foretold = _requests(card), _requests(ghost)
+    at = _first_difference(*sequences)
+    on_card, on_ghost = _requests(card), _requests(ghost)
     return Difference(
         card_events=len(sequences[0]),
         ghost_events=len(sequences[1]),
         identical=at is None,
-        first="" if at is None else f"event {at}: card {_told(card, at)}, ghost {_told(ghost, at)}",
-        only_card=_largest(asked - foretold),
-        only_ghost=_largest(foretold - asked),
+        first="" if at is None else f"event {at}: card {_describe(card, at)}, ghost {_describe(ghost, at)}",
+        only_card=_largest(on_card - on_ghost),
+        only_ghost=_largest(on_ghost - on_card),
     )
 
 
@@ -64,14 +65,14 @@ def _sequence(trace: Trace) -> list[tuple[int, int]]:
     return [(actions[at], sizes[at]) for at in _positions(trace)]
 
 
-def _parting(card: list[tuple[int, int]], ghost: list[tuple[int, int]]) -> int | None:
+def _first_difference(card: list[tuple[int, int]], ghost: list[tuple[int, int]]) -> int | None:
     for at, (one, other) in enumerate(zip(card, ghost, strict=False)):
         if one != other:
             return at
     return None if len(card) == len(ghost) else min(len(card), len(ghost))
 
 
-def _told(trace: Trace, at: int) -> str:
+def _describe(trace: Trace, at: int) -> str:
     positions = _positions(trace)
     if at >= len(positions):
         return "has ended"

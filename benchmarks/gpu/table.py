@@ -5,17 +5,17 @@ from typing import Any
 
 MIB = 1 << 20
 SHOWN = 6
-"""Most one-sided requests shown per job; the JSON has more."""
+"""Largest number of one-sided requests shown per job and side; the JSON lists more."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the table of one card."""
+    """Return the table for one card."""
     rehearsal = result["machine"] == "rehearsal"
     lines = [
         f"# {'REHEARSAL, nothing was measured: ' * rehearsal}{_versions(result)}",
         "",
-        f"memfit {result['memfit']}, {result['day']}; the ghost as {result['profile']}.",
-        f"{result['steps']} training steps. MiB; a difference is the ghost's figure minus the card's.",
+        f"memfit {result['memfit']}, {result['day']}; the ghost simulates a {result['profile']}.",
+        f"{result['steps']} training steps. In MiB; a difference is the ghost's figure minus the card's.",
         "",
         *_context(result["context"]),
         "",
@@ -45,17 +45,17 @@ def _context(context: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _calibration(asked: Mapping[str, Any]) -> list[str]:
-    if "failed" in asked:
-        return [f"The card's own figures could not be read: {asked['failed']}"]
+def _calibration(measured: Mapping[str, Any]) -> list[str]:
+    if "failed" in measured:
+        return [f"The card's own figures could not be measured: {measured['failed']}"]
     sizes = ", ".join(
         f"{row['requested']:,} → {row['each']:,.0f} (the first {row['first']:,})"
-        for row in asked["cudaMalloc"]
+        for row in measured["cudaMalloc"]
     )
     return [
-        f"Total: {asked['total_by_cudaMemGetInfo']:,} B by cudaMemGetInfo,",
-        f"{asked['total_by_properties']:,} B by its properties. cuDNN {asked['cudnn']}.",
-        f"Bytes that cudaMalloc takes, each of 64: {sizes}.",
+        f"Total: {measured['total_by_cudaMemGetInfo']:,} B by cudaMemGetInfo,",
+        f"{measured['total_by_properties']:,} B by device properties. cuDNN {measured['cudnn']}.",
+        f"Bytes that cudaMalloc takes per request, the mean of 64: {sizes}.",
     ]
 
 
@@ -74,7 +74,7 @@ def _jobs(jobs: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"{_mib(card[figure])} | {_difference(ghost[figure], card[figure])}"
             for figure in ("allocated", "reserved", "process")
         ]
-        events = "identical" if differs["identical"] else f"{differs['card_events']:,} differ"
+        events = "identical" if differs["identical"] else f"{differs['card_events']:,}, different"
         lines.append(f"| {name} | {' | '.join(cells)} | {events} |")
         details += _details(name, differs)
     return [*lines, *(["", *details] if details else [])]

@@ -1,13 +1,13 @@
-"""Compare predicted with measured: run every job of jobs.toml on this machine's GPU and on the ghost.
+"""Compare predicted and measured memory: run the jobs of jobs.toml on this machine's GPU and on the ghost.
 
     python benchmarks/gpu/validate.py --quick       eight jobs, a few minutes
-    python benchmarks/gpu/validate.py               all of them, at most nine minutes
+    python benchmarks/gpu/validate.py               all jobs, at most nine minutes
     python benchmarks/gpu/validate.py --rehearse A100-80GB --only linear1024
 
-No network is needed; without an installed memfit set PYTHONPATH=src (it needs only numpy, msgspec and
-platformdirs beside torch). The result is written after every job, as CARD-DRIVER-TORCH.json and .md, and a
+No network is needed. If memfit is not installed, set PYTHONPATH=src (memfit then needs numpy, msgspec and
+platformdirs in addition to torch). The script writes CARD-DRIVER-TORCH.json and .md after every job, and a
 second call resumes where the first stopped. Each run is a separate process with a time limit. With
-``--rehearse`` the ghost also plays the card: then every difference should be zero, and nothing is measured.
+``--rehearse`` the ghost stands in for the card too: every difference should be zero; nothing is measured.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class ValidationJob:
 
 
 class TooLongError(Exception):
-    """A run was ended because it took too long."""
+    """A run exceeded its time limit and was stopped."""
 
 
 def jobs(path: Path = HERE / "jobs.toml") -> list[ValidationJob]:
@@ -69,12 +69,12 @@ def jobs(path: Path = HERE / "jobs.toml") -> list[ValidationJob]:
 
 
 def in_time(seconds: float) -> Callable[[object], None]:
-    """Return a progress callback that ends its run after ``seconds``."""
+    """Return a progress callback that stops its run after ``seconds``."""
     until = time.monotonic() + seconds
 
     def check(_progress: object) -> None:
         if time.monotonic() > until:
-            raise TooLongError(f"took more than {seconds:.0f} s and was ended")
+            raise TooLongError(f"took more than {seconds:.0f} s and was stopped")
 
     return check
 
@@ -92,7 +92,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def figures(run: DryRun) -> dict[str, Any]:
-    """Return the figures of one run that are compared; bytes."""
+    """Return the compared figures of one run, in bytes, and how the run ended."""
     (context,) = (term.figure for term in run.terms if term.name == "CUDA context")
     return {
         "allocated": run.peak_allocated,
@@ -110,13 +110,13 @@ def figures(run: DryRun) -> dict[str, Any]:
 
 
 def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Run one job on the card and on the ghost, and compare.
+    """Run one job on the card and on the ghost, and compare the traces.
 
     Args:
         job: what to run.
         gpu: the ghost's profile in the device table.
-        total: bytes of the card, which the ghost is given too.
-        seconds: left for the two runs.
+        total: memory of the card, and of the ghost, in bytes.
+        seconds: time left for the two runs.
         folder: for the traces; the scripts write to the working folder.
     """
     missing = [name for name in job.needs if importlib.util.find_spec(name) is None]
@@ -141,7 +141,11 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
                     on_progress=in_time(min(job.seconds, until - begun)),
                 )
         except (MemfitError, TooLongError) as error:
-            return {**outcome, "status": "failed", "why": f"{side}: {error}"}  # keeps what was measured
+            return {
+                **outcome,
+                "status": "failed",
+                "why": f"{side}: {error}",
+            }  # keeps a measurement of the card
         outcome[side] = {**figures(found), "seconds": round(time.monotonic() - begun, 1)}
         if found.verdict == "unknown" or (found.end.reason == "end" and found.end.exit_code):
             why = found.end.exception or f"exit code {found.end.exit_code}"
@@ -151,14 +155,14 @@ def compare_job(job: ValidationJob, gpu: str, total: int, seconds: float, folder
 
 
 def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
-    """Measure the context, and the figures that only a card can report.
+    """Measure the CUDA context, and the figures that only a card can report.
 
     Raises:
         MemfitError: PyTorch cannot use the card at all.
     """
     context = api.measure_context()
     try:
-        asked = subprocess.run(
+        measured = subprocess.run(
             [sys.executable, str(HERE / "calibrate.py")],
             capture_output=True,
             text=True,
@@ -167,13 +171,13 @@ def calibration(seconds: float) -> tuple[ContextReport, dict[str, Any]]:
         )
     except subprocess.TimeoutExpired:
         return context, {"failed": f"took more than {seconds:.0f} s"}
-    if asked.returncode != 0:
-        return context, {"failed": (asked.stderr.splitlines() or ["no output"])[-1]}
-    return context, msgspec.json.decode(asked.stdout)
+    if measured.returncode != 0:
+        return context, {"failed": (measured.stderr.splitlines() or ["no output"])[-1]}
+    return context, msgspec.json.decode(measured.stdout)
 
 
 class ResultFile:
-    """The result file, with everything measured so far."""
+    """The result file, with every outcome so far."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,12 +188,12 @@ class ResultFile:
 
     @property
     def done(self) -> dict[str, Any]:
-        """Every job's outcome by name."""
+        """The outcomes of finished jobs by name."""
         found: dict[str, Any] = self.content.setdefault("jobs", {})
         return found
 
     def keep(self) -> None:
-        """Write the file and its table."""
+        """Write the JSON file and its Markdown table."""
         api.write_bytes(self.path, msgspec.json.format(msgspec.json.encode(self.content)) + b"\n")
         api.write_bytes(self.path.with_suffix(".md"), markdown(self.content).encode())
 
@@ -200,17 +204,21 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the shortest useful set of jobs")
-    parser.add_argument("--only", nargs="+", metavar="JOB", help="these jobs")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="run only these jobs")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
-    parser.add_argument("--again", action="store_true", help="repeat jobs that the file already holds")
+    parser.add_argument(
+        "--again", action="store_true", help="repeat jobs that the result file already contains"
+    )
     parser.add_argument("--gpu", help="the ghost's profile, if the card's name is not in memfit's table")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the result")
-    parser.add_argument("--rehearse", metavar="GPU", help="let the ghost play this GPU: nothing is measured")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the result files")
+    parser.add_argument(
+        "--rehearse", metavar="GPU", help="let the ghost stand in for this GPU; nothing is measured"
+    )
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Validate; return 1 if a job failed or did not run for lack of time."""
+    """Validate; return 1 if a job failed or was not run for lack of time."""
     options = parsed()
     until = time.monotonic() + 60 * options.minutes
     if options.rehearse and "MEMFIT_REHEARSAL" not in os.environ:
@@ -222,18 +230,20 @@ def main() -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(HERE / "rehearsal"), os.environ.get("PYTHONPATH")))
         )
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - this very command
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - the same command again
     chosen = [job for job in jobs() if job.quick or not options.quick]
     if options.only:
         if unknown := set(options.only) - {job.name for job in chosen}:
-            sys.exit(f"No such job: {', '.join(sorted(unknown))}. They are in {HERE / 'jobs.toml'}.")
+            sys.exit(
+                f"No such job: {', '.join(sorted(unknown))}. The jobs are listed in {HERE / 'jobs.toml'}."
+            )
         chosen = [job for job in chosen if job.name in options.only]
     try:
         card = find_card("validate")
         gpu = find_device(options.gpu or card.name).name
-        context, asked = calibration(until - time.monotonic())
+        context, measured = calibration(until - time.monotonic())
     except UnknownDeviceError as error:
-        sys.exit(f"validate.py: {error} Choose the nearest with --gpu NAME.")
+        sys.exit(f"validate.py: {error} Choose the nearest profile with --gpu NAME.")
     except MemfitError as error:
         sys.exit(f"validate.py: {error}")
     machine = "rehearsal-" if card.rehearsal else ""
@@ -252,12 +262,12 @@ def main() -> int:
         "steps": STEPS,
         "context": msgspec.to_builtins(context)
         | {"outside": [[stage.what, stage.outside] for stage in context.stages]},
-        "calibration": asked,
+        "calibration": measured,
     }
     result.keep()
     run_all(chosen, result, gpu=gpu, total=context.total, until=until, again=options.again)
     print(result.path.with_suffix(".md").read_text(encoding="utf-8"))
-    print(f"Kept: {result.path}")
+    print(f"Written: {result.path}")
     outcomes = [result.done[job.name]["status"] for job in chosen]
     return int(any(status in ("failed", "not run") for status in outcomes))
 
@@ -265,7 +275,7 @@ def main() -> int:
 def run_all(
     chosen: Sequence[ValidationJob], result: ResultFile, *, gpu: str, total: int, until: float, again: bool
 ) -> None:
-    """Run the jobs that have no result yet, one after another, writing each result."""
+    """Run the jobs that have no result yet, one after another, and write each result."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     with tempfile.TemporaryDirectory(prefix="memfit-validate-") as scratch, quiet(result.path):
         os.chdir(scratch)

@@ -1,4 +1,4 @@
-"""Train a model for a few steps, or run a few forwards, for ``packing.py`` to pack.
+"""Train a model for a few steps, or run a few forwards: the script whose buffers ``packing.py`` packs.
 
 python job.py resnet50 training [--batch-size 32] [--steps 3] [--accumulate 1]
 """

@@ -27,5 +27,5 @@ def benchmark():
 def test_peaks_equal_those_of_the_best_handwritten_loop(benchmark):
     for _, strategy, peaks in benchmark.measure(["gpt"], SAMPLE):
         by_hand = peaks.pop("by hand")["allocated"]
-        excess = {door: figures["allocated"] - by_hand for door, figures in peaks.items()}
+        excess = {entry: figures["allocated"] - by_hand for entry, figures in peaks.items()}
         assert set(excess.values()) <= {0, benchmark.LOSS}, (strategy, excess)

@@ -1,4 +1,4 @@
-"""Scaled dot product attention, trained through one of PyTorch's backends."""
+"""Train scaled dot product attention with one of PyTorch's backends."""
 
 import argparse
 
@@ -22,7 +22,7 @@ arguments = parser.parse_args()
 
 
 class Attention(nn.Module):
-    """Sixteen causal heads of 64."""
+    """Causal attention with sixteen heads of width 64."""
 
     def __init__(self, width=1024, heads=16):
         super().__init__()

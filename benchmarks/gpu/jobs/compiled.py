@@ -1,4 +1,4 @@
-"""A transformer layer and its optimizer's steps, compiled."""
+"""Train a compiled transformer layer."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Convolutions of many shapes, forward and backward: what the workspace of each adds."""
+"""Train convolutions of many shapes, whose cuDNN workspaces add to the peak."""
 
 import argparse
 
@@ -17,7 +17,7 @@ torch.backends.cudnn.benchmark = arguments.benchmark
 dtype = getattr(torch, arguments.dtype)
 layout = torch.channels_last if arguments.channels_last else torch.contiguous_format
 
-# name: the layer, and the side of its square input
+# Name -> (layer, side of its square input).
 LAYERS = {
     "stem": (nn.Conv2d(3, 64, 7, stride=2, padding=3), 224),
     "same3x3": (nn.Conv2d(64, 64, 3, padding=1), 112),
@@ -34,7 +34,7 @@ LAYERS = {
 
 
 class Convolutions(nn.Module):
-    """Every layer on an input of its own."""
+    """Layers that each process their own input."""
 
     def __init__(self):
         super().__init__()

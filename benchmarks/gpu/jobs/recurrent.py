@@ -1,4 +1,4 @@
-"""A recurrent network over sequences, trained."""
+"""Train a recurrent network on random sequences."""
 
 import argparse
 

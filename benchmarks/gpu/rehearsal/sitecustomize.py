@@ -1,7 +1,7 @@
-"""Load memfit's ghost in place of a GPU in every child Python: ``PYTHONPATH`` contains this folder.
+"""Load memfit's ghost in place of a GPU in every Python process whose ``PYTHONPATH`` contains this folder.
 
-So ``memfit record``, ``memfit doctor --context`` and ``validate.py`` can be rehearsed without a GPU. They
-detect the ghost, and report "rehearsal" instead of "measured". ``MEMFIT_REHEARSAL`` names the GPU.
+Tests thus rehearse ``memfit record``, ``memfit doctor --context`` and ``validate.py`` without a GPU. These
+commands detect the ghost and report "rehearsal" instead of "measured". ``MEMFIT_REHEARSAL`` names the GPU.
 """
 
 import os
@@ -13,5 +13,5 @@ if gpu := os.environ.get("MEMFIT_REHEARSAL"):
     from memfit.ghost.load import load
 
     device = find_device(gpu)
-    ghost = load(build())  # kept by this module: the runtime calls back into it
+    ghost = load(build())  # this module keeps the ghost alive, because the runtime calls back into it
     ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, context=device.context_bytes)
