@@ -213,9 +213,11 @@ class _Reader:
         self._live = live
         self._waiting = waiting
         self._count = len(live) + len(waiting)
-        self._gone: list[int] = []  # blocks whose free was completed since the last malloc
-        self._gone_at: list[int] = []  # and the events of that
-        self._short = False  # whether memory was given back since, for want of it
+        self._gone: list[int] = []  # blocks whose free completed since the last malloc
+        self._gone_at: list[int] = []  # the events that completed those frees
+        self._short = (
+            False  # whether the allocator released memory since the last malloc because it ran short
+        )
 
     def read(self, asked: list[tuple[int, RequestKind, int]]) -> None:
         """Read every event; ``asked`` has the requests between events: (event, kind, pool)."""

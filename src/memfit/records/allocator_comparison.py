@@ -27,10 +27,10 @@ class DriverCalls:
 
 @dataclass(frozen=True, slots=True)
 class CallRates:
-    """Seconds of one call. Assumed, to within a factor of several: nothing of it was measured on a card.
+    """Assumed seconds per call of each kind. They may be wrong by several times: none was measured on a card.
 
-    Source: cudaMalloc took 50 us and more on a card of 2010 (University of Virginia, "Memory Allocation
-    Overhead"); PyTorch's Note [Expandable Segments] puts mapping all of a device at milliseconds.
+    Source: on a card of 2010, cudaMalloc took at least 50 us (University of Virginia, "Memory Allocation
+    Overhead"); PyTorch's Note [Expandable Segments] states that mapping a whole device takes milliseconds.
     """
 
     malloc: float = 100e-6
