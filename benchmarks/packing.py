@@ -15,7 +15,7 @@ buffers (parameters and momentum), and, for inference, with each buffer counted 
 diff in Caffe and none in PyTorch.
 
 ``--large``: more than 50,000 buffers, from a step with accumulation, consecutive forwards, and a rectangle
-cut into random pieces, for which the best height is known, but not a target for the time within 1.005.
+cut into random pieces, whose smallest packing has a known height.
 """
 
 import argparse
