@@ -138,7 +138,7 @@ def dry_run(run: tuple[str, ...], options: tuple[str, ...], environment: dict[st
             check=False,
         )
         found = json.loads(answer.read_text()) if answer.exists() else None
-    if found is None or found["verdict"] != "fits" or found["end"]["reason"] != "end":
+    if found is None or found["verdict"] not in ("fits", "tight") or found["end"]["reason"] != "end":
         raise SystemExit(f"{' '.join(run)} did not run to completion on the ghost:\n{done.stderr[-2000:]}")
     printed = re.findall(r"^(\w+) +([\d.]+) MiB$", done.stdout, re.MULTILINE)
     own = {name: int(float(amount) * BYTES["MiB"]) for name, amount in printed}

@@ -52,6 +52,11 @@ def dry_run(folder: Path, job: tuple[str, ...], conf: str, memory: int | None, t
     return json.loads(answer.read_text())
 
 
+def outcome(answer: dict) -> str:
+    """Return ``fits`` for a run in which no allocation failed; otherwise its verdict."""
+    return "fits" if answer["out_of_memory"] is None else f"failed, {answer['verdict']}"
+
+
 def main() -> int:
     """Print a row per job; return 1 if any prediction was wrong."""
     parser = argparse.ArgumentParser(
@@ -79,16 +84,16 @@ def main() -> int:
                 "conf": conf,
                 "smallest": row.smallest,
                 "peak_equal": roomy["peak"]["reserved"] == row.replay.peak_reserved,
-                "at_capacity": at_capacity["verdict"],
-                "below": below["verdict"],
+                "at_capacity": outcome(at_capacity),
+                "below": outcome(below),
             }
         )
         rows[-1]["as_predicted"] = (
-            rows[-1]["peak_equal"] and at_capacity["verdict"] == "fits" and below["verdict"] != "fits"
+            rows[-1]["peak_equal"] and outcome(at_capacity) == "fits" and outcome(below) != "fits"
         )
         print(
-            f"{' '.join(job):30} {conf or 'default':26} {row.smallest:>15,} B: {at_capacity['verdict']:5}"
-            f"  2 MiB below: {below['verdict']:14} peak {'equal' if rows[-1]['peak_equal'] else 'DIFFERS'}",
+            f"{' '.join(job):30} {conf or 'default':26} {row.smallest:>15,} B: {outcome(at_capacity):5}"
+            f"  2 MiB below: {outcome(below):21} peak {'equal' if rows[-1]['peak_equal'] else 'DIFFERS'}",
             flush=True,
         )
     good = sum(row["as_predicted"] for row in rows)

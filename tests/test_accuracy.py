@@ -89,5 +89,5 @@ def test_a_ratio_is_one_run_over_another():
 
 def test_a_run_that_fails_has_no_figure():
     row = ROWS[0]
-    with pytest.raises(SystemExit, match="did not run to its end"):
+    with pytest.raises(SystemExit, match="did not run to completion"):
         accuracy.dry_run((*row.run, "--no-such-option"), row.options, row.environment)

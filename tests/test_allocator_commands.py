@@ -27,7 +27,7 @@ def memfit(*arguments, **environment):
 def dry_run(folder, *options, conf=""):
     """Run the example as a user would, and return the result."""
     answer = folder / "answer.json"
-    memfit("dry-run", "--json", answer, *options, EXAMPLE, "--steps", "3", PYTORCH_ALLOC_CONF=conf)
+    memfit("dry-run", "--json", answer, *options, "--", EXAMPLE, "--steps", "3", PYTORCH_ALLOC_CONF=conf)
     return json.loads(answer.read_text())
 
 
@@ -50,8 +50,8 @@ def test_a_dry_run_under_a_setting_equals_its_replay(trace, tmp_path):
         done["peak"]["reserved"],
     )
     smallest = predicted["smallest_capacity"]
-    assert dry_run(tmp_path, "--memory", smallest, conf=CONF)["verdict"] == "fits"
-    assert dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)["verdict"] != "fits"
+    assert dry_run(tmp_path, "--memory", smallest, conf=CONF)["out_of_memory"] is None
+    assert dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)["out_of_memory"] is not None
 
 
 def test_every_setting_has_a_row_and_a_cost(trace):

@@ -30,7 +30,7 @@ def table(path):
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "run.memfit"
-    done = memfit("dry-run", "-o", path, EXAMPLE, "--steps", "3")
+    done = memfit("dry-run", "-o", path, "--", EXAMPLE, "--steps", "3")
     assert done.returncode == 0, done.stderr
     return path
 

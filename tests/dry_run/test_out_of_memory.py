@@ -27,6 +27,10 @@ def test_out_of_memory_is_a_result(dry_run):
     assert failure["shortfall"] > 0
     assert failure["shortfall"] <= failure["requested"] + (2 << 20)
     assert "OUT OF MEMORY" in run.out
+    needed = dry_run(script, options=("--memory", "12GiB")).answer["peak"]["process"]
+    assert run.answer["in_all"]["bytes"] == needed > 1200 << 20
+    assert f"Needs {needed / (1 << 30):.2f} GiB; this GPU has 1.17 GiB." in run.out
+    assert "1TiB" not in run.out
     assert dry_run(script, options=("--memory", "1200MiB", "--fail")).code == 1
     assert dry_run(script, options=("--memory", "12GiB", "--fail")).code == 0
 
@@ -65,6 +69,19 @@ def test_a_script_that_survives_out_of_memory_does_not_fit(dry_run):
     assert run.answer["verdict"] == "does not fit"
     assert run.answer["end"]["reason"] == "end"
     assert run.answer["peak"]["allocated"] == 4 << 20
+
+
+def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
+    script = """
+        import pathlib, torch
+        pathlib.Path("ran").touch(exist_ok=False)
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    """
+    run = dry_run(script)
+    assert run.answer["verdict"] == "out of memory"
+    assert run.answer["in_all"] is None
+    assert "FileExistsError" in run.answer["untried"]["exception"]
+    assert "What it needs in total is unknown: the run with unlimited memory did not complete." in run.out
 
 
 def test_a_script_that_halves_its_batch_fits(dry_run):

@@ -8,8 +8,8 @@ from memfit.records import ScriptEnd
 from memfit.report.terminal.summary import verdict
 
 FIRST_STEPS = (
-    "Covers the first 3 training steps. What comes later, such as evaluation or larger batches, was not run: "
-    "--steps N, --to-end."
+    "Covers the first 3 training steps. What comes later, such as evaluation or larger batches, was not run; "
+    "--steps N or --to-end runs more."
 )
 
 

@@ -33,6 +33,9 @@ from memfit.records import (
     worst,
 )
 
+_FAILED = ("out of memory", "does not fit")
+"""The verdicts on a run that needs more memory than its GPU has."""
+_UNLIMITED = "with unlimited memory"
 _MOST = 3
 _WORTH = 0.01
 """Share of what a run needs that a piece of advice must save."""
@@ -75,6 +78,27 @@ did not complete; None if the script must not be run."""
 def ran_to_completion(end: ScriptEnd) -> bool:
     """Return whether a script completed: it ended by itself, or after the requested steps."""
     return end.reason in ("steps", "end") and not end.exit_code
+
+
+def find_total(found: DryRun, run: RunScript) -> DryRun:
+    """Find what a run that does not fit needs in total, by a rerun with unlimited memory.
+
+    Args:
+        found: the summary of the unchanged run.
+        run: reruns the script with unlimited memory.
+
+    Returns:
+        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits.
+    """
+    if found.verdict not in _FAILED:
+        return found
+    try:
+        unlimited = run(ScriptChange(), _UNLIMITED)
+    except KeyboardInterrupt:
+        return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
+    if not isinstance(unlimited, TrialResult):
+        return replace(found, untried=unlimited)
+    return replace(found, in_all=_total(AdviceAttempt.of(unlimited, ScriptChange())))
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
@@ -175,14 +199,14 @@ def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: in
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
-    if answer.verdict in ("out of memory", "does not fit"):
-        first = run(ScriptChange(), "with unlimited memory")
+    if answer.verdict in _FAILED:
+        first = run(ScriptChange(), _UNLIMITED)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
     now, total = AdviceAttempt.of(first, ScriptChange()), trace.device.total.bytes
     context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
-    in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
+    in_all = _total(now)
     yield (answer := replace(answer, in_all=in_all))
     # A run that fits, or has no device, gets all advice; one that does not fit gets enough to make it fit.
     fitted = fits
@@ -206,6 +230,12 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         advice = Advice(candidate.what, how, costs, saves, needs, fits)
         yield (answer := replace(answer, advice=(*(answer.advice or ()), advice)))
         now, reserved = then, less
+
+
+def _total(attempt: AdviceAttempt) -> Figure:
+    """Return the bytes of the process at the peak of an attempt."""
+    reserved, context = attempt.reserved(), attempt.trial.trace.device.context
+    return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
 
 
 def _costs(before: float | None, after: float | None) -> str:

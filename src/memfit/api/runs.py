@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.advice import find_advice
+from memfit.analysis.advice import find_advice, find_total
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
@@ -42,6 +42,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> DryRun:
     """Run an unmodified script on the ghost, and return the GPU memory it would use.
+
+    A script that runs out of memory is run once more with unlimited memory, without input and with its output
+    hidden, to find what it needs in total (``in_all``).
 
     Args:
         script: path of the script, or a module's name with ``module=True``.
@@ -91,9 +94,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     command = script_command(script, arguments, options, output)
     trace = run_script(command, options, ghost_settings(options), output, on_progress)
     result = summarize(trace)
-    if advise:
-        unlimited = dataclasses.replace(options, memory=NO_LIMIT)
-        result = find_advice(trace, result, trial_runner(command, unlimited, on_progress))
+    run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
+    result = find_advice(trace, result, run) if advise else find_total(result, run)
     if html is not None:
         write_html(trace, result, html)
     return result
@@ -197,8 +199,24 @@ def estimate(  # noqa: PLR0913 - one parameter an option
     from memfit.estimating.ghost_runner import GhostRunner
     from memfit.estimating.serialise import pack, training_step
 
-    run_job = functools.partial(dry_run, module=True, in_use=in_use, steps=steps, values=values)
+    run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
     run = GhostRunner(pack(training_step(model, inputs, loss, optimizer, steps)), run_job)
     first = run(gpu, memory)
     # The total of a model that does not fit takes one more run, with unlimited memory.
     return Estimate(first, first if first.verdict in ("fits", "tight") else run(gpu, NO_LIMIT), run)
+
+
+def _run_module(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    gpu: str,
+    memory: int | None,
+    in_use: int,
+    steps: int,
+    values: str,
+) -> DryRun:
+    """Run a module once on the ghost, with the options of ``estimate``, which finds the total itself."""
+    options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
+    command = script_command(module, arguments, options, None)
+    return summarize(run_script(command, options, ghost_settings(options), None, lambda _: None))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 RERUNS = (
-    "memfit: to try changes, memfit runs the script again, without input and without showing its output. "
-    "Each run writes the script's output files again."
+    "memfit: memfit runs the script again, without terminal input and with its output hidden, to find what "
+    "it needs or what lowers that. Each run writes the script's output files again."
 )
 
 

@@ -42,9 +42,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    memfit's own options come before the script; what follows the script's name is passed to the script.
-    memfit refuses an option of its own that follows the script. If it is also an option of the script, write
-    -- before the script.
+    memfit's own options come before the script. After the script, memfit rejects them, because they were
+    probably misplaced. If the script has an option of the same name, write -- before the script, as in
+    memfit dry-run -- train.py --steps 100.
 
     Args:
         command: The script and its own arguments.

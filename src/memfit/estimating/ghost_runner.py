@@ -21,7 +21,7 @@ class GhostRunner:
 
     model: PackedModel
     dry_run: Callable[..., DryRun]
-    """``memfit.dry_run`` with the options of the estimate."""
+    """Runs a module on the ghost with the options of the estimate."""
 
     def __call__(self, gpu: str, memory: int | None) -> DryRun:
         """Run on a GPU, by name, with so many bytes; None for that GPU's own memory.

@@ -46,10 +46,5 @@ class Estimate(Printable):
         return done.verdict == "fits"
 
     def show(self, console: Console) -> None:
-        """Print the summary, with the total it needs with unlimited memory.
-
-        The steps that memfit ran are the whole estimate: there is no rest of a script that was not run.
-        """
-        end = self.run.end
-        whole = replace(end, reason="end") if end.reason == "steps" else end
-        print_summary(replace(self.run, in_all=self.total, end=whole), console)
+        """Print the summary, with the total it needs with unlimited memory."""
+        print_summary(replace(self.run, in_all=self.total), console, hints=False)

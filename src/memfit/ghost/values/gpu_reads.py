@@ -72,9 +72,9 @@ def install(
     if not kernels.available():
         note(
             Provenance.ASSUMED,
-            "To choose the values that the script reads from the GPU, memfit needs access to PyTorch's own "
-            f"kernels, which PyTorch {torch.__version__} does not provide. The script therefore reads zeros, "
-            "and sizes that depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
+            f"PyTorch {torch.__version__} gives memfit no access to its kernels, so memfit cannot choose the "
+            "values that the script reads from the GPU. The script reads zeros instead, and sizes that "
+            "depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
             "",
         )
         return values

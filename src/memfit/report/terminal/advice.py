@@ -15,7 +15,10 @@ FITS = {True: "fits", False: "does not fit yet", None: ""}
 def heading(result: DryRun) -> str:
     """Describe how advice was tested, and the total it starts from if the summary does not show that."""
     total = ""
-    if result.in_all is not None and result.in_all.bytes != result.peak_process.bytes:
+    shown = result.out_of_memory is not None or (
+        result.in_all is not None and result.in_all.bytes == result.peak_process.bytes
+    )
+    if result.in_all is not None and not shown:
         total = f" Unchanged, the run needs {format_bytes(result.in_all.bytes)}."
     return f"Each suggestion was tried together with the ones above it.{total}"
 

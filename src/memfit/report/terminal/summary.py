@@ -44,9 +44,15 @@ class PrintableDryRun(Printable, DryRun):
         print_summary(self, console)
 
 
-def print_summary(result: DryRun, console: Console) -> None:
-    """Print the verdict, the table from allocated to process, growth, notes and advice."""
-    console.print(verdict(result))
+def print_summary(result: DryRun, console: Console, *, hints: bool = True) -> None:
+    """Print the verdict, the table from allocated to process, growth, notes and advice.
+
+    Args:
+        result: what to print.
+        console: where to print it.
+        hints: whether the verdict names options of the command line that answer what it leaves open.
+    """
+    console.print(verdict(result, hints=hints))
     console.print(subject(result), style="dim")
     console.print()
     console.print(_peak(result.peak_place))
@@ -74,28 +80,28 @@ def short_path(line: str) -> str:
     return line
 
 
-def verdict(result: DryRun) -> Text:
-    """Return whether the run fits, and what it needs or where memory ran out."""
+def verdict(result: DryRun, *, hints: bool = True) -> Text:
+    """Return whether the run fits, and what it needs or where memory ran out; ``hints`` as above."""
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict == "fits":
         text = Text("FITS", style="bold green")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
-        return text.append(f"\n{_covers(result)}", style="not bold default")
+        return text.append(f"\n{_covers(result, hints=hints)}", style="not bold default")
     if result.verdict == "tight":
         text = Text("TIGHT", style="bold yellow")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
         return text.append(
             f"\nIt may not fit: the CUDA context is assumed, and may take {more} more. memfit doctor "
-            f"--context measures it on your GPU.\n{_covers(result)}",
+            f"--context measures it on your GPU.\n{_covers(result, hints=hints)}",
             style="not bold default",
         )
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
         return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
-    return _failure(result)
+    return _failure(result, hints=hints)
 
 
 def _after_caught(result: DryRun) -> str:
@@ -107,13 +113,15 @@ def _after_caught(result: DryRun) -> str:
     return f" after {errors}" + f" ({where})" * bool(where)
 
 
-def _covers(result: DryRun) -> str:
+def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
+    if result.end.reason == "steps" and not hints:
+        return f"Covers the first {steps}."
     if result.end.reason == "steps":
         return (
-            f"Covers the first {steps}. What comes later, such as evaluation or larger batches, was not run: "
-            "--steps N, --to-end."
+            f"Covers the first {steps}. What comes later, such as evaluation or larger batches, was not run; "
+            "--steps N or --to-end runs more."
         )
     return f"Covers the whole run: {steps}." if result.steps else "Covers the whole run."
 
@@ -153,7 +161,7 @@ def _needs(result: DryRun) -> str:
     return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
 
 
-def _failure(result: DryRun) -> Text:
+def _failure(result: DryRun, *, hints: bool) -> Text:
     text = Text(result.verdict.upper(), style="bold red")
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
@@ -167,23 +175,23 @@ def _failure(result: DryRun) -> Text:
     if failure.shortfall:
         text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
-    if result.in_all is not None:
-        advice = f"With unlimited memory, the run needs {format_gib(result.in_all.bytes)}."
-    elif result.verdict != "out of memory":
-        advice = "The script caught the error and continued."
+    remarks = []
+    if result.verdict != "out of memory":
+        remarks.append("The script caught the error and continued.")
     elif not failure.shortfall:
-        advice = (
+        remarks.append(
             "The device had free memory, but the process reached the memory fraction that the script or "
             "PYTORCH_ALLOC_CONF sets."
         )
-    elif result.advice is not None:
-        advice = "The total that the script needs could not be measured: see below."
-    else:
+    if result.in_all is not None:
+        needed = result.in_all.bytes + result.device.in_use
+        remarks.append(f"Needs {format_gib(needed)}; this GPU has {format_gib(result.device.total.bytes)}.")
+    elif result.untried is not None:
+        remarks.append("What it needs in total is unknown: the run with unlimited memory did not complete.")
+    if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        advice = (
-            f"To find changes that make it fit, {run} with --advise; to see the total, with --memory 1TiB."
-        )
-    return text.append(f"\n{advice}", style="not bold default")
+        remarks.append(f"To find changes that make it fit, {run} with --advise.")
+    return text.append("\n" + " ".join(remarks) if remarks else "", style="not bold default")
 
 
 def _is_snapshot(result: DryRun) -> bool:

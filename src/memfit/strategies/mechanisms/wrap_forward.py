@@ -76,7 +76,7 @@ def wrap_forward(
         if module is None:
             return
         if module.__dict__["forward"] is not wrapper:
-            raise AssertionError("another wrapper is still around this one")
+            raise AssertionError("another wrapper still encloses this one")
         del module.__dict__["forward"]
         if wrapper.inner is not None:
             module.__dict__["forward"] = wrapper.inner
