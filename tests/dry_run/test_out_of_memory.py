@@ -81,7 +81,7 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["in_all"] is None
     assert "FileExistsError" in run.answer["untried"]["exception"]
-    assert "What it needs in total is unknown: the run with unlimited memory did not complete." in run.out
+    assert "The script's total is unknown: a second run, with unlimited memory, did not complete." in run.out
 
 
 def test_a_script_that_halves_its_batch_fits(dry_run):

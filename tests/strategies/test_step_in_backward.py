@@ -191,10 +191,10 @@ def test_gradients_that_arrive_in_two_parts_are_refused():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS may not update each parameter independently"),
+        (torch.optim.LBFGS, "know this of .*LBFGS"),
         (
             type("Mine", (torch.optim.SGD,), {"step": id, "__module__": "mine"}),
-            "mine's Mine may not",
+            "know this of mine's Mine",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
         f"Cannot replay this trace: event {position} of {len(events)} ({action}, {size:,} bytes at "
-        f"{address:#x}) is impossible: {reason}. Either part of the allocator history is missing, or the run "
+        f"{address:#x}) is impossible: {reason}. Either the allocator history is incomplete, or the run "
         "used allocator settings that differ from those in the trace. Record the run again from its start."
     )
 

@@ -42,9 +42,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    memfit's own options come before the script. After the script, memfit rejects them, because they were
-    probably misplaced. If the script has an option of the same name, write -- before the script, as in
-    memfit dry-run -- train.py --steps 100.
+    memfit's own options come before the script's name. If one follows it, memfit stops with an error, because
+    the option was probably misplaced. If the script has an option of the same name, write -- before the
+    script, as in memfit dry-run -- train.py --steps 100.
 
     Args:
         command: The script and its own arguments.
@@ -73,7 +73,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             configuration, without reading or downloading a checkpoint. By default, memfit does so only for
             models whose checkpoint is not on this machine.
         workspaces: How to determine the sizes of cuDNN's workspaces. With 'cudnn', memfit asks the installed
-            cuDNN, and falls back to its own rules if cuDNN gives none. With 'rules', memfit uses only
+            cuDNN, and uses its own rules where cuDNN reports no size. With 'rules', memfit uses only
             its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.

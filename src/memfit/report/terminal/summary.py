@@ -187,7 +187,9 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         needed = result.in_all.bytes + result.device.in_use
         remarks.append(f"Needs {format_gib(needed)}; this GPU has {format_gib(result.device.total.bytes)}.")
     elif result.untried is not None:
-        remarks.append("What it needs in total is unknown: the run with unlimited memory did not complete.")
+        remarks.append(
+            "The script's total is unknown: a second run, with unlimited memory, did not complete."
+        )
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
         remarks.append(f"To find changes that make it fit, {run} with --advise.")

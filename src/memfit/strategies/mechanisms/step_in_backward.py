@@ -34,9 +34,9 @@ class StepInBackward:
             optimizer, torch.optim.LBFGS
         ):
             raise UsageError(
-                f"step_in_backward: {optimizer_name(optimizer)} may not update each parameter independently "
-                "of the others. Use an optimizer from PyTorch (except LBFGS), torchao or "
-                "bitsandbytes."
+                "step_in_backward needs an optimizer that updates each parameter independently. memfit does "
+                f"not know this of {optimizer_name(optimizer)}. Use an optimizer from PyTorch (except "
+                "LBFGS), torchao or bitsandbytes."
             )
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError(
