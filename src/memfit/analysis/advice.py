@@ -98,7 +98,7 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
-    return replace(found, in_all=_total(AdviceAttempt.of(unlimited, ScriptChange())))
+    return replace(found, in_all=summarize(unlimited.trace).peak_process)
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
@@ -206,7 +206,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         return
     now, total = AdviceAttempt.of(first, ScriptChange()), trace.device.total.bytes
     context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
-    in_all = _total(now)
+    in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
     yield (answer := replace(answer, in_all=in_all))
     # A run that fits, or has no device, gets all advice; one that does not fit gets enough to make it fit.
     fitted = fits
@@ -230,12 +230,6 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         advice = Advice(candidate.what, how, costs, saves, needs, fits)
         yield (answer := replace(answer, advice=(*(answer.advice or ()), advice)))
         now, reserved = then, less
-
-
-def _total(attempt: AdviceAttempt) -> Figure:
-    """Return the bytes of the process at the peak of an attempt."""
-    reserved, context = attempt.reserved(), attempt.trial.trace.device.context
-    return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
 
 
 def _costs(before: float | None, after: float | None) -> str:
