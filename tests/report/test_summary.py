@@ -40,7 +40,7 @@ def test_the_summary_has_verdict_peak_and_terms(answer):
     assert "FITS   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
     assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
     assert "7,680 MiB" in text
-    assert "Steady in steps 2 to 3: each left memory as it found it." in text
+    assert "Steady after step 2: step 3 left memory as it was." in text
     assert "a stand-in CUDA runtime" in text
     assert "\x1b" not in text
 

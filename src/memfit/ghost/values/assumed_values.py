@@ -113,7 +113,7 @@ class AssumedValues:
         kind, answer = self._default(tensor.dtype)
         text = (
             f"The script read a GPU value. {_NOTHING_COMPUTED} it returned {answer}. "
-            f"--values {kind}=… chooses another value."
+            f"To choose another value, pass --values {kind}=…."
         )
         self.assume(kind, answer, text)
         where = self._reads[-1].where

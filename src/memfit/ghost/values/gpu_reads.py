@@ -127,7 +127,9 @@ def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInp
             result = run(a, b, *args, **options)
         if known is None and not unread:
             text = "The script compared two GPU tensors. The ghost computes nothing, so it returned"
-            values.assume("all", inputs.all, f"{text} {inputs.all}. --values all=… chooses another value.")
+            values.assume(
+                "all", inputs.all, f"{text} {inputs.all}. To choose another value, pass --values all=…."
+            )
         return result
 
     overrides.add("equal", "CUDA")(agree)

@@ -37,9 +37,10 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
         table.add_row(*_cells(row, result, sized=sized))
     console.print(table)
     console.print(
-        f"Replayed on a GPU with {format_gib(result.total)}, of which {format_gib(result.taken)} is already "
-        "in use. The cost of a step is the time of the allocator's cudaMalloc and cudaFree calls, mappings "
-        "and waits in the last complete training step; the time of each call is assumed."
+        f"Replayed on a GPU with {format_gib(result.total)}; the CUDA context and other processes already "
+        f"use {format_gib(result.taken)} of it. The cost of a step is the time of the allocator's cudaMalloc "
+        "and cudaFree calls, mappings and waits in the last complete training step; the time of each call "
+        "is assumed."
         + " A ? means that fewer than two training steps completed."
         * any(row.seconds_per_step is None for row in result.outcomes),
         style="dim",

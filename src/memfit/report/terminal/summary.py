@@ -285,9 +285,10 @@ def growth(result: DryRun) -> Text:
             "before, none of it older than a step. Batches may vary in size, or an object is recreated."
         )
     if growth.steady_from is not None:
-        return Text(
-            f"Steady in steps {growth.steady_from} to {result.steps}: each left memory as it found it."
-        )
+        # The first steady step may still allocate what stays, such as the optimizer's state.
+        later = range(growth.steady_from + 1, result.steps + 1)
+        steps = f"steps {later[0]} to {later[-1]} each" if len(later) > 1 else f"step {result.steps}"
+        return Text(f"Steady after step {growth.steady_from}: {steps} left memory as it was.")
     seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
     return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
 
