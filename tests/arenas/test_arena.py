@@ -64,7 +64,7 @@ def test_a_new_arena_closes_the_one_before():
     with memfit.arena(device="cpu"):
         training.run(2)
     assert kind_of(first).placed == 1
-    assert " run by the plan (" in str(first.report())
+    assert " run according to the plan (" in str(first.report())
 
 
 def test_the_report_counts_each_kind_of_step(arena):
@@ -76,7 +76,7 @@ def test_the_report_counts_each_kind_of_step(arena):
     assert [term.name for term in report.terms] == ["process now", "process at its peak"]
     for words in (
         "training step with float32[8, 1, 8, 8]",
-        "3 steps recorded, 2 run by the plan (",
+        "3 steps recorded, 2 run according to the plan (",
         "0 unplanned",
         "measured",
     ):

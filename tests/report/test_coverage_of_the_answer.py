@@ -43,7 +43,7 @@ def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
     first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
     assert first.startswith("TIGHT   needs ")
     assert second == (
-        "It may not fit: the CUDA context is assumed, and may take 400.0 MiB more. memfit doctor --context "
-        "measures it on your GPU."
+        "It may not fit: the size of the CUDA context is assumed, and may be 400.0 MiB more. "
+        "memfit doctor --context measures it on your GPU."
     )
     assert third.startswith("Covers ")

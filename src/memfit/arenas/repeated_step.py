@@ -91,7 +91,7 @@ class StepKind:
         if not self.handle:
             self.drops = MOST_DROPS
             warnings.warn(
-                f"memfit.arena: there is not enough memory for the arena of a {self.name}, which needs "
+                f"memfit.arena: there is not enough memory for the arena that a {self.name} uses. It needs "
                 f"{format_bytes(plan.height)}. Steps of this kind use the default allocator.",
                 stacklevel=5,
             )
@@ -137,7 +137,7 @@ class StepKind:
             self.has_warned = True
             warnings.warn(
                 f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
-                "because an earlier tensor still occupied their slot. The script kept that tensor longer "
+                "because earlier tensors still occupied their slots. The script kept those tensors longer "
                 "than in the recorded steps. If it calls zero_grad after an evaluation, for example, the "
                 "gradients stay alive during the evaluation. memfit warns only once; the arena's report "
                 "counts all such allocations.",

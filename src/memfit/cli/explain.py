@@ -40,7 +40,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
         chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
         fragmentation: Also show the reserved memory that no tensor uses (rounding, holes between blocks,
-            cached segments), at the peaks and at the end of the run. List the blocks that keep PyTorch from
+            cached segments), at the peaks and at the end of the run, and the blocks that keep PyTorch from
             returning the largest holes to the GPU.
     """
     from memfit import api

@@ -29,7 +29,7 @@ def pack(
         path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),
             or a table of buffers (.csv) with the columns id, lower, upper and size. 'lower' and
             'upper' are times: a buffer is live in the half-open interval [lower, upper).
-        capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB. For a .csv
+        capacity: Stop the search as soon as the buffers fit within this size, for example 8GiB. For a .csv
             table, give a plain number in the units of the table. By default, memfit searches for the smallest
             size.
         seconds: Stop the search after this many seconds.

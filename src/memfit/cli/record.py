@@ -28,7 +28,7 @@ def record(
 ) -> int:
     """Run a script on this machine's GPU and report the GPU memory it used.
 
-    The script really trains, until memfit stops it after a few training steps. memfit records every
+    The script actually trains until memfit stops it after a few training steps. memfit records every
     allocation made by PyTorch's allocator, and reads from the driver how much memory the process holds
     outside PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
 

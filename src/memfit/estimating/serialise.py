@@ -176,7 +176,7 @@ def pack(step: TrainingStep) -> PackedModel:
         where, culprit, why = _culprit(step)
         raise NotSentError(
             f"Cannot send {where} (type {_type_name(culprit)}) to the ghost's process: {why}. "
-            "Remove it from the model, or measure the script itself: memfit dry-run train.py."
+            "Change it, remove it from the model, or measure the script itself: memfit dry-run train.py."
         ) from None
     assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)

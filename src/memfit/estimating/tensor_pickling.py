@@ -44,7 +44,7 @@ class StorageCopy:
 def why_not_copyable(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be copied; empty if it can."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "a lazy module has no shapes before its first forward; call the model once"
+        return "it belongs to a lazy module, which has no shapes until you call the model once"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return "sparse, nested and quantized tensors are not supported"
     if tensor.is_conj() or tensor.is_neg():

@@ -176,7 +176,7 @@ class GhostBackend:
         if requested:  # a CUDA runtime bundled with a library requests every driver function
             notes.append(
                 f"A library requested CUDA driver functions that the ghost does not have ({len(requested)} "
-                f"in total, the first was {requested[0]}). The library may have continued without them."
+                f"in total; the first was {requested[0]}). The library may have continued without them."
             )
         return notes
 

@@ -177,14 +177,14 @@ def _read(file: BinaryIO) -> Trace:
                 if members[name].file_size != size:
                     raise _TraceError(
                         f"is damaged: {name} has {members[name].file_size:,} bytes, but "
-                        f"{header.events:,} events take {size:,}. Record it again."
+                        f"{header.events:,} events take {size:,}. Record the run again."
                     )
             columns = {
                 name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
                 for name, dtype in dtypes.items()
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _TraceError(f"is damaged ({error}). Record it again.") from None
+        raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
     for fault in _faults(trace):
@@ -230,7 +230,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> b
         )
     content = archive.read(member)
     if len(content) != member.file_size:
-        raise _TraceError(f"is truncated inside {member.filename}. Record it again.")
+        raise _TraceError(f"is truncated inside {member.filename}. Record the run again.")
     return content
 
 
@@ -272,7 +272,7 @@ def _decode(content: bytes) -> _Header:
             raise _TraceError(f"has the unknown format version {signature.version}.")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _TraceError(f"has an invalid header ({error}). Record it again.") from None
+        raise _TraceError(f"has an invalid header ({error}). Record the run again.") from None
 
 
 def _first_names(members: dict[str, zipfile.ZipInfo]) -> str:

@@ -145,7 +145,7 @@ class FullBatchStepper:
         if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
             raise UsageError(
                 f"loss(model, batch) returned a {type(loss).__name__}. It must return the mean loss "
-                "as a tensor, or a pair of the summed loss and its divisor."
+                "as a tensor, or a pair: the summed loss and its divisor."
             )
         if isinstance(loss, tuple):
             weight = float(loss[1])

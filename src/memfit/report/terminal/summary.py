@@ -93,8 +93,8 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
         return text.append(
-            f"\nIt may not fit: the CUDA context is assumed, and may take {more} more. memfit doctor "
-            f"--context measures it on your GPU.\n{_covers(result, hints=hints)}",
+            f"\nIt may not fit: the size of the CUDA context is assumed, and may be {more} more. "
+            f"memfit doctor --context measures it on your GPU.\n{_covers(result, hints=hints)}",
             style="not bold default",
         )
     if result.verdict == "unknown":
