@@ -42,9 +42,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
 
-    memfit's own options come before the script's name. If one follows it, memfit stops with an error, because
-    the option was probably misplaced. If the script has an option of the same name, write -- before the
-    script, as in memfit dry-run -- train.py --steps 100.
+    memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
+    because the option was probably misplaced. If the script has an option of the same name, write -- before
+    the script, as in memfit dry-run -- train.py --steps 100.
 
     Args:
         command: The script and its own arguments.
@@ -61,7 +61,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script up to about six more times, without terminal input and with its output hidden.
+            runs the script about six more times at most, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. 'all' is the result

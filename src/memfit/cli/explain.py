@@ -39,8 +39,8 @@ def explain(  # noqa: PLR0913 - one parameter an option
         source: Include file names and line numbers in the HTML report.
         chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
-        fragmentation: Also show the reserved memory that no tensor uses (rounding, holes between blocks,
-            cached segments), at the peaks and at the end of the run, and the blocks that keep PyTorch from
+        fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
+            uses (rounding, holes between blocks, cached segments). Name the blocks that keep PyTorch from
             returning the largest holes to the GPU.
     """
     from memfit import api

@@ -197,7 +197,7 @@ def _low_bit_optimizer(optimizer: Optimizer, bits: int, backend: str) -> Optimiz
             # Seen with 0.50.2: its Adam with weight decay returns what AdamW returns.
             raise UsageError(
                 "bitsandbytes' Adam applies weight decay as AdamW does, not as torch.optim.Adam "
-                "does: either use AdamW, or set weight_decay=0, or pass backend='torchao'."
+                "does: use AdamW, set weight_decay=0, or pass backend='torchao'."
             )
     try:
         package = importlib.import_module(f"{backend}.optim")

@@ -103,8 +103,8 @@ def _step_in_backward_conflict(plan: Plan) -> str:
     accumulation, precision = plan.accumulation, plan.precision
     if accumulation is not None and accumulation.several:
         return (
-            "step_in_backward updates parameters in each backward, so with accumulation every "
-            "micro-batch would cause an update of its own: leave out accumulation, or "
+            "step_in_backward updates parameters in each backward pass, so with accumulation every "
+            "micro-batch would cause its own update. Leave out either accumulation or "
             "step_in_backward."
         )
     if precision is not None and precision.dtype == "fp16":

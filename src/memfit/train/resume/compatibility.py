@@ -126,7 +126,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
     if state["steps"] != steps:
         raise UsageError(
             "Cannot resume: the state was saved inside an accumulation window of "
-            f"{state['steps']} micro-batches, but the windows of this engine have {steps}. Set "
+            f"{state['steps']} micro-batches, but this engine's windows have {steps}. Set "
             f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between "
             "windows."
         )
@@ -140,8 +140,9 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
         other.append("a different loss scale")
     if other:
         raise UsageError(
-            f"Cannot resume: the state was saved inside an accumulation window with {', '.join(other)}. "
-            "Use the precision of the saved run, or resume from a state saved between windows."
+            "Cannot resume: the state was saved inside an accumulation window, with another precision: "
+            f"{', '.join(other)}. Use the precision of the saved run, or resume from a state saved between "
+            "windows."
         )
     parameters = named_parameters(parts)
     for name, gradient in state["gradients"].items():

@@ -114,7 +114,8 @@ def _try_generators(states: list[Any]) -> None:
                 set_random_state(state)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise FileFormatError(
-            f"Cannot resume: the random number generators here do not accept the saved states ({error})."
+            "Cannot resume: this machine's random number generators do not accept the saved states "
+            f"({error})."
         ) from None
     finally:
         set_random_state(now)
