@@ -184,7 +184,7 @@ def test_unknown_names_are_refused_with_the_nearest(given, words):
             {"global_batch_size": 30, "micro_batch_size": 8},
             "not 30. The configuration sets global_batch",
         ),
-        ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause an update"),
+        ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause its own update"),
     ],
 )
 def test_contradicting_names_are_refused(given, words):
@@ -204,7 +204,7 @@ def test_the_same_value_twice_is_not_a_contradiction():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mini_steps": 0}, "must be an integer, at least 1, not 0. The configuration sets mini_steps=0"),
+        ({"mini_steps": 0}, "must be an integer of at least 1, not 0. The configuration sets mini_steps=0"),
         ({"mini_steps": True}, "must be an integer"),
         ({"accumulate_grad_batches": {"0": 4, "10": 8}}, "must be an integer"),
         ({"precision": "fp8"}, "must be one of bf16, fp16, fp32, not 'fp8'. The .* sets precision='fp8'"),

@@ -326,7 +326,7 @@ def test_compiled_models_are_offloaded(late, where):
     ("make", "words"),
     [
         (lambda: Offload(what="all"), "must be one of activations, inputs, not 'all'"),
-        (lambda: Offload(min_bytes=-1), "'min_bytes' must be an integer, at least 0, not -1"),
+        (lambda: Offload(min_bytes=-1), "'min_bytes' must be an integer of at least 0, not -1"),
         (lambda: Offload(prefetch=True), "'prefetch' must be an integer, not True"),
         (lambda: Offload(pin_memory=False), "prefetch needs pin_memory"),
         (

@@ -41,11 +41,11 @@ def half(dtype="bf16", **options):
         (
             [],
             [half()],
-            r"with parameters=\['torch.float32'\] \(here .*\), master_weights=False \(here True\)",
+            r"parameters=\['torch.float32'\] \(here .*\), master_weights=False \(here True\)",
         ),
-        ([], [memfit.Precision("bf16")], "with autocast=None"),
-        ([memfit.Precision("bf16")], [], "with autocast='bf16'"),
-        ([half()], [memfit.Precision("bf16", autocast=False)], "with master_weights=True"),
+        ([], [memfit.Precision("bf16")], "precision: autocast=None"),
+        ([memfit.Precision("bf16")], [], "precision: autocast='bf16'"),
+        ([half()], [memfit.Precision("bf16", autocast=False)], "precision: master_weights=True"),
         ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "a different loss scale"),
     ],
 )

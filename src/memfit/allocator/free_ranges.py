@@ -28,7 +28,7 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
-        f"Cannot replay this trace: event {position} of {len(events)} ({action}, {size:,} bytes at "
+        f"Cannot replay this trace. Event {position:,} of {len(events):,} (kind {action}, {size:,} bytes at "
         f"{address:#x}) is impossible: {reason}. Either the allocator history is incomplete, or the run "
         "used allocator settings that differ from those in the trace. Record the run again from its start."
     )

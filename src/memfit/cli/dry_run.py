@@ -61,7 +61,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script about six more times at most, without terminal input and with its output hidden.
+            runs the script up to about six more times, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. 'all' is the result

@@ -70,7 +70,7 @@ def synthetic_batch(
         raise UsageError(f"synthetic_batch takes a torch.nn.Module, not {type(model).__name__}.")
     for name, size in (("batch_size", batch_size), ("length", length)):
         if size is not None and (type(size) is not int or size < 1):
-            raise UsageError(f"'{name}' must be an integer, at least 1, not {size!r}.")
+            raise UsageError(f"'{name}' must be an integer of at least 1, not {size!r}.")
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose forward takes any arguments
     make = _Maker(model, batch_size, length, image)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):

@@ -99,8 +99,8 @@ def _expect_unwrapped(model: nn.Module, action: str) -> None:
     if wrapped:
         where = f" (in module {wrapped[0]!r})" if wrapped[0] else ""
         raise UsageError(
-            f"The model cannot {action}: it is a part or a copy of another model to which a plan was "
-            f"applied, so it contains the wrappers of that plan{where}. If it is a part, call memfit.revert "
-            "on the whole model first. If it is a copy, make the copy before passing the original to "
+            f"The model cannot {action}: it is a submodule or a copy of another model to which a plan "
+            f"was applied, so it contains the wrappers of that plan{where}. If it is a submodule, call "
+            "memfit.revert on the whole model first. If it is a copy, copy the original before passing it to "
             "memfit.apply or memfit.Engine."
         )

@@ -55,7 +55,7 @@ class Offload:
         for name in ("min_bytes", "prefetch"):
             value = getattr(self, name)
             if value < 0:
-                raise UsageError(f"offload: '{name}' must be an integer, at least 0, not {value!r}.")
+                raise UsageError(f"offload: '{name}' must be an integer of at least 0, not {value!r}.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(
                 "offload: prefetch needs pin_memory, because copies of pageable memory cannot "

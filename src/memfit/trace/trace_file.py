@@ -211,9 +211,7 @@ def _check_directory(file: BinaryIO) -> None:
     file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
-        raise _TraceError(
-            "is not a memfit trace, or its end is missing. Write one with memfit dry-run -o FILE."
-        )
+        raise _TraceError("is not a memfit trace, or is cut off. Create a trace with memfit dry-run -o FILE.")
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _TraceError("is a zip, but not a memfit trace.")

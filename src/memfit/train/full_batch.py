@@ -115,8 +115,9 @@ class FullBatchStepper:
                 raise
             if snapshot.lost:
                 error.add_note(
-                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}. memfit "
-                    "copies only buffers that earlier steps have changed, so it cannot restore these."
+                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}, "
+                    "which no earlier step had changed. memfit copies only buffers that earlier steps have "
+                    "changed, so it cannot restore these."
                 )
                 raise
             self._ledger.roll_back(snapshot)

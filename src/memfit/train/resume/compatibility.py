@@ -43,9 +43,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     _check_scheduler(parts, state)
     if not 0 <= state["position"]["carried"] <= state["steps"]:
         raise UsageError(
-            f"Cannot resume: the state is damaged. It has {state['position']['carried']} "
-            "micro-batches that were carried over from one epoch to the next, but an accumulation "
-            f"window has only {state['steps']}."
+            f"Cannot resume: the state is damaged. It holds {state['position']['carried']} "
+            "micro-batches carried over from one epoch to the next, but an accumulation window consists "
+            f"of only {state['steps']} micro-batches."
         )
     if state["window"] is not None:
         _check_inside(parts, state)
@@ -140,7 +140,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
         other.append("a different loss scale")
     if other:
         raise UsageError(
-            "Cannot resume: the state was saved inside an accumulation window, with another precision: "
+            "Cannot resume: the state was saved inside an accumulation window, with a different precision: "
             f"{', '.join(other)}. Use the precision of the saved run, or resume from a state saved between "
             "windows."
         )
