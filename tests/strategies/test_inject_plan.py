@@ -14,6 +14,7 @@ from memfit.errors import TargetError
 from memfit.recording.hooks import InstalledHooks
 from memfit.records import ScriptEnd
 from memfit.run.options import RunOptions
+from memfit.run.parent import RecordedRun
 from memfit.strategies import inject_plan, trial_run
 from memfit.strategies.inject_plan import Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
@@ -99,7 +100,7 @@ def rerun(monkeypatch):
                 False,
             )
             Path(intervention.models).write_text(models)
-            return trace_of((), end=end)
+            return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
         change = ScriptChange(("offload",), fused=True)

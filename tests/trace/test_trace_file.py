@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.errors import FileFormatError, UsageError
+from memfit.errors import FileFormatError, OutputError, UsageError
 from memfit.records import (
     Action,
     Category,
@@ -209,7 +209,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, trace, file, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match=r"Cannot write .*run\.memfit: No space left on device"):
+    with pytest.raises(OutputError, match=r"Cannot write .*run\.memfit: No space left on device"):
         write_trace(trace, file)
     assert file.read_bytes() == old
     assert list(tmp_path.iterdir()) == [file]
@@ -226,12 +226,12 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, trace, monkeypatch):
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path, trace):
-    for path, words in [
-        (tmp_path / "none" / "run.memfit", "No such file or directory"),
-        (tmp_path, "not a regular file"),
-        (Path("/dev/null"), "not a regular file"),
+    for path, error, words in [
+        (tmp_path / "none" / "run.memfit", OutputError, "No such file or directory"),
+        (tmp_path, UsageError, "not a regular file"),
+        (Path("/dev/null"), UsageError, "not a regular file"),
     ]:
-        with pytest.raises(UsageError, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
+        with pytest.raises(error, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
             write_trace(trace, path)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from memfit.analysis.advice import find_advice, find_total
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
-from memfit.records import DryRun
+from memfit.errors import OutputError
+from memfit.records import DryRun, Trace
 from memfit.report.estimate import Estimate
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import Progress, run_script, script_command
@@ -19,6 +21,26 @@ from memfit.strategies.trial_run import trial_runner
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A script's run and its result."""
+
+    trace: Trace
+    result: DryRun
+    unsaved: OutputError | None
+    """Why the trace is not in its file; None if it is, or if the caller named no file."""
+
+    def saved(self) -> DryRun:
+        """Return the result.
+
+        Raises:
+            OutputError: the trace could not be saved.
+        """
+        if self.unsaved is not None:
+            raise self.unsaved
+        return self.result
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -73,8 +95,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         Verdict, peaks in bytes, and where the peak or the failure was.
 
     Raises:
-        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
-            the script never used the GPU.
+        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, the
+            script never used the GPU, or a file cannot be written.
 
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
@@ -91,14 +113,28 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=weights,
         workspaces=workspaces,
     )
-    command = script_command(script, arguments, options, output)
-    trace = run_script(command, options, ghost_settings(options), output, on_progress)
-    result = summarize(trace)
-    run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
-    result = find_advice(trace, result, run) if advise else find_total(result, run)
+    run = run_on_ghost(script, arguments, options, output=output, advise=advise, on_progress=on_progress)
     if html is not None:
-        write_html(trace, result, html)
-    return result
+        write_html(run.trace, run.result, html)
+    return run.saved()
+
+
+def run_on_ghost(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    output: Path | None,
+    advise: bool,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
+    command = script_command(script, arguments, options, output)
+    recorded = run_script(command, options, ghost_settings(options), output, on_progress)
+    result = summarize(recorded.trace)
+    run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
+    result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
+    return FinishedRun(recorded.trace, result, recorded.unsaved)
 
 
 def record(  # noqa: PLR0913 - one parameter an option
@@ -131,14 +167,27 @@ def record(  # noqa: PLR0913 - one parameter an option
 
     Raises:
         MemfitError: there is no GPU, the script does not exist, PyTorch keeps no history with the allocator
-            in use, or the script never used the GPU.
+            in use, the script never used the GPU, or the trace cannot be written.
 
     >>> result = record("train.py", ["--batch-size", "8"])  # doctest: +SKIP
     """
     options = RunOptions(module=module, steps=steps, labels=labels, stdout_to_stderr=stdout_to_stderr)
+    return run_on_card(script, arguments, options, output=output, on_progress=on_progress).saved()
+
+
+def run_on_card(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    output: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Do what ``record`` does, and return a result whose trace may not have been saved."""
     command = script_command(script, arguments, options, output)
     find_card(f"record {command[0]}")
-    return summarize(run_script(command, options, None, output, on_progress))
+    recorded = run_script(command, options, None, output, on_progress)
+    return FinishedRun(recorded.trace, summarize(recorded.trace), recorded.unsaved)
 
 
 def estimate(  # noqa: PLR0913 - one parameter an option
@@ -219,4 +268,5 @@ def _run_module(
     """Run a module once on the ghost, with the options of ``estimate``, which finds the total itself."""
     options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
     command = script_command(module, arguments, options, None)
-    return summarize(run_script(command, options, ghost_settings(options), None, lambda _: None))
+    recorded = run_script(command, options, ghost_settings(options), None, lambda _: None)
+    return summarize(recorded.trace)

@@ -76,7 +76,7 @@ def write_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
     """Write plans to a file atomically.
 
     Raises:
-        UsageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     rows = [
         _SavedPlan(

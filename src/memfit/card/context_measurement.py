@@ -93,7 +93,7 @@ def keep_context(report: ContextReport) -> Path | None:
     """Keep a measurement for later dry runs and return its path; None for a rehearsal, not kept.
 
     Raises:
-        UsageError: the cache folder cannot be written.
+        OutputError: the cache folder cannot be written.
     """
     if report.machine is not Machine.CARD:
         return None

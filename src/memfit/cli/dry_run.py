@@ -1,16 +1,17 @@
 """``memfit dry-run``."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import exit_code, print_trace_path, progress, write_result
+from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
 from memfit.cli.options import GHOST, OUTPUT, TARGET, bytes_or_none, json_file, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
-from memfit.run.options import STEPS
+from memfit.run.options import STEPS, RunOptions
 
 USAGE = (
     "Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n       memfit dry-run [OPTIONS] -m MODULE [ARGS...]"
@@ -85,28 +86,23 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
     )
-    step_limit = None if to_end else steps
-    with progress(step_limit) as show:
-        result = api.dry_run(
-            command[0],
-            command[1:],
-            module=module,
-            gpu=gpu,
-            memory=bytes_or_none(memory),
-            in_use=bytes_or_none(in_use) or 0,
-            steps=step_limit,
-            values=values,
-            host_memory=not fill_host_memory,
-            weights=not no_weights,
-            workspaces=workspaces,
-            labels=labels,
-            output=output,
-            html=html,
-            advise=advise,
-            stdout_to_stderr=json == "-",
-            on_progress=show,
+    options = RunOptions(
+        module=module,
+        steps=None if to_end else steps,
+        labels=labels,
+        stdout_to_stderr=json == "-",
+        gpu=gpu,
+        memory=bytes_or_none(memory),
+        in_use=bytes_or_none(in_use) or 0,
+        values=values,
+        host_memory=not fill_host_memory,
+        weights=not no_weights,
+        workspaces=workspaces,
+    )
+    with progress(options.steps) as show:
+        run = api.run_on_ghost(
+            command[0], command[1:], options, output=output, advise=advise, on_progress=show
         )
-    write_result(result, json)
-    if output is not None:
-        print_trace_path(output)
-    return exit_code(result, fail=fail)
+    page: Output = (html, partial(api.write_html, run.trace, run.result))
+    write_result(run.result, json, page, trace_file(output, run))
+    return exit_code(run.result, fail=fail)

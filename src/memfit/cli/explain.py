@@ -1,5 +1,6 @@
 """``memfit explain``."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,13 +50,13 @@ def explain(  # noqa: PLR0913 - one parameter an option
     check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = api.read(path)
     explanation = api.explain(trace, at, fragments=fragmentation)
-    if snapshot is not None:
-        api.write_snapshot(trace, snapshot)
-    if html is not None:
-        api.write_html(trace, explanation.summary, html, source=source)
-    if chrome is not None:
-        api.write_bytes(chrome, api.chrome_trace(trace))
-    if csv is not None:
-        api.write_bytes(csv, api.table(trace).encode())
-    write_explanation(explanation, json, by)
+    write_explanation(
+        explanation,
+        json,
+        by,
+        (snapshot, partial(api.write_snapshot, trace)),
+        (html, partial(api.write_html, trace, explanation.summary, source=source)),
+        (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
+        (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+    )
     return 0

@@ -2,11 +2,11 @@
 
 Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
-Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the script could not be run.
+Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the script could not be run, or a
+result could not be written.
 """
 
 import io
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -59,8 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("memfit: interrupted; nothing was measured.", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe. Send the rest nowhere, so that Python does not report it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BROKEN_PIPE
     sys.exit(code)
 

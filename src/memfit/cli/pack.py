@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_packing
+from memfit.cli.console import Output, write_packing
 from memfit.cli.options import OUTPUT, bytes_or_none, json_file
 from memfit.errors import UsageError
 
@@ -47,7 +47,6 @@ def pack(
     with progress_line() as show:
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
         packing = run(path, limit, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
-    if csv is not None:
-        api.write_bytes(csv, api.packed_table(packing.parts).encode())
-    write_packing(packing, limit, json)
+    table: Output = (csv, lambda path: api.write_bytes(path, api.packed_table(packing.parts).encode()))
+    write_packing(packing, limit, json, table)
     return int(fail and limit is not None and packing.height > limit)

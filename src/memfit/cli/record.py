@@ -6,10 +6,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import exit_code, print_trace_path, progress, write_result
+from memfit.cli.console import exit_code, progress, trace_file, write_result
 from memfit.cli.options import OUTPUT, json_file, script_file
 from memfit.errors import UsageError
-from memfit.run.options import STEPS
+from memfit.run.options import STEPS, RunOptions
 
 USAGE = (
     "Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n       memfit record [OPTIONS] -m MODULE [ARGS...]"
@@ -56,18 +56,13 @@ def record(
             f"-o {trace}."
         )
     check_outputs({"-o": trace, "--json": json_file(json)}, script_file(command[0], module=module))
-    step_limit = None if to_end else steps
-    with progress(step_limit) as show:
-        result = api.record(
-            command[0],
-            command[1:],
-            module=module,
-            steps=step_limit,
-            labels=labels,
-            output=trace,
-            stdout_to_stderr=json == "-",
-            on_progress=show,
-        )
-    write_result(result, json)
-    print_trace_path(trace)
-    return exit_code(result, fail=fail)
+    options = RunOptions(
+        module=module,
+        steps=None if to_end else steps,
+        labels=labels,
+        stdout_to_stderr=json == "-",
+    )
+    with progress(options.steps) as show:
+        run = api.run_on_card(command[0], command[1:], options, output=trace, on_progress=show)
+    write_result(run.result, json, trace_file(trace, run))
+    return exit_code(run.result, fail=fail)

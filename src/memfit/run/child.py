@@ -26,6 +26,7 @@ from memfit.run.script import end_of, print_as_python_does, run_as_main
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
+    from memfit.records import Trace
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
@@ -55,9 +56,9 @@ class ParentPipe:
             }
         )
 
-    def end(self, end: ScriptEnd, *, traced: bool) -> None:
-        """Report how the script ended, and whether a trace was written."""
-        self._write({"end": end, "traced": traced})
+    def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
+        """Report how the script ended, whether a trace was written, and why it is not in its own file."""
+        self._write({"end": end, "traced": traced, "unsaved": unsaved})
 
     def _write(self, line: dict[str, object]) -> None:
         if self._descriptor is None:
@@ -135,12 +136,13 @@ class ScriptProcess:
             os._exit(end.exit_code)  # a fork of the script ends here
         _flush()
         try:
-            traced = self._write_trace(end)
+            trace = self._trace(end)
+            unsaved = self._save(trace) if trace is not None else ""
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
         _join_threads(THREAD_TIMEOUT)
         atexit._run_exitfuncs()
-        self._parent.end(end, traced=traced)
+        self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         _flush()
         os._exit(end.exit_code)
 
@@ -157,17 +159,26 @@ class ScriptProcess:
         wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
-    def _write_trace(self, end: ScriptEnd) -> bool:
+    def _trace(self, end: ScriptEnd) -> "Trace | None":
+        """Return the trace of the script; None if it never used the GPU."""
         torch = sys.modules.get("torch")
         if self._recorder is None or torch is None or not torch.cuda.is_initialized():
-            return False
-        from memfit.trace.trace_file import write_trace
+            return None
         from memfit.versions import versions
 
         all_versions = versions() | self._backend.versions()
-        trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
-        write_trace(trace, Path(self._settings.output))
-        return True
+        return self._recorder.finish(self._backend.device(), end, self._command, all_versions)
+
+    def _save(self, trace: "Trace") -> str:
+        """Write a trace to its file or, if that fails, to the temporary folder; return why it failed."""
+        from memfit.trace.trace_file import write_trace
+
+        try:
+            write_trace(trace, Path(self._settings.output))
+        except MemfitError as error:
+            write_trace(trace, Path(self._settings.fallback))
+            return str(error)
+        return ""
 
 
 def main() -> None:

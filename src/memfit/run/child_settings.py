@@ -28,6 +28,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """None runs the script on this machine's own GPU."""
     output: str
     """Where the child writes the trace."""
+    fallback: str
+    """Where it writes the trace if it cannot write ``output``."""
     progress: int
     """File descriptor that the child writes its progress to."""
 

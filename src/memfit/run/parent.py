@@ -22,7 +22,7 @@ from types import FrameType
 import msgspec
 
 from memfit.atomic_files import check_outputs
-from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
+from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ScriptEnd, Trace
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
@@ -55,6 +55,16 @@ class _ChildMessage(msgspec.Struct):
     peak: int = 0
     end: ScriptEnd | None = None
     traced: bool = False
+    unsaved: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What a script's process recorded."""
+
+    trace: Trace
+    unsaved: OutputError | None
+    """Why the trace is not in the file that the caller named; None if it is, or if the caller named none."""
 
 
 def run_script(
@@ -63,8 +73,8 @@ def run_script(
     ghost: GhostSettings | None,
     output: Path | None,
     on_progress: Callable[[Progress], None],
-) -> Trace:
-    """Run a script in a process of its own and return its trace.
+) -> RecordedRun:
+    """Run a script in a process of its own and return its trace, even if it cannot be saved.
 
     Args:
         command: the script (or module) and its arguments: its ``sys.argv``.
@@ -76,18 +86,21 @@ def run_script(
     Raises:
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
             the requested device.
-        UsageError: the trace cannot be written to ``output``.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        path = output if output is not None else Path(folder) / "run.memfit"
+        fallback = Path(folder) / "run.memfit"
+        path = fallback if output is None else output
         reader, writer = os.pipe()
         try:
             with _script_handles_interrupts():
-                settings = ChildSettings(options, ghost, str(path.absolute()), writer)
-                _check_end(command[0], _run_process(command, settings, reader, on_progress))
+                settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), writer)
+                last = _run_process(command, settings, reader, on_progress)
+                _check_end(command[0], last)
         finally:
             os.close(reader)
-        return read_trace(path)
+        if last.unsaved:
+            return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
+        return RecordedRun(read_trace(path), None)
 
 
 def script_command(

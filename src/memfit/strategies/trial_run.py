@@ -67,7 +67,7 @@ def run_trial(
                 ghost,
                 None,
                 on_progress,
-            )
+            ).trace
         except MemfitError as error:
             why = str(error).replace(_INJECTOR, command[0])
             return ScriptEnd(

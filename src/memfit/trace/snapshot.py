@@ -199,7 +199,7 @@ def write_snapshot(trace: Trace, path: Path) -> None:
     Labels become ``user_metadata``: the phase, the module and the operator of each event.
 
     Raises:
-        UsageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     snapshot = snapshot_of(trace)
     write_atomically(path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))

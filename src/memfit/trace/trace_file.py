@@ -117,7 +117,8 @@ def write_trace(trace: Trace, path: Path) -> None:
         path: the file, by convention ``*.memfit``.
 
     Raises:
-        UsageError: the file cannot be written, or the trace is too long to be read back.
+        OutputError: the file cannot be written.
+        UsageError: the trace is too long to be read back, or the path names something other than a file.
     """
     if len(trace.events) > MAX_EVENTS:
         raise UsageError(
