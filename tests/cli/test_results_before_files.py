@@ -100,7 +100,7 @@ def test_a_dry_run_prints_its_verdict_although_its_files_cannot_be_written(dry_r
     assert done.code == 3
     assert done.out.startswith("FITS   needs ")
     assert json.loads((tmp_path / "answer.json").read_text())["verdict"] == "fits"
-    assert [line.split(": ")[-2:] for line in done.err.splitlines()] == [
+    assert [line.split(": ")[-2:] for line in done.err.splitlines()[-2:]] == [
         [
             f"Cannot write {tmp_path}/out/{name}",
             "No such file or directory. Name a file in a folder that you can write to.",

@@ -217,7 +217,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         did = f"{backwards} backward passes" if backwards else "forward passes only"
         covered = "up to where it ended" if trace.end.gave_up else "its whole run"
         text = f"The script completed no training step ({did}); the figures cover {covered}."
-        notes.append(Note(Provenance.EXACT, text))
+        notes.append(Note(Provenance.EXACT, text, sizes=True))
     before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The allocator history begins with {before.reserved:,} bytes already reserved"
@@ -226,9 +226,10 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
             "exact."
         )
         sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
-        notes.append(Note(sure, text + (short if before.uncertain else ".")))
+        notes.append(Note(sure, text + (short if before.uncertain else "."), sizes=bool(before.uncertain)))
     # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):
-        notes.append(Note(Provenance.ASSUMED, f"{differs} The figures may be off by the difference."))
+        text = f"{differs} The figures may be off by the difference."
+        notes.append(Note(Provenance.ASSUMED, text, sizes=True))
     return notes

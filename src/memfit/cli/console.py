@@ -34,15 +34,17 @@ RERUNS = (
 )
 
 
-def write_result(result: "DryRun", json: str | None, *files: Output) -> None:
-    """Print a run's summary and write it to files; ``json`` as for ``write_explanation``."""
+def write_result(result: "DryRun", json: str | None, *files: Output, notes: bool) -> None:
+    """Print a run's summary and write it to files; arguments as for ``write_explanation``."""
     from memfit.report.schema.dry_run_schema import to_json
     from memfit.report.terminal.summary import print_summary
 
-    _write(lambda: to_json(result), json, lambda console: print_summary(result, console), files)
+    _write(lambda: to_json(result), json, lambda console: print_summary(result, console, notes=notes), files)
 
 
-def write_explanation(explanation: "Explanation", json: str | None, by: str | None, *files: Output) -> None:
+def write_explanation(
+    explanation: "Explanation", json: str | None, by: str | None, *files: Output, notes: bool
+) -> None:
     """Print an explanation and write it to files.
 
     Args:
@@ -50,6 +52,7 @@ def write_explanation(explanation: "Explanation", json: str | None, by: str | No
         json: where JSON goes; ``-`` prints it in place of the text, and None writes none.
         by: what the table sums bytes by; None for the default tables.
         files: further files to write.
+        notes: whether to list every note.
     """
     from memfit.records import GroupBy
     from memfit.report.schema.explain_schema import to_json
@@ -59,7 +62,7 @@ def write_explanation(explanation: "Explanation", json: str | None, by: str | No
     _write(
         lambda: to_json(explanation),
         json,
-        lambda console: print_explanation(explanation, group, console),
+        lambda console: print_explanation(explanation, group, console, notes=notes),
         files,
     )
 

@@ -36,6 +36,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     no_weights: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
     workspaces: Annotated[Literal["cudnn", "rules", "none"], Parameter(group=GHOST)] = "cudnn",
     labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    notes: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
     """Run a script without a GPU and report the GPU memory it would use.
 
@@ -78,6 +79,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -104,5 +107,5 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             command[0], command[1:], options, output=output, advise=advise, on_progress=show
         )
     page: Output = (html, partial(api.write_html, run.trace, run.result))
-    write_result(run.result, json, page, trace_file(output, run))
+    write_result(run.result, json, page, trace_file(output, run), notes=notes)
     return exit_code(run.result, fail=fail)

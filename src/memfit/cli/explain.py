@@ -24,6 +24,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
     chrome: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fragmentation: Annotated[bool, Parameter(negative="")] = False,
+    notes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Show what holds the GPU memory of a recorded run at a given moment, and which line allocated it.
 
@@ -43,6 +44,8 @@ def explain(  # noqa: PLR0913 - one parameter an option
         fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
             uses (rounding, holes between blocks, cached segments). Name the blocks that keep PyTorch from
             returning the largest holes to the GPU.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -58,5 +61,6 @@ def explain(  # noqa: PLR0913 - one parameter an option
         (html, partial(api.write_html, trace, explanation.summary, source=source)),
         (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
         (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        notes=notes,
     )
     return 0

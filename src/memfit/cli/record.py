@@ -16,7 +16,7 @@ USAGE = (
 )
 
 
-def record(
+def record(  # noqa: PLR0913 - one parameter an option
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
     steps: int = STEPS,
@@ -25,6 +25,7 @@ def record(
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    notes: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
     """Run a script on this machine's GPU and report the GPU memory it used.
 
@@ -44,6 +45,8 @@ def record(
         fail: Exit with code 1 unless the verdict is FITS.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -64,5 +67,5 @@ def record(
     )
     with progress(options.steps) as show:
         run = api.run_on_card(command[0], command[1:], options, output=trace, on_progress=show)
-    write_result(run.result, json, trace_file(trace, run))
+    write_result(run.result, json, trace_file(trace, run), notes=notes)
     return exit_code(run.result, fail=fail)

@@ -145,7 +145,7 @@ class GhostBackend:
             return self._settings.device
         if self._settings.visible_devices > 1:
             seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
-            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.")
+            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         for reason in self.ghost.extensions.rejections:
@@ -239,7 +239,7 @@ class CardBackend:
         rehearsal = is_rehearsal()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
-                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are for the first."
+                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are for the first.", sizes=True
             )
         return DeviceUse(
             name=torch.cuda.get_device_name(0),

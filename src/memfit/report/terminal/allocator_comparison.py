@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
-from memfit.report.terminal.summary import short_path
+from memfit.report.short_path import short_path
 from memfit.units import format_bytes, format_gib
 
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}

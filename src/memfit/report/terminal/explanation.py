@@ -11,8 +11,9 @@ from rich.text import Text
 from memfit.records import Breakdown, Explanation, GroupBy, LiveAllocation, PhaseChange
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
 from memfit.report.terminal.fragmentation import print_fragmentation
-from memfit.report.terminal.summary import in_words, print_summary, short_path
+from memfit.report.terminal.summary import in_words, print_summary
 from memfit.units import format_bytes
 
 _ROWS = 15
@@ -37,9 +38,11 @@ class PrintableExplanation(Printable, Explanation):
         print_explanation(self, None, console)
 
 
-def print_explanation(explanation: Explanation, by: GroupBy | None, console: Console) -> None:
+def print_explanation(
+    explanation: Explanation, by: GroupBy | None, console: Console, *, notes: bool = False
+) -> None:
     """Print the summary, what holds memory at the moment requested, and what each phase changed."""
-    print_summary(explanation.summary, console)
+    print_summary(explanation.summary, console, notes=notes)
     print_below_peak(explanation, console)
     if by is not None or explanation.at != "peak":
         print_held(explanation.held, by or GroupBy.CATEGORY, console)

@@ -4,9 +4,7 @@ Text from a trace is printed with its control characters escaped, so that a modu
 colour the terminal nor move its cursor.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +13,9 @@ from rich.text import Text
 from memfit.records import DryRun, Machine, ScriptEnd, ScriptLocation
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines
+from memfit.report.terminal.notes import note_lines
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 MACHINES = {
@@ -32,7 +32,6 @@ _TOTALS = {"allocated", "reserved", "process"}
 _OF_A_GPU = {"cached, not allocated", "CUDA context"}
 _ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
 _SHOWN = 0.005  # of a unit: less would be printed as 0.00
-_MOST_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,13 +43,14 @@ class PrintableDryRun(Printable, DryRun):
         print_summary(self, console)
 
 
-def print_summary(result: DryRun, console: Console, *, hints: bool = True) -> None:
+def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes: bool = False) -> None:
     """Print the verdict, the table from allocated to process, growth, notes and advice.
 
     Args:
         result: what to print.
         console: where to print it.
-        hints: whether the verdict names options of the command line that answer what it leaves open.
+        hints: whether it names options of the command line that answer what it leaves open.
+        notes: whether it lists every note.
     """
     console.print(verdict(result, hints=hints))
     console.print(subject(result), style="dim")
@@ -58,26 +58,13 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True) -> No
     console.print(_peak(result.peak_place))
     console.print(_table(result, console.width))
     console.print(growth(result))
-    for line in _notes(result):
+    for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
     if result.advice is not None:
         for line in advice_lines(result, untried(result)):
             console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
-
-
-def short_path(line: str) -> str:
-    """Shorten ``file:line`` relative to the working folder, or to ``~`` in the home folder.
-
-    >>> short_path(str(Path.cwd() / "train.py") + ":3")
-    'train.py:3'
-    """
-    for folder, name in ((Path.cwd(), ""), (Path.home(), "~" + os.sep)):
-        prefix = str(folder) + os.sep
-        if line.startswith(prefix):
-            return name + line.removeprefix(prefix)
-    return line
 
 
 def verdict(result: DryRun, *, hints: bool = True) -> Text:
@@ -291,20 +278,3 @@ def growth(result: DryRun) -> Text:
         return Text(f"Steady after step {growth.steady_from}: {steps} left memory as it was.")
     seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
     return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
-
-
-def _notes(result: DryRun) -> list[Text]:
-    """Return each note once, with every place it refers to."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for note in result.notes:
-        where = places.setdefault((note.provenance, note.text), [])
-        if note.where:
-            where.append(escaped(short_path(note.where)))
-    lines = [
-        Text(f"note ({provenance}): {escaped(text)}" + (f"  {', '.join(where)}" if where else ""))
-        for (provenance, text), where in places.items()
-    ]
-    if len(lines) > _MOST_NOTES:
-        rest = Text(f"and {len(lines) - _MOST_NOTES} more notes: see --json -", style="dim")
-        return [*lines[:_MOST_NOTES], rest]
-    return lines
