@@ -309,3 +309,22 @@ def test_shared_memory_counts_once_and_has_all_names(dry_run):
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]
         assert bytes_of(found, category="activations", module=module, op=op) == truth["hidden"]
+
+
+def test_workspaces_that_cudnn_benchmark_tries_are_workspaces(dry_run):
+    found, trace, truth = run_and_attribute(
+        dry_run,
+        """
+torch.backends.cudnn.benchmark = True
+layer, x = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda(), torch.ones(8, 64, 64, 64, device="cuda")
+before = torch.cuda.memory_allocated()
+y = layer(x)
+truth(rise=torch.cuda.max_memory_allocated() - before, result=size([y]))
+""",
+    )
+    made = [row for row in found if row.born.phase == "forward"]
+    assert sum(row.requested for row in made if row.category == "outputs") == truth["result"]
+    tried = [row.block for row in made if row.category == "workspaces"]
+    assert max(tried, default=0) == truth["rise"] - truth["result"]
+    assert {row.category for row in made} <= {"outputs", "workspaces"}
+    assert category_provenance(trace)[Category.TEMPORARY] is Provenance.EXACT
