@@ -4,6 +4,7 @@ the recorder's own    started and stopped by the recorder, which can forget past
 the script's          was on already: it is read, and otherwise left alone
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -30,6 +31,9 @@ _NO_HISTORY_NOTES = {
     "CUDA runtime, without source lines. CUDA's memory pool is assumed to grow by 32 MiB at a time.",
 }
 """Notes on figures without a history, by whether caching is off."""
+_SNAPSHOT_OPTIONS = inspect.signature(torch.cuda.memory_snapshot).parameters
+# PyTorch 2.8 and 2.9 copy the history into every snapshot.
+_WITHOUT_EVENTS = {"include_traces": False} if "include_traces" in _SNAPSHOT_OPTIONS else {}
 _FREED = ("free_requested", "free_completed")
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
@@ -143,6 +147,23 @@ class AllocatorHistory:
             snapshot["device_traces"][index].append({**failed, **now})
         in_force = settings(snapshot) | _environment() | _fraction(index)
         return with_earlier(snapshot, index), in_force
+
+    def alive(self) -> dict[int, int]:
+        """Return the bytes of the allocations that are alive, by address: as requested, if PyTorch knows."""
+        if _keeps_history():
+            return {
+                block["address"]: block.get("requested_size", block["size"])
+                for segment in torch.cuda.memory_snapshot(**_WITHOUT_EVENTS)  # type: ignore[no-untyped-call]
+                for block in segment["blocks"]
+                if block["state"] == "active_allocated"
+            }
+        alive: dict[int, int] = {}
+        for event in self._ghost.allocation_log() if self._ghost is not None else ():
+            if _HISTORY_NAMES[event.action] == ("alloc",):
+                alive[event.address] = event.size
+            elif _HISTORY_NAMES[event.action] == _FREED:
+                alive.pop(event.address, None)
+        return alive
 
     def _ghost_log(self) -> list[dict[str, Any]]:
         """Return the ghost's log in the form of PyTorch's history, for allocator backends that keep none."""

@@ -30,7 +30,7 @@ from memfit.recording.annotate_events import (
     place_marks,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
-from memfit.recording.cublas_workspaces import release_cublas_workspaces
+from memfit.recording.cublas_workspaces import record_released_workspaces, release_cublas_workspaces
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.inferred_phases import infer_forwards
@@ -145,6 +145,8 @@ class Recorder:
             self._history.yield_to_script(self._hooks)
         torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
         self._mark_calls()
+        if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
+            record_released_workspaces(self._hooks, self.book, self._history, self._owners)
 
     def _on_cuda_initialised(self) -> None:
         if self._hooks.removed or (self._live and not self._with_labels):
@@ -278,9 +280,8 @@ class Recorder:
         with self._labelling_thread():
             snapshot, settings_in_force = self._history.read(index, failed)
         history = snapshot["device_traces"][index]
-        if self._history.on and not self._live:  # a live run continues, and needs its cuBLAS workspaces
-            workspaces = release_cublas_workspaces(snapshot["segments"])
-            self._owners.record_cublas_workspaces(self.book.moment(), workspaces)
+        if not self._live:
+            release_cublas_workspaces()  # the history has been read: it does not contain these frees
         if text := self._history.caveat:
             self.note(Provenance.ASSUMED, text, sizes=True)
         events, stacks, frames = columns(
