@@ -232,11 +232,14 @@ class Recorder:
         sizes: bool = False,
         workspaces: bool = False,
         objects: bool = False,
+        bound: str = "",
     ) -> None:
-        """Add a note to the result; repeated notes are added once."""
+        """Add a note to the result; repeated notes are added once, and a ``bound`` is marked each time."""
         self._notes.setdefault(
-            (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects)
+            (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects, bound=bound)
         )
+        if bound:
+            self.book.mark(MarkKind.SIZE_BOUND, list(self._notes).index((text, where)))
 
     def place(self) -> str:
         """Return the location of the calling thread from its label, for lack of a Python frame.

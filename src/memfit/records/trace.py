@@ -160,6 +160,7 @@ class MarkKind(StrEnum):
     MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is released
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
     EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
+    SIZE_BOUND = "size bound"  # an operator's size, which depends on GPU values, is set to its upper bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Mark:
     kind: MarkKind
     index: int
     """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
-    otherwise the number of earlier marks of this kind."""
+    for ``SIZE_BOUND`` the note in ``Trace.notes``; otherwise the number of earlier marks of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
