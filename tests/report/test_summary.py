@@ -18,6 +18,7 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
     ScriptLocation,
+    SizeBound,
 )
 from memfit.report.escape import escaped
 from memfit.report.schema.dry_run_schema import DryRunJson, to_json
@@ -72,6 +73,25 @@ def test_out_of_memory_shows_where_and_how_much(answer):
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
     assert "OUT OF MEMORY   on a GPU of 80.00 GiB: 3.0 GiB requested, 1.0 GiB free, short by 2.0 GiB" in text
     assert "Ran out in: step 2 · forward · layers.3.mlp" in text
+
+
+def test_an_upper_bound_names_the_size_it_rests_on(answer):
+    bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120")
+    lines = printed(replace(answer, bound=bound), width=300).splitlines()
+    assert lines[0] == "FITS   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
+    assert lines[1].startswith("At most: the size of nonzero depends on GPU values")
+    assert (
+        "largest possible (/somewhere/train.py:3, in vision/heads.py:120). --values heads.py:120=… sets"
+        in lines[1]
+    )
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
+    failed = replace(
+        answer, bound=bound, out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
+    )
+    text = printed(failed)
+    assert text.startswith("MAY NOT FIT   on a GPU of 80.00 GiB: 3.0 GiB requested")
+    assert "Needs at most 8.50 GiB; this GPU has 80.00 GiB." in text
+    assert json.loads(to_json(failed))["upper_bound"] == {"operator": "nonzero", "where": bound.where}
 
 
 def test_growth_names_the_line(answer):

@@ -33,7 +33,7 @@ from memfit.records import (
     worst,
 )
 
-_FAILED = ("out of memory", "does not fit")
+_FAILED = ("out of memory", "does not fit", "may not fit")
 """The verdicts on a run that needs more memory than its GPU has."""
 _UNLIMITED = "with unlimited memory"
 _MOST = 3
@@ -98,7 +98,8 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
-    return replace(found, in_all=summarize(unlimited.trace).peak_process)
+    total = summarize(unlimited.trace)
+    return replace(found, in_all=total.peak_process, bound=total.bound or found.bound)
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:

@@ -19,7 +19,7 @@ from memfit.records.attribution import Attribution
 from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial
 from memfit.records.dataflow import Dataflow, GraphValue
-from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, Term
+from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, SizeBound, Term
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.provenance import Figure, Note, Provenance, worst
@@ -96,6 +96,7 @@ __all__ = [
     "ScriptLocation",
     "Segment",
     "SettingOutcome",
+    "SizeBound",
     "SnapshotBlock",
     "TensorInfo",
     "Term",

@@ -28,6 +28,15 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeBound:
+    """A size that depends on GPU values, which memfit sets to its upper bound."""
+
+    operator: str
+    where: str
+    """As in ``Note``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """Whether memory grows from training step to training step, compared at the end of each."""
 
@@ -64,7 +73,8 @@ class DryRun:
 
     verdict: str
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
-    the script carried on), ``out of memory``, or ``unknown``: the script failed, gave up (an exit code other
+    the script carried on), ``out of memory``, ``may not fit`` (either of the two, with ``bound``: the script
+    may need less), or ``unknown``: the script failed, gave up (an exit code other
     than 0) or was interrupted, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
@@ -89,6 +99,9 @@ class DryRun:
     caught: int = 0
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""
+    bound: SizeBound | None = None
+    """Not None if the peaks are upper bounds: the size, of those that depend on GPU values and are set to the
+    largest possible, that most of the peak follows from."""
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""

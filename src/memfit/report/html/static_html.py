@@ -14,6 +14,8 @@ from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # width of the bar in SVG units; the page scales it
 TOTALS = ("allocated", "reserved", "process")
+_KINDS = {"fits": "good", "tight": "unsure", "may not fit": "unsure", "unknown": "unsure"}
+"""The colour of a verdict; that of the others is ``bad``."""
 
 
 def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
@@ -23,7 +25,7 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     word, after, errors = title.partition(" after ")
     lines = [part for part in (f"{after.strip()} {errors}".strip(), rest, *more) if part]
     return {
-        "kind": {"fits": "good", "tight": "unsure", "unknown": "unsure"}.get(result.verdict, "bad"),
+        "kind": _KINDS.get(result.verdict, "bad"),
         "verdict": _text(words, word.capitalize()),
         "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
         "subject": _text(words, subject(result).plain),
@@ -56,7 +58,7 @@ def ladder(result: DryRun) -> str:
 
 def _left(result: DryRun) -> str:
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
-    if result.verdict == "out of memory" and result.out_of_memory is not None:
+    if result.end.reason == "out of memory" and result.out_of_memory is not None:
         return f"{format_bytes(result.out_of_memory.requested)} more requested"
     return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
 

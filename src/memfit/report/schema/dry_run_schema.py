@@ -77,6 +77,14 @@ class NoteJson(msgspec.Struct, frozen=True):
     where: str
 
 
+class SizeBoundJson(msgspec.Struct, frozen=True):
+    """An operator whose size depends on GPU values, and is assumed to be the largest possible."""
+
+    operator: str
+    where: str
+    """``file:line``; ``file:line, in package/file:line`` for a line that called a package."""
+
+
 class ScriptEndJson(msgspec.Struct, frozen=True):
     """How the script ended."""
 
@@ -92,6 +100,7 @@ class DryRunJson(msgspec.Struct, frozen=True):
     schema: int
     verdict: str
     """``fits``; ``tight`` if less than ``uncertainty`` is left; ``does not fit`` or ``out of memory``;
+    ``may not fit`` if an allocation failed, but ``upper_bound`` is not null: the script may need less;
     ``unknown`` if the script failed or was interrupted
     (see ``end``), and for a snapshot, which names no device."""
     device: DeviceJson
@@ -112,6 +121,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     caught: int
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""
+    upper_bound: SizeBoundJson | None
+    """Not null if ``peak``, ``terms`` and ``in_all`` are upper bounds, because sizes that depend on GPU
+    values are assumed to be the largest possible: the operator that most of the peak follows from."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
     untried: ScriptEndJson | None
@@ -148,6 +160,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         advice=result.advice,
         uncertainty=result.uncertainty,
         caught=result.caught,
+        upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
         in_all=result.in_all,
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )

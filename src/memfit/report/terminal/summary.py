@@ -17,6 +17,7 @@ from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines
 from memfit.report.terminal.notes import note_lines
 from memfit.units import GIB, MIB, format_bytes, format_gib
+from memfit.user_frame import innermost_line
 
 MACHINES = {
     Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
@@ -74,20 +75,24 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
     if result.verdict == "fits":
         text = Text("FITS", style="bold green")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
-        return text.append(f"\n{_covers(result, hints=hints)}", style="not bold default")
+        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
+        return text.append(covers, style="not bold default")
     if result.verdict == "tight":
         text = Text("TIGHT", style="bold yellow")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
-        return text.append(
+        text.append(
             f"\nIt may not fit: the size of the CUDA context is assumed, and may be {more} more. "
-            f"memfit doctor --context measures it on your GPU.\n{_covers(result, hints=hints)}",
+            "memfit doctor --context measures it on your GPU.",
             style="not bold default",
         )
+        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
+        return text.append(covers, style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         text.append(f"   {_needs(result)} up to where it ended", style="not bold")
-        return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
+        ended = f"{_bound(result, hints=hints)}\nThe script ended with {_ended(result.end)}"
+        return text.append(ended, style="not bold default")
     return _failure(result, hints=hints)
 
 
@@ -145,11 +150,29 @@ def _first_line(text: str) -> str:
 def _needs(result: DryRun) -> str:
     total = result.device.total.bytes
     needed = result.peak_process.bytes + result.device.in_use
-    return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
+    at_most, at_least = (" at most", " at least") if result.bound else ("", "")
+    left = format_gib(total - needed)
+    return f"needs{at_most} {format_gib(needed)} of {format_gib(total)}   leaves{at_least} {left}"
+
+
+def _bound(result: DryRun, *, hints: bool) -> str:
+    """Return, on a line of its own, which size makes the figures upper bounds; empty if they are none."""
+    if result.bound is None:
+        return ""
+    where = result.bound.where
+    text = (
+        f"\nAt most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
+        f"be the largest possible ({escaped(short_path(where))})."
+    )
+    key = innermost_line(where) or result.bound.operator
+    options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
+    return text + options * hints
 
 
 def _failure(result: DryRun, *, hints: bool) -> Text:
-    text = Text(result.verdict.upper(), style="bold red")
+    text = Text(
+        result.verdict.upper(), style="bold yellow" if result.verdict == "may not fit" else "bold red"
+    )
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
@@ -163,7 +186,7 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
     remarks = []
-    if result.verdict != "out of memory":
+    if result.end.reason != "out of memory":
         remarks.append("The script caught the error and continued.")
     elif not failure.shortfall:
         remarks.append(
@@ -172,7 +195,9 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         )
     if result.in_all is not None:
         needed = result.in_all.bytes + result.device.in_use
-        remarks.append(f"Needs {format_gib(needed)}; this GPU has {format_gib(result.device.total.bytes)}.")
+        at_most = " at most" if result.bound else ""
+        total = format_gib(result.device.total.bytes)
+        remarks.append(f"Needs{at_most} {format_gib(needed)}; this GPU has {total}.")
     elif result.untried is not None:
         remarks.append(
             "The script's total is unknown: a second run, with unlimited memory, did not complete."
@@ -180,7 +205,8 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
         remarks.append(f"To find changes that make it fit, {run} with --advise.")
-    return text.append("\n" + " ".join(remarks) if remarks else "", style="not bold default")
+    lines = ["", " ".join(remarks)] if remarks else []
+    return text.append(_bound(result, hints=hints) + "\n".join(lines), style="not bold default")
 
 
 def _is_snapshot(result: DryRun) -> bool:
