@@ -59,7 +59,7 @@ def test_the_breakdown_is_that_of_the_chosen_moment_and_grouping(recorded):
     assert ["parameters", "+1,050,624"] in [row.split() for row in text.splitlines()]  # 512 x 512 and 512
     done = explain(recorded.folder, "run.memfit", "--at", "lunch")
     assert done.returncode == 2
-    assert done.stderr.startswith("memfit: --at lunch: expected one of peak, setup, ")
+    assert done.stderr.startswith("memfit: --at lunch is not a moment of a run. Use one of peak, setup, ")
 
 
 def test_dry_run_and_explain_write_the_html_report(dry_run):
@@ -155,7 +155,7 @@ def test_an_invalid_action_is_refused_by_every_command(tmp_path, command):
     write_trace(trace_of([(Action.SEGMENT_ALLOC, BASE, 2 << 20), (unknown, BASE, 512)]), tmp_path / "file")
     done = memfit(tmp_path, command, "file")
     assert done.returncode == 2
-    assert done.stderr.startswith("memfit: Cannot read file: it is inconsistent: ")
+    assert done.stderr.startswith("memfit: Cannot read file: it is inconsistent (")
     assert f"not between 0 and {max(Action)}" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -148,7 +148,7 @@ def test_a_dry_run_to_the_end_covers_all_steps(dry_run):
     script = TRAIN + "    for _ in range(5): step()\n    torch.ones(1 << 28, device='cuda')\n"
     run = dry_run(script, options=("--to-end",))
     assert (run.answer["steps"], run.answer["end"]["reason"]) == (5, "end")
-    assert "Covers the whole run: 5 training steps." in run.out
+    assert "This result covers the whole run: 5 training steps." in run.out
     assert run.answer["peak"]["allocated"] > 1 << 30
 
 

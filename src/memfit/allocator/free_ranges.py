@@ -87,7 +87,7 @@ class FreeRanges:
     def remove_segment(self, start: int, stop: int) -> None:
         """Remove a segment that was released with cudaFree: it must be one free block."""
         if self.take(start) != (stop, start):
-            raise ImpossibleEventError("no segment of this size at this address is entirely free")
+            raise ImpossibleEventError("there is no entirely free segment of this size at this address")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
@@ -102,7 +102,7 @@ class FreeRanges:
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
-            raise ImpossibleEventError("some of this memory is unmapped or in use")
+            raise ImpossibleEventError("some of this memory is already unmapped, or still in use")
         end, _ = self._starts.pop(around)
         del self._stops[end]
         if around < start:

@@ -155,7 +155,10 @@ class AdviceAttempt:
             MemfitError: it used another allocator than PyTorch's own, or its history is incomplete.
         """
         if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
-            raise UsageError("The script used memfit.arena, so PyTorch's allocator settings have no effect.")
+            raise UsageError(
+                "memfit cannot try allocator settings: they have no effect in a script that uses "
+                "memfit.arena."
+            )
         asked = read_requests(trial.trace)
         return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
 

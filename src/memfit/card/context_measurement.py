@@ -69,7 +69,7 @@ def measure_context() -> ContextReport:
     find_card("measure the CUDA context")
     plain = _probe({}, Settings())
     if isinstance(plain, str):
-        raise TargetError(f"Cannot measure the CUDA context: PyTorch could not use the GPU:\n{plain}")
+        raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
         probed = _probe(change.environment, Settings(change.cudnn))

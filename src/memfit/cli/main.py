@@ -119,7 +119,7 @@ def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, in
         before, after = tokens[:script], tokens[script:]
         rest += tokens[position:]
         raise UsageError(
-            f"{' '.join(names)}: the options of memfit {tokens[0]} come before the script:\n"
+            f"{' '.join(names)} must come before the script, like all options of memfit {tokens[0]}. Write:\n"
             f"    memfit {shlex.join([*before, *moved, tokens[script], *rest])}\n"
             "If the script itself has these options, write -- before the script:\n"
             f"    memfit {shlex.join([*before, '--', *after])}"

@@ -50,11 +50,11 @@ def read_buffers(path: Path) -> Buffers:
                 _add_name(names, name, rows.line_num)
                 buffers.append(numbers)
     except (_BadRowError, csv.Error) as problem:
-        raise FileFormatError(f"Cannot read {path}: line {max(rows.line_num, 1)}: {problem}.") from None
+        raise FileFormatError(f"Cannot read {path}, line {max(rows.line_num, 1)}: {problem}.") from None
     if not buffers:
         raise FileFormatError(f"Cannot read {path}: it contains no buffers.")
     if sum(size for *_, size in buffers) >= _LIMIT:
-        raise FileFormatError(f"Cannot read {path}: the sum of its sizes must be below 2^62.")
+        raise FileFormatError(f"Cannot read {path}: its column size adds up to 2^62 or more.")
     lower, upper, size = np.ascontiguousarray(np.array(buffers, np.int64).T)
     return Buffers(lower, upper, size, tuple(names))
 
@@ -70,8 +70,8 @@ def _find_columns(header: list[str]) -> list[int]:
     if missing or repeated:
         shown, fault = ",".join(header)[:80], "has no" if missing else "repeats"
         raise _BadRowError(
-            f"the header {shown!r} {fault} column {', '.join(missing or repeated)}; "
-            f"it must contain each of {','.join(_COLUMNS)} once"
+            f"the header {shown!r} {fault} column {', '.join(missing or repeated)}. The header must contain "
+            f"each of {','.join(_COLUMNS)} once"
         )
     return [*map(header.index, _COLUMNS)]
 

@@ -49,11 +49,11 @@ from memfit.user_frame import is_user_file
 _LIVE_HISTORY_LIMIT = 1 << 20
 """Events kept of a live run, in case it records more than that before a training step ends."""
 _UNREADABLE_GRAPHS = (
-    "PyTorch before 2.10 does not expose the tensors that autograd saves. memfit therefore counts all "
-    "memory that the next backward pass frees as activations, and cannot name the tensors in that memory."
+    "PyTorch before 2.10 does not expose the tensors that autograd saves. memfit therefore counts as "
+    "activations all memory that the next backward pass frees. It cannot name the tensors in this memory."
 )
 _UNREADABLE_OBJECTS = (
-    "Objects that could not be inspected were skipped: their own code raised an exception, or they were "
+    "Some objects could not be inspected and were skipped. Their own code raised an exception, or they were "
     "still under construction."
 )
 _MARKED_CALLS = {

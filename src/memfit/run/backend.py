@@ -209,14 +209,14 @@ class CardBackend:
         """Return that the allocator keeps no history, if so: only the ghost can observe its allocations."""
         import torch
 
-        backend = torch.cuda.get_allocator_backend()
+        setting = f"backend:{torch.cuda.get_allocator_backend()}"
         if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
-            backend = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-        if backend == "native":
+            setting = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+        if setting == "backend:native":
             return ""
         return (
-            f"Cannot record with {backend}, because PyTorch keeps no allocator history under that setting. "
-            "Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
+            f"Cannot record with the allocator setting {setting}: PyTorch keeps no allocator history under "
+            "it. Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
         )
 
     def stepped(self) -> None:
@@ -242,7 +242,9 @@ class CardBackend:
         rehearsal = is_rehearsal()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
-                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are for the first.", sizes=True
+                Provenance.EXACT,
+                f"The script saw {seen} GPUs. These figures are for the first one.",
+                sizes=True,
             )
         return DeviceUse(
             name=torch.cuda.get_device_name(0),

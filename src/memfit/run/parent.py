@@ -231,7 +231,7 @@ def _never_used(name: str, end: ScriptEnd) -> str:
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
-        f"{name} finished and never used the GPU, so there is nothing to measure. "
+        f"{name} finished without using the GPU, so there is nothing to measure. "
         "Check whether the script runs on the CPU by default. If it trains in subprocesses, memfit cannot "
         "measure them yet."
     )
@@ -240,10 +240,10 @@ def _never_used(name: str, end: ScriptEnd) -> str:
 def _died(status: int, *, on_ghost: bool) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     gap = (
-        " If it crashed inside a CUDA library call, the ghost does not support that call "
-        "(memfit doctor --gaps lists the unsupported calls that are known)."
+        " If the process crashed inside a CUDA library call, the ghost does not support that call (memfit "
+        "doctor --gaps lists the unsupported calls that are known)."
     )
     return (
         f"The script's process {how} before it returned a result. If there is a Python traceback above, it "
-        f"names the line.{gap if on_ghost else ''}"
+        f"names the line that was running.{gap if on_ghost else ''}"
     )

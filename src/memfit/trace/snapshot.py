@@ -240,7 +240,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except NotPlainDataError as error:
         raise FileFormatError(
             f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data: write one with "
-            "torch.cuda.memory._dump_snapshot(file). Do not load this file with pickle: it could run code."
+            "torch.cuda.memory._dump_snapshot(file). Do not load this file with pickle: that could run code."
         ) from None
     if not isinstance(snapshot, dict):
         raise FileFormatError(

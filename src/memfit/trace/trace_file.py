@@ -168,7 +168,7 @@ def _read(file: BinaryIO) -> Trace:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             if next(iter(members), None) != _HEADER:
-                raise _TraceError(f"is a zip, but not a memfit trace: it holds {_first_names(members)}.")
+                raise _TraceError(f"is a zip, but not a memfit trace. It holds {_first_names(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
             dtypes = _columns_of(header)
             if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
@@ -177,8 +177,8 @@ def _read(file: BinaryIO) -> Trace:
             for name, size in sizes.items():
                 if members[name].file_size != size:
                     raise _TraceError(
-                        f"is damaged: {name} has {members[name].file_size:,} bytes, but "
-                        f"{header.events:,} events take {size:,}. Record the run again."
+                        f"is damaged. {name} has {members[name].file_size:,} bytes, but its "
+                        f"{header.events:,} events need {size:,} bytes. Record the run again."
                     )
             columns = {
                 name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
@@ -189,7 +189,7 @@ def _read(file: BinaryIO) -> Trace:
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
     for fault in _faults(trace):
-        raise _TraceError(f"is inconsistent: {fault}. It is damaged or was edited; record it again.")
+        raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")
     return trace
 
 
@@ -212,7 +212,9 @@ def _check_directory(file: BinaryIO) -> None:
     file.seek(max(end - _ZIP_END.size - _ZIP64_LOCATOR_SIZE, 0))
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
-        raise _TraceError("is not a memfit trace, or is cut off. Create a trace with memfit dry-run -o FILE.")
+        raise _TraceError(
+            "is not a memfit trace, or is truncated. Create a trace with memfit dry-run -o FILE."
+        )
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
         raise _TraceError("is a zip, but not a memfit trace.")
@@ -261,11 +263,11 @@ def _decode(content: bytes) -> _Header:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
-            raise _TraceError(f"is not a memfit trace: its format is {signature.format[:80]!r}.")
+            raise _TraceError(f"is not a memfit trace, but has the format {signature.format[:80]!r}.")
         if signature.version > VERSION:
             raise _TraceError(
-                f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
-                "Upgrade memfit."
+                f"was written by a newer memfit. Its format has version {signature.version}, but this memfit "
+                f"reads only up to version {VERSION}. Upgrade memfit."
             )
         if signature.version < 1:
             raise _TraceError(f"has the unknown format version {signature.version}.")

@@ -65,7 +65,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     ``_cuda_attach_out_of_memory_observer`` in torch/csrc/cuda/Module.cpp.
     """
     if UNCACHED in os.environ:
-        raise RuntimeError(f"PyTorch does not report failed allocations when {UNCACHED} turns its cache off.")
+        raise RuntimeError(f"PyTorch does not report failed allocations while {UNCACHED} is set. Unset it.")
     if not _attached:
         torch._C._cuda_attach_out_of_memory_observer(_notify)  # type: ignore[attr-defined]
         _attached.append(True)

@@ -59,8 +59,8 @@ class Prediction:
                 steps.append(StepMemory(int(peak), int(level[mark.position])))
         if not steps:
             raise UsageError(
-                "The trace passed as prediction contains no complete training step. Pass the trace of a dry "
-                "run, made with memfit dry-run -o run.memfit SCRIPT.py."
+                "The trace passed as 'prediction' contains no complete training step. Pass the trace of a "
+                "dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
             )
         return cls(
             tuple(steps),

@@ -89,8 +89,8 @@ def _failure(row: SettingOutcome, failure: FailedMalloc, place: ScriptLocation) 
     fraction = row.memory_fraction
     limit = "" if fraction is None else f"; limited to {fraction:g} of the GPU's memory"
     return (
-        f"{escaped(row.setting.name) or 'default'}: out of memory in {where}: requested "
-        f"{format_bytes(failure.requested)} with {format_bytes(failure.free)} free{limit}"
+        f"{escaped(row.setting.name) or 'default'}: out of memory in {where} "
+        f"({format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free{limit})"
     )
 
 

@@ -82,8 +82,8 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
         text.append(
-            f"\nIt may not fit: the size of the CUDA context is assumed, and may be {more} more. "
-            "memfit doctor --context measures it on your GPU.",
+            "\nThe run may not fit: the size of the CUDA context is assumed. The real size may be up to "
+            f"{more} larger. To measure it on your GPU, run memfit doctor --context.",
             style="not bold default",
         )
         covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
@@ -109,13 +109,15 @@ def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
     if result.end.reason == "steps" and not hints:
-        return f"Covers the first {steps}."
+        return f"This result covers the first {steps}."
     if result.end.reason == "steps":
         return (
-            f"Covers the first {steps}. What comes later, such as evaluation or larger batches, was not run; "
-            "--steps N or --to-end runs more."
+            f"This result covers the first {steps}. What comes later, such as evaluation or larger batches, "
+            "was not run. To run more, pass --steps N or --to-end."
         )
-    return f"Covers the whole run: {steps}." if result.steps else "Covers the whole run."
+    return (
+        f"This result covers the whole run: {steps}." if result.steps else "This result covers the whole run."
+    )
 
 
 def untried(result: DryRun) -> str:
@@ -190,8 +192,8 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         remarks.append("The script caught the error and continued.")
     elif not failure.shortfall:
         remarks.append(
-            "The device had free memory, but the process reached the memory fraction that the script or "
-            "PYTORCH_ALLOC_CONF sets."
+            "The device had free memory, but the process reached its limit: the script or "
+            "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
     if result.in_all is not None:
         needed = result.in_all.bytes + result.device.in_use
@@ -200,11 +202,12 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         remarks.append(f"Needs{at_most} {format_gib(needed)}; this GPU has {total}.")
     elif result.untried is not None:
         remarks.append(
-            "The script's total is unknown: a second run, with unlimited memory, did not complete."
+            "How much memory the script needs in total is unknown: a second run, with unlimited memory, did "
+            "not complete."
         )
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        remarks.append(f"To find changes that make it fit, {run} with --advise.")
+        remarks.append(f"To find changes that make the script fit, {run} with --advise.")
     lines = ["", " ".join(remarks)] if remarks else []
     return text.append(_bound(result, hints=hints) + "\n".join(lines), style="not bold default")
 
