@@ -159,9 +159,9 @@ class AssumedValues:
         if self._assumed[where] >= _MAX_READS:
             self._assumed.clear()
             raise TargetError(
-                f"{where} read GPU values {_MAX_READS:,} times without a training step. {_NOTHING_COMPUTED} "
-                f"each read returned {answer}. If the loop waits for a certain value, pass the value that "
-                f"ends the loop: --values {kind}=…."
+                f"{where} read GPU values {_MAX_READS:,} times without a training step, probably in an "
+                f"endless loop. {_NOTHING_COMPUTED} each read returned {answer}. If the loop waits for "
+                f"another value, pass it: --values {kind}=…."
             )
         return complex(answer) if tensor.is_complex() else answer
 

@@ -196,7 +196,7 @@ def _repeated(values: AssumedValues, elements: int) -> int:
     if chosen.given:
         text = f"the user assumes that repeat_interleave returns {total:,} elements"
     else:
-        text = f"repeat_interleave is assumed to return {total:,} elements: one for each input element"
+        text = f"repeat_interleave is assumed to return {total:,} elements, one for each entry of repeats"
     _note(values, "repeat_interleave", total, text, chosen.given)
     return total
 

@@ -72,8 +72,8 @@ def install(
     if not kernels.available():
         note(
             Provenance.ASSUMED,
-            f"PyTorch {torch.__version__} gives memfit no access to its kernels, so memfit cannot choose the "
-            "values that the script reads from the GPU. The script reads zeros instead, and sizes that "
+            "memfit cannot choose the values that the script reads from the GPU, because PyTorch "
+            f"{torch.__version__} gives no access to its kernels. The script reads zeros instead. Sizes that "
             "depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
             "",
         )
