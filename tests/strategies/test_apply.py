@@ -31,7 +31,7 @@ def test_a_copy_of_a_model_with_a_plan_is_neither_reverted_nor_changed_twice(set
 
 def test_a_part_of_a_model_with_a_plan_cannot_get_another():
     model = apply(net(), Checkpointing("*"))
-    with pytest.raises(UsageError, match="cannot be given a plan: it is a submodule or a copy of another"):
+    with pytest.raises(UsageError, match="cannot be given a plan: it contains the wrappers of a plan"):
         apply(model[0], Precision("bf16"))
 
 

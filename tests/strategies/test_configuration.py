@@ -382,7 +382,7 @@ def test_apply_takes_a_configuration_and_refuses_settings_of_the_loop():
     model = nn.Linear(2, 2)
     memfit.apply(model, {"precision": {"dtype": "bf16", "autocast": False}})
     assert model.weight.dtype == torch.bfloat16
-    with pytest.raises(UsageError, match="max_grad_norm applies to the training loop"):
+    with pytest.raises(UsageError, match="cannot use max_grad_norm, which applies to the training loop"):
         memfit.apply(nn.Linear(2, 2), {"max_grad_norm": 1.0})
 
 

@@ -345,7 +345,7 @@ def test_invalid_settings_are_refused(make, words):
 def test_modules_inside_a_checkpointed_one_cannot_be_offloaded():
     model = net()
     Checkpointing("GatedBlock").apply(model)
-    with pytest.raises(UsageError, match=r"0\.inner is inside 0, which is checkpointed"):
+    with pytest.raises(UsageError, match=r"0\.inner, because it is inside the checkpointed module 0\."):
         Offload("**.inner").apply(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -120,7 +120,7 @@ def test_a_parameter_unfrozen_later_is_refused_in_low_precision(plan):
     run = engine(model, *plan)
     run.step(batch())
     model[0].weight.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, but had requires_grad=False"):
+    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, but was frozen"):
         run.step(batch())
 
 
@@ -169,7 +169,7 @@ def test_a_scheduler_that_reads_the_loss_gets_that_of_the_window():
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(UsageError, match="None of the optimizer's parameters received a gradient"):
+    with pytest.raises(UsageError, match="Check that the loss depends on the model whose"):
         engine(net(), optimizer=torch.optim.SGD(net().parameters())).step(batch())
 
 

@@ -194,7 +194,7 @@ def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     with (
         pytest.warns(
             UserWarning,
-            match="the buffers late: they keep the values",
+            match="the buffers late. These keep the values",
         ),
         pytest.raises(torch.OutOfMemoryError) as error,
     ):

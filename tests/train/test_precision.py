@@ -134,7 +134,7 @@ def test_neither_precision_nor_accumulation_may_change_inside_a_window():
             [memfit.Precision("fp16"), memfit.Accumulation(2)],
             "inside an accumulation window of 4 micro-batches",
         ),
-        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "a different loss scale"),
+        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "the loss scale differs"),
     ):
         other = engine(model(), *plan)
         with pytest.raises(UsageError, match=words):

@@ -279,7 +279,7 @@ def _norm(setting: GivenSetting) -> float:
     value = setting.value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(
-            f"{setting.given} is invalid: the norm to clip gradients to must be a number above 0."
+            f"{setting.given} is invalid: the maximum norm of the gradients must be a number above 0."
         )
     return float(value)
 

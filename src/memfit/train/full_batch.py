@@ -167,8 +167,8 @@ class FullBatchStepper:
             loss = self._loss(part)
             if isinstance(loss, tuple):
                 raise UsageError(
-                    "cuda_graphs needs a loss function that returns the mean loss: if it returns a pair "
-                    "(sum, weight), the weight would have to be read from the GPU."
+                    "cuda_graphs needs a loss function that returns the mean loss, not a pair (sum, "
+                    "weight). memfit would have to read the weight from the GPU."
                 )
             (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
             return loss.detach()

@@ -83,7 +83,7 @@ def validate(saved: dict[str, Any]) -> SavedRun:
         read = msgspec.convert(saved, SavedRun)
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot resume: the state is damaged, or is not the state of a training run: {error}."
+            f"Cannot resume: the state is damaged, or is not the state of a training run ({error})."
         ) from None
     window = read["window"]
     if window is not None and not _is_possible(window):
