@@ -25,7 +25,7 @@ _EACH_TOKEN = (
 )
 _EACH_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _SPAN = "ForQuestionAnswering"
-_YOURSELF = "Make a batch yourself; its values do not matter, as memfit.estimate uses only shapes and dtypes."
+_YOURSELF = "Make a batch yourself. Its values do not matter: memfit.estimate uses only shapes and dtypes."
 _TARGETS = {"labels", "next_sentence_label", "start_positions", "end_positions"}
 _CLASSES = (None, "single_label_classification")
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -155,8 +155,8 @@ class _Maker:
                 f"memfit knows ({', '.join(sorted(_TARGETS))}). Pass labels=False."
             )
         raise UsageError(
-            f"memfit cannot make labels for {self._name} ({', '.join(sorted(wanted))}). "
-            "Pass labels=False and make them yourself."
+            f"memfit cannot make the labels that {self._name} takes: {', '.join(sorted(wanted))}. Pass "
+            "labels=False, and make these labels yourself."
         )
 
 
@@ -179,7 +179,7 @@ def _classifier(model: nn.Module) -> tuple[int, int]:
     else:
         return first.in_channels, layers[-1].out_features
     raise UsageError(
-        f"memfit cannot make inputs for {type(model).__name__}, which is not an image classifier: {why}. "
+        f"memfit cannot make inputs for {type(model).__name__}: it is not an image classifier ({why}). "
         f"{_YOURSELF}"
     )
 
