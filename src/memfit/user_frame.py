@@ -94,6 +94,15 @@ def is_user_file(file: str) -> bool:
     return _kind(file) == "user"
 
 
+def is_own_file(file: str) -> bool:
+    """Return whether a source file is memfit's.
+
+    >>> is_own_file(__file__), is_own_file(re.__file__)
+    (True, False)
+    """
+    return file.startswith(_OWN)
+
+
 @functools.cache
 def _kind(file: str) -> str:
     """Return the origin of a source file: ``user``, ``installed`` (a third-party package) or ``internal``."""

@@ -1,6 +1,6 @@
 """PyTorch's allocator history: switch it on, stamp its events, forget past events, read it, switch it off.
 
-the recorder's own    started and stopped by the recorder, which can forget past events
+the recorder's own    started and stopped by the recorder, which can forget past events; scripts get a part
 the script's          was on already: it is read, and otherwise left alone
 """
 
@@ -19,6 +19,7 @@ from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.event_labels_by_count import EventCountStamps
 from memfit.recording.hooks import InstalledHooks
+from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
 
@@ -34,12 +35,11 @@ _NO_HISTORY_NOTES = {
 _SNAPSHOT_OPTIONS = inspect.signature(torch.cuda.memory_snapshot).parameters
 # PyTorch 2.8 and 2.9 copy the history into every snapshot.
 _WITHOUT_EVENTS = {"include_traces": False} if "include_traces" in _SNAPSHOT_OPTIONS else {}
-_FREED = ("free_requested", "free_completed")
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
     LogAction.MALLOC_ASYNC: ("alloc",),
-    LogAction.FREE: _FREED,
-    LogAction.FREE_ASYNC: _FREED,
+    LogAction.FREE: FREES,
+    LogAction.FREE_ASYNC: FREES,
     LogAction.OUT_OF_MEMORY: ("oom",),
 }
 
@@ -59,7 +59,9 @@ class AllocatorHistory:
         self._limit = limit
         self._counted: EventCountStamps | None = None
         self._record = torch.cuda.memory._record_memory_history
+        self._snapshot = torch.cuda.memory._snapshot
         self._yields = False
+        self._has_stacks_of_frees = False
         self._own = True
         self.on = False
         """Whether PyTorch keeps a history; otherwise the ghost's log replaces it, if there is a ghost."""
@@ -77,14 +79,19 @@ class AllocatorHistory:
             self._ghost.log_allocations(True)
             self._book.stamp_with(self._ghost.set_label)
 
-    def ignore_calls_of_script(self, hooks: InstalledHooks, on_call: Callable[[], None]) -> None:
-        """Replace ``_record_memory_history``, so that the script's own calls have no effect.
+    def share_with_script(self, hooks: InstalledHooks) -> None:
+        """Answer the script's own calls from this history, which they do not change."""
+        script = ScriptHistory(self._snapshot, self._record_frees)
 
-        Args:
-            hooks: registry of the changes to PyTorch.
-            on_call: called instead.
-        """
-        hooks.replace(torch.cuda.memory, "_record_memory_history", lambda *_, **__: on_call())
+        def call_on(answer: Callable[..., Any]) -> Callable[..., Any]:
+            def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+                torch.cuda._lazy_init()  # type: ignore[no-untyped-call] # as the original does; starts this history
+                return answer(*args, **options) if self.on else original(*args, **options)
+
+            return around
+
+        hooks.wrap(torch.cuda.memory, "_record_memory_history", call_on(script.record))
+        hooks.wrap(torch.cuda.memory, "_snapshot", call_on(script.snapshot))
 
     def yield_to_script(self, hooks: InstalledHooks) -> None:
         """Leave the history to the script if it calls ``_record_memory_history`` itself, now or earlier."""
@@ -141,7 +148,9 @@ class AllocatorHistory:
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
             return {"device_traces": [self._ghost_log()], "segments": []}, in_force
-        snapshot = torch.cuda.memory._snapshot()
+        snapshot = self._snapshot()
+        if self._has_stacks_of_frees:
+            snapshot["device_traces"][index] = with_stacks_of_blocks(snapshot["device_traces"][index])
         if failed is not None and not self.on:
             now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})
@@ -161,7 +170,7 @@ class AllocatorHistory:
         for event in self._ghost.allocation_log() if self._ghost is not None else ():
             if _HISTORY_NAMES[event.action] == ("alloc",):
                 alive[event.address] = event.size
-            elif _HISTORY_NAMES[event.action] == _FREED:
+            elif _HISTORY_NAMES[event.action] == FREES:
                 alive.pop(event.address, None)
         return alive
 
@@ -186,7 +195,18 @@ class AllocatorHistory:
 
     def _restart(self) -> None:
         if self._own:
-            self._record("all", context="alloc", stacks="python", max_entries=self._limit, clear_history=True)
+            self._continue(clear_history=True)
+
+    def _record_frees(self) -> None:
+        """Record the stacks of frees from now on, for the script; otherwise a free has that of its block."""
+        self._has_stacks_of_frees = True
+        self._continue(context="all")
+
+    def _continue(self, *, context: str = "alloc", clear_history: bool = False) -> None:
+        """Record from now on."""
+        self._record(
+            "all", context=context, stacks="python", max_entries=self._limit, clear_history=clear_history
+        )
 
     def _stamp_events(self) -> None:
         set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)

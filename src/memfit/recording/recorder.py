@@ -143,6 +143,8 @@ class Recorder:
         self._compiled.install()
         if self._live:
             self._history.yield_to_script(self._hooks)
+        else:
+            self._history.share_with_script(self._hooks)
         torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
         self._mark_calls()
         if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
@@ -152,15 +154,6 @@ class Recorder:
         if self._hooks.removed or (self._live and not self._with_labels):
             return
         self._history.start()
-        if not self._live:
-            self._history.ignore_calls_of_script(self._hooks, self._note_ignored_call)
-
-    def _note_ignored_call(self) -> None:
-        self.note(
-            Provenance.EXACT,
-            "memfit ignored the script's own call to _record_memory_history, because memfit records the "
-            "allocator history itself.",
-        )
 
     def _mark_calls(self) -> None:
         for name, kind in _MARKED_CALLS.items():
