@@ -157,9 +157,9 @@ def stdout() -> "Iterator[Console]":
         OutputError: standard output cannot be written; its disk may be full.
         BrokenPipeError: the reader of standard output has gone.
     """
-    from rich.console import Console
+    from memfit.report.terminal.whole_words import WholeWordsConsole
 
-    class Printer(Console):
+    class Printer(WholeWordsConsole):
         def on_broken_pipe(self) -> None:
             raise  # noqa: PLE0704 - re-raise the BrokenPipeError that rich is handling
 
