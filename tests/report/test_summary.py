@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memfit import api
 from memfit.records import (
+    Figure,
     Growth,
     Note,
     OutOfMemory,
@@ -19,6 +20,7 @@ from memfit.records import (
     ScriptEnd,
     ScriptLocation,
     SizeBound,
+    Term,
 )
 from memfit.report.escape import escaped
 from memfit.report.schema.dry_run_schema import DryRunJson, to_json
@@ -160,3 +162,22 @@ def test_the_first_line_of_an_exception_is_shown(answer, text, shown):
     out = printed(replace(answer, verdict="unknown", end=end))
     assert f"The script ended with {shown}  train.py:4" in out
     assert "\\n" not in out
+
+
+def test_rows_that_would_read_as_zero_are_left_out(answer):
+    terms = tuple(Term(name, Figure(size, Provenance.EXACT)) for name, size in SMALL_TERMS.items())
+    names = [
+        line.split("  ")[1].strip()
+        for line in printed(replace(answer, terms=terms)).splitlines()
+        if "GiB" in line and "exact" in line
+    ]
+    assert names == ["parameters", "activations"]
+
+
+SMALL_TERMS = {
+    "parameters": GIB,
+    "gradients": 0,
+    "optimizer state": 4 << 20,
+    "activations": 6 << 20,
+    "cached, not allocated": 0,
+}

@@ -16,7 +16,7 @@ from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines
 from memfit.report.terminal.notes import note_lines
-from memfit.units import GIB, MIB, format_bytes, format_gib
+from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
 
 MACHINES = {
@@ -30,9 +30,6 @@ _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 _TOTALS = {"allocated", "reserved", "process"}
-_OF_A_GPU = {"cached, not allocated", "CUDA context"}
-_ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
-_SHOWN = 0.005  # of a unit: less would be printed as 0.00
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -250,24 +247,21 @@ def _peak(place: ScriptLocation) -> Text:
 
 def _table(result: DryRun, width: int) -> Table:
     total = max(result.peak_process.bytes, 1)
-    unit, name_of_unit = (
-        (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")
-    )  # the same for all rows
+    unit = unit_for(result.peak_reserved)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column()
     for justify in ("right", "right", "left"):
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
-    always = _ALWAYS - _OF_A_GPU if result.device.machine is Machine.CPU else _ALWAYS
     for term in result.terms:
         total_row = term.name in _TOTALS
-        if not total_row and term.name not in always and abs(term.figure.bytes) < _SHOWN * unit:
+        if not total_row and unit.rounds_to_zero(term.figure.bytes):
             continue
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
         share = term.figure.bytes / total
         table.add_row(
             name,
-            f"{term.figure.bytes / unit:,.2f} {name_of_unit}",
+            unit.format(term.figure.bytes),
             "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
             "" if total_row or width < _WITH_BARS else _bar(share),
             term.figure.provenance,
