@@ -165,7 +165,7 @@ def test_steps_that_never_repeat_are_only_recorded(arena):
 
     for number in range(MANY - 1):
         step(number)
-    with pytest.warns(UserWarning, match=f"recorded {MANY} steps of the kind 'training step', and no two"):
+    with pytest.warns(UserWarning, match=rf"'training step'\. It recorded {MANY} of them, and no two"):
         step(MANY - 1)
     step(MANY)
     kind = kind_of(arena)

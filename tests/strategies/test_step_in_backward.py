@@ -280,7 +280,7 @@ def test_distributed_data_parallel_is_refused():
     [
         (Accumulation(2), None, "every micro-batch would cause"),
         (Accumulation(micro_batch_size=4), None, "every micro-batch would cause"),
-        (None, Precision("fp16"), "loss scaling"),
+        (None, Precision("fp16"), "Loss scaling"),
         (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
     ],
 )

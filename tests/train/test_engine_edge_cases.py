@@ -80,7 +80,11 @@ def test_an_engine_that_fails_to_start_leaves_the_model_unchanged():
     model = net()
     for plan, options, words in (
         ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8-bit"),
-        ((memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]), {"max_grad_norm": 1.0}, "leave out"),
+        (
+            (memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]),
+            {"max_grad_norm": 1.0},
+            "cannot be combined",
+        ),
         ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs needs parameters on a GPU"),
         ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ((), {"max_grad_norm": -1.0}, "max_grad_norm must be None or a number above 0, not -1.0"),
