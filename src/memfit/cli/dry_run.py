@@ -63,14 +63,15 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
         advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script up to about six more times, without terminal input and with its output hidden.
+            runs the script again, about six times at most, without terminal input and with its output hidden.
             Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,copy=0,count=upper; list only the ones to change. 'all' is the
-            result of torch.all and similar checks. 'copy' is every number in a copy of many to the CPU.
-            'count' is the number of elements that torch.nonzero and similar ops find: 'upper' (as many as
-            possible), a share such as 25%, or an integer. To choose the values of one operator or of one
-            line of the script or of a library, use it as the key: nonzero=25%,roi_heads.py:808=256.
+            result of torch.all and similar checks. 'copy' is the value of every number in a tensor that is
+            copied to the CPU. 'count' is the number of elements that torch.nonzero and similar ops find:
+            'upper' (as many as possible), a share such as 25%, or an integer. To choose the values for one
+            operator or for one source line, use its name or FILE:LINE as the key, for example
+            nonzero=25%,roi_heads.py:808=256.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
         no_weights: When the script calls from_pretrained (transformers), create the model from its

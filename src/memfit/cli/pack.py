@@ -35,7 +35,7 @@ def pack(
         seconds: Stop the search after this many seconds.
         csv: Write a table of all buffers and their offsets to this file.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 if memfit finds no packing that fits into --capacity.
+        fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit import api
     from memfit.report.terminal.progress_line import progress_line
