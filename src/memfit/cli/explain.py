@@ -42,8 +42,8 @@ def explain(  # noqa: PLR0913 - one parameter an option
         chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
         fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
-            uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch from
-            returning the largest holes to the GPU.
+            uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
+            from returning the largest holes to the GPU.
         notes: List every assumption behind the figures. By default, the summary shows those that may change
             a figure by more than 1 %, and counts the others.
     """
