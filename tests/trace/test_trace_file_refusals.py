@@ -146,6 +146,9 @@ def test_damaged_headers_are_refused(file, header):
         ({"statistics": {"x": 10**30}}, "a statistic"),
         ({"statistics": {"x": 0.5}}, "header"),
         ({"stacks": {"a": 1}}, "header"),
+        ({"options": [{"purpose": "batch size", "words": ["-b"], "value": -1}]}, "an option's value"),
+        ({"options": [{"purpose": "lunch", "words": [], "value": 1}]}, "lunch"),
+        ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
     ],
 )
 def test_inconsistent_headers_are_refused(file, change, words):

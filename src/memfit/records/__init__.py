@@ -24,6 +24,7 @@ from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
+from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.trace import (
     ARENA,
     DEFAULT_POOL,
@@ -77,11 +78,13 @@ __all__ = [
     "Hole",
     "Label",
     "LiveAllocation",
+    "LoaderBatchSize",
     "Machine",
     "Mark",
     "MarkKind",
     "MemoryPeak",
     "Note",
+    "OptionPurpose",
     "OutOfMemory",
     "Phase",
     "PhaseChange",
@@ -94,6 +97,7 @@ __all__ = [
     "RunDifference",
     "ScriptEnd",
     "ScriptLocation",
+    "ScriptOption",
     "Segment",
     "SettingOutcome",
     "SizeBound",

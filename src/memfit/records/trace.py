@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 from memfit.records.provenance import Figure, Note  # noqa: TC001 - as above
+from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     import numpy as np
@@ -268,6 +269,10 @@ class Trace:
     ``torch.cuda.MemPool``) in order of first use. Empty if the history does not record pools."""
     tensors: tuple[TensorInfo, ...] = ()
     """The tensors that held allocations."""
+    options: tuple[ScriptOption, ...] = ()
+    """The script's own options that memory depends on; of one purpose, the most specific first."""
+    loader: LoaderBatchSize | None = None
+    """The batch size of the script's loader; None if it used none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,8 @@ import msgspec
 
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.patching.after_import import after_import
+from memfit.recording.loader_batch_size import LoaderBatchSizes
+from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
@@ -81,6 +84,9 @@ class ScriptProcess:
         self._recorder: Recorder | None = None
         self._last_error: BaseException | None = None
         self._steps_reported = 0
+        self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
+        self._options.install()
+        self._loaders.install()
 
     def begin(self) -> None:
         """Start recording: torch has just been imported."""
@@ -167,7 +173,8 @@ class ScriptProcess:
         from memfit.versions import versions
 
         all_versions = versions() | self._backend.versions()
-        return self._recorder.finish(self._backend.device(), end, self._command, all_versions)
+        trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
+        return replace(trace, options=self._options.found(), loader=self._loaders.last)
 
     def _save(self, trace: "Trace") -> str:
         """Write a trace to its file or, if that fails, to the temporary folder; return why it failed."""

@@ -34,9 +34,11 @@ from memfit.records import (
     Events,
     Frame,
     Label,
+    LoaderBatchSize,
     Mark,
     Note,
     ScriptEnd,
+    ScriptOption,
     Segment,
     TensorInfo,
     Trace,
@@ -90,6 +92,8 @@ class _Header(_Signature, kw_only=True):
     notes: tuple[Note, ...]
     pools: tuple[tuple[int, int], ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
+    options: tuple[ScriptOption, ...] = ()
+    loader: LoaderBatchSize | None = None
 
 
 class _TraceError(Exception):
@@ -315,6 +319,8 @@ def _faults(trace: Trace) -> Iterator[str]:
         "bytes of the device": (
             [trace.device.total.bytes, trace.device.context.bytes, trace.device.in_use], 0, _MAX_INTEGER,
         ),
+        "an option's value": ([option.value for option in trace.options], 0, _MAX_INTEGER),
+        "the loader's batch size": ([trace.loader.size if trace.loader else 1], 1, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip
     for what, (values, low, high) in numbers.items():
