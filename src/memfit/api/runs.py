@@ -84,10 +84,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: record modules and phases; the byte counts are the same either way.
         output: where to save the trace; nowhere by default.
         html: where to write a report for the browser; nowhere by default.
-        advise: look for changes that lower the peak without editing the training loop. memfit runs the script
-            again for each, without input and with its output hidden, up to about six times; each run writes
-            the script's output files again. The result's ``advice`` lists the changes that help, or, if the
-            search is interrupted, those found so far.
+        advise: find what makes the script fit without editing its training loop, or, if it fits, what lowers
+            its peak. memfit runs the script again for each change, without input and with its output hidden,
+            up to 13 times; each run writes the script's output files again. The result's ``advice`` lists
+            alternatives, the fewest changes first; if the search is interrupted, those found so far.
         stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.
 

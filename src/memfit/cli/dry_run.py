@@ -62,9 +62,11 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
-        advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script again, about six times at most, without terminal input and with its output hidden.
-            Each of these runs writes the script's output files again.
+        advise: Find changes that make the script fit, without editing its training loop. memfit tries a
+            smaller batch, the script's own options for checkpointing and low precision, allocator settings,
+            and its own strategies. If the script fits already, memfit looks for changes that lower the peak.
+            To try them, it runs the script up to 13 more times, without terminal input and with its output
+            hidden. Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
             float=1,int=1,bool=false,all=true,copy=0,count=upper; list only the ones to change. 'all' is the
             result of torch.all and similar checks. 'copy' is the value of every number in a tensor that is

@@ -53,18 +53,20 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that lowers the memory a run needs; memfit has tried it."""
+    """Changes that lower the memory a run needs; memfit has tried them, together if there are several."""
 
-    what: str
-    how: str
-    """The code or setting to write."""
+    changes: tuple[str, ...]
+    how: tuple[str, ...]
+    """The settings, options or code to write."""
+    where: str
+    """``file:line`` to be changed, if known; otherwise empty."""
     costs: str
     saves: Figure
-    """Bytes of the process at its peak, in addition to what the advice before this one saves."""
+    """Bytes of the process at its peak, compared with ``DryRun.in_all``."""
     needs: Figure
-    """Bytes of the process at its peak, with this and all advice before it."""
+    """Bytes of the process at its peak, with these changes."""
     fits: bool | None
-    """Whether the run then fits its device; None without a device."""
+    """Whether the run then fits its device by more than ``DryRun.uncertainty``; None without a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,10 @@ class DryRun:
     versions: Mapping[str, str]
     command: tuple[str, ...] = field(default=())
     advice: tuple[Advice, ...] | None = None
-    """What would lower the peak; None if the caller did not ask."""
+    """What makes the run fit, the fewest changes first, then the cheapest; if nothing does, or the run fits
+    already, what lowers its peak. Each entry is an alternative. None if the caller did not ask."""
+    advice_remarks: tuple[str, ...] = ()
+    """Sentences about the advice, such as what a sample of a batch takes."""
     in_all: Figure | None = None
     """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
     uncertainty: int = 0

@@ -8,7 +8,7 @@ from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
-from memfit.report.terminal.advice import FITS, NONE, heading
+from memfit.report.terminal.advice import NONE, heading, outcome
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -146,14 +146,21 @@ def advice(result: DryRun, words: PageTexts) -> str:
     if result.advice is None:
         return ""
     rest = _text(words, untried(result)) or NONE * (not result.advice)
-    rest = f'<p class="peak">{rest}</p>' * bool(rest)
+    rest = "".join(
+        f'<p class="peak">{line}</p>'
+        for line in (*(_text(words, remark) for remark in result.advice_remarks), rest)
+        if line
+    )
     if not result.advice:
         return rest
     items = [
-        f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
+        f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="provenance">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
-        f'{" · " * (one.fits is not None)}{FITS[one.fits]} <code class="long">{_text(words, one.how)}</code>'
-        f"<small>costs {_text(words, one.costs)}</small></li>"
+        f"{' · ' * (one.fits is not None)}{outcome(result, one)} "
+        + "".join(
+            f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
+        )
+        + f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
     ]
     title = f"<h2>What to do next <small>{heading(result)}</small></h2>"

@@ -114,8 +114,10 @@ class DryRunJson(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     versions: dict[str, str]
     advice: tuple[Advice, ...] | None
-    """Changes that lower the peak, each on top of those before it; null if advice was not requested.
-    ``explain`` tries allocator settings only, and has null if none of them helps."""
+    """What makes the run fit, or lowers its peak: entries are alternatives, the fewest changes first. Null
+    if advice was not requested. ``explain`` tries allocator settings only; null if none of them helps."""
+    advice_remarks: tuple[str, ...]
+    """Sentences about the advice, such as what a sample of a batch takes."""
     uncertainty: int
     """Bytes that the process may need in addition: the CUDA context is assumed. 0 if it is measured."""
     caught: int
@@ -158,6 +160,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         command=result.command,
         versions=dict(result.versions),
         advice=result.advice,
+        advice_remarks=result.advice_remarks,
         uncertainty=result.uncertainty,
         caught=result.caught,
         upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
