@@ -193,20 +193,25 @@ def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
     Args:
         steps: training steps after which memfit stops the script; None if it runs to its end.
     """
-    from memfit.report.terminal.progress_line import progress_line
+    from memfit.report.terminal.progress_line import begin_line, progress_line
 
     started = time.monotonic()
     has_announced_reruns = False
-    with progress_line() as show:
+    try:
+        with progress_line() as show:
 
-        def on_progress(progress: "Progress") -> None:
-            nonlocal has_announced_reruns
-            if progress.trying and not has_announced_reruns:
-                has_announced_reruns = True
-                print(RERUNS, file=sys.stderr, flush=True)
-            show(_progress_text(progress, steps, time.monotonic() - started))
+            def on_progress(progress: "Progress") -> None:
+                nonlocal has_announced_reruns
+                if progress.trying and not has_announced_reruns:
+                    has_announced_reruns = True
+                    begin_line(sys.stderr)
+                    print(RERUNS, file=sys.stderr, flush=True)
+                show(_progress_text(progress, steps, time.monotonic() - started))
 
-        yield on_progress
+            yield on_progress
+    finally:
+        for stream in (sys.stderr, sys.stdout):
+            begin_line(stream)
 
 
 def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> str:
@@ -215,9 +220,9 @@ def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> s
     seconds = f"{elapsed:.0f} s"
     trying = f"trying: {progress.trying} · " if progress.trying else ""
     if not progress.peak:
-        return f"memfit: {trying}starting · {seconds}"
+        return f"memfit: {trying}{'compiling' if progress.compiling else 'starting'} · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"
     return (
-        f"memfit: {trying}step {step} · "
+        f"memfit: {trying}step {step} · {'compiling · ' * progress.compiling}"
         f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
     )

@@ -41,9 +41,18 @@ class ParentPipe:
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._last = 0.0
+        self._step = 0
+        self._compiling = False
+
+    def compiling(self, compiling: bool) -> None:
+        """Report whether the script compiles code."""
+        self._compiling = compiling
+        self._last = 0.0
+        self.progress(self._step)
 
     def progress(self, step: int) -> None:
         """Report the script's progress, unless that was done just now."""
+        self._step = step
         now = time.monotonic()
         if now - self._last < PROGRESS_INTERVAL:
             return
@@ -56,6 +65,7 @@ class ParentPipe:
                 "step": step,
                 "allocated": torch.cuda.memory_allocated() if ready else 0,
                 "peak": torch.cuda.max_memory_allocated() if ready else 0,
+                "compiling": self._compiling,
             }
         )
 
@@ -106,6 +116,7 @@ class ScriptProcess:
         recorder.install()
         self._backend.begin(recorder)
         self._recorder = recorder
+        after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
 
     def _check_backend(self) -> None:
         """End the run if it cannot be measured on this backend."""
@@ -186,6 +197,14 @@ class ScriptProcess:
             write_trace(trace, Path(self._settings.fallback))
             return str(error)
         return ""
+
+
+def follow_compilations(report: Callable[[bool], None]) -> None:
+    """Call ``report`` with True when torch.compile begins to compile, and with False when it ends."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: report(True))
+    callback_handler.register_end_callback(lambda _: report(False))
 
 
 def main() -> None:

@@ -43,6 +43,8 @@ class Progress:
     """Bytes allocated now."""
     peak: int = 0
     """Most bytes allocated so far."""
+    compiling: bool = False
+    """Whether torch.compile is compiling the script's code."""
     trying: str = ""
     """Name of the change being tried, if the run is one of several."""
 
@@ -53,6 +55,7 @@ class _ChildMessage(msgspec.Struct):
     step: int = 0
     allocated: int = 0
     peak: int = 0
+    compiling: bool = False
     end: ScriptEnd | None = None
     traced: bool = False
     unsaved: str = ""
@@ -158,7 +161,7 @@ def _run_process(
     try:
         for message in _messages(reader, process):
             last = message or last
-            on_progress(Progress(last.step, last.allocated, last.peak))
+            on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if last.end is not None:
                 break
         status = process.wait()
