@@ -84,6 +84,17 @@ def test_a_reader_that_leaves_costs_no_file(files, capsys):
     assert (files / "a").stat().st_size
 
 
+def test_an_interruption_while_files_are_written_says_so(monkeypatch, capsys):
+    def interrupt(_descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    assert exit_code("explain", "run.memfit", "--csv", "a") == 130
+    out, err = capsys.readouterr()
+    assert out.startswith("FITS   needs ")
+    assert err == "memfit: interrupted; not all files were written.\n"
+
+
 @pytest.mark.process
 def test_python_reports_a_full_standard_output_once():
     with FULL_DEVICE.open("w") as device:

@@ -109,6 +109,7 @@ def _write(
     Raises:
         OutputError: standard output or a file could not be written; everything else was.
         BrokenPipeError: the reader of standard output has gone; the files were written.
+        KeyboardInterrupt: the user interrupted the writing; its message says so.
     """
 
     def write_output() -> None:
@@ -124,7 +125,10 @@ def _write(
     outputs = ((json_file(json), write_json), *files)
     jobs: list[Callable[[], object]] = [write_output]
     jobs += [partial(write, path) for path, write in outputs if path is not None]
-    failures = [error for job in jobs if (error := _failure(job)) is not None]
+    try:
+        failures = [error for job in jobs if (error := _failure(job)) is not None]
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("not all files were written") from None
     errors = [error for error in failures if isinstance(error, MemfitError)]
     if errors:
         raise OutputError("\n".join(map(str, errors)))

@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemfitError as error:
         print("memfit: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
         code = error.exit_code
-    except KeyboardInterrupt:
-        print("memfit: interrupted; nothing was measured.", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print(f"memfit: interrupted; {str(interruption) or 'nothing was measured'}.", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
         code = _BROKEN_PIPE
