@@ -112,7 +112,7 @@ def rerun(monkeypatch):
                 raise end
             assert options.module
             assert command[2:] == ("train.py", "--fast", "--bf16")
-            intervention = json.decode(command[1], type=Intervention)
+            intervention = json.decode(Path(command[1]).read_bytes(), type=Intervention)
             assert (intervention.strategies, intervention.fused, intervention.module) == (
                 ("offload",),
                 True,

@@ -149,6 +149,14 @@ def test_damaged_headers_are_refused(file, header):
         ({"options": [{"purpose": "batch size", "words": ["-b"], "value": -1}]}, "an option's value"),
         ({"options": [{"purpose": "lunch", "words": [], "value": 1}]}, "lunch"),
         ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
+        (
+            {"labels": [{"phase": "forward", "module": "x" * 4_000_000, "op": "", "stack": 0}]},
+            "has a text of 4,000,000 characters, but a trace's are at most 4,096.",
+        ),
+        (
+            {"marks": [{"position": 0, "kind": "forward", "index": 0}] * 1_100_000},
+            "has 1,100,000 marks, but a trace can have at most 1,048,576.",
+        ),
     ],
 )
 def test_inconsistent_headers_are_refused(file, change, words):
@@ -208,6 +216,9 @@ def test_a_zip_bomb_is_not_decompressed(file, monkeypatch):
     monkeypatch.setattr(trace_file, "MAX_HEADER_BYTES", 10)
     monkeypatch.setattr(zipfile.ZipFile, "read", None)
     assert "declares" in refused(file)
+    monkeypatch.setattr(trace_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    assert "and memfit reads such files only up to 10 bytes" in refused(file)
 
 
 def test_a_wrong_declared_size_fails_the_checksum(file):

@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from memfit.errors import FileFormatError
+from memfit.input_files import read_input
 from memfit.packing.buffers import Buffers, Column
 
 _COLUMNS = ("id", "lower", "upper", "size")
+MAX_BYTES = 1 << 26
+"""Of a table: about two million buffers."""
 _LIMIT = 1 << 62
 """Exclusive limit of times, and of the sum of all sizes, so that sums stay within 64 bits."""
 
@@ -29,11 +32,9 @@ def read_buffers(path: Path) -> Buffers:
             message names the line and the column.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_input(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FileFormatError(f"Cannot read {path}: it is not UTF-8 text.") from None
-    except OSError as error:
-        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         header = next((row for row in rows if row), None)

@@ -1,4 +1,4 @@
-"""The process of the script: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
+"""The process of the script: ``main()`` with ``SETTINGS.json SCRIPT.py ARGS...`` as arguments.
 
 It loads the ghost, unless the script is recorded on a real GPU, runs the user's script as
 ``python SCRIPT.py`` would, and writes the trace. Nothing here imports torch before the script does, so that
@@ -209,8 +209,8 @@ def follow_compilations(report: Callable[[bool], None]) -> None:
 
 def main() -> None:
     """Run the script on the command line."""
-    _, text, *command = sys.argv
-    settings = read_settings(text)
+    _, path, *command = sys.argv
+    settings = read_settings(Path(path).read_text("ascii"))
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)

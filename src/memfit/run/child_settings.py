@@ -21,7 +21,7 @@ class GhostSettings(msgspec.Struct, frozen=True):
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """One run of a script. Travels as JSON on the command line, before the script's own arguments."""
+    """One run of a script. Travels as JSON in a file: a command line shows in the list of processes."""
 
     options: RunOptions
     ghost: GhostSettings | None

@@ -2,7 +2,7 @@
 
 this process                       the script's process (child.py)
 ------------                       -------------------------------
-settings        ──── argv ───────> load ghost (or none), run script
+settings        ──── file ───────> load ghost (or none), run script
 progress line   <─── pipe ──────── step, allocated, peak, end
 read_trace      <─── file ──────── write_trace
 """
@@ -25,6 +25,7 @@ from memfit.atomic_files import check_outputs
 from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ScriptEnd, Trace
+from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
 from memfit.run.options import RunOptions
 from memfit.trace.trace_file import read_trace
@@ -97,7 +98,7 @@ def run_script(
         try:
             with _script_handles_interrupts():
                 settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), writer)
-                last = _run_process(command, settings, reader, on_progress)
+                last = _run_process(command, settings, Path(folder), reader, on_progress)
                 _check_end(command[0], last)
         finally:
             os.close(reader)
@@ -114,21 +115,16 @@ def script_command(
     Raises:
         UsageError: there is no such script, the trace cannot be written to ``output``, or ``steps`` is out
             of range.
+        FileFormatError: the script cannot be read.
+        TargetError: the script is not valid Python.
     """
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"steps must be at least 1, not {options.steps}.")
     command = (str(script), *arguments)
     if not options.module:
-        _check_script(Path(command[0]))
+        check_script(Path(command[0]))
     check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
-
-
-def _check_script(path: Path) -> None:
-    if not path.exists():
-        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
 
 
 def _check_end(script: str, last: _ChildMessage) -> None:
@@ -146,14 +142,16 @@ def _check_end(script: str, last: _ChildMessage) -> None:
 def _run_process(
     command: tuple[str, ...],
     settings: ChildSettings,
+    folder: Path,
     reader: int,
     on_progress: Callable[[Progress], None],
 ) -> _ChildMessage:
-    """Run the script's process to its end, and return its last message."""
-    text = write_settings(settings)
+    """Run the script's process to its end, and return its last message; its settings lie in the folder."""
+    settings_file = folder / "settings.json"
+    settings_file.write_text(write_settings(settings), "ascii")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     process = subprocess.Popen(
-        [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
+        [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command],
         pass_fds=(settings.progress,),
     )
     os.close(settings.progress)

@@ -1,4 +1,4 @@
-"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE SCRIPT``.
+"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE.json SCRIPT``.
 
 The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
 a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Intervention(msgspec.Struct, frozen=True):
-    """The change to make to a script: passed as JSON on the command line, before the script's arguments."""
+    """The change to make to a script: passed as JSON in a file."""
 
     module: bool
     """Whether the script is a module, as for ``python -m``."""
@@ -43,11 +43,11 @@ class Intervention(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Run the script named on the command line."""
-    _, change, *command = sys.argv
+    _, path, *command = sys.argv
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
         os.dup2(silence, stream)
-    intervention = msgspec.json.decode(change, type=Intervention)
+    intervention = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
     after_import("torch", functools.partial(_intervene, intervention))
     run_as_main(tuple(command), module=intervention.module)
 

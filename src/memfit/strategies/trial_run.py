@@ -62,9 +62,11 @@ def run_trial(
         intervention = Intervention(
             options.module, change.strategies, change.fused, change.loader, str(models)
         )
+        change_file = Path(folder) / "change.json"
+        change_file.write_bytes(json.encode(intervention))
         try:
             trace = run_script(
-                (_INJECTOR, json.encode(intervention).decode(), *command, *change.arguments),
+                (_INJECTOR, str(change_file), *command, *change.arguments),
                 replace(options, module=True),
                 ghost,
                 None,

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from memfit.atomic_files import write_atomically
 from memfit.errors import FileFormatError, UsageError
+from memfit.input_files import open_input
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -43,11 +44,17 @@ from memfit.records import (
     TensorInfo,
     Trace,
 )
+from memfit.trace.trace_limits import (
+    MAX_BYTES,
+    MAX_EVENTS,
+    MAX_HEADER_BYTES,
+    MAX_TEXT,
+    excess,
+    longest_text,
+)
 
 FORMAT = "memfit trace"
 VERSION = 4
-MAX_EVENTS = 1 << 25
-MAX_HEADER_BYTES = 1 << 28
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
@@ -106,32 +113,31 @@ def is_trace(path: Path) -> bool:
     Raises:
         FileFormatError: there is no such file, or it cannot be opened.
     """
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_ZIP_START)) == _ZIP_START
-    except OSError as error:
-        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
+    with open_input(path, None) as file:
+        return file.read(len(_ZIP_START)) == _ZIP_START
 
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write a trace; a reader of ``path`` sees the old file or the complete new one.
 
     Args:
-        trace: at most ``MAX_EVENTS`` events.
+        trace: within the limits of ``trace_limits.py``; longer texts are cut.
         path: the file, by convention ``*.memfit``.
 
     Raises:
         OutputError: the file cannot be written.
-        UsageError: the trace is too long to be read back, or the path names something other than a file.
+        UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if len(trace.events) > MAX_EVENTS:
-        raise UsageError(
-            f"Cannot write {path}: a trace holds at most {MAX_EVENTS:,} events, and this one has "
-            f"{len(trace.events):,}. Run fewer steps."
-        )
+    if too_many := excess(trace):
+        raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
-    members = {_HEADER: _encode(header)}
+    members = {_HEADER: _encode(header, cut=longest_text(trace) > MAX_TEXT)}
+    if len(members[_HEADER]) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"Cannot write {path}: the tables of the trace take {len(members[_HEADER]):,} bytes, but a trace "
+            f"can have at most {MAX_HEADER_BYTES:,}. Run fewer steps."
+        )
     for name, dtype in _columns_of(trace).items():
         members[f"columns/{name}"] = np.ascontiguousarray(getattr(trace.events, name), dtype).tobytes()
 
@@ -158,7 +164,7 @@ def read_trace(path: Path) -> Trace:
             that this memfit reads.
     """
     try:
-        with path.open("rb") as file:
+        with open_input(path, MAX_BYTES) as file:
             return _read(file)
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
@@ -192,6 +198,10 @@ def _read(file: BinaryIO) -> Trace:
         raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
+    if too_many := excess(trace):
+        raise _TraceError(f"has {too_many}.")
+    if (length := longest_text(trace)) > MAX_TEXT:
+        raise _TraceError(f"has a text of {length:,} characters, but a trace's are at most {MAX_TEXT:,}.")
     for fault in _faults(trace):
         raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")
     return trace
@@ -245,21 +255,22 @@ def _bytes_of(column: str, events: int) -> int:
     return events * np.dtype(_COLUMNS[column]).itemsize
 
 
-def _encode(header: dict[str, Any]) -> bytes:
+def _encode(header: dict[str, Any], *, cut: bool) -> bytes:
     try:
-        return msgspec.json.encode(header)
+        return msgspec.json.encode(_writable(msgspec.to_builtins(header)) if cut else header)
     except UnicodeEncodeError:
         # A file name that is not UTF-8, as Python represents it: JSON cannot hold it, so it gets a "?".
-        return msgspec.json.encode(_encodable(msgspec.to_builtins(header)))
+        return msgspec.json.encode(_writable(msgspec.to_builtins(header)))
 
 
-def _encodable(value: Any) -> Any:
+def _writable(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        text = value.encode(errors="replace").decode()
+        return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
+        return {_writable(key): _writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
+        return [_writable(item) for item in value]
     return value
 
 
