@@ -105,9 +105,14 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
         edge = _WIDTH * device.total.bytes / full
         drawn.append(f'<rect class="edge" x="{edge - 1:.2f}" y="0" width="2" height="14"/>')
     label = ", ".join(f"{name} {format_bytes(amount)}" for _, name, amount in pieces)
+    keys = [(kind, name) for kind, name, amount in pieces if amount]
+    if device.total.bytes and device.total.bytes < full:
+        keys.append(("capacity", "capacity"))
+    legend = "".join(f'<span><i class="is-{kind}"></i>{escape(name)}</span>' for kind, name in keys)
     return (
         f'<svg class="scale" viewBox="0 0 {_WIDTH} 14" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}, of {format_bytes(full)}">{"".join(drawn)}</svg>'
+        f'<p class="key legend">{legend}</p>'
     )
 
 
