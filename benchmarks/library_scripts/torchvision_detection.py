@@ -74,6 +74,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=2)
     args = parser.parse_args()
 
+    torch.manual_seed(0)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     loader = DataLoader(People(), args.batch_size, shuffle=True, collate_fn=lambda batch: tuple(zip(*batch)))
     model = build_model(2).to(device)
