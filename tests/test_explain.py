@@ -18,6 +18,7 @@ pytestmark = pytest.mark.process
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAIN = """
     import torch
+    torch.cuda.memory._record_memory_history()
     model = torch.nn.Linear(512, 512).cuda()
     torch.cuda.memory._dump_snapshot("own.pickle")
     model(torch.ones(64, 512, device="cuda")).sum().backward()
@@ -55,7 +56,7 @@ def test_a_saved_trace_gives_the_same_result_without_torch(recorded):
 def test_the_breakdown_is_that_of_the_chosen_moment_and_grouping(recorded):
     text = explain(recorded.folder, "run.memfit", "--at", "forward", "--by", "line").stdout
     assert "Allocated, by line: step 1 · forward · Linear" in text
-    assert "script.py:3" in text
+    assert "script.py:4" in text
     assert ["parameters", "+1.00"] in [row.split() for row in text.splitlines()]  # 512 x 512 and 512
     done = explain(recorded.folder, "run.memfit", "--at", "lunch")
     assert done.returncode == 2

@@ -43,7 +43,7 @@ def test_a_run_without_notes_says_nothing(answer):
 
 def test_a_note_that_sizes_depend_on_is_shown_in_full(answer):
     assert shown(answer, ONE, UPPER) == [
-        "note (assumed): nonzero is assumed to find 9 elements.  /s/train.py:7",
+        "note (assumed): nonzero is assumed to find 9 elements.  (/s/train.py:7)",
         "1 more assumption; --notes lists it.",
     ]
 

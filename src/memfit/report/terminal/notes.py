@@ -33,8 +33,7 @@ def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
     notes = _places_by_note(result.notes)
     shown = [note for note in notes if _may_change_figures(note, result)][:_MOST]
     for note in shown:
-        where = f"  {', '.join(notes[note])}" if notes[note] else ""
-        yield Text(f"note ({note.provenance}): {escaped(note.text)}{where}")
+        yield Text(f"note ({note.provenance}): {escaped(note.text)}{_in_places(notes[note])}")
     rest = [note for note in notes if note not in shown]
     if rest:
         yield Text(_count(rest, more=bool(shown), hints=hints), style="dim")
