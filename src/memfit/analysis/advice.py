@@ -85,7 +85,8 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         return
     room = max(trace.device.total.bytes - answer.uncertainty, 0)  # a fit that may fail is not enough
     search = _Search(Trials(first, run, room), trace.device, room)
-    answer = replace(answer, in_all=search.needs(search.unchanged))
+    bound = summarize(first.trace).bound if answer.verdict in _FAILED else None
+    answer = replace(answer, in_all=search.needs(search.unchanged), bound=bound or answer.bound)
     yield answer
     for best in search.best():
         yield replace(

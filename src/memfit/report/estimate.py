@@ -47,4 +47,5 @@ class Estimate(Printable):
 
     def show(self, console: Console) -> None:
         """Print the summary, with the total it needs with unlimited memory."""
-        print_summary(replace(self.run, in_all=self.total), console, hints=False)
+        whole = replace(self.run, in_all=self.total, bound=self.unlimited.bound or self.run.bound)
+        print_summary(whole, console, hints=False)

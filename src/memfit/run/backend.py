@@ -148,7 +148,7 @@ class GhostBackend:
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
         for pair in self._values.unused() if self._values is not None else ():
             text = f"--values {pair} had no effect: the script read no GPU value that it applies to."
-            self._recorder.note(Provenance.EXACT, text)
+            self._recorder.note(Provenance.EXACT, text, sizes=True)
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         for reason in self.ghost.extensions.rejections:

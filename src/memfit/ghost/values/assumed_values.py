@@ -165,11 +165,13 @@ class AssumedValues:
             )
         return complex(answer) if tensor.is_complex() else answer
 
-    def fill_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """Fill a copy of many unknown elements on the CPU with the value chosen for them, and note it.
+    def fill_copy(self, source: torch.Tensor, copy: torch.Tensor, known: Known | None) -> None:
+        """Fill a copy of many elements on the CPU with the value chosen for them, and note it.
 
-        A value that the copy's dtype cannot hold leaves zeros.
+        Known zeros remain, and a value that the copy's dtype cannot hold leaves zeros.
         """
+        if known is not None and not known.value:
+            return
         boolean = source.dtype == torch.bool
         kind: Kind = "bool" if boolean else "copy"
         chosen = self.choose(kind)

@@ -138,7 +138,7 @@ def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
                 copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
             else:
-                values.fill_copy(source, copy)
+                values.fill_copy(source, copy, known)
         return copy
 
     def wrap(name: str) -> None:

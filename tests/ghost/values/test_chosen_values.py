@@ -1,0 +1,80 @@
+"""Values that the user chooses with ``--values`` for copies and for lines, and what a failure hints at."""
+
+from support.scripts import INSTALL_VALUES, check
+
+
+def test_bulk_copies_return_the_chosen_value_and_those_of_booleans_the_chosen_boolean(evaluate):
+    reads = {
+        "x.cpu().unique().tolist()": [0.0],
+        "whole.tolist()": [0] * 5,
+        "(x > 0).cpu().any().item()": False,
+        "(x > 0).to('cpu', torch.long).sum().item()": 0,
+        "torch.zeros(3, device=d).tolist()": [0.0] * 3,
+        "torch.zeros(1 << 17, device=d).cpu().any().item()": False,
+        "x.to('cpu', torch.complex64)[0, 0].real.item()": 0.0,
+        "whole.to('cpu', torch.uint8).tolist()": [0] * 5,
+    }
+    check(evaluate, reads)
+    chosen = [
+        [-1.5],
+        [-1] * 5,
+        True,
+        40,
+        [0.0] * 3,
+        False,
+        -1.5,
+        [0] * 5,
+    ]  # uint8 holds no -1; zeros are known
+    check(evaluate, dict(zip(reads, chosen, strict=True)), options="copy=-1.5,bool=true")
+
+
+def test_a_value_for_a_line_holds_for_what_the_line_reads_and_calls(on_ghost):
+    script = """
+values = install("float=2,{file}:{line}=7,{file}:{check}=true,nowhere.py:3=1,unique=9")
+x = torch.randn(8, device="cuda")
+def reads(x):
+    return x.sum().item(), int(x.max()), x.tolist()[0], len(x[x > 0]), bool((x > 0).any())
+print(reads(x))
+print(reads(x))                      # line
+print((x > 0).any().item())
+print((x > 0).any().item(), (x > 0).tolist()[0], x.sum().item())  # check
+print(values.unused())
+print(sorted(note[1].partition("The user ")[2] for note in notes if "copied" in note[1])[1])
+"""
+    lines = (INSTALL_VALUES + script).splitlines()
+    at = {
+        name: 15 + next(i for i, text in enumerate(lines) if text.endswith(f"# {name}"))
+        for name in ("line", "check")
+    }
+    out = on_ghost(INSTALL_VALUES + script.format(file="script.py", **at)).splitlines()
+    assert out[:5] == [
+        "(2.0, 2, 0.0, 8, False)",
+        "(7.0, 7, 7.0, 7, False)",
+        "False",
+        "True True 2.0",
+        "['nowhere.py:3=1', 'unique=9']",
+    ]
+    assert out[5] == f"assumes that each of them is 7.0 (--values script.py:{at['line']}=7)."
+
+
+def test_the_hint_after_a_failure_names_the_last_read_of_each_kind_with_its_option(on_ghost):
+    script = """
+values = install()
+print(repr(values.hint()))
+x = torch.randn(8, device="cuda")
+x.sum().item()
+x[x > 0]
+(x > 0).tolist(); x.tolist()
+x.sum().item()
+print(values.hint())
+"""
+    lines = (INSTALL_VALUES + script).splitlines()
+    last = 15 + len(lines) - 2
+    out = on_ghost(INSTALL_VALUES + script).splitlines()
+    assert out[:2] == ["''", "The ghost computes nothing, so the script last read these stand-ins:"]
+    assert [line.rpartition("/")[2] for line in out[2:]] == [
+        f"script.py:{last}: 1.0 for a float (--values script.py:{last}=…)",
+        f"script.py:{last - 1}: 0 for a copy of numbers (--values script.py:{last - 1}=…)",
+        f"script.py:{last - 1}: False for a copy of booleans (--values script.py:{last - 1}=…)",
+        f"script.py:{last - 2}: 8 for the size of nonzero (--values script.py:{last - 2}=…)",
+    ]
