@@ -125,7 +125,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     after the last one; ``out_of_memory`` describes the first."""
     upper_bound: SizeBoundJson | None
     """Not null if ``peak``, ``terms`` and ``in_all`` are upper bounds, because sizes that depend on GPU
-    values are assumed to be the largest possible: the operator that most of the peak follows from."""
+    values are assumed to be the largest possible: the operator that most of the peak follows from. For
+    ``out of memory`` and ``does not fit``, only ``in_all`` is an upper bound."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
     untried: ScriptEndJson | None
