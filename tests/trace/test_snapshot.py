@@ -15,7 +15,7 @@ import pytest
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import initial_state
 from memfit.allocator.timeline import disagreement, timeline
-from memfit.errors import FileFormatError, UsageError
+from memfit.errors import FileFormatError, OutputError
 from memfit.records import Action, Events, Label, Phase, Trace
 from memfit.trace import snapshot as snapshots
 from memfit.trace.snapshot import read_snapshot, settings, snapshot_of, write_snapshot
@@ -341,5 +341,5 @@ def test_a_missing_key_is_named(tmp_path):
 
 def test_a_snapshot_cannot_be_written_to_a_missing_folder(tmp_path):
     trace = read_snapshot(saved(tmp_path, small()))
-    with pytest.raises(UsageError, match="No such file or directory"):
+    with pytest.raises(OutputError, match="No such file or directory"):
         write_snapshot(trace, tmp_path / "none" / "x.pickle")
