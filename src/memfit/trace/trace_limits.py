@@ -1,7 +1,7 @@
 """How large a trace may be. Beyond these limits memfit neither writes nor reads one.
 
                       most         GPT-2 small, 330 steps (benchmarks/explain_speed.py)
-events                8,388,608    970,473
+events               16,777,216    970,473
 rows of a table       1,048,576      1,320 (marks)
 bytes of the header  67,108,864    236,589
 characters of a text      4,096        183 (a note)
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 from memfit.records import Trace
 
-MAX_EVENTS = 1 << 23
+MAX_EVENTS = 1 << 24
 MAX_ROWS = 1 << 20
 MAX_HEADER_BYTES = 1 << 26
 MAX_TEXT = 1 << 12
 """Longer texts are cut when they are written: a module's name, an exception's message."""
-MAX_BYTES = 1 << 29
+MAX_BYTES = 1 << 30
 """Of the file: its columns and its header, not compressed, take less."""
 _TABLES = ("labels", "stacks", "frames", "marks", "segments", "notes", "pools", "tensors")
 
