@@ -94,12 +94,12 @@ def test_advice_for_a_peak_in_the_optimizer_gives_the_predicted_peak(dry_run):
 
 
 def test_a_combination_gives_the_predicted_figures(dry_run):
-    """Checkpointing moves the peak to the optimizer. memfit does not know the batch size here."""
+    """Offloading moves the peak to the optimizer. memfit does not know the batch size here."""
     both = ("1024", "2048")
     run = dry_run(TRAIN, *both, options=("--advise", "--memory", "2150MiB"))
     assert run.answer["verdict"] == "tight"
     piece, *_ = run.answer["advice"]
-    assert piece["changes"] == ["checkpoint the repeated blocks", "fused optimizer"]
+    assert piece["changes"] == ["offload activations", "fused optimizer"]
     assert "memfit did not try a smaller batch" in run.out
     script, environment = followed(TRAIN, piece)
     rerun = dry_run(script, *both, options=NO_LIMIT, env=environment).answer

@@ -98,7 +98,7 @@ def test_parsers_of_transformers_are_followed(options, monkeypatch):
     @dataclass
     class Arguments:
         per_device_train_batch_size: int = 8
-        gradient_checkpointing: bool = False
+        gradient_checkpointing: bool = None  # as in transformers.TrainingArguments
 
     monkeypatch.setattr(sys, "argv", ["train.py", "--per_device_train_batch_size", "2"])
     HfArgumentParser(Arguments).parse_args_into_dataclasses()

@@ -78,6 +78,8 @@ class ScriptOptions:
         if _from_command_line(given):
             for action in parser._actions:
                 value = getattr(result[0], action.dest, None)
+                if value is None and action.const is True:
+                    value = False  # a switch that the command line does not mention
                 plain = action.nargs in (0, "?")  # the option alone turns it on
                 self._keep(action.option_strings, value, plain=plain, choices=action.choices or ())
         return result
