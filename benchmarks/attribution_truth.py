@@ -5,17 +5,19 @@
 Saved-tensor hooks count the tensors saved for backward (memfit reads autograd's graph instead): those that
 were allocated after the beginning of the forward that saved them, except a GradScaler's scale. Parameters
 come from the garbage collector's list of objects, gradients and state from the optimizers that have stepped.
-What else Python holds from before the forward is a copy of parameters, if a list or dictionary of it has
-their shapes in their order, or an input. Bytes are those of storages, each counted once. At the end come the
-optimizer steps and PyTorch's own peak.
+Copies of parameters are in modules, lists and dictionaries that have the shapes of all parameters of a model
+that runs, in their order, and are none of them. What else Python holds from before the forward is an input.
+Bytes are those of storages, each counted once. At the end come the optimizer steps and PyTorch's own peak.
 """
 
+import functools
 import gc
+import itertools
 import json
 import runpy
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ class Truth:
         self._entered: list[int] = []
         self._ended: list[int] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # outermost modules that ran
         self._depth = 0
 
     def install(self) -> None:
@@ -65,15 +68,12 @@ class Truth:
         self._kept.add(kept)
         return kept
 
-    def _enter(self, *_: object) -> None:
-        fresh = len(self._entered) == len(self._ended)
-        if (
-            not self._depth
-            and fresh
-            and torch.cuda.is_initialized()
-            and torch._C._current_graph_task_id() < 0
-        ):
-            self._entered.append(len(history()))
+    def _enter(self, module: torch.nn.Module, *_: object) -> None:
+        if not self._depth and torch._C._current_graph_task_id() < 0:
+            self._models.add(module)
+            fresh = len(self._entered) == len(self._ended)
+            if fresh and torch.cuda.is_initialized():
+                self._entered.append(len(history()))
         self._depth += 1
 
     def _leave(self, *_: object) -> None:
@@ -102,10 +102,17 @@ class Truth:
             for start, size in storages(live(torch.Tensor)).items()
             if start not in owned and made.get(start, -1) < self._entered[-1]
         }
-        copies = {start: held[start] for start in storages(copies_of_parameters()) if start in held}
-        entry = {"saved": sizes, "parameters": parameters, "buffers": buffers, "copies": copies}
-        found = {name: sum(each.values()) for name, each in entry.items()}
-        self.found["backward"].append(found | {"inputs": sum(held.values()) - found["copies"]})
+        mirrors = storages(copies_of_parameters(self._models))
+        entry = {
+            "saved": sizes,
+            "parameters": without(parameters, mirrors),
+            "buffers": buffers,
+            "copies": {
+                start: size for start, size in mirrors.items() if start in held or start in parameters
+            },
+            "inputs": without(held, mirrors),
+        }
+        self.found["backward"].append({name: sum(each.values()) for name, each in entry.items()})
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._optimizers.add(optimizer)
@@ -133,8 +140,15 @@ class Truth:
         self.found["end"].append({"steps": steps, "peak": torch.cuda.max_memory_allocated()})
 
 
+@functools.cache
+def record_history() -> None:
+    """Let PyTorch record the allocator's events from now on; what is older is older than any forward."""
+    torch.cuda.memory._record_memory_history(context=None)
+
+
 def history() -> list[dict[str, Any]]:
-    """Return the allocator's events so far; memfit has enabled the history."""
+    """Return the allocator's events since the first call."""
+    record_history()
     events: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0]
     return events
 
@@ -144,19 +158,27 @@ def live(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
-def copies_of_parameters() -> Iterable[torch.Tensor]:
-    """Yield the tensors of lists and dictionaries that mirror the parameters of an outermost module."""
-    modules = live(torch.nn.Module)
-    inner = {id(child) for module in modules for child in module.children()}
-    shapes = {
-        tuple(one.shape for one in module.parameters()) for module in modules if id(module) not in inner
-    } - {()}
-    for holder in gc.get_objects():
-        values = list(holder.values()) if type(holder) is dict else holder
-        if type(values) is not list or not all(isinstance(one, torch.Tensor) for one in values):
-            continue
-        if tuple(one.shape for one in values) in shapes:
-            yield from values
+def copies_of_parameters(models: Collection[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of modules, lists and dictionaries that mirror all parameters of a model."""
+    trained = [list(model.parameters()) for model in models]
+    own = {id(one) for parameters in trained for one in parameters}
+    shapes = {tuple(one.shape for one in parameters) for parameters in trained if parameters}
+    contents = (list(one.values()) if type(one) is dict else one for one in live_containers())
+    held = (each for each in contents if all(isinstance(one, torch.Tensor) for one in each))
+    modules = (list(module.parameters()) for module in live(torch.nn.Module))
+    for tensors in itertools.chain(held, modules):
+        if tuple(one.shape for one in tensors) in shapes:
+            yield from (one for one in tensors if id(one) not in own)
+
+
+def live_containers() -> list[Any]:
+    """Return the lists and dictionaries that the garbage collector knows."""
+    return [one for one in gc.get_objects() if type(one) in {list, dict}]
+
+
+def without(sizes: Mapping[int, int], others: Container[int]) -> dict[int, int]:
+    """Return the entries whose address is not among others."""
+    return {start: size for start, size in sizes.items() if start not in others}
 
 
 def storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
