@@ -27,7 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,14 +51,14 @@ LIMIT = 900
 """Seconds that one run may take."""
 
 ROWS = {
-    "saved": Category.ACTIVATION,
-    "parameters": Category.PARAMETER,
-    "buffers": Category.BUFFER,
-    "inputs": Category.INPUT,
-    "gradients": Category.GRADIENT,
-    "optimizer state": Category.OPTIMIZER_STATE,
+    "saved": (Category.ACTIVATION,),
+    "parameters": (Category.PARAMETER,),
+    "buffers": (Category.BUFFER,),
+    "inputs": (Category.INPUT,),
+    "gradients": (Category.GRADIENT,),
+    "optimizer state": (Category.OPTIMIZER_STATE,),
 }
-"""Name in the truth -> category; the truth's copies of parameters have none of their own."""
+"""Name in the truth -> memfit's categories; copies of parameters have none of their own."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "YOLO_OFFLINE": "true"}
 
@@ -120,7 +120,8 @@ class Result:
     """The terms of the report at the peak, of 1 % or more."""
     compared: tuple[Row, ...]
     """For each row, the moment at which it differs most from the truth."""
-    notes: tuple[str, ...]
+    notes: tuple[tuple[str, str], ...]
+    """Text and place of each."""
     failures: tuple[str, ...]
 
 
@@ -224,7 +225,7 @@ def rows(trace: Trace, attribution: Attribution, truth: Mapping[str, list[dict[s
             alive = attribution.alive(event)
             category, requested = attribution.category[alive], attribution.requested[alive]
             for name in found.keys() & ROWS.keys():
-                ours = int(requested[category == ROWS[name]].sum())
+                ours = int(requested[np.isin(category, ROWS[name])].sum())
                 yield Row(name, f"{moment} {number}", ours, found[name])
 
 
@@ -255,9 +256,32 @@ def _crashed(script: LibraryScript, text: str) -> Result:
     return Result(script.name, {}, "no report", 0, 0, 0, 0, {}, (), (), (text,))
 
 
-def _plain(note: Mapping[str, str]) -> str:
+def _plain(note: Mapping[str, str]) -> tuple[str, str]:
     where = re.sub(r"\S*/(?=\S+\.py:\d)", "", note["where"])
-    return f"({note['provenance']}) {note['text']} {where}".rstrip()
+    return f"({note['provenance']}) {note['text']}", where
+
+
+def grouped(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the text of the first of all notes that differ in figures only, and how many they are."""
+    alike: dict[str, list[str]] = {}
+    for text, _ in notes:
+        alike.setdefault(re.sub(r"[\d,]+", "", text), []).append(text)
+    for texts in alike.values():
+        others = f" ({len(texts)} such notes)" if len(texts) > 1 else ""
+        yield f"- {texts[0]}{others}"
+
+
+def overview(results: Iterable[Result]) -> str:
+    """Return a table of one line per script as Markdown."""
+    lines = ["| script | verdict | allocated | largest difference | failed |", "|---|---|--:|---|---|"]
+    for result in results:
+        largest = max(result.compared, key=lambda row: abs(row.ours - row.truth), default=None)
+        difference = f"{largest.name}: {largest.ours - largest.truth:+,} B" if largest else ""
+        failed = "; ".join(result.failures) or "nothing"
+        lines.append(
+            f"| {result.script} | {result.verdict} | {result.allocated:,} B | {difference} | {failed} |"
+        )
+    return "\n".join((*lines, ""))
 
 
 def table(result: Result) -> str:
@@ -277,11 +301,24 @@ def table(result: Result) -> str:
         "|---|---|--:|--:|",
         *(f"| {row.name} | {row.moment} | {row.ours:,} | {row.truth:,} |" for row in result.compared),
         "",
-        *(f"- {note}" for note in result.notes),
+        *grouped(result.notes),
         *(f"- **{failure}**" for failure in result.failures),
         "",
     ]
     return "\n".join(lines)
+
+
+def document(results: Sequence[Result]) -> str:
+    """Return an overview and the tables of all scripts as Markdown."""
+    return "\n".join((overview(results), *map(table, results)))
+
+
+def write(results: Sequence[Result], markdown: Path | None, to_json: Path | None) -> None:
+    """Write the results so far to the files that were asked for."""
+    if markdown:
+        markdown.write_text(document(results))
+    if to_json:
+        to_json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def main() -> int:
@@ -309,13 +346,9 @@ def main() -> int:
             results.append(result := measure(script, Path(folder)))
             outcome = "; ".join(result.failures) or "as expected"
             print(f"{script.name:24} {result.verdict:10} {outcome}", file=sys.stderr, flush=True)
-    text = "\n".join(table(result) for result in results)
-    if arguments.markdown:
-        arguments.markdown.write_text(text)
-    else:
-        print(text)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+            write(results, arguments.markdown, arguments.json)
+    if not arguments.markdown:
+        print(document(results))
     if skipped:
         print(f"{len(skipped)} of {len(names)} scripts skipped: {', '.join(skipped)}", file=sys.stderr)
     failed = any(result.failures for result in results) or bool(skipped and not arguments.skip_missing)

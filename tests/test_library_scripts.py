@@ -1,5 +1,6 @@
 """benchmarks/library_scripts.py and its ground truth, without running the libraries' scripts."""
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -59,11 +60,21 @@ def test_of_each_row_the_moment_that_differs_most_is_kept(benchmark):
     assert [row.moment for row in benchmark.worst(rows)] == ["backward 1"]
 
 
-def test_lists_and_dictionaries_with_the_shapes_of_all_parameters_are_copies(truth):
+def test_notes_that_differ_in_figures_only_are_one_line(benchmark):
+    notes = [
+        ("finds at most 8 elements", "a.py:1"),
+        ("finds at most 1,024 elements", "b.py:2"),
+        ("other", ""),
+    ]
+    assert list(benchmark.grouped(notes)) == ["- finds at most 8 elements (2 such notes)", "- other"]
+
+
+def test_lists_dictionaries_and_idle_modules_with_the_shapes_of_a_model_are_copies(truth):
     model = torch.nn.Linear(37, 41)
-    average = [one.detach().clone() for one in model.parameters()]
+    average, other = copy.deepcopy(model), torch.nn.Linear(41, 37)
+    tensors = [one.detach().clone() for one in model.parameters()]
     frozen = {name: one.detach().clone() for name, one in model.named_parameters()}
-    partial = [average[0].clone()]
-    found = {id(one) for one in truth.copies_of_parameters()}
-    assert {id(one) for one in (*average, *frozen.values())} <= found
-    assert id(partial[0]) not in found
+    partial = [tensors[0].clone()]
+    found = {id(one) for one in truth.copies_of_parameters({model})}
+    assert {id(one) for one in (*average.parameters(), *tensors, *frozen.values())} <= found
+    assert not {id(one) for one in (*model.parameters(), *other.parameters(), *partial)} & found
