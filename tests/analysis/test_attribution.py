@@ -112,6 +112,31 @@ def test_an_allocation_has_the_category_of_its_life(history, expected):
     assert Category(attribution.category[which]).name == expected
 
 
+def step(place=1):
+    """Return a training step that leaves nothing behind."""
+    return [event for phase in (F, B, O) for event in (made(place, 9, phase), *gone(place, 9, phase))]
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([made(0, 100, S), step(), step(), step(), made(1, 9, I)], "HELD"),
+        ([made(0, 100, S), step(), made(1, 9, I)], "HELD"),  # as far as the run went
+        ([made(0, 9, F), gone(0, 9, F), made(0, 100, I), step(), step(), made(1, 9, I)], "HELD"),
+        ([made(0, 100, S), step(), gone(0, 100, I), step(0), made(0, 9, I)], "INPUT"),  # the first batch
+        ([made(0, 100, S), step(), step(), gone(0, 100, I), step(0), made(0, 9, I)], "HELD"),
+        ([made(0, 100, S, Category.INPUT), step(), step(), made(1, 9, I)], "INPUT"),  # passed to a model
+        ([made(0, 100, S, Category.COPY), step(), step(), made(1, 9, I)], "COPY"),
+        ([step(0), made(0, 100, I), step(), step(), made(1, 9, I)], "INPUT"),  # later data
+    ],
+)
+def test_what_outlives_whole_training_steps_is_held_by_the_script(history, expected):
+    trace = run(*history)
+    attribution = attribute(trace, timeline(trace))
+    (which,) = np.flatnonzero(attribution.requested == 100)
+    assert Category(attribution.category[which]).name == expected
+
+
 def test_allocations_alive_at_an_out_of_memory_error_count_as_kept():
     failing = Event(Action.OOM, 0, 4096, label=PHASES[F])
     history = (made(0, 100, F), made(1, 50, F), gone(1, 50, F), failing, gone(0, 100, F))

@@ -4,12 +4,13 @@ import dataclasses
 from array import array
 
 import numpy as np
+import pytest
 
 from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.annotate_events import assign_labels_and_owners, mark_workspaces
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import fill_missing_labels, infer_forwards
-from memfit.recording.owners import MemoryOwners, OwnerSnapshot
+from memfit.recording.owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
 from memfit.records import Action, Category, MarkKind, Phase, TensorInfo
 from support.traces import BASE, Event, events_of, freed
 
@@ -72,6 +73,24 @@ def test_an_input_does_not_get_the_op_that_saved_it():
         events_of([alloc(0), alloc(1)]), np.array([1, 2], np.int32), book, owners
     )
     assert [book.labels[label].op for label in events.label] == ["", "Exp"]  # a mask does
+
+
+def test_an_argument_of_a_model_is_an_input_unless_a_module_computed_it():
+    given = OwnerSnapshot(4, Category.INPUT, array("q", (BASE, NO_TENSOR, 0, 0, BASE + 512, NO_TENSOR, 0, 0)))
+    book = book_of(Phase.INPUT, Phase.FORWARD, Phase.FORWARD)
+    owners = MemoryOwners({TensorInfo("", "x", "", ()): 0}, {"": 0}, [given])
+    events = assign_labels_and_owners(
+        events_of([alloc(0), alloc(1)]), np.array([1, 2], np.int32), book, owners
+    )
+    assert events.category.tolist() == [Category.INPUT, Category.UNKNOWN]
+    assert events.tensor.tolist() == [-1, -1]  # a graph that saves it may name it
+
+
+@pytest.mark.parametrize("kept", [Category.INPUT, Category.GRADIENT])
+def test_a_batch_or_gradient_in_the_shape_of_a_parameter_is_no_copy_of_it(kept):
+    batch, parameter = saved(3, kept, 0, 0), saved(3, Category.PARAMETER, 1, 0)
+    events, _ = annotate(batch, parameter, *(saved(4, Category.COPY, slot, 0) for slot in range(3)))
+    assert events.category.tolist() == [kept, Category.COPY, Category.COPY]
 
 
 def test_an_event_without_a_label_gets_the_phase_of_the_event_before():

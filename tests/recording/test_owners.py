@@ -89,12 +89,41 @@ for _ in range(2):
 truth(parameters=size(net.parameters()), inputs=size([x]))
 """
     )
-    assert bytes_of(found, category="parameters") == 3 * truth["parameters"]
-    assert {row.module for row in found if row.category == "parameters"} == {
+    assert bytes_of(found, category="parameters") == truth["parameters"]
+    assert bytes_of(found, category="EMA and weight copies") == 2 * truth["parameters"]
+    assert {row.module for row in found if row.category == "EMA and weight copies"} == {
         *("Sequential.0", "Sequential.2", "AveragedModel.module.0", "AveragedModel.module.2")
     }
     assert bytes_of(found, category="inputs") == truth["inputs"]
     assert {row.op for row in found if row.born.phase == "optimizer"} == {"LBFGS.step"}
+
+
+def test_averages_in_lists_and_what_the_script_holds_are_no_inputs_and_a_teacher_has_parameters(attributed):
+    found, truth = attributed(
+        f"""
+import copy
+def train():  # what it holds is gone when the script ends
+    net = {MLP}
+    teacher = copy.deepcopy(net).requires_grad_(False)
+    average = [parameter.detach().clone() for parameter in net.parameters()]
+    table, x = torch.ones(1000, 64, device="cuda"), torch.ones(32, 256, device="cuda")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for index in range(3):
+        batch = torch.ones(16, 256).cuda()
+        loss = (net(x) - teacher(x) + table[index]).square().mean() + net(batch).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(net.parameters()), 0.1)
+    truth(parameters=size(net.parameters()), table=size([table]), x=size([x]), batch=size([batch]))
+train()
+"""
+    )
+    assert bytes_of(found, category="parameters") == 2 * truth["parameters"]
+    assert bytes_of(found, category="EMA and weight copies") == truth["parameters"]
+    assert bytes_of(found, category="held by the script") == truth["table"]
+    assert bytes_of(found, category="inputs") == truth["x"] + 3 * truth["batch"]
 
 
 def test_autocast_copies_are_named_whether_saved_or_not(attributed):

@@ -2,8 +2,9 @@
 
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe
+from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, parts
 from memfit.records import TensorInfo
 
 
@@ -29,6 +30,33 @@ def test_the_gradient_of_an_unnamed_tensor_is_named_grad():
     assert describe([NamedTensor(torch.zeros(3), TensorName(), ".grad")]) == TensorInfo(
         "", "grad", "float32", (3,)
     )
+
+
+class Quantised(nn.Parameter):
+    """A parameter with its scales beside it, as bitsandbytes keeps them."""
+
+
+def test_the_scales_of_a_quantised_parameter_are_parts_of_it():
+    class State:
+        def __init__(self, absmax, inner=None):
+            self.absmax, self.code, self.state2 = absmax, torch.zeros(16), inner
+
+    weight = Quantised(torch.zeros(8))
+    weight.quant_state = State(torch.zeros(4), State(torch.zeros(2)))
+    weight.SCB = torch.zeros(3)
+    assert {name: tuple(part.shape) for name, part in parts(weight)} == {
+        "": (8,),
+        "SCB": (3,),
+        "quant_state.absmax": (4,),
+        "quant_state.code": (16,),
+        "quant_state.state2.absmax": (2,),
+        "quant_state.state2.code": (16,),
+    }
+
+
+def test_the_tensors_in_a_wrapper_are_its_parts():
+    both = TwoTensor(torch.zeros(2), TwoTensor(torch.zeros(2), torch.eye(2)[0]))
+    assert [name for name, _ in parts(both)] == ["", "a", "b", "b.a", "b.b"]
 
 
 def test_tied_weights_have_all_of_their_names():

@@ -105,8 +105,8 @@ def test_a_missing_or_an_extra_member_is_refused(file, trace):
 
 
 def test_unknown_formats_and_versions_are_refused(file, trace):
-    assert "has version 5, but this memfit reads only up to version 4. Upgrade" in refused(
-        with_header(file, version=5)
+    assert "has version 6, but this memfit reads only up to version 5. Upgrade" in refused(
+        with_header(file, version=6)
     )
     write_trace(trace, file)
     assert "has the unknown format version 0" in refused(with_header(file, version=0))
@@ -180,7 +180,7 @@ def test_segments_out_of_range_are_refused(file, trace):
     ("column", "value", "words"),
     [
         ("action", 11, "event 1 of 2 has action 11, not between 0 and 10"),
-        ("category", 12, "event 1 of 2 has category 12,"),
+        ("category", 14, "event 1 of 2 has category 14,"),
         ("size", -1, "event 1 of 2 has size -1,"),
         ("address", 1 << 63, "event 1 of 2 has address 9223372036854775808,"),
         ("stream", -1, "event 1 of 2 has stream -1,"),

@@ -3,10 +3,12 @@
     stage      before          forward       backward        update
     phases     setup input     forward loss  backward        between optimizer
                                │             recompute
-    held by a live object              parameter, buffer, gradient, optimizer state, workspace
+    held by a live object              parameter, buffer, gradient, optimizer state, copy, workspace
     saved by autograd's graph          activation
+    passed to a model                  input
     freed before its stage ends        temporary; in a recomputation, before that ends
-    made before a forward              input
+    made before a forward              input; held by the script, if it was made in or before the first
+                                       training step, and outlives the second, or a run that has no second
     made in a forward, alive after it  activation if a graph saved it, or if the next backward frees it (saved
                                        where memfit cannot see it); otherwise output: the script holds it
     made in a backward, alive after    activation if the next backward frees it; otherwise gradient
@@ -33,6 +35,8 @@ _STAGES = {
 }
 _BEFORE, _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2, 3
 _PHASES = tuple(Phase)
+_STEPS_OUTLIVED = 2
+"""Training steps: a batch that was made before the first is freed when the second begins, or in it."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -105,12 +109,17 @@ def _categories(
     kept |= (made == _BACKWARD) & next_backward_frees  # the graph of a gradient
     # Allocations between the phases that stay are input of the next forward: the next batch of a window.
     given = (made == _BEFORE) | ((made == _UPDATE) & ~in_optimizer)
+    # What outlives whole steps is no batch, unless a model was called with it.
+    done = _counted(trace, MarkKind.TRAINING_STEP)
+    outlives = (done[freed] >= _STEPS_OUTLIVED) | ((freed == len(phase)) & (done[-1] > 0))
+    held = given & (done[born] == 0) & outlives
     # A saved tensor that no graph computed is an input, unless a forward or backward made it, like a mask.
     category[(category == Category.INPUT) & ~given] = Category.ACTIVATION
     # Without a label, what the script was doing is unknown.
     unknown = (category == Category.UNKNOWN) & (trace.events.label[born] >= 0)
     for which, kind in (
         (given, Category.INPUT),
+        (held, Category.HELD),
         (made == _FORWARD, Category.OUTPUT),
         (made == _BACKWARD, Category.GRADIENT),
         (kept, Category.ACTIVATION),

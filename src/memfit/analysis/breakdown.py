@@ -38,6 +38,8 @@ CATEGORY_NAMES = {
     Category.ACTIVATION: "activations",
     Category.RECOMPUTED: "recomputed activations",
     Category.INPUT: "inputs",
+    Category.COPY: "EMA and weight copies",
+    Category.HELD: "held by the script",
     Category.OUTPUT: "outputs",
     Category.TEMPORARY: "temporaries",
     Category.COMMUNICATION: "communication",
@@ -47,7 +49,9 @@ CATEGORY_NAMES = {
 ROUNDING, EARLIER = "rounding", "before the history"
 LARGEST = 20
 """Number of allocations listed one by one."""
-_HELD_BY_OBJECTS = {Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE}
+_HELD_BY_OBJECTS = {
+    *(Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.COPY)
+}
 _MOMENTS = ("peak", *Phase)
 _DIGITS = 10  # limit for a step's number: Python refuses to parse thousands
 

@@ -19,6 +19,7 @@ from memfit.records import (
     DEFAULT_POOL,
     Action,
     Attribution,
+    Category,
     DryRun,
     Figure,
     GroupBy,
@@ -32,7 +33,10 @@ from memfit.records import (
     Trace,
     worst,
 )
+from memfit.units import format_bytes
 
+_NOTABLE = 0.01
+"""Share of the allocated bytes from which on a note names the line of what the script holds."""
 _CONTEXT_SPREAD = 0.8
 """How much larger a context may be than is assumed, as a share of it: an H100 took 1,220 MiB where 683 are
 assumed (docs/limits.md)."""
@@ -79,7 +83,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         out_of_memory=failed,
         growth=_growth(trace, line),
         end=trace.end,
-        notes=(*trace.notes, *_notes(trace, line, steps)),
+        notes=(*trace.notes, *_notes(trace, line, steps), *_held_by_script(attribution, peak, allocated)),
         versions=trace.versions,
         command=trace.command,
         uncertainty=_uncertainty(context),
@@ -220,6 +224,20 @@ def _growing_line(trace: Trace, line: Timeline, ends: list[int]) -> str:
             if event < born_before:
                 held[line_of(trace, event)] += sign * int(trace.events.size[event])
     return max(held, key=lambda where: held[where], default="")
+
+
+def _held_by_script(attribution: Attribution, peak: int, allocated: int) -> list[Note]:
+    """Name the line that allocated most of what the script holds at the peak, unless that is little."""
+    alive = attribution.alive(peak)
+    held = alive[attribution.category[alive] == Category.HELD]
+    size = int(attribution.requested[held].sum())
+    if size < _NOTABLE * max(allocated, 1):
+        return []
+    by_line = np.bincount(attribution.line[held], weights=attribution.requested[held])
+    most = int(np.argmax(by_line))
+    by_that = format_bytes(int(by_line[most]))
+    text = f"Held by the script: {format_bytes(size)}, of which this line allocated {by_that}."
+    return [Note(Provenance.EXACT, text, attribution.lines[most])] if attribution.lines[most] else []
 
 
 def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:

@@ -16,7 +16,7 @@ from memfit.ghost.ffi import WorkspaceUse
 from memfit.recording.allocating_functions import TorchFunction
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import fill_missing_labels
-from memfit.recording.owners import MemoryOwners
+from memfit.recording.owners import NO_TENSOR, MemoryOwners
 from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phase
 
 _OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}
@@ -63,7 +63,7 @@ def assign_labels_and_owners(
             event = allocated_at.get(address)
             if event is None:
                 continue
-            if owned.category in _WEAK_CLAIMS and tensor[event] >= 0:
+            if _gives_way(owned.category, category[event], tensor[event]):
                 continue
             # Each thread numbers its nodes by itself: the number of a node created in a backward (a graph of
             # gradients) may be too low, and then nothing follows from it.
@@ -73,11 +73,22 @@ def assign_labels_and_owners(
                 and bisect_right(backwards, event) < earlier_backwards
             ):
                 continue
-            category[event], tensor[event] = owned.category, tensor_index
             origin = labels[label[event]] if label[event] >= 0 else None
-            if op and origin and (owned.category is Category.ACTIVATION or origin.phase in _COMPUTE):
+            computed = origin is not None and origin.phase in _COMPUTE
+            if tensor_index == NO_TENSOR and computed:
+                continue  # the result of another module is no input
+            category[event], tensor[event] = owned.category, tensor_index
+            if op and origin and (owned.category is Category.ACTIVATION or computed):
                 label[event] = book.add(replace(origin, op=ops[op]))
     return replace(events, label=label, category=category, tensor=tensor)
+
+
+def _gives_way(claim: Category, category: int, tensor: int) -> bool:
+    """Return whether a claim yields to the category and tensor that an allocation already has."""
+    if claim is Category.COPY:
+        # A batch may have the shape of a parameter, and so may a bucket's view of a gradient that is gone.
+        return category not in (Category.UNKNOWN, Category.PARAMETER)
+    return claim in _WEAK_CLAIMS and tensor >= 0
 
 
 def assign_torch_functions(

@@ -43,7 +43,8 @@ class ModuleHooks:
         book: holds the labels.
         stacks: holds the source lines of forwards, for the backward.
         in_backward: returns whether a backward pass is running, which makes a forward a recomputation.
-        on_root: called when an outermost module is entered outside the backward.
+        on_root: called when an outermost module is entered outside the backward, with its positional
+            arguments, if they are known.
         after_root: called with the phase that follows an outermost module.
         backward: label the backward by module, too, which takes longer than everything else here.
     """
@@ -54,7 +55,7 @@ class ModuleHooks:
         stacks: StackTable,
         *,
         in_backward: Callable[[], bool],
-        on_root: Callable[[torch.nn.Module], None],
+        on_root: Callable[[torch.nn.Module, tuple[object, ...]], None],
         after_root: Callable[[Phase], None],
         backward: bool = True,
     ) -> None:
@@ -95,9 +96,9 @@ class ModuleHooks:
         original(module, state)
         self.names.learn_copy(module)
 
-    def _enter_hook(self, module: torch.nn.Module, _args: object) -> None:
+    def _enter_hook(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
         if not torch.compiler.is_compiling():
-            self.enter(module)
+            self.enter(module, args)
 
     def _leave_hook(self, _module: torch.nn.Module, _args: object, output: object) -> None:
         active = self._active.get(threading.get_ident())
@@ -108,13 +109,13 @@ class ModuleHooks:
             self.claim((output,), since, path, sys._getframe(1))
         self.leave(requires_grad=len(active) == 1 and requires_grad(output))
 
-    def enter(self, module: torch.nn.Module) -> None:
+    def enter(self, module: torch.nn.Module, arguments: tuple[object, ...] = ()) -> None:
         """Label the calling thread with a module that is about to run."""
         active = self._active.setdefault(threading.get_ident(), [])
         recomputing = self._in_backward()
         name = self._name(module)
         if not active and not recomputing:
-            self._on_root(module)
+            self._on_root(module, arguments)
         if recomputing:
             phase = Phase.RECOMPUTE
         elif isinstance(module, _Loss):

@@ -22,6 +22,9 @@ from memfit.recording.saved_tensors import Checkpoints, SavedTensorInfo, leaves_
 from memfit.recording.tensor_names import NamedTensor, TensorName, TensorNames, describe, local_piece, parts
 from memfit.records import Category, TensorInfo
 
+NO_TENSOR = -1
+"""The index of a tensor that is not described."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerSnapshot:
@@ -31,9 +34,10 @@ class OwnerSnapshot:
     """Serial of the moment, as in ``event_labels.py``."""
     category: Category
     rows: "array[int]"
-    """Four numbers for each owner: the address of its storage, the indices of its tensor and of the op that
-    computed it, and the number of backwards before the node that saved it was created (0 outside graphs). An
-    allocation older than the last of those backwards is no activation of the graph, but an input to it."""
+    """Four numbers for each owner: the address of its storage, the indices of its tensor (or ``NO_TENSOR``)
+    and of the op that computed it, and the number of backwards before the node that saved it was created (0
+    outside graphs). An allocation older than the last of those backwards is no activation of the graph, but
+    an input to it."""
 
 
 @dataclass(slots=True)
@@ -131,6 +135,22 @@ class MemoryOwners:
             ("found_inf flag", getattr(optimizer, "found_inf", None)),
         )
         self._record_buffers(serial, tensors)
+
+    def record_arguments(self, serial: int, arguments: Iterable[object]) -> None:
+        """Record the tensors that an outermost module is called with, unless a graph computed them.
+
+        Their names are known if a graph saves them.
+        """
+        rows = array("q")
+        for tensor in tensors_in(arguments):
+            if tensor.grad_fn is None:
+                for address in addresses_of([tensor]):
+                    rows.extend((address, NO_TENSOR, 0, 0))
+        self.snapshots.append(OwnerSnapshot(serial, Category.INPUT, rows))
+
+    def record_copies(self, serial: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Record copies of the parameters that the script trains."""
+        self._record(serial, Category.COPY, map(self._named, tensors))
 
     def record_graph(self, serial: int, roots: Iterable[object], *, by_hand: bool = False) -> None:
         """Record what autograd keeps for the backward of some tensors, and the leaves of that backward.
@@ -241,6 +261,11 @@ class MemoryOwners:
 
     def _index_of(self, tensor: TensorInfo) -> int:
         return self.tensors.setdefault(tensor, len(self.tensors))
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the addresses of the GPU memory that some tensors use."""
+    return {address for tensor in tensors for _, address, _ in _memory(tensor)}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

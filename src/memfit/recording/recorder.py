@@ -19,7 +19,6 @@ import torch
 from torch.optim import Optimizer
 
 from memfit.ghost.ffi import Ghost, WorkspaceUse
-from memfit.ghost.patching.before_call import before
 from memfit.recording import autocast_copies
 from memfit.recording.allocating_functions import functions_of_events
 from memfit.recording.allocator_history import AllocatorHistory
@@ -35,9 +34,11 @@ from memfit.recording.event_labels import LabelBook
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.inferred_phases import infer_forwards
 from memfit.recording.live_objects import find_live_objects
+from memfit.recording.marked_calls import mark_calls
 from memfit.recording.module_hooks import ModuleHooks, running_module
 from memfit.recording.module_names import short_names
 from memfit.recording.owners import MemoryOwners, parameters_of
+from memfit.recording.parameter_copies import ParameterCopies
 from memfit.recording.saved_tensors import READABLE
 from memfit.recording.training_steps import StepTracker
 from memfit.records import DeviceUse, MarkKind, Note, Phase, Provenance, ScriptEnd, Trace
@@ -56,13 +57,6 @@ _UNREADABLE_OBJECTS = (
     "Some objects could not be inspected and were skipped. Their own code raised an exception, or they were "
     "still under construction."
 )
-_MARKED_CALLS = {
-    "_cuda_resetPeakMemoryStats": MarkKind.RESET_PEAK,
-    "_accelerator_resetPeakStats": MarkKind.RESET_PEAK,
-    "_cuda_emptyCache": MarkKind.EMPTY_CACHE,
-    "_accelerator_emptyCache": MarkKind.EMPTY_CACHE,
-}
-"""Functions of ``torch._C`` and the mark that a call of each leaves."""
 
 
 class Recorder:
@@ -96,6 +90,8 @@ class Recorder:
         self._inspects_while_running = labels and not live
         self._notes: dict[tuple[str, str], Note] = {}
         self._owners = MemoryOwners()
+        self._copies = ParameterCopies(self._owners)
+        self._inspected_models = False
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # outermost modules that have run
         self._stacks = StackTable(is_user_file)
         self.book = LabelBook()
@@ -146,7 +142,7 @@ class Recorder:
         else:
             self._history.share_with_script(self._hooks)
         torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
-        self._mark_calls()
+        mark_calls(self._hooks, self.book)
         if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
             record_released_workspaces(self._hooks, self.book, self._history, self._owners)
 
@@ -155,21 +151,14 @@ class Recorder:
             return
         self._history.start()
 
-    def _mark_calls(self) -> None:
-        for name, kind in _MARKED_CALLS.items():
-            original = getattr(torch._C, name, None)
-            if original is not None:
-                self._hooks.replace(torch._C, name, before(self._marker(kind), original))
-
-    def _marker(self, kind: MarkKind) -> Callable[..., None]:
-        return lambda *_args: self.book.mark(kind, 0)
-
     # -- while the script runs: owners are inspected at the moments when they all exist -------
 
-    def _enter_root(self, module: torch.nn.Module) -> None:
-        if self._inspects_while_running and module not in self._roots:  # runs only for labelled modules
-            self._roots.add(module)
-            self._record_modules((module,))
+    def _enter_root(self, module: torch.nn.Module, arguments: tuple[object, ...]) -> None:
+        if self._inspects_while_running:  # runs only for labelled modules
+            if module not in self._roots:
+                self._roots.add(module)
+                self._record_modules((module,))
+            self._owners.record_arguments(self.book.moment(), arguments)
         self.steps.enter_forward()
 
     def _before_backward(self, roots: Iterable[object]) -> None:
@@ -194,10 +183,14 @@ class Recorder:
             self._owners.record_scale_passed_to(moment, optimizer)
             self._owners.record_gradients(moment, parameters)
             self._owners.record_parameters(moment, parameters)
+            if self.steps.completed == 1 and not self._inspected_models:  # while the loop's locals exist
+                self._inspected_models = True
+                self._inspect_all_models()
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         if self._inspects_while_running:
             self._owners.record_optimizer_state(self.book.moment(), optimizer)
+            self._copies.after_first_step(self._roots)
 
     def _record_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         self._owners.record_parameters(self.book.moment(), parameters)
@@ -321,14 +314,19 @@ class Recorder:
             with self._owners.skipping_failures(), torch._C.DisableTorchFunctionSubclass():
                 self._inspect_live_objects()
         elif self._with_labels:
-            never_run = tuple(self._modules.names.outermost())  # for example averaged models
-            self._inspect_models(self.steps.optimizers, never_run, tuple(self._roots))
+            self._inspect_all_models()
         else:
             return
         if not READABLE:
             self.note(Provenance.ASSUMED, _UNREADABLE_GRAPHS)
         if self._owners.incomplete:
             self.note(Provenance.ASSUMED, _UNREADABLE_OBJECTS)
+
+    def _inspect_all_models(self) -> None:
+        """Inspect the models that have run, those that never ran, such as averages, and other copies."""
+        outermost = tuple(self._modules.names.outermost())
+        self._inspect_models(self.steps.optimizers, outermost, tuple(self._roots))
+        self._copies.record(self.book.moment(), self.steps.optimizers, outermost)
 
     def _inspect_live_objects(self) -> None:
         alive = find_live_objects()

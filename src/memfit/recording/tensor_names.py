@@ -88,7 +88,10 @@ def local_piece(tensor: Any) -> Any:
 
 
 def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that hold a tensor's data, each with its role: a strided tensor yields only itself.
+    """Yield the tensors that hold a tensor's data, each with its role: a plain tensor yields only itself.
+
+    A wrapper of tensors, as a quantised tensor may be, yields what it wraps (``__tensor_flatten__``).
+    bitsandbytes keeps the scales of a quantised parameter in its attributes: they follow the parameter.
 
     >>> [name for name, _ in parts(torch.eye(2).to_sparse())]
     ['indices', 'values']
@@ -98,6 +101,33 @@ def parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", here
     for name, part in _SPARSE.get(here.layout, {}).items():
         yield name, part(here)
+    if type(here) not in _PLAIN:
+        yield from _wrapped(here)
+        yield from _quantisation_state(here)
+
+
+def _wrapped(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a wrapper, however nested, by the names of its attributes."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    for name in names:
+        for inner, part in parts(getattr(tensor, name)):
+            yield f"{name}.{inner}".rstrip("."), part
+
+
+def _quantisation_state(holder: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of bitsandbytes' quantisation beside the weight: scales, offset, code.
+
+    Source: ``Params4bit`` and ``Int8Params`` in bitsandbytes/nn/modules.py, ``QuantState`` in
+    bitsandbytes/functional.py, 0.50.
+    """
+    for name in ("absmax", "code", "offset", "SCB", "CB"):
+        value = getattr(holder, name, None)
+        if isinstance(value, torch.Tensor):
+            yield name, value
+    for name in ("quant_state", "state2"):
+        if (state := getattr(holder, name, None)) is not None:
+            for inner, part in _quantisation_state(state):
+                yield f"{name}.{inner}", part
 
 
 def describe(found: Sequence[NamedTensor]) -> TensorInfo:

@@ -50,7 +50,7 @@ class Category(IntEnum):
     ACTIVATION = 6
     """Saved for the backward by autograd's graph."""
     INPUT = 7
-    """Allocated outside modules, before a forward: the batch, data."""
+    """Allocated outside modules, before a forward: the batch."""
     OUTPUT = 8
     """Computed in a forward or a loss, saved by no graph: the script holds it."""
     TEMPORARY = 9
@@ -59,6 +59,11 @@ class Category(IntEnum):
     """Allocated by ``torch.distributed``: buckets, gathered parameters, gradients to be scattered."""
     RECOMPUTED = 11
     """An activation that a checkpoint discarded and recomputed for its backward."""
+    COPY = 12
+    """In the shapes of a trained model's parameters, beside the models that run: EMA and other averages."""
+    HELD = 13
+    """Allocated outside modules before the first training step was complete, passed to no model, and held
+    until the second was, or until the end of a shorter run: a data set, a table."""
 
 
 class Action(IntEnum):

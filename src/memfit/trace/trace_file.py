@@ -5,6 +5,7 @@
     columns/address      n x u8     |  little-endian; the type of a column is fixed by the
     columns/size         n x i8     |  version, never by the file
     ...                             |
+    columns/category     n x u1     |  may contain COPY and HELD from version 5 on
     columns/pool         n x i4     |  only if the header has pools; from version 2 on
     columns/tensor       n x i4     |  only if the header has tensors; from version 3 on
 
@@ -54,7 +55,7 @@ from memfit.trace.trace_limits import (
 )
 
 FORMAT = "memfit trace"
-VERSION = 4
+VERSION = 5
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",

@@ -17,6 +17,8 @@ _COLOURS = {
     Category.PARAMETER: ("#0072b2", False),
     Category.BUFFER: ("#0072b2", True),
     Category.OPTIMIZER_STATE: ("#56b4e9", False),
+    Category.COPY: ("#56b4e9", True),
+    Category.HELD: ("#d55e00", True),
     Category.GRADIENT: ("#cc79a7", False),
     Category.INPUT: ("#009e73", True),
     Category.ACTIVATION: ("#009e73", False),
