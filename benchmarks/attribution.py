@@ -1,6 +1,6 @@
-"""Check memfit's attribution of memory against an independent ground truth, for each example.
+"""Check memfit's attribution of memory against an independent ground truth, for each example and job.
 
-    python benchmarks/attribution.py [EXAMPLE.py ...] [--json FILE]
+    python benchmarks/attribution.py [SCRIPT.py ...] [--json FILE]
 
 Each script runs twice on the ghost: once under memfit, once under ``attribution_truth.py``. At every backward
 and optimizer step, both must report the same requested bytes. The benchmark also limits the unknown share of
@@ -8,10 +8,12 @@ the peak, and checks that all rows sum to the allocated bytes. Exits with 1 if a
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import memfit
 from memfit.allocator.timeline import timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import breakdown_at
-from memfit.records import Attribution, Category, GroupBy, MarkKind, Trace
+from memfit.records import Attribution, Category, GroupBy, MarkKind, Phase, TensorInfo, Trace
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = (
@@ -37,26 +39,54 @@ EXAMPLES = (
     ),
     *("lora", "lstm", "masked", "mlp", "resnet50", "retinanet", "unet", "vit_l16"),
 )
+JOBS = {
+    "copies.py list": "",
+    "copies.py averaged_model": "",
+    "copies.py timm": "timm",
+    "copies.py diffusers": "diffusers",
+    "quantised.py 4": "bitsandbytes",
+    "quantised.py 8": "bitsandbytes",
+    "cudnn_benchmark.py": "",
+    "lightning_fit.py": "lightning",
+}
+"""Scripts in ``attribution_jobs/`` with their arguments, and the package that each needs."""
 KINDS = {
     "saved": Category.ACTIVATION,
     "parameters": Category.PARAMETER,
     "gradients": Category.GRADIENT,
     "optimizer state": Category.OPTIMIZER_STATE,
+    "copies": Category.COPY,
+    "held": Category.HELD,
 }
+NO_TENSOR = TensorInfo("", "", "", ())  # last, where index -1 finds it
 UNKNOWN = 0.01  # the largest allowed share of the peak
 
 
 def of_memfit(trace: Trace, attribution: Attribution) -> dict[str, list[dict[str, int]]]:
     """Return memfit's figures at the backwards and optimizer steps of the ground truth."""
-    found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": []}
+    found = {"backward": [], "optimizer step": [], "end": [of_workspaces(trace, attribution)]}
     for mark in trace.marks:
         if mark.kind is MarkKind.BACKWARD:
             sizes = bytes_of(attribution, mark.position - 1)
-            found["backward"].append({name: sizes[name] for name in ("saved", "parameters")})
+            found["backward"].append(
+                {name: sizes[name] for name in ("saved", "parameters", "copies", "held")}
+            )
         if mark.kind is MarkKind.OPTIMIZER_STEP:
             sizes = bytes_of(attribution, mark.position - 1)
             found["optimizer step"].append({name: sizes[name] for name in ("gradients", "optimizer state")})
     return found
+
+
+def of_workspaces(trace: Trace, attribution: Attribution) -> dict[str, int]:
+    """Return the bytes of cuBLAS's workspaces, and of the largest other one in a forward."""
+    of_cublas = np.array([tensor.name == "cuBLAS workspace" for tensor in (*trace.tensors, NO_TENSOR)])
+    cublas = of_cublas[attribution.tensor]
+    forward = attribution.phase == tuple(Phase).index(Phase.FORWARD)
+    workspace = (attribution.category == Category.WORKSPACE) & forward & ~cublas
+    return {
+        "cuBLAS workspaces": int(attribution.block[cublas].sum()),
+        "largest workspace of a convolution": int(attribution.block[workspace].max(initial=0)),
+    }
 
 
 def bytes_of(attribution: Attribution, event: int) -> dict[str, int]:
@@ -75,12 +105,13 @@ def run(options: list[str], script: list[str]) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-def compare(script: Path, folder: Path) -> dict[str, object]:
+def compare(script: Path, folder: Path, *arguments: str) -> dict[str, object]:
     """Run a script both ways and return the differences."""
     kept, truth = folder / "run.memfit", folder / "truth.json"
     kept.unlink(missing_ok=True)
-    run(["-o", str(kept)], [str(script)])
-    run(["--no-labels"], [str(ROOT / "benchmarks/attribution_truth.py"), str(truth), str(script)])
+    command = [str(script), *arguments]
+    run(["-o", str(kept)], command)
+    run(["--no-labels"], [str(ROOT / "benchmarks/attribution_truth.py"), str(truth), *command])
     trace = memfit.read(kept)
     line = timeline(trace)
     attribution = attribute(trace, line)
@@ -110,7 +141,7 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     if unknown > UNKNOWN * at_peak.allocated:
         differences.append(f"unknown: {unknown:,} of {at_peak.allocated:,}")
     return {
-        "example": script.name,
+        "example": " ".join((script.name, *arguments)),
         "backwards": len(ours["backward"]),
         "saved at the last": ours["backward"][-1]["saved"] if ours["backward"] else 0,
         "unknown share": unknown / max(at_peak.allocated, 1),
@@ -118,23 +149,34 @@ def compare(script: Path, folder: Path) -> dict[str, object]:
     }
 
 
+def jobs() -> Iterator[list[str]]:
+    """Yield the examples, and the jobs whose packages are installed."""
+    yield from ([str(ROOT / f"examples/{one}.py")] for one in EXAMPLES)
+    for job, package in JOBS.items():
+        if package and not importlib.util.find_spec(package):
+            print(f"{job:26} skipped: {package} is not installed", flush=True)
+            continue
+        script, *arguments = job.split()
+        yield [str(ROOT / "benchmarks/attribution_jobs" / script), *arguments]
+
+
 def main() -> int:
     """Compare the scripts and print a table; return 1 if anything differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("examples", nargs="*", help="scripts (default: the training scripts of examples/)")
+    parser.add_argument("examples", nargs="*", help="scripts, with their arguments (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    scripts = [Path(one) for one in arguments.examples] or [ROOT / f"examples/{one}.py" for one in EXAMPLES]
+    commands = [one.split() for one in arguments.examples] or jobs()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for script in scripts:
-            found = compare(script, Path(folder))
+        for script, *options in commands:
+            found = compare(Path(script), Path(folder), *options)
             results.append(found)
             verdict = "equal" if not found["differences"] else "DIFFERS"
             print(
-                f"{found['example']:22} {found['backwards']:3} backwards  "
+                f"{found['example']:26} {found['backwards']:3} backwards  "
                 f"saved {found['saved at the last']:15,} B  unknown {found['unknown share']:.3%}  {verdict}",
                 flush=True,
             )

@@ -8,6 +8,10 @@ come from the garbage collector's list of objects, gradients and state from the 
 Copies of parameters are in modules, lists and dictionaries that have the shapes of all parameters of a model
 that runs, in their order, and are none of them. What else Python holds from before the forward is an input.
 Bytes are those of storages, each counted once. At the end come the optimizer steps and PyTorch's own peak.
+
+A script may name tensors that it keeps in lists of its own: ``copies`` of parameters, scales ``beside``
+quantised parameters, and what it ``held`` besides. The largest workspace of a convolution is what its forward
+took in addition to its result, and cuBLAS's workspaces are what their release frees.
 """
 
 import functools
@@ -24,6 +28,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+AVERAGED = ("AveragedModel", "ModelEma", "ModelEmaV2", "ModelEmaV3")
+
 
 class Kept:
     """A tensor that autograd saved, alive as long as autograd keeps it."""
@@ -38,6 +44,8 @@ class Truth:
 
     def __init__(self) -> None:
         self.found: dict[str, list[dict[str, int]]] = {"backward": [], "optimizer step": [], "end": []}
+        self._workspaces: dict[str, int] = {}
+        self._peak = 0  # before the peak was reset
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
         # Per window, from one backward to the next: length of the history at its first forward and its end.
         self._entered: list[int] = []
@@ -61,6 +69,14 @@ class Truth:
             return run(*args, **kwargs)
 
         graph._engine_run_backward = torch.autograd._engine_run_backward = backward
+        clear = torch._C._cuda_clearCublasWorkspaces
+
+        def release() -> None:
+            before = torch.cuda.memory_allocated()
+            clear()
+            self._workspaces["cuBLAS workspaces"] = before - torch.cuda.memory_allocated()
+
+        torch._C._cuda_clearCublasWorkspaces = release
 
     def pack(self, tensor: torch.Tensor) -> Kept:
         """Record a saved tensor."""
@@ -69,6 +85,10 @@ class Truth:
         return kept
 
     def _enter(self, module: torch.nn.Module, *_: object) -> None:
+        if isinstance(module, torch.nn.Conv2d) and torch.backends.cudnn.benchmark:
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            self._before_convolution = torch.cuda.memory_allocated()
         if not self._depth and torch._C._current_graph_task_id() < 0:
             self._models.add(module)
             fresh = len(self._entered) == len(self._ended)
@@ -76,8 +96,12 @@ class Truth:
                 self._entered.append(len(history()))
         self._depth += 1
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, module: torch.nn.Module, _arguments: object, result: Any) -> None:
         self._depth -= 1
+        if isinstance(module, torch.nn.Conv2d) and torch.backends.cudnn.benchmark:
+            rise = torch.cuda.max_memory_allocated() - self._before_convolution - result.nbytes
+            name = "largest workspace of a convolution"
+            self._workspaces[name] = max(rise, self._workspaces.get(name, 0))
 
     def _backward(self) -> None:
         events = history()
@@ -94,7 +118,7 @@ class Truth:
             if self._entered[kept.window] <= made.get(start, -1) < self._ended[kept.window]
             and start not in scales
         }
-        parameters = storages(live(torch.nn.Parameter))
+        parameters = storages(live(torch.nn.Parameter)) | named("beside")
         buffers = storages(one for module in live(torch.nn.Module) for one in module._buffers.values())
         owned = {*sizes, *scales, *parameters, *buffers, *self._gradient_sizes(), *self._state_sizes()}
         held = {
@@ -102,7 +126,9 @@ class Truth:
             for start, size in storages(live(torch.Tensor)).items()
             if start not in owned and made.get(start, -1) < self._entered[-1]
         }
-        mirrors = storages(copies_of_parameters(self._models))
+        averages = [one for one in live(torch.nn.Module) if type(one).__name__ in AVERAGED]
+        mirrors = storages(copies_of_parameters(self._models)) | named("copies")
+        mirrors |= storages(one for average in averages for one in average.parameters())
         entry = {
             "saved": sizes,
             "parameters": without(parameters, mirrors),
@@ -111,7 +137,7 @@ class Truth:
                 start: size for start, size in mirrors.items() if start in held or start in parameters
             },
             "inputs": without(held, mirrors),
-        }
+        } | ({"held": named("held")} if named("held") else {})
         self.found["backward"].append({name: sum(each.values()) for name, each in entry.items()})
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -136,8 +162,8 @@ class Truth:
 
     def end(self) -> None:
         """Record PyTorch's peak and the number of optimizer steps."""
-        steps = len(self.found["optimizer step"])
-        self.found["end"].append({"steps": steps, "peak": torch.cuda.max_memory_allocated()})
+        steps, peak = len(self.found["optimizer step"]), max(self._peak, torch.cuda.max_memory_allocated())
+        self.found["end"].append({"steps": steps, "peak": peak} | self._workspaces)
 
 
 @functools.cache
@@ -156,6 +182,11 @@ def history() -> list[dict[str, Any]]:
 def live(kind: type) -> list[Any]:
     """Return the objects of a class that the garbage collector knows; proxies of others are left out."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def named(name: str) -> dict[int, int]:
+    """Return the storages of the tensors that the script keeps in a list of this name."""
+    return storages(vars(sys.modules["__main__"]).get(name, ()))
 
 
 def copies_of_parameters(models: Collection[torch.nn.Module]) -> Iterator[torch.Tensor]:

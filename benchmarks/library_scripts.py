@@ -53,12 +53,13 @@ LIMIT = 900
 ROWS = {
     "saved": (Category.ACTIVATION,),
     "parameters": (Category.PARAMETER,),
+    "copies": (Category.COPY,),
     "buffers": (Category.BUFFER,),
-    "inputs": (Category.INPUT,),
+    "inputs": (Category.INPUT, Category.HELD),
     "gradients": (Category.GRADIENT,),
     "optimizer state": (Category.OPTIMIZER_STATE,),
 }
-"""Name in the truth -> memfit's categories; copies of parameters have none of their own."""
+"""Name in the truth -> categories; the truth does not separate inputs from what else the script holds."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "YOLO_OFFLINE": "true"}
 

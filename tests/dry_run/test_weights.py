@@ -59,7 +59,8 @@ def test_weights_synthesized_from_the_configuration_have_the_same_bytes(dry_run,
         notes = synthesized(run)
         assert [note["provenance"] for note in notes] == ["assumed", "assumed"]
         assert [note["where"].rpartition("script.py:")[2] for note in notes] == ["5", "6"]
-        assert "torch.bfloat16" in notes[0]["text"]
+        assert "zero weights in torch.bfloat16." in notes[0]["text"]
+        assert "zero weights in torch.float32." in notes[1]["text"]  # which the script asks for
 
 
 def test_without_a_dtype_in_the_configuration_no_figure_is_exact(dry_run, checkpoint):

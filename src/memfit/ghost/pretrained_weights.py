@@ -22,12 +22,14 @@ from memfit.user_frame import user_line
 
 _DTYPE_KNOWN = (
     "{name}: the weights were not loaded. The model was built from its configuration, with zero weights in "
-    "the checkpoint dtype that the configuration names ({dtype})."
+    "{dtype}."
 )
 _DTYPE_ASSUMED = (
     "{name}: the weights were not loaded. The model was built from its configuration, which does not name "
     "the checkpoint's dtype: zero weights in {dtype} were assumed."
 )
+_ASSUMED = torch.float32
+"""The dtype of a checkpoint that is not known."""
 
 
 def install(modeling: Any, note: NoteCallback, *, no_weights: bool) -> None:
@@ -65,7 +67,8 @@ class _EmptyCheckpoints:
         self._load = load
         self._no_weights = no_weights
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._dtypes: dict[str, torch.dtype] = {}  # placeholder file -> dtype of the checkpoint
+        # By placeholder file: the name of the model, and the dtype of its checkpoint if that is known.
+        self._placeholders: dict[str, tuple[Any, torch.dtype | None]] = {}
 
     def find(self, *args: Any, **options: Any) -> Any:
         """Find a checkpoint, or write a placeholder of one element, whose dtype transformers reads."""
@@ -77,25 +80,27 @@ class _EmptyCheckpoints:
                     raise
         name = options.get("pretrained_model_name_or_path")
         stored = self._stored_dtype(name, options.get("download_kwargs") or {})
-        dtype = stored or torch.float32
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="memfit-")
-        file = str(Path(self._folder.name) / f"{len(self._dtypes)}.safetensors")
-        self._modeling.safe_save_file({"placeholder": torch.zeros(1, dtype=dtype)}, file)
-        self._dtypes[file] = dtype
-        text = (_DTYPE_KNOWN if stored else _DTYPE_ASSUMED).format(name=name, dtype=dtype)
-        self._note(Provenance.ASSUMED, text, user_line(), sizes=stored is None, objects=stored is None)
+        file = str(Path(self._folder.name) / f"{len(self._placeholders)}.safetensors")
+        self._modeling.safe_save_file({"placeholder": torch.zeros(1, dtype=stored or _ASSUMED)}, file)
+        self._placeholders[file] = name, stored
         return [file], None
 
     def load(self, model: Any, state_dict: Any, files: list[str] | None, *args: Any, **options: Any) -> Any:
         """Load a checkpoint; for a placeholder, load zeros in the form in which the model would save them."""
-        dtype = self._dtypes.get(files[0]) if files else None
-        if dtype is None or state_dict is not None:
+        if not files or files[0] not in self._placeholders or state_dict is not None:
             return self._load(model, state_dict, files, *args, **options)
+        name, stored = self._placeholders[files[0]]
         tied = getattr(model, "all_tied_weights_keys", {})
         saved = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied}
         original = self._modeling.revert_weight_conversion(model, saved)
-        return self._load(model, _zeros(original, dtype), None, *args, **options)
+        result = self._load(model, _zeros(original, stored or _ASSUMED), None, *args, **options)
+        # What was made counts: the script may ask for another dtype than that of the checkpoint.
+        made = " and ".join(dict.fromkeys(str(parameter.dtype) for parameter in model.parameters()))
+        text = (_DTYPE_KNOWN if stored else _DTYPE_ASSUMED).format(name=name, dtype=made)
+        self._note(Provenance.ASSUMED, text, user_line(), sizes=stored is None, objects=stored is None)
+        return result
 
     def _stored_dtype(self, name: Any, download: Mapping[str, Any]) -> torch.dtype | None:
         """Return the checkpoint dtype that the configuration names, or None."""
