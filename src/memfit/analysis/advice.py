@@ -88,9 +88,10 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         run: reruns the script with unlimited memory.
 
     Returns:
-        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits.
+        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits
+        or the user interrupted it.
     """
-    if found.verdict not in _FAILED:
+    if not _needs_more(found):
         return found
     try:
         unlimited = run(ScriptChange(), _UNLIMITED)
@@ -183,6 +184,11 @@ class AdviceAttempt:
         return AdviceAttempt.of(tried, change) if isinstance(tried, TrialResult) else tried
 
 
+def _needs_more(found: DryRun) -> bool:
+    """Return whether a run with unlimited memory tells what the script needs."""
+    return found.verdict in _FAILED and found.end.reason != "interrupted"
+
+
 def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: int) -> Replay:
     settings, device = trial.trace.settings, trial.trace.device
     conf = change.conf or environment_settings(settings)
@@ -199,7 +205,7 @@ def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: in
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
-    if answer.verdict in _FAILED:
+    if _needs_more(answer):
         first = run(ScriptChange(), _UNLIMITED)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)

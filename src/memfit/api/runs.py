@@ -13,7 +13,7 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DryRun
 from memfit.report.estimate import Estimate
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, run_script, script_command
+from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 
@@ -92,7 +92,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         workspaces=workspaces,
     )
     command = script_command(script, arguments, options, output)
-    trace = run_script(command, options, ghost_settings(options), output, on_progress)
+    trace = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
     result = summarize(trace)
     run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
     result = find_advice(trace, result, run) if advise else find_total(result, run)
@@ -138,7 +138,7 @@ def record(  # noqa: PLR0913 - one parameter an option
     options = RunOptions(module=module, steps=steps, labels=labels, stdout_to_stderr=stdout_to_stderr)
     command = script_command(script, arguments, options, output)
     find_card(f"record {command[0]}")
-    return summarize(run_script(command, options, None, output, on_progress))
+    return summarize(run_script(command, options, None, output, on_progress, None))
 
 
 def estimate(  # noqa: PLR0913 - one parameter an option

@@ -18,6 +18,7 @@ from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.event_labels_by_count import EventCountStamps
 from memfit.recording.hooks import InstalledHooks
+from memfit.recording.memory_snapshot import memory_snapshot
 from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
 
@@ -137,7 +138,7 @@ class AllocatorHistory:
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
             return {"device_traces": [self._ghost_log()], "segments": []}, in_force
-        snapshot = torch.cuda.memory._snapshot()
+        snapshot = memory_snapshot()
         if failed is not None and not self.on:
             now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from memfit.recording.memory_snapshot import memory_snapshot
+
 
 def release_cublas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
     """Release all cuBLAS workspaces, and return the blocks that this has freed.
@@ -19,7 +21,7 @@ def release_cublas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
     """
     before = _active_blocks(segments)
     torch._C._cuda_clearCublasWorkspaces()
-    after = _active_blocks(torch.cuda.memory._snapshot()["segments"])
+    after = _active_blocks(memory_snapshot()["segments"])
     return {address: size for address, size in before.items() if address not in after}
 
 

@@ -6,8 +6,11 @@ environment variables that the script sets before importing torch take effect.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -22,6 +25,8 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
+from memfit.run.interruption import release_ctrl_c
+from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ParentPipe:
@@ -54,6 +60,10 @@ class ParentPipe:
                 "peak": torch.cuda.max_memory_allocated() if ready else 0,
             }
         )
+
+    def interrupted(self) -> None:
+        """Report that Ctrl-C ended the script, before its trace is written."""
+        self._write({"interrupted": True})
 
     def end(self, end: ScriptEnd, *, traced: bool) -> None:
         """Report how the script ended, and whether a trace was written."""
@@ -134,14 +144,18 @@ class ScriptProcess:
         if os.getpid() != self._pid:
             os._exit(end.exit_code)  # a fork of the script ends here
         _flush()
+        if end.reason == "interrupted":
+            self._parent.interrupted()
         try:
             traced = self._write_trace(end)
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
+        self._parent.end(end, traced=traced)
         _join_threads(THREAD_TIMEOUT)
         atexit._run_exitfuncs()
-        self._parent.end(end, traced=traced)
         _flush()
+        if end.reason == "interrupted":
+            kill_descendants(self._pid)
         os._exit(end.exit_code)
 
     def _changed(self) -> None:
@@ -174,6 +188,7 @@ def main() -> None:
     """Run the script on the command line."""
     _, text, *command = sys.argv
     settings = read_settings(text)
+    _end_with_parent(settings.progress)
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
@@ -184,7 +199,20 @@ def main() -> None:
         os._exit(error.exit_code)
     process = ScriptProcess(tuple(command), settings, backend)
     after_import("torch", process.begin)
+    release_ctrl_c()
     process.finish(process.script())
+
+
+def _end_with_parent(progress: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
+
+    Strictly, when the thread that started this process ends; that thread waits for this process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = select.poll()
+    parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
+    if parent.poll(0):
+        os._exit(TargetError.exit_code)
 
 
 def _join_threads(timeout: float | None) -> None:

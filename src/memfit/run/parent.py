@@ -5,6 +5,9 @@ this process                       the script's process (child.py)
 settings        ──── argv ───────> load ghost (or none), run script
 progress line   <─── pipe ──────── step, allocated, peak, end
 read_trace      <─── file ──────── write_trace
+
+Ctrl-C in a terminal reaches both. The script ends as under python, and its trace up to there is reported; if
+it takes longer than a moment to end, this process kills it with all that it started.
 """
 
 import os
@@ -14,10 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -26,11 +27,16 @@ from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ScriptEnd, Trace
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
+from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
+from memfit.run.process_tree import kill_descendants
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
 POLL_INTERVAL = 0.1  # seconds between two checks of the process
+PATIENCE = 0.4
+"""Seconds that a script on the ghost gets to end after Ctrl-C. Python acts on it only between two of its own
+instructions, and libraries may swallow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class _ChildMessage(msgspec.Struct):
     peak: int = 0
     end: ScriptEnd | None = None
     traced: bool = False
+    interrupted: bool = False
+    """Ctrl-C has ended the script; it writes its trace now."""
 
 
 def run_script(
@@ -63,6 +71,7 @@ def run_script(
     ghost: GhostSettings | None,
     output: Path | None,
     on_progress: Callable[[Progress], None],
+    patience: float | None = 0.0,
 ) -> Trace:
     """Run a script in a process of its own and return its trace.
 
@@ -72,8 +81,11 @@ def run_script(
         ghost: what ``ghost_settings(options)`` returned; None runs on this machine's GPU.
         output: where to keep the trace; None keeps no file.
         on_progress: called about ten times a second, also without progress.
+        patience: the seconds that the script gets to end after Ctrl-C, for a trace up to there; None for as
+            long as it takes.
 
     Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C, and the script did not end by it in time.
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
             the requested device.
         UsageError: the trace cannot be written to ``output``.
@@ -82,11 +94,14 @@ def run_script(
         path = output if output is not None else Path(folder) / "run.memfit"
         reader, writer = os.pipe()
         try:
-            with _script_handles_interrupts():
+            with script_handles_ctrl_c(patience) as interruption:
                 settings = ChildSettings(options, ghost, str(path.absolute()), writer)
-                _check_end(command[0], _run_process(command, settings, reader, on_progress))
+                end, traced = _run_process(command, settings, reader, on_progress, interruption)
         finally:
             os.close(reader)
+        if interruption.pressed and end.reason != "interrupted":  # the script caught it, or had just ended
+            raise KeyboardInterrupt
+        _check_end(command[0], end, traced=traced)
         return read_trace(path)
 
 
@@ -115,16 +130,14 @@ def _check_script(path: Path) -> None:
         raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
 
 
-def _check_end(script: str, last: _ChildMessage) -> None:
+def _check_end(script: str, end: ScriptEnd, *, traced: bool) -> None:
     """Raise unless the script's process wrote a trace."""
-    if last.end is None:
-        raise AssertionError  # _run_process raises in that case
-    if last.end.reason == "refused":
-        raise _REFUSALS.get(last.end.exit_code, TargetError)(last.end.exception)
-    if not last.traced and last.end.reason == "interrupted":
+    if end.reason == "refused":
+        raise _REFUSALS.get(end.exit_code, TargetError)(end.exception)
+    if not traced and end.reason == "interrupted":
         raise KeyboardInterrupt
-    if not last.traced:
-        raise TargetError(_never_used(script, last.end))
+    if not traced:
+        raise TargetError(_never_used(script, end))
 
 
 def _run_process(
@@ -132,32 +145,36 @@ def _run_process(
     settings: ChildSettings,
     reader: int,
     on_progress: Callable[[Progress], None],
-) -> _ChildMessage:
-    """Run the script's process to its end, and return its last message."""
+    interruption: Interruption,
+) -> tuple[ScriptEnd, bool]:
+    """Run the script's process to its end; return how the script ended, and whether there is a trace."""
     text = write_settings(settings)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
-        pass_fds=(settings.progress,),
-    )
+    with ctrl_c_held():
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
+            pass_fds=(settings.progress,),
+        )
     os.close(settings.progress)
     last = _ChildMessage()
     try:
         for message in _messages(reader, process):
             last = message or last
             on_progress(Progress(last.step, last.allocated, last.peak))
-            if last.end is not None:
+            if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
-        status = process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if last.end is None and status in (-signal.SIGINT, INTERRUPTED):
+        else:
+            process.wait()
+    finally:
+        if process.poll() is None:
+            kill_descendants(process.pid)
+            process.kill()
+            process.wait()
+    if last.end is not None:
+        return last.end, last.traced
+    if interruption.pressed or process.returncode in (-signal.SIGINT, INTERRUPTED):
         raise KeyboardInterrupt
-    if last.end is None:
-        raise TargetError(_died(status, on_ghost=settings.ghost is not None))
-    return last
+    raise TargetError(_died(process.returncode, on_ghost=settings.ghost is not None))
 
 
 def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
@@ -176,40 +193,11 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
                 continue
             chunk = os.read(reader, 65536)
             if not chunk:
-                return
+                selector.unregister(reader)  # the script may have closed it and run on
+                continue
             *complete, rest = (rest + chunk).split(b"\n")
             for text in complete:
                 yield decoder.decode(text)
-
-
-@contextmanager
-def _script_handles_interrupts() -> Iterator[None]:
-    """Leave the first Ctrl-C to the script, which shares the terminal; this process then reports on the run.
-
-    A signal to this process alone (a scheduler's SIGTERM) ends the script as well.
-    """
-    presses = 0
-
-    def ignore_first(_number: int, _frame: FrameType | None) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    handlers = {signal.SIGINT: ignore_first, signal.SIGTERM: end, signal.SIGHUP: end}
-    try:
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:  # not the main thread, where Python allows no signal handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _never_used(name: str, end: ScriptEnd) -> str:
