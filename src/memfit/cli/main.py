@@ -63,7 +63,7 @@ def _run(tokens: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a bar still shows the figures
     try:
-        code: int = app(_separate_script(tokens), exit_on_error=False, print_error=False)
+        code = app(_separate_script(tokens), exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
@@ -75,7 +75,7 @@ def _run(tokens: list[str]) -> int:
         # The reader closed the pipe. Send the rest nowhere, so that Python does not report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BROKEN_PIPE
-    return code
+    return code or 0  # --help returns nothing
 
 
 def _separate_script(tokens: list[str]) -> list[str]:
