@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so do its own
     found: list[Interruption] = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder)

@@ -120,7 +120,7 @@ def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     (tmp_path / "script.py").write_text("print('ran')")
-    settings = write_settings(ChildSettings(RunOptions(), None, "", writer))
+    settings = write_settings(ChildSettings(RunOptions(), None, "", "", writer))
     code = python_code("memfit.run.child")
     done = subprocess.run(
         [sys.executable, "-c", code, settings, "script.py"],

@@ -82,6 +82,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         command=trace.command,
         uncertainty=_uncertainty(context),
         caught=len(caught_failures(trace)),
+        children=trace.children,
     )
 
 
@@ -105,7 +106,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, process: int) -> str:
         return "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     device = trace.device
-    if ended_early or not device.total.bytes:
+    if ended_early or trace.children or not device.total.bytes:
         return "unknown"
     left = device.total.bytes - device.in_use - process
     return "tight" if left < _uncertainty(device.context) else "fits"

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +26,7 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
+from memfit.run.children import follow_children, read_children, record_this_process
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
@@ -114,6 +116,17 @@ class ScriptProcess:
         """End the run if it cannot be measured on this backend."""
         if reason := self._backend.refusal():
             self._refuse(reason, TargetError.exit_code)
+        if not self._is_the_script():
+            self._record()
+
+    def _is_the_script(self) -> bool:
+        """Return whether this is the script's process, not a fork of it or one that it started."""
+        return os.getpid() == self._pid
+
+    def _record(self, error: str = "") -> None:
+        """Record a process other than the script's that uses the ghost."""
+        if self._settings.ghost is not None:
+            record_this_process(Path(self._settings.folder), self._settings.ghost.device.context, error)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
@@ -141,8 +154,10 @@ class ScriptProcess:
         The interpreter is not finalised: autograd's device thread may still be dropping its last
         Python object, which aborts a process that finalises at that moment.
         """
-        if os.getpid() != self._pid:
-            os._exit(end.exit_code)  # a fork of the script ends here
+        if os.getpid() != self._pid:  # a fork of the script ends here
+            if self._uses_cuda():
+                self._record()
+            os._exit(end.exit_code)
         _flush()
         if end.reason == "interrupted":
             self._parent.interrupted()
@@ -162,6 +177,8 @@ class ScriptProcess:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
+        if not self._is_the_script() and self._enough():
+            self.finish(ScriptEnd("steps", 0))  # what started it may take an exception for a failure
         self._parent.progress(completed)
         if completed > self._steps_reported:
             self._steps_reported = completed
@@ -171,15 +188,19 @@ class ScriptProcess:
         wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
-    def _write_trace(self, end: ScriptEnd) -> bool:
+    def _uses_cuda(self) -> bool:
         torch = sys.modules.get("torch")
-        if self._recorder is None or torch is None or not torch.cuda.is_initialized():
+        return torch is not None and torch.cuda.is_initialized()
+
+    def _write_trace(self, end: ScriptEnd) -> bool:
+        if self._recorder is None or not self._uses_cuda():
             return False
         from memfit.trace.trace_file import write_trace
         from memfit.versions import versions
 
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
+        trace = replace(trace, children=read_children(Path(self._settings.folder)))
         write_trace(trace, Path(self._settings.output))
         return True
 
@@ -199,6 +220,8 @@ def main() -> None:
         os._exit(error.exit_code)
     process = ScriptProcess(tuple(command), settings, backend)
     after_import("torch", process.begin)
+    if settings.ghost is not None:
+        follow_children(settings)
     release_ctrl_c()
     process.finish(process.script())
 

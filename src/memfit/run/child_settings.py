@@ -28,6 +28,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """None runs the script on this machine's own GPU."""
     output: str
     """Where the child writes the trace."""
+    folder: str
+    """The run's temporary folder. Processes that the script starts record themselves there."""
     progress: int
     """File descriptor that the child writes its progress to."""
 

@@ -25,8 +25,9 @@ import msgspec
 from memfit.atomic_files import check_outputs
 from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
 from memfit.python_command import python_code
-from memfit.records import ScriptEnd, Trace
+from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
+from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
@@ -95,13 +96,13 @@ def run_script(
         reader, writer = os.pipe()
         try:
             with script_handles_ctrl_c(patience) as interruption:
-                settings = ChildSettings(options, ghost, str(path.absolute()), writer)
+                settings = ChildSettings(options, ghost, str(path.absolute()), folder, writer)
                 end, traced = _run_process(command, settings, reader, on_progress, interruption)
         finally:
             os.close(reader)
         if interruption.pressed and end.reason != "interrupted":  # the script caught it, or had just ended
             raise KeyboardInterrupt
-        _check_end(command[0], end, traced=traced)
+        _check_end(command[0], end, read_children(Path(folder)), traced=traced)
         return read_trace(path)
 
 
@@ -130,14 +131,14 @@ def _check_script(path: Path) -> None:
         raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
 
 
-def _check_end(script: str, end: ScriptEnd, *, traced: bool) -> None:
+def _check_end(script: str, end: ScriptEnd, children: tuple[ChildProcess, ...], *, traced: bool) -> None:
     """Raise unless the script's process wrote a trace."""
     if end.reason == "refused":
         raise _REFUSALS.get(end.exit_code, TargetError)(end.exception)
     if not traced and end.reason == "interrupted":
         raise KeyboardInterrupt
     if not traced:
-        raise TargetError(_never_used(script, end))
+        raise TargetError(_never_used(script, end, children))
 
 
 def _run_process(
@@ -200,15 +201,20 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
                 yield decoder.decode(text)
 
 
-def _never_used(name: str, end: ScriptEnd) -> str:
+def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -> str:
+    if children:
+        started = ", ".join(child.name for child in children)
+        return (
+            f"{name} did not use the GPU itself, but a process that it started did: {started}. "
+            "Run memfit dry-run on the script that trains."
+        )
     if end.reason == "exception":
         return f"{name} failed before it used the GPU: {end.exception}"
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
         f"{name} finished and never used the GPU, so there is nothing to measure. "
-        "Check whether the script runs on the CPU by default. If it trains in subprocesses, memfit cannot "
-        "measure them yet."
+        "Check whether the script runs on the CPU by default."
     )
 
 

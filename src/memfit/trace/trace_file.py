@@ -30,6 +30,7 @@ from memfit.records import (
     DEFAULT_POOL,
     Action,
     Category,
+    ChildProcess,
     DeviceUse,
     Events,
     Frame,
@@ -90,6 +91,7 @@ class _Header(_Signature, kw_only=True):
     notes: tuple[Note, ...]
     pools: tuple[tuple[int, int], ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
+    children: tuple[ChildProcess, ...] = ()
 
 
 class _TraceError(Exception):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Machine, ScriptEnd, ScriptLocation
+from memfit.records import ChildProcess, DryRun, Machine, ScriptEnd, ScriptLocation
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.terminal.advice import advice_lines
@@ -99,9 +99,24 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         )
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
-        text.append(f"   {_needs(result)} up to where it ended", style="not bold")
-        return text.append(f"\nThe script ended with {_ended(result.end)}", style="not bold default")
+        failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
+        covered = (
+            f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
+        )
+        text.append(f"   {covered}", style="not bold")
+        lines = [f"The script ended with {_ended(result.end)}"] if failed else []
+        lines += map(_child, result.children)
+        return text.append("".join(f"\n{line}" for line in lines), style="not bold default")
     return _failure(result, hints=hints)
+
+
+def _child(child: ChildProcess) -> str:
+    """Return that a process which the script started used the GPU, what it held, and how it failed."""
+    failed = f", and ended with {escaped(_first_line(child.exception))}" if child.exception else ""
+    return (
+        f"Not included: the script started {escaped(child.name)}, which used the GPU, too (at least "
+        f"{format_gib(child.peak.bytes)}){failed}. Dry-run it by itself for its figures."
+    )
 
 
 def _after_caught(result: DryRun) -> str:
@@ -156,9 +171,13 @@ def _first_line(text: str) -> str:
 
 
 def _needs(result: DryRun) -> str:
-    total = result.device.total.bytes
+    left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
+    return f"{_needed(result)}   leaves {format_gib(left)}"
+
+
+def _needed(result: DryRun) -> str:
     needed = result.peak_process.bytes + result.device.in_use
-    return f"needs {format_gib(needed)} of {format_gib(total)}   leaves {format_gib(total - needed)}"
+    return f"needs {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
 
 
 def _failure(result: DryRun, *, hints: bool) -> Text:
