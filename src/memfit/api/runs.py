@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.records import DryRun
 from memfit.report.estimate import Estimate
+from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
@@ -91,6 +93,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=weights,
         workspaces=workspaces,
     )
+    check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
     trace = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
     result = summarize(trace)

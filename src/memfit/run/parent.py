@@ -127,6 +127,11 @@ def script_command(
 def _check_script(path: Path) -> None:
     if not path.exists():
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, and "
+            f"give {path.with_suffix('.py')}."
+        )
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
 
