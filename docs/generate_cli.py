@@ -26,7 +26,7 @@ Options of memfit come before the script; whatever follows the script is passed 
 | 0 | the command succeeded |
 | 1 | `--fail` was given, and the result does not fit |
 | 2 | wrong usage, or a file that cannot be read |
-| 3 | the script failed or could not be run, or a C compiler is missing |
+| 3 | the script failed or could not be run, a C compiler is missing, or a result cannot be written |
 | 130 | interrupted (Ctrl-C) |
 
 `--json` writes documented JSON: [dry-run and record](dry-run.schema.json), [explain](explain.schema.json),

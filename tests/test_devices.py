@@ -260,7 +260,8 @@ def test_an_unknown_slice_raises_with_the_cards_slices():
     with pytest.raises(UnknownDeviceError, match=r"A100-80GB has no MIG slice named '1g\.5gb'.*:1g\.10gb"):
         find_device("a100:1g.5gb")
     with pytest.raises(
-        UnknownDeviceError, match=r"RTX 4090 has no MIG slice named '1g.10gb'\. Its slices: none"
+        UnknownDeviceError,
+        match=r"RTX 4090 has no MIG slice named '1g.10gb'\. memfit knows no slices",
     ):
         find_device("rtx 4090:1g.10gb")
 
@@ -327,6 +328,7 @@ def test_a_v100_is_refused_under_cuda_13_with_the_builds_that_support_it():
     for part in ("PyTorch 2.14.1+cu130", "V100-32GB", "7.0", "sm_75, sm_80", "CUDA 12.6", "+cu126", "--gpu"):
         assert part in message
     assert refusal(find_device("v100"), CUDA_12_6, "2.14.1+cu126") is None
+    assert ": this build supports no GPU. " in str(refusal(find_device("v100"), [], "2.14.1"))
 
 
 def test_cuda_13_supports_every_other_card_and_cuda_12_6_all_but_blackwell():

@@ -1,5 +1,6 @@
 """Write files atomically, and check early that they can be written."""
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -7,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from memfit.errors import UsageError
+from memfit.errors import OutputError, UsageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -18,7 +21,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write: writes the content to the open file passed to it.
 
     Raises:
-        UsageError: the file cannot be written there. No temporary file is left behind after any error.
+        OutputError: the file cannot be written there. No temporary file is left behind after any error.
+        UsageError: the path names something other than a file.
     """
     # A rename replaces any kind of file: /dev/null would become an ordinary one.
     if path.exists() and not path.is_file():
@@ -52,7 +56,8 @@ def check_output(path: Path) -> None:
         raise UsageError(f"Cannot write {path}: its folder does not exist.")
     if path.is_dir():
         raise UsageError(f"Cannot write {path}: it is a folder.")
-    if not path.exists() and not os.access(folder, os.W_OK | os.X_OK):
+    # write_atomically creates a file in the folder of an existing one, too.
+    if (not path.exists() or path.is_file()) and not os.access(path.resolve().parent, os.W_OK | os.X_OK):
         raise UsageError(f"Cannot write {path}: its folder is not writable.")
 
 
@@ -84,7 +89,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically, or write to it directly if it is not an ordinary one (``/dev/stdout``).
 
     Raises:
-        UsageError: the file cannot be written there.
+        OutputError: the file cannot be written there.
     """
     if not path.exists() or path.is_file():
         write_atomically(path, lambda file: file.write(content))
@@ -95,7 +100,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise _cannot_write(path, error) from None
 
 
-def _cannot_write(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"Cannot write {path}: {error.strerror}. Name a file in a folder that you can write to."
-    )
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    remedy = "Name a file in a folder that you can write to."
+    if error.errno in _FULL:
+        remedy = "Free some space, or name a file on another disk."
+    return OutputError(f"Cannot write {path}: {error.strerror}. {remedy}")

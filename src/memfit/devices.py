@@ -185,10 +185,14 @@ def find_device(name: str) -> Device:
     for piece in slices:
         if _key(piece.name.partition(":")[2]) == _key(profile):
             return piece
-    known = ", ".join(piece.name for piece in slices) or "none"
+    known = (
+        f"Its slices are: {', '.join(piece.name for piece in slices)}."
+        if slices
+        else "memfit knows no slices of it."
+    )
     raise UnknownDeviceError(
-        f"{device.name} has no MIG slice named {profile!r}. Its slices: {known}. "
-        "`memfit gpus` lists every card."
+        f"{device.name} has no MIG slice named {profile!r}. {known} `memfit gpus` lists all GPUs that memfit "
+        "knows."
     )
 
 
@@ -230,11 +234,11 @@ def refusal(device: Device, architectures: Sequence[str], torch_version: str) ->
     if supported_by(device, architectures):
         return None
     major, minor = device.compute_capability
-    built_for = ", ".join(architectures) or "no GPU at all"
+    supported = f"only {', '.join(architectures)}" if architectures else "no GPU"
     serves = _table()["capability"][f"{major}.{minor}"]["served_by"]
     return (
         f"PyTorch {torch_version} has no kernels for {device.name} (compute capability {major}.{minor}): "
-        f"it was built for {built_for}. Install {serves}, "
+        f"this build supports {supported}. Install {serves}, "
         "or choose another GPU with --gpu (`memfit gpus` lists them)."
     )
 

@@ -4,6 +4,7 @@
      ├─ UsageError                     2      the command, an option or a name is invalid
      │   └─ UnknownDeviceError         2      no such GPU in the table; suggests similar names
      ├─ FileFormatError                2      a trace or snapshot cannot be read or is not trustworthy
+     ├─ OutputError                    3      a result could not be written: the disk is full
      ├─ TornUpdateError                3      out of memory inside an optimizer's step
      └─ TargetError                    3      the script could not be run
          ├─ DivergenceError            3      a recomputation differs from the forward
@@ -38,6 +39,10 @@ class FileFormatError(MemfitError, ValueError):
     """A trace or snapshot file is unreadable, in another format, damaged or not plain data."""
 
     exit_code = 2
+
+
+class OutputError(MemfitError):
+    """A result cannot be written to its file or to standard output; the message names it and the cause."""
 
 
 class TornUpdateError(MemfitError):

@@ -79,8 +79,8 @@ def run_compiler(*command: str) -> None:
     if done.returncode != 0:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
         raise GhostError(
-            f"Cannot build memfit's C code: {command[0]} failed (exit code {done.returncode}). "
-            f"Try another compiler by setting CC. The last lines of its output:\n{output}"
+            f"Cannot build memfit's C code: {command[0]} failed (exit code {done.returncode}). To try "
+            f"another compiler, set CC. {command[0]} printed last:\n{output}"
         )
 
 

@@ -7,6 +7,7 @@
 """
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 
 from memfit.errors import UsageError
@@ -46,6 +47,39 @@ def parse_bytes(text: str) -> int:
     if amount > _LARGEST:
         raise UsageError(f"{text!r} is more memory than any device has. Write an amount like 12GiB.")
     return amount
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit of all figures of a table: its rows can be compared, and its sums checked."""
+
+    name: str
+    bytes: int
+
+    def number(self, amount: int, sign: str = "") -> str:
+        """Format bytes as a number of this unit with two decimals; ``+`` also signs positive numbers.
+
+        >>> unit_for(5 * GIB).number(GIB // 2, "+")
+        '+0.50'
+        """
+        return f"{amount / self.bytes:{sign},.2f}"
+
+    def format(self, amount: int) -> str:
+        """Format bytes in this unit with two decimals.
+
+        >>> unit_for(5 * MIB).format(MIB)
+        '1.00 MiB'
+        """
+        return f"{self.number(amount)} {self.name}"
+
+    def rounds_to_zero(self, amount: int) -> bool:
+        """Return whether ``number`` gives 0.00."""
+        return abs(amount) < 0.005 * self.bytes
+
+
+def unit_for(reserved: int) -> Unit:
+    """Return the unit of the tables of a run: GiB if it reserves at least one, otherwise MiB."""
+    return Unit("GiB", GIB) if reserved >= GIB else Unit("MiB", MIB)
 
 
 def format_gib(amount: int) -> str:

@@ -1,4 +1,4 @@
-"""Find the line of the user's script that is being executed."""
+"""Find the lines that are being executed: of the user's script, and of the packages that it calls."""
 
 import functools
 import os
@@ -6,6 +6,7 @@ import re
 import site
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -32,16 +33,56 @@ def user_line(start: FrameType | None = None) -> str:
     >>> user_line().endswith(":1")  # this line, as doctest numbers it
     True
     """
-    frame: FrameType | None = start or sys._getframe(1)
+    user, installed = _innermost(start or sys._getframe(1))
+    return user or installed
+
+
+def user_place() -> str:
+    """Return the caller's ``user_line()``, and the line of an installed package that it led to, if any.
+
+    Returns:
+        ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``user_line``.
+    """
+    user, installed = _innermost(sys._getframe(1))
+    return f"{user}, in {_below_package_root(installed)}" if user and installed else user or installed
+
+
+def innermost_line(place: str) -> str:
+    """Return the innermost line of a place, without folders; empty for a place that is no line.
+
+    >>> innermost_line("/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887")
+    'grpo_trainer.py:1887'
+    >>> innermost_line("/home/ada/train.py:65"), innermost_line("layers.0")
+    ('train.py:65', '')
+    """
+    line = place.rpartition(", in ")[2].rpartition(os.sep)[2]
+    return line if re.fullmatch(r".+:[0-9]+", line) else ""
+
+
+def lines_outwards() -> Iterator[tuple[str, int]]:
+    """Yield file and line of the caller's frames, innermost first, and of all frames around them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _innermost(frame: FrameType | None) -> tuple[str, str]:
+    """Return the innermost line of the user's code, and the innermost line of a package that it called."""
     installed = ""
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
         if kind == "user":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}", installed
         if kind == "installed" and not installed:
             installed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return installed
+    return "", installed
+
+
+def _below_package_root(file: str) -> str:
+    """Shorten the path of an installed file to that below ``site-packages``."""
+    return file.removeprefix(next((root for root in _package_roots() if file.startswith(root)), ""))
 
 
 def is_user_file(file: str) -> bool:
@@ -51,6 +92,15 @@ def is_user_file(file: str) -> bool:
     (True, False)
     """
     return _kind(file) == "user"
+
+
+def is_own_file(file: str) -> bool:
+    """Return whether a source file is memfit's.
+
+    >>> is_own_file(__file__), is_own_file(re.__file__)
+    (True, False)
+    """
+    return file.startswith(_OWN)
 
 
 @functools.cache

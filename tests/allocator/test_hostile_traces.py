@@ -55,20 +55,20 @@ def test_a_consistent_history_is_replayed():
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([ALLOC, SEGMENT, FREE, FREED, GONE], "event 0 of 5 (alloc, 2,097,152 bytes at 0x7f0000000000"),
-        ([SEGMENT, FREE, ALLOC, FREED, GONE], "event 1 of 5 (free_requested, "),
-        ([SEGMENT, ALLOC, FREED, FREE, GONE], "event 2 of 5 (free_completed, "),
-        ([SEGMENT, ALLOC, FREE, FREE, FREED, GONE], "event 3 of 6 (free_requested, "),
-        ([SEGMENT, ALLOC, ALLOC, FREE, FREED, GONE], "event 2 of 6 (alloc, "),
-        ([SEGMENT, ALLOC, FREE, GONE, FREED], "event 3 of 5 (segment_free, "),
-        ([SEGMENT, UNKNOWN, GONE], "event 1 of 3 (free_requested, 512 bytes at 0x7000"),
-        ([SEGMENT, (Action.ALLOC, BASE, 0, 0), GONE], "event 1 of 3 (alloc) has a size of 0 bytes"),
-        ([SEGMENT, (Action.ALLOC, BASE, -5, 0), GONE], "event 1 of 3 (alloc) has a size of -5 bytes"),
-        ([SEGMENT, ALLOC, (*FREE[:2], -1, 0), GONE], "event 2 of 4 (free_requested) has a size of -1 bytes"),
-        ([SEGMENT, (*ALLOC[:2], 1 << 62, 0), GONE], "of 3 (alloc) has a size of 4,611,686,018,427,387,904 "),
-        ([SEGMENT, (*ALLOC[:2], 1 << 46, 0), GONE], "event 1 of 3 (alloc, 70,368,744,177,664 bytes"),
-        ([*WHOLE, (Action.OOM, 0, 0, 0)], "event 5 of 6 (oom) has a size of 0 bytes"),
-        ([*WHOLE, (Action.OOM, 0, -(1 << 63), 0)], "of 6 (oom) has a size of -9,223,372,036,854,775,808 "),
+        ([ALLOC, SEGMENT, FREE, FREED, GONE], "Event 0 of 5 (kind alloc, 2,097,152 bytes at 0x7f0000000000"),
+        ([SEGMENT, FREE, ALLOC, FREED, GONE], "Event 1 of 5 (kind free_requested, "),
+        ([SEGMENT, ALLOC, FREED, FREE, GONE], "Event 2 of 5 (kind free_completed, "),
+        ([SEGMENT, ALLOC, FREE, FREE, FREED, GONE], "Event 3 of 6 (kind free_requested, "),
+        ([SEGMENT, ALLOC, ALLOC, FREE, FREED, GONE], "Event 2 of 6 (kind alloc, "),
+        ([SEGMENT, ALLOC, FREE, GONE, FREED], "Event 3 of 5 (kind segment_free, "),
+        ([SEGMENT, UNKNOWN, GONE], "Event 1 of 3 (kind free_requested, 512 bytes at 0x7000"),
+        ([SEGMENT, (Action.ALLOC, BASE, 0, 0), GONE], "Event 1 of 3 (kind alloc) has a size of 0 bytes"),
+        ([SEGMENT, (Action.ALLOC, BASE, -5, 0), GONE], "Event 1 of 3 (kind alloc) has a size of -5 bytes"),
+        ([SEGMENT, ALLOC, (*FREE[:2], -1, 0), GONE], "2 of 4 (kind free_requested) has a size of -1 bytes"),
+        ([SEGMENT, (*ALLOC[:2], 1 << 62, 0), GONE], "(kind alloc) has a size of 4,611,686,018,427,387,904 "),
+        ([SEGMENT, (*ALLOC[:2], 1 << 46, 0), GONE], "Event 1 of 3 (kind alloc, 70,368,744,177,664 bytes"),
+        ([*WHOLE, (Action.OOM, 0, 0, 0)], "Event 5 of 6 (kind oom) has a size of 0 bytes"),
+        ([*WHOLE, (Action.OOM, 0, -(1 << 63), 0)], "6 (kind oom) has a size of -9,223,372,036,854,775,808 "),
     ],
 )  # fmt: skip
 def test_an_impossible_event_is_named(events, words):
@@ -121,7 +121,7 @@ segments = st.builds(
 @settings(deadline=None, max_examples=200)
 def test_random_events_are_replayed_or_refused(events, at_end, marked):
     refused = outcome(trace_of(events, at_end, marks=tuple(marked)))
-    assert not refused or refused.startswith("Cannot replay this trace: ")
+    assert not refused or refused.startswith("Cannot replay this trace")
 
 
 @st.composite
@@ -166,7 +166,7 @@ def test_a_single_corrupt_event_is_replayed_or_refused(history, data):
     elif kind == "resized":
         history[at] = (*event[:2], data.draw(numbers), event[3])
     refused = outcome(trace_of(history, ()))
-    named = re.search(rf"event \d+ of {len(history)} \(", refused)
+    named = re.search(rf"Event \d+ of {len(history)} \(", refused)
     assert not refused or named or "bytes more than they release" in refused
     if kind == "twice" or (kind == "lost" and event[0] is not Action.SEGMENT_ALLOC):
         assert refused  # a lost SEGMENT_ALLOC need not be: the segment may be older than the history

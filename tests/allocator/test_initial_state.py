@@ -85,7 +85,7 @@ def test_adjacent_earlier_segments_do_not_merge(at):
 
 
 def test_a_late_history_that_contradicts_its_end_is_refused():
-    with pytest.raises(FileFormatError, match=r"event 1 of 2 \(free_completed, "):
+    with pytest.raises(FileFormatError, match=r"Event 1 of 2 \(kind free_completed, "):
         late(freed(BASE, 512), BASE, state="active_allocated")
 
 

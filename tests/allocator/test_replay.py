@@ -97,7 +97,7 @@ def test_empty_cache_is_recognised_by_a_mark_or_by_its_releases():
 
 def test_a_free_of_an_unknown_block_names_the_event():
     trace = trace_of([(Action.FREE_REQUESTED, 0x7000, 512)])
-    with pytest.raises(FileFormatError, match=r"event 0 of 1 \(free_requested, 512 bytes at 0x7000"):
+    with pytest.raises(FileFormatError, match=r"Event 0 of 1 \(kind free_requested, 512 bytes at 0x7000"):
         read_requests(trace)
 
 

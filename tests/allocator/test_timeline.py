@@ -154,7 +154,7 @@ def test_without_a_cache_sizes_are_summed(settings_):
     assert derived.reserved.tolist() == derived.allocated.tolist()
     assert derived.block_size.tolist() == [100, 1000, 0, 0, 7]
     assert derived.freed_by.tolist() == [2, 5, -1, -1, 5]
-    with pytest.raises(FileFormatError, match="event 1 of 2"):
+    with pytest.raises(FileFormatError, match="Event 1 of 2"):
         timeline(trace_of([history[0], history[0]], settings=settings_))
 
 
@@ -200,7 +200,7 @@ def test_an_impossible_history_names_the_event(name):
     # With these segments at the end, the history begins without any.
     trace = trace_of(history, [segment(BASE, change, "small")] if change > 0 else ())
     *_, (action, _, _) = history
-    named = rf"event {len(history) - 1} of {len(history)} \({action.name.lower()}, "
+    named = rf"Event {len(history) - 1} of {len(history)} \(kind {action.name.lower()}, "
     with pytest.raises(FileFormatError, match=named):
         timeline(trace)
 

@@ -64,7 +64,7 @@ def test_a_new_arena_closes_the_one_before():
     with memfit.arena(device="cpu"):
         training.run(2)
     assert kind_of(first).placed == 1
-    assert " run by the plan (" in str(first.report())
+    assert " run according to the plan (" in str(first.report())
 
 
 def test_the_report_counts_each_kind_of_step(arena):
@@ -76,7 +76,7 @@ def test_the_report_counts_each_kind_of_step(arena):
     assert [term.name for term in report.terms] == ["process now", "process at its peak"]
     for words in (
         "training step with float32[8, 1, 8, 8]",
-        "3 steps recorded, 2 run by the plan (",
+        "3 steps recorded, 2 run according to the plan (",
         "0 unplanned",
         "measured",
     ):
@@ -165,7 +165,7 @@ def test_steps_that_never_repeat_are_only_recorded(arena):
 
     for number in range(MANY - 1):
         step(number)
-    with pytest.warns(UserWarning, match=f"recorded {MANY} steps of the kind 'training step', and no two"):
+    with pytest.warns(UserWarning, match=rf"'training step'\. It recorded {MANY} of them, and no two"):
         step(MANY - 1)
     step(MANY)
     kind = kind_of(arena)

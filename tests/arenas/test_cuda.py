@@ -59,7 +59,7 @@ MESSAGES = {
     "several_gpus": (
         "True 4 0",
         "4 16",
-        "memfit.arena's memory is on another GPU, but this step runs on cuda:0.",
+        "This step runs on cuda:0, but memfit.arena's memory is on another GPU.",
     ),
 }
 TRAINING = ("default", "expandable", "heap", "history")

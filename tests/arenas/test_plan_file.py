@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.errors import FileFormatError, UsageError
+from memfit.errors import FileFormatError, OutputError
 from support.arena_training import Training, same
 
 pytestmark = pytest.mark.usefixtures("empty_cpu_arena")
@@ -91,5 +91,5 @@ def test_a_dropped_plan_is_removed_from_the_file(tmp_path):
 
 
 def test_an_unwritable_plan_file_is_an_error_at_once(tmp_path):
-    with pytest.raises(UsageError, match="absent"):
+    with pytest.raises(OutputError, match="absent"):
         memfit.arena(device="cpu", plans=tmp_path / "absent" / "plans.json")

@@ -77,7 +77,7 @@ def test_running_out_of_memory_is_recorded_where_it_happened(record):
     run = record("import torch; torch.empty(100 << 30, device='cuda', dtype=torch.uint8)\n")
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["out_of_memory"]["requested"] == 100 << 30
-    assert "To find changes that make it fit, use memfit dry-run with --advise" in run.out
+    assert "To find changes that make the script fit, use memfit dry-run with --advise" in run.out
 
 
 @pytest.mark.skipif(CARD_IS_HERE, reason="there is a GPU here")

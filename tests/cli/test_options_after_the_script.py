@@ -16,7 +16,7 @@ def refusal(capsys, *tokens):
 
 def test_both_orders_are_shown(capsys):
     assert refusal(capsys, "dry-run", "gan.py", "--gpu", "T4", "--lr=0.1", "--fail") == (
-        "memfit: --gpu --fail: the options of memfit dry-run come before the script:\n"
+        "memfit: --gpu --fail must come before the script, like all options of memfit dry-run. Write:\n"
         "    memfit dry-run --gpu T4 --fail gan.py --lr=0.1\n"
         "If the script itself has these options, write -- before the script:\n"
         "    memfit dry-run -- gan.py --gpu T4 --lr=0.1 --fail\n"
@@ -36,7 +36,7 @@ def test_both_orders_are_shown(capsys):
     ],
 )
 def test_an_option_of_memfit_after_the_script_is_refused(tokens, capsys):
-    assert "come before the script" in refusal(capsys, *tokens)
+    assert "must come before the script" in refusal(capsys, *tokens)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_dry_run_to_the_end_covers_all_steps(dry_run):
     script = TRAIN + "    for _ in range(5): step()\n    torch.ones(1 << 28, device='cuda')\n"
     run = dry_run(script, options=("--to-end",))
     assert (run.answer["steps"], run.answer["end"]["reason"]) == (5, "end")
-    assert "Covers the whole run: 5 training steps." in run.out
+    assert "This result covers the whole run: 5 training steps." in run.out
     assert run.answer["peak"]["allocated"] > 1 << 30
 
 
@@ -200,3 +200,12 @@ def test_ctrl_c_ends_the_script_and_keeps_the_trace(tmp_path):
     assert process.returncode == 130
     assert "INCOMPLETE" in out
     assert (tmp_path / "run.memfit").exists()
+
+
+def test_the_list_of_processes_shows_the_script_and_no_settings(dry_run):
+    script = "import torch; torch.ones(1, device='cuda'); print(open('/proc/self/cmdline').read())"
+    run = dry_run(script, "--lr")
+    shown = run.out.split("\0")
+    assert shown[-3:-1] == ["script.py", "--lr"]
+    assert "{" not in run.out.splitlines()[-1]
+    assert len(shown[-4]) < 100  # the file of settings

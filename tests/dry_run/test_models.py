@@ -30,10 +30,10 @@ def test_mask_rcnn_trains_on_as_many_proposals_as_its_sampler_takes(dry_run):
     run = dry_run(MASK_RCNN, options=("--steps", "5"))
     assert run.code == 0, run.err
     assert f"allocated {run.answer['peak']['allocated']}" in run.out
-    found = [note["text"] for note in run.answer["notes"] if "nonzero is assumed" in note["text"]]
-    assert any("find 64 of at most 64 elements." in text for text in found)  # of about a thousand per image
-    assert any("find 128 of at most 128 elements." in text for text in found)  # of both
-    assert all("count=1: the least memory" in text for text in found)
+    found = [note["text"] for note in run.answer["notes"] if "nonzero finds" in note["text"]]
+    assert any("at most 64 elements, and" in text for text in found)  # of about a thousand per image
+    assert any("at most 128 elements, and" in text for text in found)  # of both
+    assert "roi_heads.py" in run.answer["upper_bound"]["where"]
 
 
 def test_a_padded_batch_in_nn_transformer_stays_padded(dry_run):

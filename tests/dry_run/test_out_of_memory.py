@@ -81,7 +81,7 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["in_all"] is None
     assert "FileExistsError" in run.answer["untried"]["exception"]
-    assert "The script's total is unknown: a second run, with unlimited memory, did not complete." in run.out
+    assert "How much memory the script needs in total is unknown: a second run," in run.out
 
 
 def test_a_script_that_halves_its_batch_fits(dry_run):
@@ -153,7 +153,7 @@ def test_an_exhausted_memory_fraction_is_named(dry_run):
     """
     run = dry_run(script)
     assert run.answer["out_of_memory"]["shortfall"] == 0
-    assert "reached the memory fraction" in run.out
+    assert "sets a memory fraction" in run.out
 
 
 def test_memory_in_use_and_the_context_reduce_the_free_memory(dry_run):

@@ -44,7 +44,7 @@ HEADER = "id,lower,upper,size\n"
         ("\n\n", "it is empty"),
         (
             "a;b\n",
-            "line 1: the header 'a;b' has no column id, lower, upper, size; it must contain each of",
+            "line 1: the header 'a;b' has no column id, lower, upper, size. The header must contain each of",
         ),
         ("id,lower,upper\nb,0,1\n", "line 1: the header 'id,lower,upper' has no column size"),
         ("id,lower,upper,size,size\nb,0,1,4,5\n", "repeats column size"),
@@ -67,7 +67,7 @@ HEADER = "id,lower,upper,size\n"
         (HEADER + f"b,0,1,{1 << 62}\n", f"line 2: column size is {1 << 62}, but its magnitude must be below"),
         (HEADER + f"b,0,{1 << 63},4\n", "column upper is 9223372036854775808, but its magnitude must be"),
         (HEADER + f"b,{-1 << 62},0,4\n", "column lower is -4611686018427387904, but its magnitude must be"),
-        (HEADER + f"a,0,1,{1 << 61}\nb,0,1,{1 << 61}\n", "the sum of its sizes must be below 2^62"),
+        (HEADER + f"a,0,1,{1 << 61}\nb,0,1,{1 << 61}\n", "its column size adds up to 2^62 or more"),
         (HEADER + "b," + "0" * 200_000 + ",1,4\n", "line 2: field larger than field limit"),
     ],
 )

@@ -1,5 +1,6 @@
 """Annotating events after a run, on histories small enough to check by hand."""
 
+import dataclasses
 from array import array
 
 import numpy as np
@@ -138,3 +139,33 @@ def test_a_library_workspace_that_a_graph_saved_is_an_activation():
     missed, kept = mark_workspaces(events, np.full(3, 7, np.int32), workspaces)
     assert (missed, kept.tolist()) == (1, [1])
     assert events.category.tolist() == [Category.WORKSPACE, Category.ACTIVATION, Category.UNKNOWN]
+
+
+def workspaces_among(*sizes, used):
+    """Return the categories of allocations at one address, in which a library has used some bytes."""
+    events = events_of([Event(Action.ALLOC, BASE, size) for size in sizes])
+    uses = [WorkspaceUse(BASE, size, 7) for size in used]
+    missed, _ = mark_workspaces(events, np.full(len(sizes), 7, np.int32), uses)
+    return missed, [Category(category) for category in events.category]
+
+
+def test_the_memory_in_which_engines_are_timed_is_a_workspace_whichever_of_them_runs():
+    expected = 0, [Category.WORKSPACE, Category.WORKSPACE, Category.UNKNOWN]
+    assert workspaces_among(4096, 1024, 512, used=[1024, 4096, 2048, 1024]) == expected
+
+
+def test_the_memory_in_which_engines_are_timed_may_be_larger_than_any_of_them_needs():
+    # The largest engine did not fit, so PyTorch halved the allocation and left that engine out.
+    expected = 0, [Category.UNKNOWN, Category.WORKSPACE, Category.WORKSPACE]
+    assert workspaces_among(8192, 4096, 1024, used=[1024, 3072]) == expected
+
+
+def test_a_smaller_allocation_than_a_library_used_is_no_workspace():
+    assert workspaces_among(512, used=[1024]) == (1, [Category.UNKNOWN])
+
+
+def test_a_gradient_as_large_as_a_workspace_at_its_address_is_a_gradient():
+    events = events_of([alloc(0), alloc(0, Category.GRADIENT)])
+    events = dataclasses.replace(events, tensor=np.array([-1, 3], np.int32))
+    assert mark_workspaces(events, np.full(2, 7, np.int32), [WorkspaceUse(BASE, 512, 7)])[0] == 0
+    assert events.category.tolist() == [Category.WORKSPACE, Category.GRADIENT]

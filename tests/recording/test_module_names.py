@@ -52,5 +52,25 @@ def test_a_wrapper_has_the_name_of_the_module_it_wraps(names):
 def test_a_module_at_the_address_of_a_deleted_one_does_not_inherit_its_name(names):
     net = nn.Sequential(nn.Linear(2, 2))
     unrelated = nn.ReLU()
-    names._parents[id(unrelated)] = names._parents[id(net[0])]  # as if it had the linear layer's address
+    names._places[id(unrelated)] = names._places[id(net[0])]  # as if it had the linear layer's address
     assert names.full_name(unrelated) == "ReLU"
+
+
+def test_a_slice_of_a_module_list_does_not_rename_its_layers(names):
+    net = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])})
+    part = net["layers"][:1]  # a new module list, as the models of transformers make in each forward
+    assert names.full_name(part[0]) == "ModuleDict.layers.0"
+    del part
+    gc.collect()
+    assert names.full_name(net["layers"][0]) == "ModuleDict.layers.0"
+    assert names.outermost() == {net}
+
+
+def test_a_module_that_moved_has_the_name_of_its_new_place(names):
+    net = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(2, 2))})
+    layer = net["inner"][0]
+    wrapper = nn.Sequential(nn.Identity(), layer)
+    net["inner"][0] = wrapper
+    assert names.full_name(layer) == "ModuleDict.inner.0.1"
+    net["inner"][0] = nn.Identity()
+    assert names.full_name(layer) == "Sequential.1"

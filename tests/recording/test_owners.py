@@ -309,3 +309,46 @@ def test_shared_memory_counts_once_and_has_all_names(dry_run):
     for module, op in (("a", "Relu"), ("b", "Add")):
         assert bytes_of(found, category="activations", module=module) == truth["hidden"]
         assert bytes_of(found, category="activations", module=module, op=op) == truth["hidden"]
+
+
+def test_workspaces_that_cudnn_benchmark_tries_are_workspaces(dry_run):
+    found, trace, truth = run_and_attribute(
+        dry_run,
+        """
+torch.backends.cudnn.benchmark = True
+layer, x = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda(), torch.ones(8, 64, 64, 64, device="cuda")
+before = torch.cuda.memory_allocated()
+y = layer(x)
+truth(rise=torch.cuda.max_memory_allocated() - before, result=size([y]))
+""",
+    )
+    made = [row for row in found if row.born.phase == "forward"]
+    assert sum(row.requested for row in made if row.category == "outputs") == truth["result"]
+    tried = [row.block for row in made if row.category == "workspaces"]
+    assert max(tried, default=0) == truth["rise"] - truth["result"]
+    assert {row.category for row in made} <= {"outputs", "workspaces"}
+    assert category_provenance(trace)[Category.TEMPORARY] is Provenance.EXACT
+
+
+CLEARED = """
+def used():
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.memory_allocated() or total - free  # PyTorch counts nothing without its cache
+net = nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(2):
+    net(torch.ones(64, 512, device="cuda")).sum().backward()
+    optimizer.step()
+before = used()
+torch._C._cuda_clearCublasWorkspaces()
+truth(workspaces=before - used())
+"""
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+def test_cublas_workspaces_that_the_script_releases_are_workspaces(cached, attributed, monkeypatch):
+    if not cached:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    found, truth = attributed(CLEARED)
+    assert truth["workspaces"] > 8 << 20
+    assert bytes_of(found, category="workspaces") == truth["workspaces"]

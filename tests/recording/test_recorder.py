@@ -196,19 +196,33 @@ def test_names_of_two_models_include_their_classes(trace_of):
     assert {"Critic.first", "Net.first"} <= set(modules(trace_of(script), Phase.FORWARD))
 
 
-def test_calls_of_record_memory_history_by_the_script_are_ignored(trace_of):
-    script = (
-        NET
-        + """
-    torch.cuda.memory._record_memory_history(max_entries=3)
-    train(Net().cuda())
-    torch.cuda.memory._record_memory_history(enabled=None)
+def test_a_history_that_the_script_records_changes_nothing_in_the_trace(trace_of):
+    """Called first: before CUDA is initialised, where PyTorch's own function would restart the history."""
+    begin = "torch.cuda.memory._record_memory_history(max_entries=3)"
+    end = "torch.cuda.memory._record_memory_history(enabled=None)"
+    script = """
+    {begin}
+    train(Net().cuda(), steps=1)
+    {end}
     train(Net().cuda(), steps=1)
     """
+    plain, recorded = (
+        trace_of(NET + script.format(begin=first, end=then))
+        for first, then in (("pass", "pass"), (begin, end))
     )
-    trace = trace_of(script)
-    assert len(trace.events) > 100
-    assert any("_record_memory_history" in note.text for note in trace.notes)
+    events = recorded.events.action != Action.SNAPSHOT  # what the script's calls leave in PyTorch's history
+    assert not events.all()
+    assert recorded.events.size[events].tolist() == plain.events.size.tolist()
+    assert recorded.events.action[events].tolist() == plain.events.action.tolist()
+    stacks, found = ([stacks_of(trace)[at] for at in trace.events.stack] for trace in (plain, recorded))
+    assert [stack for stack, kept in zip(found, events, strict=True) if kept] == stacks
+    assert recorded.notes == plain.notes
+
+
+def stacks_of(trace):
+    """Return the stacks as text; the last one, -1, is that of events without a frame."""
+    frames = [f"{frame.file}:{frame.line}" for frame in trace.frames]
+    return [*([frames[index] for index in stack] for stack in trace.stacks), []]
 
 
 def test_peaks_after_a_reset_agree_with_the_statistics(trace_of):

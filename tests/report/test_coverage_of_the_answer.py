@@ -8,8 +8,8 @@ from memfit.records import ScriptEnd
 from memfit.report.terminal.summary import verdict
 
 FIRST_STEPS = (
-    "Covers the first 3 training steps. What comes later, such as evaluation or larger batches, was not run; "
-    "--steps N or --to-end runs more."
+    "This result covers the first 3 training steps. What comes later, such as evaluation or larger batches, "
+    "was not run. To run more, pass --steps N or --to-end."
 )
 
 
@@ -17,8 +17,8 @@ FIRST_STEPS = (
     ("end", "steps", "line"),
     [
         (ScriptEnd("steps", 0), 3, FIRST_STEPS),
-        (ScriptEnd("end", 0), 1, "Covers the whole run: 1 training step."),
-        (ScriptEnd("end", 0), 0, "Covers the whole run."),
+        (ScriptEnd("end", 0), 1, "This result covers the whole run: 1 training step."),
+        (ScriptEnd("end", 0), 0, "This result covers the whole run."),
     ],
 )
 def test_a_verdict_names_what_it_covers(end, steps, line, answer):
@@ -43,7 +43,7 @@ def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
     first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
     assert first.startswith("TIGHT   needs ")
     assert second == (
-        "It may not fit: the CUDA context is assumed, and may take 400.0 MiB more. memfit doctor --context "
-        "measures it on your GPU."
+        "The run may not fit: the size of the CUDA context is assumed. The real size may be up to 400.0 MiB "
+        "larger. To measure it on your GPU, run memfit doctor --context."
     )
-    assert third.startswith("Covers ")
+    assert third.startswith("This result covers ")

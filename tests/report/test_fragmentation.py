@@ -69,6 +69,7 @@ def test_the_table_splits_reserved_bytes_by_use():
     assert ["not", "requested", "86.0", "%", "100.0", "%"] in rows
     assert ["in", "the", "small", "pool", "50.0", "%", "100.0", "%"] in rows
     assert ["in", "the", "large", "pool", "87.5", "%", "-"] in rows
+    assert not any(row[-2:] == ["0.00", "0.00"] for row in rows)
 
 
 def test_a_hole_is_printed_once_with_its_moments_and_pinning_blocks():

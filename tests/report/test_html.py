@@ -43,27 +43,31 @@ def test_the_summary_needs_no_script(answer):
 
 
 CHECKPOINT = Advice(
-    "fewer activations", "--checkpoint <0-2>", "+11 % time",
-    saves=Figure(3 * GIB, Provenance.MEASURED), needs=Figure(9 * GIB, Provenance.EXACT), fits=False,
+    ("fewer activations",), ("--checkpoint <0-2>",), "", "+11 % time",
+    saves=Figure(3 * GIB, Provenance.MEASURED), needs=Figure(90 * GIB, Provenance.EXACT), fits=False,
 )  # fmt: skip
 
 
 def test_advice_reads_as_on_the_terminal():
-    second = replace(CHECKPOINT, what="more of it", needs=Figure(7 * GIB, Provenance.EXACT), fits=True)
+    needs = Figure(7 * GIB, Provenance.EXACT)
+    second = replace(
+        CHECKPOINT, changes=("more of it", "and more"), where="train.py:3", needs=needs, fits=True
+    )
     text = report(run(), advice=(CHECKPOINT, second))
-    assert re.findall(r"<li><b>(.*?)</b>", text) == [CHECKPOINT.what, second.what]
+    assert re.findall(r"<li><b>(.*?)</b>", text) == ["fewer activations", "more of it + and more"]
     lines = advice_lines(replace(summarize(run()), advice=(CHECKPOINT, second)), "")
     for shown in (Elements(text).text, " ".join(line.plain for line in lines)):
         words = " ".join(shown.replace("·", " ").split())
-        assert "saves 3.0 GiB measured needs 9.0 GiB does not fit yet --checkpoint <0-2>" in words
+        assert "saves 3.0 GiB measured needs 90.0 GiB does not fit --checkpoint <0-2>" in words
         assert "needs 7.0 GiB fits" in words
         assert "costs +11 % time" in words
+        assert "train.py:3" in words
     assert "No change was found" in Elements(report(run(), advice=())).text
     assert "What to do next" not in report(run())
 
 
 def test_advice_is_escaped():
-    evil = replace(CHECKPOINT, what=EVIL, how="/home/ada/train.py:3")
+    evil = replace(CHECKPOINT, changes=(EVIL,), how=("/home/ada/train.py:3",), where="/home/ada/train.py:4")
     text = report(run(), advice=(evil,), source=False)
     assert [tag for tag, _ in Elements(text).found].count("script") == 2
     assert "train.py" not in text
@@ -81,7 +85,7 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
         assert "Needs 3.00 GiB; this GPU has 0.25 GiB." in text
         assert "Unchanged, the run needs" not in text
     assert "Needs 3.00 GiB" not in Elements(report(trace)).text
-    assert "To find changes that make it fit, run again with --advise" in Elements(report(trace)).text
+    assert "To find changes that make the script fit, run again with --advise" in Elements(report(trace)).text
     assert "--advise" not in Elements(report(trace, advice=())).text
 
 

@@ -196,7 +196,7 @@ def test_failed_allocations_are_in_the_payload():
     held = drawn(
         trace_of([Event(Action.SEGMENT_ALLOC, BASE, 20 * MIB), Event(Action.ALLOC, BASE, MIB), *history])
     )
-    assert held.facts["failures"] == [[2, 5 * GIB]]
+    assert held.facts["failures"] == [{"at": 2, "needed": 5 * GIB, "available": 1000}]
     assert drawn(trace).facts["failures"] == []
 
 

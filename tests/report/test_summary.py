@@ -11,6 +11,7 @@ from rich.console import Console
 
 from memfit import api
 from memfit.records import (
+    Figure,
     Growth,
     Note,
     OutOfMemory,
@@ -18,6 +19,8 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
     ScriptLocation,
+    SizeBound,
+    Term,
 )
 from memfit.report.escape import escaped
 from memfit.report.schema.dry_run_schema import DryRunJson, to_json
@@ -72,6 +75,25 @@ def test_out_of_memory_shows_where_and_how_much(answer):
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
     assert "OUT OF MEMORY   on a GPU of 80.00 GiB: 3.0 GiB requested, 1.0 GiB free, short by 2.0 GiB" in text
     assert "Ran out in: step 2 · forward · layers.3.mlp" in text
+
+
+def test_an_upper_bound_names_the_size_it_rests_on(answer):
+    bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120")
+    lines = printed(replace(answer, bound=bound), width=300).splitlines()
+    assert lines[0] == "FITS   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
+    assert lines[1].startswith("At most: the size of nonzero depends on GPU values")
+    assert (
+        "largest possible (/somewhere/train.py:3, in vision/heads.py:120). --values heads.py:120=… sets"
+        in lines[1]
+    )
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
+    failed = replace(
+        answer, bound=bound, out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
+    )
+    text = printed(failed)
+    assert text.startswith("MAY NOT FIT   on a GPU of 80.00 GiB: 3.0 GiB requested")
+    assert "Needs at most 8.50 GiB; this GPU has 80.00 GiB." in text
+    assert json.loads(to_json(failed))["upper_bound"] == {"operator": "nonzero", "where": bound.where}
 
 
 def test_growth_names_the_line(answer):
@@ -140,3 +162,22 @@ def test_the_first_line_of_an_exception_is_shown(answer, text, shown):
     out = printed(replace(answer, verdict="unknown", end=end))
     assert f"The script ended with {shown}  train.py:4" in out
     assert "\\n" not in out
+
+
+def test_rows_that_would_read_as_zero_are_left_out(answer):
+    terms = tuple(Term(name, Figure(size, Provenance.EXACT)) for name, size in SMALL_TERMS.items())
+    names = [
+        line.split("  ")[1].strip()
+        for line in printed(replace(answer, terms=terms)).splitlines()
+        if "GiB" in line and "exact" in line
+    ]
+    assert names == ["parameters", "activations"]
+
+
+SMALL_TERMS = {
+    "parameters": GIB,
+    "gradients": 0,
+    "optimizer state": 4 << 20,
+    "activations": 6 << 20,
+    "cached, not allocated": 0,
+}

@@ -82,7 +82,7 @@ def test_a_script_that_swallows_ctrl_c_is_killed_with_what_it_started(tmp_path):
     child = int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (130, "memfit: interrupted before there was a result.\n")
+    assert (process.returncode, error) == (130, "memfit: interrupted; there was no result yet.\n")
     assert ends(child)
 
 
@@ -120,10 +120,11 @@ def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     (tmp_path / "script.py").write_text("print('ran')")
-    settings = write_settings(ChildSettings(RunOptions(), None, "", "", writer))
+    settings = tmp_path / "settings.json"
+    settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", writer)))
     code = python_code("memfit.run.child")
     done = subprocess.run(
-        [sys.executable, "-c", code, settings, "script.py"],
+        [sys.executable, "-c", code, str(settings), "script.py"],
         cwd=tmp_path,
         pass_fds=[writer],
         capture_output=True,

@@ -184,7 +184,7 @@ def test_unknown_names_are_refused_with_the_nearest(given, words):
             {"global_batch_size": 30, "micro_batch_size": 8},
             "not 30. The configuration sets global_batch",
         ),
-        ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause an update"),
+        ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause its own update"),
     ],
 )
 def test_contradicting_names_are_refused(given, words):
@@ -204,7 +204,7 @@ def test_the_same_value_twice_is_not_a_contradiction():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mini_steps": 0}, "must be an integer, at least 1, not 0. The configuration sets mini_steps=0"),
+        ({"mini_steps": 0}, "must be an integer of at least 1, not 0. The configuration sets mini_steps=0"),
         ({"mini_steps": True}, "must be an integer"),
         ({"accumulate_grad_batches": {"0": 4, "10": 8}}, "must be an integer"),
         ({"precision": "fp8"}, "must be one of bf16, fp16, fp32, not 'fp8'. The .* sets precision='fp8'"),
@@ -382,7 +382,7 @@ def test_apply_takes_a_configuration_and_refuses_settings_of_the_loop():
     model = nn.Linear(2, 2)
     memfit.apply(model, {"precision": {"dtype": "bf16", "autocast": False}})
     assert model.weight.dtype == torch.bfloat16
-    with pytest.raises(UsageError, match="max_grad_norm applies to the training loop"):
+    with pytest.raises(UsageError, match="cannot use max_grad_norm, which applies to the training loop"):
         memfit.apply(nn.Linear(2, 2), {"max_grad_norm": 1.0})
 
 

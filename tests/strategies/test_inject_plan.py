@@ -1,19 +1,23 @@
 """Reruns of a script with a plan: the models that get it, fused optimizers, and how the rerun ended."""
 
 import copy
+import functools
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import json
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import memfit
-from memfit.analysis.advice import ScriptChange, TrialResult
+from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.errors import TargetError
 from memfit.recording.hooks import InstalledHooks
-from memfit.records import ScriptEnd
+from memfit.records import LoaderBatchSize, ScriptEnd
 from memfit.run.options import RunOptions
+from memfit.run.parent import RecordedRun
 from memfit.strategies import inject_plan, trial_run
 from memfit.strategies.inject_plan import Intervention
 from memfit.strategies.mechanisms.wrap_forward import wrappers
@@ -34,7 +38,9 @@ def changed(tmp_path):
     models = tmp_path / "models"
     models.touch()
     hooks = InstalledHooks()
-    inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, str(models))).install(hooks)
+    inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, None, str(models))).install(
+        hooks
+    )
     yield lambda: models.read_text().split()
     hooks.remove()
 
@@ -82,6 +88,20 @@ def test_an_optimizer_is_fused_unless_the_script_chooses(chosen, fused):
     inject_plan._fused(made, None, **chosen)
 
 
+def test_loaders_created_at_the_line_get_the_other_batch_size():
+    data, others = torch.arange(8), {"num_workers": 0}
+    hooks = InstalledHooks()
+    line = sys._getframe().f_lineno + 4
+    size = LoaderBatchSize(2, f"{__file__}:{line}")
+    hooks.wrap(DataLoader, "__init__", functools.partial(inject_plan._resized, size))
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+    found = [DataLoader(data, 4), DataLoader(data, batch_size=4), DataLoader(data, **others, batch_size=None)]
+    own = DataLoader(data, batch_sampler=sampler)
+    hooks.remove()
+    assert [loader.batch_size for loader in found] == [2, 2, None]
+    assert (own.batch_size, own.batch_sampler) == (None, sampler)
+
+
 @pytest.fixture
 def rerun(monkeypatch):
     """Return a function that reruns a script and pretends that the rerun ended as given."""
@@ -91,18 +111,18 @@ def rerun(monkeypatch):
             if isinstance(end, TargetError):
                 raise end
             assert options.module
-            assert command[2:] == ("train.py", "--fast")
-            intervention = json.decode(command[1], type=Intervention)
+            assert command[2:] == ("train.py", "--fast", "--bf16")
+            intervention = json.decode(Path(command[1]).read_bytes(), type=Intervention)
             assert (intervention.strategies, intervention.fused, intervention.module) == (
                 ("offload",),
                 True,
                 False,
             )
             Path(intervention.models).write_text(models)
-            return trace_of((), end=end)
+            return RecordedRun(trace_of((), end=end), None)
 
         monkeypatch.setattr(trial_run, "run_script", run_script)
-        change = ScriptChange(("offload",), fused=True)
+        change = ScriptChange(("offload",), fused=True, arguments=("--bf16",))
         return trial_run.run_trial(("train.py", "--fast"), RunOptions(), None, change, print)
 
     return run

@@ -326,7 +326,7 @@ def test_compiled_models_are_offloaded(late, where):
     ("make", "words"),
     [
         (lambda: Offload(what="all"), "must be one of activations, inputs, not 'all'"),
-        (lambda: Offload(min_bytes=-1), "'min_bytes' must be an integer, at least 0, not -1"),
+        (lambda: Offload(min_bytes=-1), "'min_bytes' must be an integer of at least 0, not -1"),
         (lambda: Offload(prefetch=True), "'prefetch' must be an integer, not True"),
         (lambda: Offload(pin_memory=False), "prefetch needs pin_memory"),
         (
@@ -345,7 +345,7 @@ def test_invalid_settings_are_refused(make, words):
 def test_modules_inside_a_checkpointed_one_cannot_be_offloaded():
     model = net()
     Checkpointing("GatedBlock").apply(model)
-    with pytest.raises(UsageError, match=r"0\.inner is inside 0, which is checkpointed"):
+    with pytest.raises(UsageError, match=r"0\.inner, because it is inside the checkpointed module 0\."):
         Offload("**.inner").apply(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -173,7 +173,7 @@ def test_a_second_backward_before_the_step_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     StepInBackward(optimizer)
     loss_of(model, 0).backward()
-    with pytest.raises(UsageError, match="two parts, and was already updated"):
+    with pytest.raises(UsageError, match=r"two parts\. It was updated after the first part alone"):
         loss_of(model, 1).backward()
 
 
@@ -191,10 +191,10 @@ def test_gradients_that_arrive_in_two_parts_are_refused():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.LBFGS, "know this of .*LBFGS"),
+        (torch.optim.LBFGS, "know whether .*LBFGS does so"),
         (
             type("Mine", (torch.optim.SGD,), {"step": id, "__module__": "mine"}),
-            "know this of mine's Mine",
+            "know whether mine's Mine does so",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_distributed_data_parallel_is_refused():
     [
         (Accumulation(2), None, "every micro-batch would cause"),
         (Accumulation(micro_batch_size=4), None, "every micro-batch would cause"),
-        (None, Precision("fp16"), "loss scaling"),
+        (None, Precision("fp16"), "Loss scaling"),
         (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
     ],
 )

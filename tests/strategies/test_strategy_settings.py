@@ -41,7 +41,7 @@ def test_two_sizes_determine_the_third(given, steps, micro, whole):
             "must be a multiple of gradient_accumulation_steps=4",
         ),
         (lambda: Accumulation(global_batch_size=30), "set micro_batch_size or gradient_accumulation_steps"),
-        (lambda: Accumulation(0), "'gradient_accumulation_steps' must be an integer, at least 1, not 0"),
+        (lambda: Accumulation(0), "'gradient_accumulation_steps' must be an integer of at least 1, not 0"),
         (lambda: Accumulation(2.0), "'gradient_accumulation_steps' must be an integer or None, not 2.0"),
         (lambda: Accumulation(True), "'gradient_accumulation_steps' must be an integer or None, not True"),
         (lambda: Accumulation(2, partial_window="keep"), "must be one of flush, carry, drop, not 'keep'"),

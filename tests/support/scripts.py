@@ -51,7 +51,7 @@ notes = []
 
 def install(options=""):
     return gpu_reads.install(
-        ghost, ValueOptions.parse(options), lambda *note, sizes=False: notes.append(note),
+        ghost, ValueOptions.parse(options), lambda *note, **_: notes.append(note),
         fallback_where=lambda: "layers.0",
     )
 """

@@ -11,11 +11,14 @@ from memfit.records import (
     Figure,
     Frame,
     Label,
+    LoaderBatchSize,
     Mark,
     MarkKind,
+    OptionPurpose,
     Phase,
     Provenance,
     ScriptEnd,
+    ScriptOption,
     TensorInfo,
     Trace,
 )
@@ -53,6 +56,8 @@ def trace():
         command=("train.py",),
         pools=((0, 0), (1, 0)),
         tensors=(TensorInfo("layers.0", "weight", "float32", (5, 5)),),
+        options=(ScriptOption(OptionPurpose.BATCH_SIZE, ("--batch-size",), 64),),
+        loader=LoaderBatchSize(64, "train.py:31"),
     )
 
 

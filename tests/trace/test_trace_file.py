@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.errors import FileFormatError, UsageError
+from memfit.errors import FileFormatError, OutputError, UsageError
 from memfit.records import (
     Action,
     Category,
@@ -33,8 +33,9 @@ from memfit.records import (
     TensorInfo,
     Trace,
 )
-from memfit.trace import trace_file
+from memfit.trace import trace_file, trace_limits
 from memfit.trace.trace_file import is_trace, read_trace, write_trace
+from memfit.trace.trace_limits import MAX_TEXT
 
 LARGEST = (1 << 63) - 1
 
@@ -209,7 +210,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, trace, file, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UsageError, match=r"Cannot write .*run\.memfit: No space left on device"):
+    with pytest.raises(OutputError, match=r"Cannot write .*run\.memfit: No space left on device"):
         write_trace(trace, file)
     assert file.read_bytes() == old
     assert list(tmp_path.iterdir()) == [file]
@@ -226,16 +227,50 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, trace, monkeypatch):
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path, trace):
-    for path, words in [
-        (tmp_path / "none" / "run.memfit", "No such file or directory"),
-        (tmp_path, "not a regular file"),
-        (Path("/dev/null"), "not a regular file"),
+    for path, error, words in [
+        (tmp_path / "none" / "run.memfit", OutputError, "No such file or directory"),
+        (tmp_path, UsageError, "not a regular file"),
+        (Path("/dev/null"), UsageError, "not a regular file"),
     ]:
-        with pytest.raises(UsageError, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
+        with pytest.raises(error, match=f"Cannot write {re.escape(str(path))}: .*{words}"):
             write_trace(trace, path)
 
 
 def test_a_trace_that_is_too_long_is_not_written(tmp_path, trace, monkeypatch):
-    monkeypatch.setattr(trace_file, "MAX_EVENTS", 1)
-    with pytest.raises(UsageError, match="at most 1 events, and this one has 2"):
-        write_trace(trace, tmp_path / "run.memfit")
+    path = tmp_path / "run.memfit"
+    monkeypatch.setattr(trace_limits, "MAX_EVENTS", 1)
+    with pytest.raises(UsageError, match=r"the run has 2 events, but a trace can have at most 1. Run"):
+        write_trace(trace, path)
+    monkeypatch.undo()
+    monkeypatch.setattr(trace_limits, "MAX_ROWS", 1)
+    with pytest.raises(UsageError, match=r"the run has 2 pools, but a trace can have at most 1. Run"):
+        write_trace(trace, path)
+    monkeypatch.undo()
+    monkeypatch.setattr(trace_file, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(UsageError, match=r"the tables of the trace take \d+ bytes, but .* at most 100. Run"):
+        write_trace(trace, path)
+    assert not path.exists()
+
+
+def test_long_texts_are_cut_so_that_the_trace_can_be_read(tmp_path, trace):
+    long = "é" * (MAX_TEXT + 1)
+    label, frame, tensor = trace.labels[0], trace.frames[0], trace.tensors[0]
+    shapes = {
+        "labels": (replace(label, module=long, op=long),),
+        "frames": (replace(frame, file=long, function=long),),
+        "tensors": (replace(tensor, module=long, name=long, dtype=long),),
+        "notes": (Note(Provenance.EXACT, long, long),),
+        "end": ScriptEnd("exception", 1, long, long),
+        "command": ("train.py", long),
+        "settings": {"conf": long},
+        "versions": {long: long},
+        "device": replace(trace.device, name=long),
+    }
+    for name, value in shapes.items():
+        path = tmp_path / "run.memfit"
+        write_trace(replace(trace, **{name: value}), path)
+        found = str(getattr(read_trace(path), name))
+        assert "é" * (MAX_TEXT - 1) + "…" in found, name
+        assert "é" * MAX_TEXT not in found
+    write_trace(replace(trace, command=("é" * MAX_TEXT,)), path)
+    assert read_trace(path).command == ("é" * MAX_TEXT,)

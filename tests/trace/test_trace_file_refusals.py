@@ -105,11 +105,13 @@ def test_a_missing_or_an_extra_member_is_refused(file, trace):
 
 
 def test_unknown_formats_and_versions_are_refused(file, trace):
-    assert "newer memfit (version 5; this one reads 4). Upgrade" in refused(with_header(file, version=5))
+    assert "has version 5, but this memfit reads only up to version 4. Upgrade" in refused(
+        with_header(file, version=5)
+    )
     write_trace(trace, file)
     assert "has the unknown format version 0" in refused(with_header(file, version=0))
     write_trace(trace, file)
-    assert "not a memfit trace: its format is 'other'" in refused(with_header(file, format="other"))
+    assert "not a memfit trace, but has the format 'other'" in refused(with_header(file, format="other"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_damaged_headers_are_refused(file, header):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"events": 3}, "columns/action has 2 bytes, but 3 events take 3"),
+        ({"events": 3}, "columns/action has 2 bytes, but its 3 events need 3 bytes"),
         ({"events": -1}, "declares -1 events"),
         ({"events": 1 << 40}, "declares 1,099,511,627,776 events"),
         ({"labels": []}, "event 0 of 2 has label 0,"),
@@ -144,6 +146,17 @@ def test_damaged_headers_are_refused(file, header):
         ({"statistics": {"x": 10**30}}, "a statistic"),
         ({"statistics": {"x": 0.5}}, "header"),
         ({"stacks": {"a": 1}}, "header"),
+        ({"options": [{"purpose": "batch size", "words": ["-b"], "value": -1}]}, "an option's value"),
+        ({"options": [{"purpose": "lunch", "words": [], "value": 1}]}, "lunch"),
+        ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
+        (
+            {"labels": [{"phase": "forward", "module": "x" * 4_000_000, "op": "", "stack": 0}]},
+            "has a text of 4,000,000 characters, but a trace's are at most 4,096.",
+        ),
+        (
+            {"marks": [{"position": 0, "kind": "forward", "index": 0}] * 1_100_000},
+            "has 1,100,000 marks, but a trace can have at most 1,048,576.",
+        ),
     ],
 )
 def test_inconsistent_headers_are_refused(file, change, words):
@@ -199,10 +212,13 @@ def test_a_zip_bomb_is_not_decompressed(file, monkeypatch):
         return read(self, member)
 
     monkeypatch.setattr(zipfile.ZipFile, "read", only_the_header)
-    assert "columns/size has 268,435,456 bytes, but 2 events take 16" in refused(file)
+    assert "columns/size has 268,435,456 bytes, but its 2 events need 16 bytes" in refused(file)
     monkeypatch.setattr(trace_file, "MAX_HEADER_BYTES", 10)
     monkeypatch.setattr(zipfile.ZipFile, "read", None)
     assert "declares" in refused(file)
+    monkeypatch.setattr(trace_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    assert "and memfit reads such files only up to 10 bytes" in refused(file)
 
 
 def test_a_wrong_declared_size_fails_the_checksum(file):

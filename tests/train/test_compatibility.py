@@ -41,12 +41,12 @@ def half(dtype="bf16", **options):
         (
             [],
             [half()],
-            r"with parameters=\['torch.float32'\] \(here .*\), master_weights=False \(here True\)",
+            r"parameters=\['torch.float32'\], here .*; master_weights=False, here True",
         ),
-        ([], [memfit.Precision("bf16")], "with autocast=None"),
-        ([memfit.Precision("bf16")], [], "with autocast='bf16'"),
-        ([half()], [memfit.Precision("bf16", autocast=False)], "with master_weights=True"),
-        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "a different loss scale"),
+        ([], [memfit.Precision("bf16")], "autocast=None, here 'bf16'"),
+        ([memfit.Precision("bf16")], [], "autocast='bf16', here None"),
+        ([half()], [memfit.Precision("bf16", autocast=False)], "master_weights=True, here False"),
+        ([memfit.Precision("fp16")], [memfit.Precision("fp16", loss_scale=512.0)], "the loss scale differs"),
     ],
 )
 def test_the_precision_may_not_change_inside_a_window(saved_with, loaded_with, words):
@@ -157,9 +157,11 @@ def grouped(*order, scheduler=None):
 
 def test_other_parameter_groups_are_refused():
     state = grouped(0, 2).state_dict()
-    with pytest.raises(UsageError, match=r"\[4\] parameters in this optimizer, \[2, 2\] in the saved"):
+    with pytest.raises(UsageError, match=r"have \[4\] parameters, but those .* have \[2, 2\]"):
         engine(net()).load_state_dict(state)
-    with pytest.raises(UsageError, match=r"group 0 of this optimizer has '2.weight' where .* has '0.weight'"):
+    with pytest.raises(
+        UsageError, match=r"group 0 of .* has the parameter '2.weight', but .* has '0.weight'"
+    ):
         grouped(2, 0).load_state_dict(state)
     grouped(0, 2).load_state_dict(state)
 

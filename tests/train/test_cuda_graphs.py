@@ -139,9 +139,9 @@ def test_settings_that_cannot_be_captured_are_refused(emulated_graphs):
 
 def test_a_hand_written_loop_is_refused_with_cuda_graphs(emulated_graphs):
     run = engine(cuda_graphs=True)
-    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
+    with pytest.raises(UsageError, match=r"Use engine\.fit or engine\.step, or leave out cuda_graphs"):
         next(run.windows([batch(4, 0)]))
-    with pytest.raises(UsageError, match=r"use engine\.fit or engine\.step, or leave out cuda_graphs"):
+    with pytest.raises(UsageError, match=r"Use engine\.fit or engine\.step, or leave out cuda_graphs"):
         run.backward(loss(run.model, batch(4, 0)))
     assert run.step(batch(8, 0)).updated
 

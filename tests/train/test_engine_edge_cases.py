@@ -80,7 +80,11 @@ def test_an_engine_that_fails_to_start_leaves_the_model_unchanged():
     model = net()
     for plan, options, words in (
         ((MASTERS[0], memfit.OptimizerState(bits=8)), {}, "8-bit"),
-        ((memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]), {"max_grad_norm": 1.0}, "leave out"),
+        (
+            (memfit.Precision("bf16", autocast=False), IN_BACKWARD[0]),
+            {"max_grad_norm": 1.0},
+            "cannot be combined",
+        ),
         ((memfit.Precision("bf16"),), {"cuda_graphs": True}, "cuda_graphs needs parameters on a GPU"),
         ((memfit.Precision("bf16"),), {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
         ((), {"max_grad_norm": -1.0}, "max_grad_norm must be None or a number above 0, not -1.0"),
@@ -120,7 +124,7 @@ def test_a_parameter_unfrozen_later_is_refused_in_low_precision(plan):
     run = engine(model, *plan)
     run.step(batch())
     model[0].weight.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, but had requires_grad=False"):
+    with pytest.raises(UsageError, match=r"shape \(8, 6\) has a gradient, but was frozen"):
         run.step(batch())
 
 
@@ -169,7 +173,7 @@ def test_a_scheduler_that_reads_the_loss_gets_that_of_the_window():
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(UsageError, match="None of the optimizer's parameters received a gradient"):
+    with pytest.raises(UsageError, match="Check that the loss depends on the model whose"):
         engine(net(), optimizer=torch.optim.SGD(net().parameters())).step(batch())
 
 

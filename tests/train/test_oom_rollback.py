@@ -194,15 +194,15 @@ def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():
     with (
         pytest.warns(
             UserWarning,
-            match="the buffers late: they keep the values",
+            match="the buffers late. These keep the values",
         ),
         pytest.raises(torch.OutOfMemoryError) as error,
     ):
         run.step(torch.randn(8, 4))
     assert error.value.__notes__ == [
         (
-            "The batch cannot be retried: the step changed the buffers late. memfit copies only buffers that "
-            "earlier steps have changed, so it cannot restore these."
+            "The batch cannot be retried: the step changed the buffers late, which no earlier step had "
+            "changed. memfit copies only buffers that earlier steps have changed, so it cannot restore these."
         )
     ]
     assert (model.late, run.optimizer_step) == (1, 1)

@@ -70,7 +70,7 @@ def test_the_chosen_implementation_is_used():
 
 def test_conflicts_are_refused_when_the_engine_is_created():
     """Row 29."""
-    with pytest.raises(UsageError, match="leave out max_grad_norm"):
+    with pytest.raises(UsageError, match="step_in_backward and max_grad_norm cannot be combined"):
         engine(IN_BACKWARD, max_grad_norm=1.0)
     for other in (Accumulation(2), Precision("fp16"), Precision("bf16", autocast=False, master_weights=True)):
         with pytest.raises(UsageError, match="step_in_backward"):

@@ -134,7 +134,7 @@ def test_neither_precision_nor_accumulation_may_change_inside_a_window():
             [memfit.Precision("fp16"), memfit.Accumulation(2)],
             "inside an accumulation window of 4 micro-batches",
         ),
-        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "a different loss scale"),
+        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "the loss scale differs"),
     ):
         other = engine(model(), *plan)
         with pytest.raises(UsageError, match=words):
@@ -180,7 +180,7 @@ def test_apply_changes_the_precision_and_revert_restores_it():
     assert "forward" not in vars(net)
     memfit.apply(net, memfit.Precision("bf16", autocast=False))
     assert memfit.revert(net)[0].weight.dtype == torch.float32
-    with pytest.raises(UsageError, match="Accumulation applies to the training loop"):
+    with pytest.raises(UsageError, match="cannot use Accumulation, which applies to the training loop"):
         memfit.apply(net, memfit.Accumulation(2))
 
 

@@ -161,4 +161,4 @@ def test_post_mortems_of_a_script_that_continues_are_limited_and_numbered(rehear
     assert done.stderr.count("memfit: out of memory again; memfit writes no further post-mortem") == 1
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["memfit-oom-1.memfit"]
     assert done.stderr.count("memfit: no report was written: OSError: ") == 1
-    assert done.stderr.count("memfit: no post-mortem was written: UsageError: Cannot write ") == 1
+    assert done.stderr.count("memfit: no post-mortem was written: OutputError: Cannot write ") == 1

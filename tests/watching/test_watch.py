@@ -141,7 +141,7 @@ def test_invalid_arguments_are_refused(tmp_path):
         watch(folder=tmp_path / "gone")
     with pytest.raises(UsageError, match="contains no complete training step"):
         watch(trace_of([]))
-    with pytest.raises(UsageError, match="as the trace of a post-mortem does"):
+    with pytest.raises(UsageError, match="like the trace of a post-mortem"):
         watch(trace_of([(Action.EARLIER, 0, 512)], marks=(Mark(1, MarkKind.TRAINING_STEP, 0),)))
     for invalid in ({"prediction": 3}, {"writer": 3}, {"files": "a"}, {"files": -1}, {"folder": None}):
         with pytest.raises(UsageError, match=f"^'?{next(iter(invalid))}(' must be|=)|does not exist: None"):

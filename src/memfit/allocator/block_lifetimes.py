@@ -168,7 +168,7 @@ class _CachedBlocks:
         """Free a block whose last stream is done with it."""
         block = self._pending.pop(address, None)
         if block is None:
-            raise ImpossibleEventError("no earlier event requested that a block at this address be freed")
+            raise ImpossibleEventError("no earlier event requested to free a block at this address")
         self._layout.release(address, block[1], block[2])
 
     def segment(self, action: int, address: int, size: int) -> None:

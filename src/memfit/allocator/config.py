@@ -303,6 +303,7 @@ def _power_of_two(text: str, value: str, *, least: int = 0) -> int:
     number = int(text) if _MEBIBYTES.fullmatch(text) else None
     if number is None or number < least or number & (number - 1):
         raise UsageError(
-            f"roundup_power2_divisions:{value} in the allocator settings: {text!r} is not a power of two."
+            f"roundup_power2_divisions:{value} in the allocator settings is invalid, because {text!r} is not "
+            "a power of two."
         )
     return number

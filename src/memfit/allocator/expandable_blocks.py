@@ -144,7 +144,7 @@ def _forget(block: Block) -> None:
 def _segment_of(block: Block) -> ExpandableSegment:
     if block.expandable is None:
         raise AssertionError(
-            f"Internal error: cannot map or unmap the block at {block.address:#x}, "
-            "because its segment is not expandable."
+            f"Internal error: cannot map or unmap the block at {block.address:#x}, because its segment is "
+            "not expandable. Please report this."
         )
     return block.expandable

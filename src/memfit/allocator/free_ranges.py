@@ -28,7 +28,7 @@ def impossible_event(events: Events, position: int, reason: ImpossibleEventError
     action = Action(events.action[position]).name.lower()
     address, size = int(events.address[position]), int(events.size[position])
     return FileFormatError(
-        f"Cannot replay this trace: event {position} of {len(events)} ({action}, {size:,} bytes at "
+        f"Cannot replay this trace. Event {position:,} of {len(events):,} (kind {action}, {size:,} bytes at "
         f"{address:#x}) is impossible: {reason}. Either the allocator history is incomplete, or the run "
         "used allocator settings that differ from those in the trace. Record the run again from its start."
     )
@@ -87,7 +87,7 @@ class FreeRanges:
     def remove_segment(self, start: int, stop: int) -> None:
         """Remove a segment that was released with cudaFree: it must be one free block."""
         if self.take(start) != (stop, start):
-            raise ImpossibleEventError("no segment of this size at this address is entirely free")
+            raise ImpossibleEventError("there is no entirely free segment of this size at this address")
 
     def map(self, start: int, stop: int) -> None:
         """Add mapped memory to an expandable segment."""
@@ -102,7 +102,7 @@ class FreeRanges:
             self._order = sorted(self._starts)
             around = self._mapped_around(start, stop)
         if around is None:
-            raise ImpossibleEventError("some of this memory is unmapped or in use")
+            raise ImpossibleEventError("some of this memory is already unmapped, or still in use")
         end, _ = self._starts.pop(around)
         del self._stops[end]
         if around < start:

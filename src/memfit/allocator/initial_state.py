@@ -77,9 +77,9 @@ def initial_state(trace: Trace, config: AllocatorConfig) -> InitialState:
     reserved = at_end - int(reserved_change(trace.events).sum())
     if reserved < 0:
         raise FileFormatError(
-            f"Cannot replay this trace: by its events, {at_end - reserved:,} bytes more than they release "
-            f"are still reserved at the end, but its segments hold {at_end:,} bytes. The file was truncated "
-            "or edited. Record the run again."
+            f"Cannot replay this trace: its events reserve {at_end - reserved:,} bytes more than they "
+            f"release, but its segments hold only {at_end:,} bytes at the end. The file was truncated or "
+            "edited. Record the run again."
         )
     if reserved == 0:
         return InitialState()
@@ -179,7 +179,7 @@ class _Rewind:
         extent = self._pending.pop(address, None)
         if extent is None:
             raise ImpossibleEventError(
-                "no later event completes this free, although no stream uses the block when the trace ends"
+                "this free never completes, but it is not pending at the end of the trace either"
             )
         self._live[address] = extent
 
@@ -189,7 +189,7 @@ class _Rewind:
         rounded = round_size(size, self._config)
         remainder = stop - address - rounded
         if remainder < 0:
-            raise ImpossibleEventError("rounded up, the block would overlap the next one")
+            raise ImpossibleEventError("with its size rounded up, the block would overlap the next one")
         self._drop(start)
         if start < address:
             self._put(start, (address, segment))
@@ -246,7 +246,9 @@ class _Rewind:
         around = self._order[index] if index >= 0 else -1
         extent = self._free.get(around, (-1, 0))
         if extent[0] < stop:
-            raise ImpossibleEventError("other events show that this memory is still in use after it")
+            raise ImpossibleEventError(
+                "the rest of the trace shows that this memory is still in use after this event"
+            )
         return around, extent
 
     def _release(self, start: int, extent: Extent) -> None:

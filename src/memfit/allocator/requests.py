@@ -166,10 +166,10 @@ def _check(trace: Trace, config: AllocatorConfig) -> None:
     if len(absurd):
         event = int(absurd[0])
         raise FileFormatError(
-            f"Cannot replay this trace: event {event} of {len(events)} "
-            f"({Action(events.action[event]).name.lower()}) has a size of {events.size[event]:,} bytes, but "
-            f"it must be between {least[event]} and {_MOST:,}. The file was truncated or edited. "
-            "Record the run again."
+            f"Cannot replay this trace. Event {event:,} of {len(events):,} (kind "
+            f"{Action(events.action[event]).name.lower()}) has a size of {events.size[event]:,} bytes. Its "
+            f"size must be between {least[event]} and {_MOST:,}. The file was truncated or edited. Record "
+            "the run again."
         )
 
 

@@ -90,8 +90,8 @@ class Segments:
             following = block.next
             if following is None:
                 raise AssertionError(
-                    f"Internal error: cannot grow the block at {block.address:#x}, "
-                    "because no unmapped block follows it."
+                    f"Internal error: cannot grow the block at {block.address:#x}, because no unmapped block "
+                    "follows it. Please report this."
                 )
             block = self._map_block(following, min(size - block.size, following.size))
         if block is not None:

@@ -26,7 +26,8 @@ def setting_config(setting: AllocatorSetting) -> AllocatorConfig:
     config = AllocatorConfig.of(",".join(filter(None, (setting.conf, setting.script))))
     if not config.has_segments:
         raise UsageError(
-            f"Cannot replay under backend:{config.backend}: memfit has no model of CUDA's own allocator."
+            f"Cannot replay with the allocator setting backend:{config.backend}, because memfit has no model "
+            "of CUDA's own allocator."
         )
     if config.expandable_segments and config.large_segment_size % GRANULE:
         raise UsageError(

@@ -70,7 +70,7 @@ def disagreement(trace: Trace, derived: Timeline) -> str:
             counted = trace.statistics.get(f"{name}_bytes.all.{what}", figure)
             if counted != figure:
                 return (
-                    f"PyTorch counted {counted:,} {name} bytes ({what}), but its allocator history gives "
+                    f"PyTorch counted {counted:,} bytes as {name} ({what}), but its allocator history gives "
                     f"{figure:,}."
                 )
     return ""

@@ -1,83 +1,33 @@
-"""Up to three pieces of advice that lower the peak, each tried before it is reported, cheapest first.
+"""Changes that make a run fit, or lower its peak: the fewest first, then the cheapest; each has been tried.
 
-trace ──> candidates ──> rerun or replay ──> saves enough? ──> advice; its result is the next trace
+trace ──> candidates ──> rerun or replay ──> enough? ──> advice
+              ^                               │ none
+              └── on top of what saved most <─┘
 
-Each piece builds on those before it, so their savings add up. The caller decides whether a script is rerun: a
-trace from elsewhere names a script that the user did not ask memfit to run.
+The caller decides whether a script is rerun: a trace from elsewhere names a script that the user did not ask
+memfit to run.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from memfit.allocator.config import AllocatorConfig, environment_settings, script_settings
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import Requests, read_requests
-from memfit.allocator.setting_outcomes import setting_config
-from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.location import least_certain
+from memfit.analysis.advice_attempt import MOST_RUNS, AdviceAttempt, Trials
+from memfit.analysis.advice_candidates import STRATEGIES, AdviceCandidate, candidates
+from memfit.analysis.batch_size_search import largest_that_fits
+from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.analysis.summary import summarize
-from memfit.devices import NO_LIMIT
-from memfit.errors import INTERRUPTED, MemfitError, UsageError
-from memfit.records import (
-    ARENA,
-    Advice,
-    AllocatorSetting,
-    CallRates,
-    DryRun,
-    Figure,
-    Phase,
-    Provenance,
-    Replay,
-    ScriptEnd,
-    Trace,
-    worst,
-)
+from memfit.errors import INTERRUPTED, MemfitError
+from memfit.records import Advice, DeviceUse, DryRun, Figure, OptionPurpose, ScriptEnd, Trace, worst
+from memfit.units import format_bytes
 
-_FAILED = ("out of memory", "does not fit")
+_FAILED = ("out of memory", "does not fit", "may not fit")
 """The verdicts on a run that needs more memory than its GPU has."""
 _UNLIMITED = "with unlimited memory"
 _MOST = 3
 _WORTH = 0.01
-"""Share of what a run needs that a piece of advice must save."""
-_MUCH = 0.1
-"""Share of activations at the peak from which saving them is worth some time."""
-_EXPANDABLE = "expandable_segments:True"
-_STRATEGIES = {
-    "checkpointing": ("Checkpointing", "checkpoint the repeated blocks", "a second forward of these blocks"),
-    "offload": ("Offload", "offload activations", "host memory, and copies to the host and back"),
-}
-"""Fields of a ``Plan``, cheapest first: the class of its settings, what it does, its cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptChange:
-    """Changes under which a script is run; none of them edits the training loop."""
-
-    strategies: tuple[str, ...] = ()
-    """Fields of a ``Plan``, each with its default settings."""
-    fused: bool = False
-    """Whether PyTorch's optimizers use ``fused=True`` if the script does not choose an implementation."""
-    conf: str = ""
-    """``PYTORCH_ALLOC_CONF``; empty for the script's own. Settings are replayed, not run."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """The result of a run that completed."""
-
-    trace: Trace
-    models: tuple[str, ...] = ()
-    """Classes of the models that strategies were applied to."""
-
-
-RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]
-"""Reruns the script with unlimited memory, given a change and its name. Returns how the script ended if it
-did not complete; None if the script must not be run."""
-
-
-def ran_to_completion(end: ScriptEnd) -> bool:
-    """Return whether a script completed: it ended by itself, or after the requested steps."""
-    return end.reason in ("steps", "end") and not end.exit_code
+"""Share of what a run needs that a change must save."""
+_NEARLY = 0.9
+"""Share of the largest saving from which a cheaper change is the better base of a combination."""
 
 
 def find_total(found: DryRun, run: RunScript) -> DryRun:
@@ -99,11 +49,12 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
-    return replace(found, in_all=summarize(unlimited.trace).peak_process)
+    total = summarize(unlimited.trace)
+    return replace(found, in_all=total.peak_process, bound=total.bound or found.bound)
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
-    """Find changes that lower the memory a run needs; if it does not fit, until it does.
+    """Find changes that make a run fit; if it fits already, those that lower the memory it needs.
 
     Args:
         trace: of the unchanged run.
@@ -111,8 +62,8 @@ def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _w
         run: reruns the script; by default nothing is run, and only allocator settings are tried.
 
     Returns:
-        The summary with ``advice``, ``in_all`` and ``untried``; with what was found so far if the user
-        interrupts.
+        The summary with ``advice``, ``advice_remarks``, ``in_all`` and ``untried``; with what was found so
+        far if the user interrupts.
     """
     answer = replace(found, advice=())
     try:
@@ -125,81 +76,9 @@ def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _w
     return answer
 
 
-@dataclass(frozen=True, slots=True)
-class AdviceCandidate:
-    """A change that may be worth trying."""
-
-    change: ScriptChange
-    what: str
-    how: str
-    costs: str = ""
-    """Empty if a replay determines it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceAttempt:
-    """A run under a change, and what it needs."""
-
-    trial: TrialResult
-    found: DryRun
-    asked: Requests
-    change: ScriptChange
-    roomy: Replay
-    """With unlimited memory."""
-
-    @classmethod
-    def of(cls, trial: TrialResult, change: ScriptChange) -> "AdviceAttempt":
-        """Summarize and replay a run that was made under a change.
-
-        Raises:
-            MemfitError: it used another allocator than PyTorch's own, or its history is incomplete.
-        """
-        if AllocatorConfig.read(trial.trace.settings).backend == ARENA:
-            raise UsageError("The script used memfit.arena, so PyTorch's allocator settings have no effect.")
-        asked = read_requests(trial.trace)
-        return cls(trial, summarize(trial.trace), asked, change, _replay(trial, asked, change, NO_LIMIT))
-
-    def reserved(self) -> Figure:
-        """Return the peak of reserved bytes with unlimited memory."""
-        sure = least_certain(note for note in self.trial.trace.notes if note.sizes)
-        most = self.roomy.peak_reserved
-        seen = not self.change.conf and most == self.found.peak_reserved  # in the run itself, not in a model
-        return Figure(most, sure if seen else worst(sure, Provenance.SIMULATED))
-
-    def seconds(self) -> float | None:
-        """Return the seconds of driver calls in a steady step; None if too few steps completed."""
-        calls = self.roomy.calls_per_step
-        return CallRates().seconds(calls) if calls is not None else None
-
-    def fits(self, total: int) -> bool | None:
-        """Return whether the run fits a device of ``total`` bytes; None for 0, an unknown device."""
-        return _replay(self.trial, self.asked, self.change, total).fits if total else None
-
-    def under(self, candidate: AdviceCandidate, run: RunScript) -> "AdviceAttempt | ScriptEnd | None":
-        """Try a further change: settings by a replay, anything else by a rerun."""
-        change = candidate.change
-        if change.conf != self.change.conf:
-            return replace(self, change=change, roomy=_replay(self.trial, self.asked, change, NO_LIMIT))
-        tried = run(change, candidate.what)
-        return AdviceAttempt.of(tried, change) if isinstance(tried, TrialResult) else tried
-
-
 def _needs_more(found: DryRun) -> bool:
     """Return whether a run with unlimited memory tells what the script needs."""
     return found.verdict in _FAILED and found.end.reason != "interrupted"
-
-
-def _replay(trial: TrialResult, asked: Requests, change: ScriptChange, total: int) -> Replay:
-    settings, device = trial.trace.settings, trial.trace.device
-    conf = change.conf or environment_settings(settings)
-    setting = AllocatorSetting(conf, script=script_settings(settings))
-    return replay(
-        asked,
-        setting_config(setting),
-        total=total,
-        taken=device.context.bytes + device.in_use,
-        version=torch_version(trial.trace),
-    )
 
 
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
@@ -210,65 +89,148 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return
-    now, total = AdviceAttempt.of(first, ScriptChange()), trace.device.total.bytes
-    context, reserved, fits = trace.device.context, now.reserved(), now.fits(total)
-    in_all = Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
-    yield (answer := replace(answer, in_all=in_all))
-    # A run that fits, or has no device, gets all advice; one that does not fit gets enough to make it fit.
-    fitted = fits
-    while len(answer.advice or ()) < _MOST and (fitted or not fits):
-        for candidate in _candidates(now):
-            then = now.under(candidate, run)
-            if isinstance(then, ScriptEnd):
-                yield (answer := replace(answer, untried=answer.untried or then))
-            elif then is not None and reserved.bytes - then.reserved().bytes >= _WORTH * in_all.bytes:
-                break
+    room = max(trace.device.total.bytes - answer.uncertainty, 0)  # a fit that may fail is not enough
+    search = _Search(Trials(first, run, room), trace.device, room)
+    answer = replace(answer, in_all=search.needs(search.unchanged))
+    yield answer
+    for best in search.best():
+        yield replace(
+            answer,
+            advice=tuple(map(search.advice, best)),
+            advice_remarks=tuple(search.remarks()),
+            untried=search.trials.failed,
+        )
+
+
+class _Search:
+    """Looks for the smallest sets of changes that are enough.
+
+    Args:
+        trials: makes the runs.
+        device: the device to fit.
+        room: bytes of it that the process and others may take.
+    """
+
+    def __init__(self, trials: Trials, device: DeviceUse, room: int) -> None:
+        self.trials = trials
+        self.unchanged = trials.unchanged()
+        self._context = device.context
+        self._room = room - device.context.bytes - device.in_use
+        self._fails = self.unchanged.fits is False
+
+    def best(self) -> Iterator[list[AdviceAttempt]]:
+        """Yield the best sets so far, whenever a change has been tried.
+
+        Sets that are enough come first, the smallest and then the cheapest first, without the others. If none
+        is enough, those that save most come first. If the script fits unchanged, all sets are enough.
+        """
+        found: list[AdviceAttempt] = []
+        base: AdviceAttempt | None = self.unchanged
+        enough: list[AdviceAttempt] = []
+        while base is not None:
+            bases: list[AdviceAttempt] = []
+            for group in candidates(base.facts, base.made):
+                found += (helped := list(self._on_top_of(base, group)))
+                if group[0].kind != OptionPurpose.BATCH_SIZE:  # how small depends on what else is changed
+                    bases += helped
+                enough = sorted((one for one in found if one.fits is not False), key=_changes)
+                yield (enough or sorted(found, key=_size))[:_MOST]
+                if len(enough) == _MOST:
+                    return
+            base = self._next_base(bases) if self._fails and not enough else None
+
+    def _next_base(self, bases: list[AdviceAttempt]) -> AdviceAttempt | None:
+        """Return the cheapest of the attempts that save about as much as the best; None without any."""
+        most = max(map(self._saved, bases), default=0)
+        return next((one for one in bases if self._saved(one) >= _NEARLY * most), None)
+
+    def _saved(self, then: AdviceAttempt) -> int:
+        return self.unchanged.reserved.bytes - then.reserved.bytes
+
+    def _on_top_of(self, base: AdviceAttempt, group: tuple[AdviceCandidate, ...]) -> Iterator[AdviceAttempt]:
+        """Yield the first of the alternatives that helps; of smaller batches, the largest that fits."""
+        tries: Iterable[AdviceAttempt | None]
+        if group[0].kind == OptionPurpose.BATCH_SIZE:
+            tries = [largest_that_fits(base, group, self.trials, self._room)] if self._fails else []
         else:
-            return
-        less, fits = then.reserved(), then.fits(total)
-        saves = Figure(reserved.bytes - less.bytes, worst(reserved.provenance, less.provenance))
-        needs = Figure(less.bytes + context.bytes, worst(less.provenance, context.provenance))
-        how = candidate.how
-        if then.change.strategies != now.change.strategies:
-            models = then.trial.models
-            how += f"  # after creating {'each of ' * (len(models) > 1)}{', '.join(models)}"
-        costs = candidate.costs or _costs(now.seconds(), then.seconds())
-        advice = Advice(candidate.what, how, costs, saves, needs, fits)
-        yield (answer := replace(answer, advice=(*(answer.advice or ()), advice)))
-        now, reserved = then, less
+            tries = (self.trials.attempt((*base.made, one)) for one in group)
+        for then in tries:
+            if then is not None and self._helps(then, base):
+                yield self._without_idle(then)
+                return
 
+    def _helps(self, then: AdviceAttempt, base: AdviceAttempt) -> bool:
+        saved = base.reserved.bytes - then.reserved.bytes
+        return saved >= _WORTH * self.needs(self.unchanged).bytes or bool(then.fits and not base.fits)
 
-def _costs(before: float | None, after: float | None) -> str:
-    """Return the cost of settings as text."""
-    if before is None or after is None:
-        return "an unknown amount of time: fewer than two steps completed"
-    if after <= before:
-        return "no time in a steady step"
-    return f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
+    def _without_idle(self, then: AdviceAttempt) -> AdviceAttempt:
+        """Return a set that is enough without the changes that it does not need."""
+        for one in then.made[:-1] if then.fits else ():  # without the last, it is not enough
+            fewer = self.trials.attempt(tuple(other for other in then.made if other is not one))
+            if fewer is not None and fewer.fits:
+                return self._without_idle(fewer)
+        return then
 
+    def needs(self, attempt: AdviceAttempt) -> Figure:
+        """Return the bytes of the process at its peak."""
+        reserved, context = attempt.reserved, self._context
+        return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
 
-def _candidates(now: AdviceAttempt) -> Iterator[AdviceCandidate]:
-    """Yield changes that may lower the peak and are not made already, cheapest first."""
-    change, settings = now.change, now.trial.trace.settings
-    at_peak = {term.name: term.figure.bytes for term in now.found.terms}
-    if not change.conf and not AllocatorConfig.read(settings).expandable_segments:
-        conf = ",".join(filter(None, (environment_settings(settings), _EXPANDABLE)))
-        yield AdviceCandidate(
-            replace(change, conf=conf),
-            "expandable segments",
-            f"PYTORCH_ALLOC_CONF={conf}",
+    def advice(self, tried: AdviceAttempt) -> Advice:
+        """Return a set of changes as advice."""
+        before, after = self.unchanged.reserved, tried.reserved
+        how = [one.how for one in tried.made if one.how]
+        if tried.change.strategies:
+            plan = ", ".join(f"memfit.{STRATEGIES[one]}()" for one in tried.change.strategies)
+            models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
+            how.append(f"memfit.apply(model, [{plan}])  # after creating {models}")
+        return Advice(
+            changes=tuple(one.what for one in tried.made),
+            how=tuple(how),
+            where=next((one.where for one in tried.made if one.where), ""),
+            costs="; ".join(one.costs or self._costs(tried) for one in tried.made),
+            saves=Figure(before.bytes - after.bytes, worst(before.provenance, after.provenance)),
+            needs=self.needs(tried),
+            fits=tried.fits,
         )
-    if now.found.peak_place.phase is Phase.OPTIMIZER and not change.fused:
-        yield AdviceCandidate(
-            replace(change, fused=True),
-            "fused optimizer",
-            "fused=True when creating the optimizer",
-            "no time, but results may differ in their last bits",
-        )
-    if at_peak["activations"] > _MUCH * at_peak["allocated"]:
-        for name, (_, what, costs) in _STRATEGIES.items():
-            if name not in change.strategies:
-                strategies = (*change.strategies, name)
-                plan = ", ".join(f"memfit.{_STRATEGIES[one][0]}()" for one in strategies)
-                how = f"memfit.apply(model, [{plan}])"
-                yield AdviceCandidate(replace(change, strategies=strategies), what, how, costs)
+
+    def _costs(self, tried: AdviceAttempt) -> str:
+        """Return the cost of allocator settings as text."""
+        without = self.trials.attempt(tuple(one for one in tried.made if not one.change.conf))
+        before, after = without.seconds if without else None, tried.seconds
+        if before is None or after is None:
+            return "an unknown amount of time: fewer than two steps completed"
+        if after <= before:
+            return "no time in a steady step"
+        return f"{1000 * (after - before):.1f} ms per step (assumed) in driver calls"
+
+    def remarks(self) -> Iterator[str]:
+        """Yield what a reader of the advice must know besides, sentence by sentence."""
+        if (sample := self._sample()) is not None:
+            yield f"One sample of a batch takes {format_bytes(sample.bytes)} ({sample.provenance})."
+        if self._fails and self.trials.reruns and not self.unchanged.facts.batch_size:
+            yield (
+                "memfit did not try a smaller batch: it found no option of the script and no DataLoader that "
+                "sets the batch size. memfit diff shows what a sample takes, from runs with two batch sizes."
+            )
+        if self.trials.refused:
+            yield f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
+
+    def _sample(self) -> Figure | None:
+        """Return the bytes that one more sample takes, from the run and the last one with a smaller batch."""
+        for one in reversed(self.unchanged.facts.smaller_batches):
+            smaller = self.trials.known((one,))
+            if smaller is not None and not one.accumulates:  # accumulation keeps gradients, too
+                before, after = self.unchanged.reserved, smaller.reserved
+                samples = self.unchanged.facts.batch_size - one.batch_size
+                sure = worst(before.provenance, after.provenance)
+                return Figure((before.bytes - after.bytes) // samples, sure)
+        return None
+
+
+def _size(attempt: AdviceAttempt) -> int:
+    return attempt.reserved.bytes
+
+
+def _changes(attempt: AdviceAttempt) -> int:
+    return len(attempt.made)

@@ -59,7 +59,7 @@ def compare_settings(
     taken = context + others
     if taken >= total:
         raise UsageError(
-            f"The GPU has no memory left for the run: of its {format_bytes(total)}, the CUDA context uses "
+            f"The GPU has no memory left for the script: of its {format_bytes(total)}, the CUDA context uses "
             f"{format_bytes(context)}, and other processes use {format_bytes(others)}."
         )
     script = script_settings(trace.settings)
@@ -98,8 +98,8 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     if trace.device.machine is Machine.CPU:
         raise UsageError(
             "This is a trace of CPU tensors. PyTorch does not cache CPU memory, and its allocator settings "
-            "apply only to GPUs. Use memfit pack to find how much memory the tensors need if each has a "
-            "planned offset."
+            "apply only to GPUs. To find how much memory the tensors need when their addresses are planned, "
+            "use memfit pack."
         )
     total, context = (
         (device.total_bytes, device.context_bytes)

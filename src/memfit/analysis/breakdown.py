@@ -76,7 +76,8 @@ def peak_event(trace: Trace, line: Timeline, at: str) -> int:
         none = f"no {at} phase"
     else:
         raise UsageError(
-            f"--at {at}: expected one of {', '.join(_MOMENTS)}, or the number of a training step."
+            f"--at {at} is not a moment of a run. Use one of {', '.join(_MOMENTS)}, or the number of a "
+            "training step."
         )
     if not within.any():
         raise UsageError(f"--at {at}: this run has {none}.")

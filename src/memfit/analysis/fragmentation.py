@@ -83,8 +83,8 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
         reserved = int(line.reserved[events - 1]) if events else start.reserved
         if sum(piece.stop - piece.start for piece in pieces[events]) != reserved:
             raise FileFormatError(
-                f"Cannot replay this trace: after {events} of {len(trace.events)} events, its blocks do not "
-                f"add up to the {reserved:,} bytes reserved. Record the run again."
+                f"Cannot replay this trace: after {events:,} of {len(trace.events):,} events, the sizes of "
+                f"all blocks do not add up to the {reserved:,} bytes reserved. Record the run again."
             )
     tracker.advance_to(len(trace.events))  # to know when blocks are freed
     classifier = _Classifier(trace, config, tracker)
@@ -99,11 +99,11 @@ def fragmentation(trace: Trace, at: Mapping[str, int] | None = None) -> Fragment
 def _why_not(config: AllocatorConfig) -> str:
     if config.caching:
         return (
-            f"With backend:{config.backend}, CUDA's own pool holds the memory, and PyTorch's allocator "
-            "history does not record the segments of that pool."
+            f"With backend:{config.backend}, CUDA's own pool holds the memory. PyTorch's allocator history "
+            "does not record the segments of this pool."
         )
     return (
-        "With PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch calls cudaMalloc for each tensor; it neither caches "
+        "With PYTORCH_NO_CUDA_MEMORY_CACHING, PyTorch calls cudaMalloc for each tensor. It neither caches "
         "nor splits memory."
     )
 

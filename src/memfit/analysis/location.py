@@ -69,14 +69,18 @@ def line_of(trace: Trace, event: int) -> str:
 
     In the backward, where Python has no frame, the forward's.
     """
-    stack = int(trace.events.stack[event])
-    if stack < 0:
-        stack = _label(trace, event).stack
+    stack = stack_of(trace, event)
     if stack < 0:
         return ""
     frames = [trace.frames[index] for index in trace.stacks[stack]]
     frame = next((frame for frame in frames if frame.user), frames[0] if frames else None)
     return f"{frame.file}:{frame.line}" if frame is not None else ""
+
+
+def stack_of(trace: Trace, event: int) -> int:
+    """Return the index of an event's stack, in the backward that of the forward; -1 without a frame."""
+    stack = int(trace.events.stack[event])
+    return stack if stack >= 0 else _label(trace, event).stack
 
 
 def _label(trace: Trace, event: int) -> Label:

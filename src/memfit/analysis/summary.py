@@ -14,6 +14,7 @@ from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
 from memfit.analysis.overall_peak import caught_failures, first_of_answer, overall_peak
+from memfit.analysis.size_bounds import deciding_bound
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -58,8 +59,9 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
     sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
+    bound = deciding_bound(trace, line, _deciding_event(trace, line, peak))
     return DryRun(
-        verdict=_verdict(trace, failed, process.bytes),
+        verdict=_verdict(trace, failed, process.bytes, is_bound=bound is not None),
         device=trace.device,
         steps=steps,
         peak_allocated=allocated,
@@ -83,6 +85,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         uncertainty=_uncertainty(context),
         caught=len(caught_failures(trace)),
         children=trace.children,
+        bound=bound,
     )
 
 
@@ -94,16 +97,25 @@ def _reserved(trace: Trace, line: Timeline) -> int:
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
 
 
+def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
+    """Return the event that decides the answer: the failure, or the later peak of allocated and reserved."""
+    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    if len(failures) and not len(caught_failures(trace)):
+        return int(failures[-1])
+    first = first_of_answer(trace)
+    return max(peak, first + int(np.argmax(line.reserved[first:]))) if len(line.reserved) else peak
+
+
 def _uncertainty(context: Figure) -> int:
     """Return by how many bytes the context may exceed its figure."""
     return round(_CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
 
 
-def _verdict(trace: Trace, failed: OutOfMemory | None, process: int) -> str:
+def _verdict(trace: Trace, failed: OutOfMemory | None, process: int, *, is_bound: bool) -> str:
     if trace.end.reason == "out of memory":
-        return "out of memory"
+        return "may not fit" if is_bound else "out of memory"
     if failed is not None and not len(caught_failures(trace)):
-        return "does not fit"
+        return "may not fit" if is_bound else "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     device = trace.device
     if ended_early or trace.children or not device.total.bytes:
@@ -218,7 +230,7 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
         did = f"{backwards} backward passes" if backwards else "forward passes only"
         covered = "up to where it ended" if trace.end.gave_up else "its whole run"
         text = f"The script completed no training step ({did}); the figures cover {covered}."
-        notes.append(Note(Provenance.EXACT, text))
+        notes.append(Note(Provenance.EXACT, text, sizes=True))
     before = initial_state(trace, AllocatorConfig.read(trace.settings))
     if before.reserved:
         text = f"The allocator history begins with {before.reserved:,} bytes already reserved"
@@ -227,9 +239,10 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
             "exact."
         )
         sure = Provenance.ASSUMED if before.uncertain else Provenance.EXACT
-        notes.append(Note(sure, text + (short if before.uncertain else ".")))
+        notes.append(Note(sure, text + (short if before.uncertain else "."), sizes=bool(before.uncertain)))
     # Without a cache PyTorch counts nothing, so there is nothing to compare.
     counted = AllocatorConfig.read(trace.settings).caching
     if counted and (differs := disagreement(trace, line)):
-        notes.append(Note(Provenance.ASSUMED, f"{differs} The figures may be off by the difference."))
+        text = f"{differs} The figures may be off by the difference."
+        notes.append(Note(Provenance.ASSUMED, text, sizes=True))
     return notes

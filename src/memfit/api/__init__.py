@@ -8,7 +8,7 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
 """
 
 from memfit.api.packings import pack, pack_table
-from memfit.api.runs import dry_run, estimate, record
+from memfit.api.runs import FinishedRun, dry_run, estimate, record, run_on_card, run_on_ghost
 from memfit.api.traces import (
     chrome_trace,
     diff,
@@ -27,6 +27,7 @@ from memfit.packing.csv_table import packed_table
 from memfit.trace.snapshot import write_snapshot
 
 __all__ = [
+    "FinishedRun",
     "chrome_trace",
     "diagnose",
     "diff",
@@ -42,6 +43,8 @@ __all__ = [
     "read",
     "record",
     "replay",
+    "run_on_card",
+    "run_on_ghost",
     "summarize",
     "table",
     "write_bytes",

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from memfit.analysis.advice import find_advice, find_total
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
-from memfit.records import DryRun
+from memfit.errors import OutputError
+from memfit.records import DryRun, Trace
 from memfit.report.estimate import Estimate
 from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
@@ -21,6 +23,26 @@ from memfit.strategies.trial_run import trial_runner
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A script's run and its result."""
+
+    trace: Trace
+    result: DryRun
+    unsaved: OutputError | None
+    """Why the trace is not in its file; None if it is, or if the caller named no file."""
+
+    def saved(self) -> DryRun:
+        """Return the result.
+
+        Raises:
+            OutputError: the trace could not be saved.
+        """
+        if self.unsaved is not None:
+            raise self.unsaved
+        return self.result
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -64,10 +86,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: record modules and phases; the byte counts are the same either way.
         output: where to save the trace; nowhere by default.
         html: where to write a report for the browser; nowhere by default.
-        advise: look for changes that lower the peak without editing the training loop. memfit runs the script
-            again for each, without input and with its output hidden, up to about six times; each run writes
-            the script's output files again. The result's ``advice`` lists the changes that help, or, if the
-            search is interrupted, those found so far.
+        advise: find what makes the script fit without editing its training loop, or, if it fits, what lowers
+            its peak. memfit runs the script again for each change, without input and with its output hidden,
+            up to 13 times; each run writes the script's output files again. The result's ``advice`` lists
+            alternatives, the fewest changes first; if the search is interrupted, those found so far.
         stdout_to_stderr: send the script's standard output to standard error.
         on_progress: called about ten times a second.
 
@@ -75,8 +97,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         Verdict, peaks in bytes, and where the peak or the failure was.
 
     Raises:
-        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, or
-            the script never used the GPU.
+        MemfitError: the script or the device does not exist, this PyTorch or platform is not supported, the
+            script never used the GPU, or a file cannot be written.
 
     >>> result = dry_run("train.py", ["--batch-size", "8"], gpu="RTX-3060")  # doctest: +SKIP
     """
@@ -93,15 +115,29 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=weights,
         workspaces=workspaces,
     )
+    run = run_on_ghost(script, arguments, options, output=output, advise=advise, on_progress=on_progress)
+    if html is not None:
+        write_html(run.trace, run.result, html)
+    return run.saved()
+
+
+def run_on_ghost(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    output: Path | None,
+    advise: bool,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
     check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
-    trace = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
-    result = summarize(trace)
+    recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
+    result = summarize(recorded.trace)
     run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
-    result = find_advice(trace, result, run) if advise else find_total(result, run)
-    if html is not None:
-        write_html(trace, result, html)
-    return result
+    result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
+    return FinishedRun(recorded.trace, result, recorded.unsaved)
 
 
 def record(  # noqa: PLR0913 - one parameter an option
@@ -134,14 +170,27 @@ def record(  # noqa: PLR0913 - one parameter an option
 
     Raises:
         MemfitError: there is no GPU, the script does not exist, PyTorch keeps no history with the allocator
-            in use, or the script never used the GPU.
+            in use, the script never used the GPU, or the trace cannot be written.
 
     >>> result = record("train.py", ["--batch-size", "8"])  # doctest: +SKIP
     """
     options = RunOptions(module=module, steps=steps, labels=labels, stdout_to_stderr=stdout_to_stderr)
+    return run_on_card(script, arguments, options, output=output, on_progress=on_progress).saved()
+
+
+def run_on_card(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    output: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Do what ``record`` does, and return a result whose trace may not have been saved."""
     command = script_command(script, arguments, options, output)
     find_card(f"record {command[0]}")
-    return summarize(run_script(command, options, None, output, on_progress, None))
+    recorded = run_script(command, options, None, output, on_progress, None)
+    return FinishedRun(recorded.trace, summarize(recorded.trace), recorded.unsaved)
 
 
 def estimate(  # noqa: PLR0913 - one parameter an option
@@ -222,4 +271,5 @@ def _run_module(
     """Run a module once on the ghost, with the options of ``estimate``, which finds the total itself."""
     options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
     command = script_command(module, arguments, options, None)
-    return summarize(run_script(command, options, ghost_settings(options), None, lambda _: None))
+    recorded = run_script(command, options, ghost_settings(options), None, lambda _: None)
+    return summarize(recorded.trace)

@@ -304,10 +304,9 @@ class Arena:
         if not self._is_full:
             self._is_full = True
             warnings.warn(
-                f"memfit.arena: there are more than {MOST_KINDS} kinds of steps, for example because batches "
-                "have many shapes. Steps of any further kind use the default allocator. Pad batches to a "
-                "few shapes, or pass fewer tensors to arena.train(): each new combination of their shapes "
-                "counts as another kind of step.",
+                f"memfit.arena: the script has more than {MOST_KINDS} kinds of steps. Further kinds use the "
+                "default allocator. Each new combination of the shapes passed to arena.train() counts as "
+                "another kind. Pad batches to a few shapes, or pass fewer tensors.",
                 stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)

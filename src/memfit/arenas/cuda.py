@@ -109,7 +109,7 @@ class CudaMemory:
         found = load().cuda_attach(self._index)
         if not found:
             raise UsageError(
-                f"memfit.arena's memory is on another GPU, but this step runs on cuda:{self._index}. "
+                f"This step runs on cuda:{self._index}, but memfit.arena's memory is on another GPU. "
                 "Run one process per GPU, or choose the device before the first step."
             )
         return int(found)

@@ -11,10 +11,12 @@ import numpy as np
 from memfit.arenas.step_plan import StepPlan
 from memfit.atomic_files import write_bytes
 from memfit.errors import FileFormatError
+from memfit.input_files import read_input
 
 FORMAT = "memfit plans"
 VERSION = 1
 _MOST_BYTES = 1 << 46
+_MAX_FILE = 1 << 26  # bytes: plans of more than two million tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def write_plans(plans: Mapping[StepKey, StepPlan], path: Path) -> None:
     """Write plans to a file atomically.
 
     Raises:
-        UsageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     rows = [
         _SavedPlan(
@@ -104,8 +106,8 @@ def read_plans(path: Path, alignment: int) -> dict[StepKey, StepPlan]:
     if not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
-    except (OSError, msgspec.DecodeError) as error:
+        found = msgspec.json.decode(read_input(path, _MAX_FILE), type=_File)
+    except msgspec.DecodeError as error:
         raise FileFormatError(f"Cannot read plans from {path}: {error}. Name another file.") from None
     if (found.format, found.version) != (FORMAT, VERSION):
         raise FileFormatError(

@@ -91,7 +91,7 @@ class StepKind:
         if not self.handle:
             self.drops = MOST_DROPS
             warnings.warn(
-                f"memfit.arena: there is not enough memory for the arena of a {self.name}, which needs "
+                f"memfit.arena: there is not enough memory for the arena of a {self.name}, which takes "
                 f"{format_bytes(plan.height)}. Steps of this kind use the default allocator.",
                 stacklevel=5,
             )
@@ -136,11 +136,11 @@ class StepKind:
         if count and not self.has_warned:
             self.has_warned = True
             warnings.warn(
-                f"memfit.arena: in a {self.name}, {count:,} allocations fell back to the default allocator "
-                "because an earlier tensor still occupied their slot. The script kept that tensor longer "
-                "than in the recorded steps. If it calls zero_grad after an evaluation, for example, the "
-                "gradients stay alive during the evaluation. memfit warns only once; the arena's report "
-                "counts all such allocations.",
+                f"memfit.arena: in a {self.name}, {count:,} allocation{'s' * (count != 1)} fell back to the "
+                "default allocator. Earlier tensors still occupied the planned places. The script kept "
+                "those tensors longer than in the recorded steps. For example, gradients stay alive during "
+                "an evaluation if the script calls zero_grad only after it. memfit warns only once; the "
+                "arena's report counts all such allocations.",
                 stacklevel=5,
             )
 
@@ -148,10 +148,10 @@ class StepKind:
         if self.recorded == MANY and not self.has_warned:
             self.has_warned = True
             warnings.warn(
-                f"memfit.arena: memfit recorded {MANY} steps of the kind '{self.name}', and no two in a row "
-                "were the same, so it cannot plan them. If the script has several kinds of steps, name each "
-                "kind: train('generator', batch). If steps differ in size, pass to train() the tensors whose "
-                "shapes determine that size.",
+                f"memfit.arena: memfit cannot plan the steps of the kind '{self.name}'. It recorded {MANY} "
+                "of them, and no two in a row were the same. If the script has several kinds of steps, name "
+                "each kind: train('generator', batch). If the sizes of the steps vary, pass train() the "
+                "tensors whose shapes determine these sizes.",
                 stacklevel=5,
             )
 
@@ -191,13 +191,14 @@ class StepKind:
             requested = format_bytes(tally["first_bytes"])
             what = f"its allocation number {tally['first']:,}, of {requested}, is not in the plan"
         else:
-            what = f"it skipped {tally['skipped']:,} planned allocations"
+            what = f"it skipped {tally['skipped']:,} planned allocation{'s' * (tally['skipped'] != 1)}"
         then = (
             "memfit now records the next steps of this kind, to make a new plan."
             if self.drops < MOST_DROPS
             else f"After {MOST_DROPS} plans, later steps of this kind use the default allocator."
         )
         return (
-            f"memfit.arena: a {self.name} did not match its plan: {what}. {tally['unplanned']:,} allocations "
-            f"({format_bytes(tally['unplanned_bytes'])}) fell back to the default allocator. {then}"
+            f"memfit.arena: a {self.name} did not match its plan ({what}). {tally['unplanned']:,} "
+            f"allocation{'s' * (tally['unplanned'] != 1)} ({format_bytes(tally['unplanned_bytes'])}) fell "
+            f"back to the default allocator. {then}"
         )

@@ -20,13 +20,15 @@ from memfit.atomic_files import write_bytes
 from memfit.card.context_probe import Probed, Settings
 from memfit.card.find import find_card
 from memfit.devices import Device, find_device
-from memfit.errors import TargetError, UnknownDeviceError
+from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
+from memfit.input_files import read_input
 from memfit.native_build import cache_folder
 from memfit.python_command import python_code
 from memfit.records import ContextReport, ContextTrial, Figure, Machine, Provenance
 
 _TIMEOUT = 180  # seconds for one process; the first on a machine may compile kernels
 _LAST_LINES = 5
+_MAX_FILE = 1 << 20  # bytes of a kept measurement; it takes some thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def measure_context() -> ContextReport:
     find_card("measure the CUDA context")
     plain = _probe({}, Settings())
     if isinstance(plain, str):
-        raise TargetError(f"Cannot measure the CUDA context: PyTorch could not use the GPU:\n{plain}")
+        raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
     trials = []
     for change in CHANGES:
         probed = _probe(change.environment, Settings(change.cudnn))
@@ -93,7 +95,7 @@ def keep_context(report: ContextReport) -> Path | None:
     """Keep a measurement for later dry runs and return its path; None for a rehearsal, not kept.
 
     Raises:
-        UsageError: the cache folder cannot be written.
+        OutputError: the cache folder cannot be written.
     """
     if report.machine is not Machine.CARD:
         return None
@@ -138,8 +140,8 @@ def _folder() -> Path:
 def _read(path: Path) -> ContextReport | None:
     """Read a kept measurement; None if the file is not one, or is a rehearsal's."""
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=ContextReport)
-    except (OSError, msgspec.DecodeError):
+        report = msgspec.json.decode(read_input(path, _MAX_FILE), type=ContextReport)
+    except (FileFormatError, msgspec.DecodeError):
         return None
     return report if report.machine is Machine.CARD and report.stages else None
 

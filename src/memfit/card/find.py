@@ -13,6 +13,7 @@ from memfit.errors import UnsuitableEnvironmentError
 _SUCCESS = 0
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _TEXT = 256
+_ELSEWHERE = "Use a machine with a GPU, or memfit dry-run, which needs no GPU."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,22 @@ def find_card(purpose: str) -> Card:
         cuda = ctypes.CDLL("libcuda.so.1")
         status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
-        raise _no_card(purpose, "no NVIDIA driver (libcuda.so.1) was found") from None
+        raise _no_card(purpose, "no NVIDIA driver (libcuda.so.1) was found", _ELSEWHERE) from None
     if (status == _NO_DEVICE or not count.value) and "CUDA_VISIBLE_DEVICES" in os.environ:
         shown = os.environ["CUDA_VISIBLE_DEVICES"]
-        raise _no_card(purpose, f"CUDA_VISIBLE_DEVICES={shown!r} selects none of this machine's GPUs")
+        raise _no_card(
+            purpose,
+            f"CUDA_VISIBLE_DEVICES={shown!r} selects no GPU on this machine",
+            "Change or unset it, or use memfit dry-run, which needs no GPU.",
+        )
     if status not in (_SUCCESS, _NO_DEVICE):
         raise _no_card(
-            purpose, f"the NVIDIA driver failed to initialize (CUDA error {status}); check it with nvidia-smi"
+            purpose,
+            f"the NVIDIA driver failed to initialize (CUDA error {status})",
+            f"Check the driver with nvidia-smi. {_ELSEWHERE}",
         )
     if not count.value:
-        raise _no_card(purpose, "the NVIDIA driver finds no GPU")
+        raise _no_card(purpose, "the NVIDIA driver finds no GPU", _ELSEWHERE)
     cuda.cuDeviceGetName(name, _TEXT, 0)
     cuda.cuDriverGetVersion(ctypes.byref(version))
     nvml = Nvml.open()
@@ -79,8 +86,5 @@ def is_rehearsal() -> bool:
     return hasattr(ctypes.CDLL(None), "ghost_configure")
 
 
-def _no_card(purpose: str, why: str) -> UnsuitableEnvironmentError:
-    return UnsuitableEnvironmentError(
-        f"Cannot {purpose} without a GPU: {why}. "
-        "Use a machine with a GPU, or memfit dry-run, which needs none."
-    )
+def _no_card(purpose: str, why: str, remedy: str) -> UnsuitableEnvironmentError:
+    return UnsuitableEnvironmentError(f"Cannot {purpose} without a GPU: {why}. {remedy}")

@@ -20,7 +20,7 @@ def allocator(
     in_use: Annotated[str | None, Parameter(group=TARGET)] = None,
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
 ) -> int:
-    """Compare allocator settings for a recorded run: what each reserves, and the smallest GPU it allows.
+    """For each allocator setting, report how much memory a recorded run reserves and which GPU is big enough.
 
     memfit replays the recorded allocations under each allocator setting worth trying. For each setting, it
     reports how much memory PyTorch reserves and how much time the calls to the CUDA driver take per step.

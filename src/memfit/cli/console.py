@@ -1,23 +1,32 @@
 """What the commands print, and where: results on standard output, progress on standard error."""
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.errors import INTERRUPTED, TargetError
+from memfit.atomic_files import write_bytes
+from memfit.cli.options import json_file
+from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError
+from memfit.report.escape import escaped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
+    from memfit.api.runs import FinishedRun
     from memfit.packing.best_packing import Packing
     from memfit.packing.run_packing import RunPacking
     from memfit.records import AllocatorComparison, DryRun, Explanation, RunDifference
     from memfit.run.parent import Progress
 
+Output = tuple[Path | None, Callable[[Path], object]]
+"""A file, and what writes it; None for an option that was not given."""
 
 RERUNS = (
     "memfit: memfit runs the script again, without terminal input and with its output hidden, to find what "
@@ -25,70 +34,114 @@ RERUNS = (
 )
 
 
-def write_result(result: "DryRun", json: str | None) -> None:
-    """Print a run's summary, and write it as JSON if requested; with ``-``, print JSON only."""
+def write_result(result: "DryRun", json: str | None, *files: Output, notes: bool) -> None:
+    """Print a run's summary and write it to files; arguments as for ``write_explanation``."""
     from memfit.report.schema.dry_run_schema import to_json
     from memfit.report.terminal.summary import print_summary
 
-    if not _write_json(to_json(result), json):
-        print_summary(result, stdout())
+    _write(lambda: to_json(result), json, lambda console: print_summary(result, console, notes=notes), files)
 
 
-def write_explanation(explanation: "Explanation", json: str | None, by: str | None) -> None:
-    """Print an explanation, and write it as JSON if requested; with ``-``, print JSON only.
+def write_explanation(
+    explanation: "Explanation", json: str | None, by: str | None, *files: Output, notes: bool
+) -> None:
+    """Print an explanation and write it to files.
 
     Args:
         explanation: what to print.
-        json: where JSON goes; None for nowhere.
+        json: where JSON goes; ``-`` prints it in place of the text, and None writes none.
         by: what the table sums bytes by; None for the default tables.
+        files: further files to write.
+        notes: whether to list every note.
     """
     from memfit.records import GroupBy
     from memfit.report.schema.explain_schema import to_json
     from memfit.report.terminal.explanation import print_explanation
 
-    if not _write_json(to_json(explanation), json):
-        print_explanation(explanation, None if by is None else GroupBy(by), stdout())
+    group = None if by is None else GroupBy(by)
+    _write(
+        lambda: to_json(explanation),
+        json,
+        lambda console: print_explanation(explanation, group, console, notes=notes),
+        files,
+    )
 
 
 def write_difference(difference: "RunDifference", json: str | None) -> None:
-    """Print a difference, and write it as JSON if requested; with ``-``, print JSON only."""
+    """Print a difference and write it to files; ``json`` as for ``write_explanation``."""
     from memfit.report.schema.diff_schema import to_json
     from memfit.report.terminal.run_difference import print_difference
 
-    if not _write_json(to_json(difference), json):
-        print_difference(difference, stdout())
+    _write(lambda: to_json(difference), json, lambda console: print_difference(difference, console))
 
 
 def write_comparison(comparison: "AllocatorComparison", json: str | None) -> None:
-    """Print allocator settings compared, and write them as JSON if requested; with ``-``, print JSON only."""
+    """Print allocator settings compared and write them to files; ``json`` as for ``write_explanation``."""
     from memfit.report.schema.replay_schema import to_json
     from memfit.report.terminal.allocator_comparison import print_comparison
 
-    if not _write_json(to_json(comparison), json):
-        print_comparison(comparison, stdout())
+    _write(lambda: to_json(comparison), json, lambda console: print_comparison(comparison, console))
 
 
-def write_packing(packing: "Packing | RunPacking", capacity: int | None, json: str | None) -> None:
-    """Print a packing, and write it as JSON if requested; with ``-``, print JSON only."""
+def write_packing(
+    packing: "Packing | RunPacking", capacity: int | None, json: str | None, *files: Output
+) -> None:
+    """Print a packing and write it to files; ``json`` as for ``write_explanation``."""
     from memfit.report.schema.pack_schema import to_json
     from memfit.report.terminal.packing import print_packing
 
-    if not _write_json(to_json(packing, capacity), json):
-        print_packing(packing, capacity, stdout())
+    _write(
+        lambda: to_json(packing, capacity),
+        json,
+        lambda console: print_packing(packing, capacity, console),
+        files,
+    )
 
 
-def _write_json(content: bytes, json: str | None) -> bool:
-    """Write JSON where it was requested; return whether that was standard output.
+def _write(
+    content: Callable[[], bytes],
+    json: str | None,
+    show: "Callable[[Console], object]",
+    files: "Sequence[Output]" = (),
+) -> None:
+    """Print a result, as text or as JSON, and then write its files: a full disk must not cost the answer.
 
-    Before anything else is printed: a reader of standard output may close it at any line.
+    Raises:
+        OutputError: standard output or a file could not be written; everything else was.
+        BrokenPipeError: the reader of standard output has gone; the files were written.
+        KeyboardInterrupt: the user interrupted the writing; its message says so.
     """
-    from memfit import api
 
-    if json == "-":
-        sys.stdout.write(content.decode() + "\n")
-    elif json is not None:
-        api.write_bytes(Path(json), content + b"\n")
-    return json == "-"
+    def write_output() -> None:
+        with stdout() as console:
+            if json == "-":
+                console.file.write(content().decode() + "\n")
+            else:
+                show(console)
+
+    def write_json(path: Path) -> None:
+        write_bytes(path, content() + b"\n")
+
+    outputs = ((json_file(json), write_json), *files)
+    jobs: list[Callable[[], object]] = [write_output]
+    jobs += [partial(write, path) for path, write in outputs if path is not None]
+    try:
+        failures = [error for job in jobs if (error := _failure(job)) is not None]
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("not all files were written") from None
+    errors = [error for error in failures if isinstance(error, MemfitError)]
+    if errors:
+        raise OutputError("\n".join(map(str, errors)))
+    if failures:
+        raise failures[0]
+
+
+def _failure(job: Callable[[], object]) -> MemfitError | BrokenPipeError | None:
+    try:
+        job()
+    except (MemfitError, BrokenPipeError) as error:
+        return error
+    return None
 
 
 def exit_code(result: "DryRun", *, fail: bool) -> int:
@@ -100,23 +153,41 @@ def exit_code(result: "DryRun", *, fail: bool) -> int:
     return 1 if fail and result.verdict != "fits" else 0
 
 
-def stdout() -> "Console":
-    """Return a console that prints on standard output."""
-    from rich.console import Console
+@contextmanager
+def stdout() -> "Iterator[Console]":
+    """Yield a console that prints on standard output.
 
-    class Printer(Console):
+    Raises:
+        OutputError: standard output cannot be written; its disk may be full.
+        BrokenPipeError: the reader of standard output has gone.
+    """
+    from memfit.report.terminal.whole_words import WholeWordsConsole
+
+    class Printer(WholeWordsConsole):
         def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704 - re-raise the BrokenPipeError that rich is handling: main() handles it
+            raise  # noqa: PLE0704 - re-raise the BrokenPipeError that rich is handling
 
-    # Piped output is not wrapped, so that grep finds whole lines.
-    return Printer(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        # Piped output is not wrapped, so that grep finds whole lines.
+        yield Printer(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+        sys.stdout.flush()
+    except OSError as error:
+        # Send the rest nowhere, so that Python does not report the error again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OutputError(f"Cannot write to standard output: {error.strerror}.") from None
 
 
-def print_trace_path(output: Path) -> None:
-    """Print where the trace was saved."""
-    from memfit.report.escape import escaped
+def trace_file(output: Path | None, run: "FinishedRun") -> Output:
+    """Return the file of a run's trace, which the run has written: it remains to print its path."""
 
-    print(escaped(f"Trace: {output}  (memfit explain {output})"), file=sys.stderr)
+    def report(path: Path) -> None:
+        if run.unsaved is not None:
+            raise run.unsaved
+        print(escaped(f"Trace: {path}  (memfit explain {path})"), file=sys.stderr)
+
+    return output, report
 
 
 @contextmanager
@@ -126,20 +197,25 @@ def progress(steps: int | None) -> "Iterator[Callable[[Progress], None]]":
     Args:
         steps: training steps after which memfit stops the script; None if it runs to its end.
     """
-    from memfit.report.terminal.progress_line import progress_line
+    from memfit.report.terminal.progress_line import begin_line, progress_line
 
     started = time.monotonic()
     has_announced_reruns = False
-    with progress_line() as show:
+    try:
+        with progress_line() as show:
 
-        def on_progress(progress: "Progress") -> None:
-            nonlocal has_announced_reruns
-            if progress.trying and not has_announced_reruns:
-                has_announced_reruns = True
-                print(RERUNS, file=sys.stderr, flush=True)
-            show(_progress_text(progress, steps, time.monotonic() - started))
+            def on_progress(progress: "Progress") -> None:
+                nonlocal has_announced_reruns
+                if progress.trying and not has_announced_reruns:
+                    has_announced_reruns = True
+                    begin_line(sys.stderr)
+                    print(RERUNS, file=sys.stderr, flush=True)
+                show(_progress_text(progress, steps, time.monotonic() - started))
 
-        yield on_progress
+            yield on_progress
+    finally:
+        for stream in (sys.stderr, sys.stdout):
+            begin_line(stream)
 
 
 def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> str:
@@ -148,9 +224,9 @@ def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> s
     seconds = f"{elapsed:.0f} s"
     trying = f"trying: {progress.trying} · " if progress.trying else ""
     if not progress.peak:
-        return f"memfit: {trying}starting · {seconds}"
+        return f"memfit: {trying}{'compiling' if progress.compiling else 'starting'} · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"
     return (
-        f"memfit: {trying}step {step} · "
+        f"memfit: {trying}step {step} · {'compiling · ' * progress.compiling}"
         f"allocated {format_gib(progress.allocated)} · peak {format_gib(progress.peak)} · {seconds}"
     )

@@ -25,7 +25,9 @@ def doctor(
     from memfit.api import diagnose
     from memfit.report.terminal.doctor import print_diagnosis
 
-    return print_diagnosis(diagnose(), stdout(), details=gaps)
+    findings = diagnose()
+    with stdout() as console:
+        return print_diagnosis(findings, console, details=gaps)
 
 
 def _measure_context() -> int:
@@ -33,7 +35,8 @@ def _measure_context() -> int:
     from memfit.report.terminal.context import print_context
 
     report = api.measure_context()
-    print_context(report, stdout())
+    with stdout() as console:
+        print_context(report, console)
     if saved := api.keep_context(report):
         print(f"Saved for dry runs for this GPU with this PyTorch version: {saved}", file=sys.stderr)
     return 0

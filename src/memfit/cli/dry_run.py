@@ -1,18 +1,19 @@
 """``memfit dry-run``."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import exit_code, print_trace_path, progress, write_result
+from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
 from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.launchers import launched_script
-from memfit.run.options import STEPS
+from memfit.run.options import STEPS, RunOptions
 
 USAGE = (
     "Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n       memfit dry-run [OPTIONS] -m MODULE [ARGS...]"
@@ -37,6 +38,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     no_weights: Annotated[bool, Parameter(negative="", group=GHOST)] = False,
     workspaces: Annotated[Literal["cudnn", "rules", "none"], Parameter(group=GHOST)] = "cudnn",
     labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    notes: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
     """Run a script without a GPU and report the GPU memory it would use.
 
@@ -47,9 +49,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     A launcher may precede the script, as in memfit dry-run torchrun train.py or memfit dry-run accelerate
     launch train.py. memfit then runs the script itself, as the launcher's only process.
 
-    memfit's own options come before the script's name. If one follows it, memfit stops with an error, because
-    the option was probably misplaced. If the script has an option of the same name, write -- before the
-    script, as in memfit dry-run -- train.py --steps 100.
+    memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
+    because the option was probably misplaced. If the script has an option of the same name, write -- before
+    the script, as in memfit dry-run -- train.py --steps 100.
 
     Args:
         command: The script and its own arguments.
@@ -65,13 +67,18 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
         html: Write an HTML report to this file: a single page that loads no other files.
         fail: Exit with code 1 unless the verdict is FITS.
-        advise: Look for changes that lower the peak without editing the training loop. To try them, memfit
-            runs the script up to about six more times, without terminal input and with its output hidden.
-            Each of these runs writes the script's output files again.
+        advise: Find changes that make the script fit, without editing its training loop. memfit tries a
+            smaller batch, the script's own options for checkpointing and low precision, allocator settings,
+            and its own strategies. If the script fits already, memfit looks for changes that lower the peak.
+            To try them, it runs the script up to 13 more times, without terminal input and with its output
+            hidden. Each of these runs writes the script's output files again.
         values: The values that the script gets when it reads from the GPU. The defaults are
-            float=1,int=1,bool=false,all=true,count=upper; list only the ones to change. 'all' is the result
-            of torch.all and similar checks. 'count' is the number of elements that torch.nonzero and
-            similar ops find: 'upper' (as many as possible), a fraction such as 0.5, or an integer.
+            float=1,int=1,bool=false,all=true,copy=0,count=upper; list only the ones to change. 'all' is the
+            result of torch.all and similar checks. 'copy' is the value of every number in a tensor that is
+            copied to the CPU. 'count' is the number of elements that torch.nonzero and similar ops find:
+            'upper' (as many as possible), a share such as 25%, or an integer. To choose the values for one
+            operator or for one source line, use its name or FILE:LINE as the key, for example
+            nonzero=25%,roi_heads.py:808=256.
         fill_host_memory: Fill large CPU tensors as usual. By default, memfit leaves them unfilled, so that
             they take no host memory.
         no_weights: When the script calls from_pretrained (transformers), create the model from its
@@ -82,6 +89,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -93,28 +102,23 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
     )
-    step_limit = None if to_end else steps
-    with progress(step_limit) as show:
-        result = api.dry_run(
-            command[0],
-            command[1:],
-            module=module,
-            gpu=gpu,
-            memory=memory_or_none(memory),
-            in_use=memory_or_none(in_use) or 0,
-            steps=step_limit,
-            values=values,
-            host_memory=not fill_host_memory,
-            weights=not no_weights,
-            workspaces=workspaces,
-            labels=labels,
-            output=output,
-            html=html,
-            advise=advise,
-            stdout_to_stderr=json == "-",
-            on_progress=show,
+    options = RunOptions(
+        module=module,
+        steps=None if to_end else steps,
+        labels=labels,
+        stdout_to_stderr=json == "-",
+        gpu=gpu,
+        memory=memory_or_none(memory),
+        in_use=memory_or_none(in_use) or 0,
+        values=values,
+        host_memory=not fill_host_memory,
+        weights=not no_weights,
+        workspaces=workspaces,
+    )
+    with progress(options.steps) as show:
+        run = api.run_on_ghost(
+            command[0], command[1:], options, output=output, advise=advise, on_progress=show
         )
-    write_result(result, json)
-    if output is not None:
-        print_trace_path(output)
-    return exit_code(result, fail=fail)
+    page: Output = (html, partial(api.write_html, run.trace, run.result))
+    write_result(run.result, json, page, trace_file(output, run), notes=notes)
+    return exit_code(run.result, fail=fail)

@@ -1,5 +1,6 @@
 """``memfit explain``."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
     chrome: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     csv: Annotated[Path | None, Parameter(group=OUTPUT)] = None,
     fragmentation: Annotated[bool, Parameter(negative="")] = False,
+    notes: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Show what holds the GPU memory of a recorded run at a given moment, and which line allocated it.
 
@@ -39,9 +41,11 @@ def explain(  # noqa: PLR0913 - one parameter an option
         source: Include file names and line numbers in the HTML report.
         chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
-        fragmentation: Also show the reserved memory that no tensor uses (rounding, holes between blocks,
-            cached segments), at the peaks and at the end of the run. List the blocks that keep PyTorch from
-            returning the largest holes to the GPU.
+        fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
+            uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
+            from returning the largest holes to the GPU.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -49,13 +53,14 @@ def explain(  # noqa: PLR0913 - one parameter an option
     check_outputs({**outputs, "--json": json_file(json)}, {"the input": path})
     trace = api.read(path)
     explanation = api.explain(trace, at, fragments=fragmentation)
-    if snapshot is not None:
-        api.write_snapshot(trace, snapshot)
-    if html is not None:
-        api.write_html(trace, explanation.summary, html, source=source)
-    if chrome is not None:
-        api.write_bytes(chrome, api.chrome_trace(trace))
-    if csv is not None:
-        api.write_bytes(csv, api.table(trace).encode())
-    write_explanation(explanation, json, by)
+    write_explanation(
+        explanation,
+        json,
+        by,
+        (snapshot, partial(api.write_snapshot, trace)),
+        (html, partial(api.write_html, trace, explanation.summary, source=source)),
+        (chrome, lambda path: api.write_bytes(path, api.chrome_trace(trace))),
+        (csv, lambda path: api.write_bytes(path, api.table(trace).encode())),
+        notes=notes,
+    )
     return 0

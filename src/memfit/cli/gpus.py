@@ -8,5 +8,6 @@ def gpus() -> int:
     from memfit.devices import all_devices
     from memfit.report.terminal.devices import print_devices
 
-    print_devices(all_devices(), stdout())
+    with stdout() as console:
+        print_devices(all_devices(), console)
     return 0

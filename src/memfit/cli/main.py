@@ -2,11 +2,11 @@
 
 Each command calls functions of ``memfit.api`` and prints what they return. Results go to standard output;
 progress and errors go to standard error.
-Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the script could not be run.
+Exit codes: 0 measured; 1 does not fit (with ``--fail``); 2 wrong usage; 3 the script could not be run, or a
+result could not be written.
 """
 
 import io
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,8 +51,9 @@ def exit_code_of(tokens: list[str]) -> int:
     try:
         with CtrlCRaises():
             return _run(tokens)
-    except KeyboardInterrupt:
-        print("memfit: interrupted before there was a result.", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        when = str(interruption) or "there was no result yet"
+        print(f"memfit: interrupted; {when}.", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -72,8 +73,6 @@ def _run(tokens: list[str]) -> int:
         print("memfit: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
         code = error.exit_code
     except BrokenPipeError:
-        # The reader closed the pipe. Send the rest nowhere, so that Python does not report it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BROKEN_PIPE
     return code or 0  # --help returns nothing
 
@@ -134,7 +133,7 @@ def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, in
         before, after = tokens[:script], tokens[script:]
         rest += tokens[position:]
         raise UsageError(
-            f"{' '.join(names)}: the options of memfit {tokens[0]} come before the script:\n"
+            f"{' '.join(names)} must come before the script, like all options of memfit {tokens[0]}. Write:\n"
             f"    memfit {shlex.join([*before, *moved, tokens[script], *rest])}\n"
             "If the script itself has these options, write -- before the script:\n"
             f"    memfit {shlex.join([*before, '--', *after])}"

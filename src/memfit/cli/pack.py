@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import write_packing
+from memfit.cli.console import Output, write_packing
 from memfit.cli.options import OUTPUT, bytes_or_none, json_file
 from memfit.errors import UsageError
 
@@ -29,13 +29,13 @@ def pack(
         path: A trace written by memfit (run.memfit), a memory snapshot written by PyTorch (snapshot.pickle),
             or a table of buffers (.csv) with the columns id, lower, upper and size. 'lower' and
             'upper' are times: a buffer is live in the half-open interval [lower, upper).
-        capacity: Stop the search as soon as the buffers fit into this size, for example 8GiB. For a .csv
+        capacity: Stop the search as soon as the buffers fit within this size, for example 8GiB. For a .csv
             table, give a plain number in the units of the table. By default, memfit searches for the smallest
             size.
         seconds: Stop the search after this many seconds.
         csv: Write a table of all buffers and their offsets to this file.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 if memfit finds no packing that fits into --capacity.
+        fail: Exit with code 1 if memfit finds no packing that fits within --capacity.
     """
     from memfit import api
     from memfit.report.terminal.progress_line import progress_line
@@ -47,7 +47,6 @@ def pack(
     with progress_line() as show:
         run = api.pack_table if path.suffix.lower() == ".csv" else api.pack
         packing = run(path, limit, seconds=seconds, on_progress=lambda what: show(f"memfit: packing, {what}"))
-    if csv is not None:
-        api.write_bytes(csv, api.packed_table(packing.parts).encode())
-    write_packing(packing, limit, json)
+    table: Output = (csv, lambda path: api.write_bytes(path, api.packed_table(packing.parts).encode()))
+    write_packing(packing, limit, json, table)
     return int(fail and limit is not None and packing.height > limit)

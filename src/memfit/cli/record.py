@@ -6,17 +6,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
-from memfit.cli.console import exit_code, print_trace_path, progress, write_result
+from memfit.cli.console import exit_code, progress, trace_file, write_result
 from memfit.cli.options import OUTPUT, json_file, script_file
 from memfit.errors import UsageError
-from memfit.run.options import STEPS
+from memfit.run.options import STEPS, RunOptions
 
 USAGE = (
     "Usage: memfit record [OPTIONS] SCRIPT.py [ARGS...]\n       memfit record [OPTIONS] -m MODULE [ARGS...]"
 )
 
 
-def record(
+def record(  # noqa: PLR0913 - one parameter an option
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     module: Annotated[bool, Parameter(name=["-m", "--module"], negative="")] = False,
     steps: int = STEPS,
@@ -25,10 +25,11 @@ def record(
     json: Annotated[str | None, Parameter(group=OUTPUT, allow_leading_hyphen=True)] = None,
     fail: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
     labels: Annotated[bool, Parameter(group=OUTPUT)] = True,
+    notes: Annotated[bool, Parameter(negative="", group=OUTPUT)] = False,
 ) -> int:
     """Run a script on this machine's GPU and report the GPU memory it used.
 
-    The script really trains, until memfit stops it after a few training steps. memfit records every
+    The script actually trains until memfit stops it after a few training steps. memfit records every
     allocation made by PyTorch's allocator, and reads from the driver how much memory the process holds
     outside PyTorch's allocator. It saves the trace, which memfit explain can read on any machine.
 
@@ -44,6 +45,8 @@ def record(
         fail: Exit with code 1 unless the verdict is FITS.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
+        notes: List every assumption behind the figures. By default, the summary shows those that may change
+            a figure by more than 1 %, and counts the others.
     """
     from memfit import api
 
@@ -56,18 +59,13 @@ def record(
             f"-o {trace}."
         )
     check_outputs({"-o": trace, "--json": json_file(json)}, script_file(command[0], module=module))
-    step_limit = None if to_end else steps
-    with progress(step_limit) as show:
-        result = api.record(
-            command[0],
-            command[1:],
-            module=module,
-            steps=step_limit,
-            labels=labels,
-            output=trace,
-            stdout_to_stderr=json == "-",
-            on_progress=show,
-        )
-    write_result(result, json)
-    print_trace_path(trace)
-    return exit_code(result, fail=fail)
+    options = RunOptions(
+        module=module,
+        steps=None if to_end else steps,
+        labels=labels,
+        stdout_to_stderr=json == "-",
+    )
+    with progress(options.steps) as show:
+        run = api.run_on_card(command[0], command[1:], options, output=trace, on_progress=show)
+    write_result(run.result, json, trace_file(trace, run), notes=notes)
+    return exit_code(run.result, fail=fail)

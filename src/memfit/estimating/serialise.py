@@ -123,7 +123,7 @@ def training_step(model: torch.nn.Module, inputs: Any, loss: Any, optimizer: Any
     _check_optimizer(model, optimizer)
     if isinstance(loss, torch.nn.Module) and not (isinstance(inputs, tuple) and len(inputs) == _WITH_TARGET):
         raise UsageError(
-            f"The loss {type(loss).__name__} needs a target: pass inputs=(inputs of the model, target)."
+            f"The loss {type(loss).__name__} needs a target. Pass inputs=(model_inputs, target)."
         )
     return TrainingStep(
         model=model,
@@ -141,16 +141,17 @@ def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, Optimizer) and not _steps_without_closure(kind):
         raise UsageError(
-            f"{kind.__name__}.step() needs a closure that repeats forward and backward, which "
-            "memfit.estimate does not have. Measure the script itself: memfit dry-run train.py."
+            f"{kind.__name__}.step() needs a closure that repeats forward and backward. memfit.estimate has "
+            "no such closure. Measure the script itself: memfit dry-run train.py."
         )
     if not isinstance(optimizer, Optimizer):
         return
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if trained and trained.isdisjoint(map(id, parameters_of(optimizer))):
         raise UsageError(
-            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}: it was "
-            "created for another model, or before the model was recreated. Create it from model.parameters()."
+            f"The {kind.__name__} holds none of the parameters of this {type(model).__name__}. It was "
+            "created for another model, or the model was recreated afterwards. Create the optimizer from "
+            "model.parameters()."
         )
 
 
@@ -175,8 +176,8 @@ def pack(step: TrainingStep) -> PackedModel:
     except (*_FAILURES, RecursionError):
         where, culprit, why = _culprit(step)
         raise NotSentError(
-            f"Cannot send {where} (type {_type_name(culprit)}) to the ghost's process: {why}. "
-            "Remove it from the model, or measure the script itself: memfit dry-run train.py."
+            f"Cannot send {where} (type {_type_name(culprit)}) to the ghost's process: {why}. Change this "
+            "object, remove it from the model, or measure the script itself: memfit dry-run train.py."
         ) from None
     assumed = {_NO_LOSS: step.loss is None and step.optimizer is not None, _DETACHED: pickler.detached}
     notes = tuple(note for note, applies in assumed.items() if applies)

@@ -25,7 +25,7 @@ _EACH_TOKEN = (
 )
 _EACH_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _SPAN = "ForQuestionAnswering"
-_YOURSELF = "Make a batch yourself; its values do not matter, as memfit.estimate uses only shapes and dtypes."
+_YOURSELF = "Make a batch yourself. Its values do not matter: memfit.estimate uses only shapes and dtypes."
 _TARGETS = {"labels", "next_sentence_label", "start_positions", "end_positions"}
 _CLASSES = (None, "single_label_classification")
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -70,7 +70,7 @@ def synthetic_batch(
         raise UsageError(f"synthetic_batch takes a torch.nn.Module, not {type(model).__name__}.")
     for name, size in (("batch_size", batch_size), ("length", length)):
         if size is not None and (type(size) is not int or size < 1):
-            raise UsageError(f"'{name}' must be an integer, at least 1, not {size!r}.")
+            raise UsageError(f"'{name}' must be an integer of at least 1, not {size!r}.")
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose forward takes any arguments
     make = _Maker(model, batch_size, length, image)
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
@@ -155,8 +155,8 @@ class _Maker:
                 f"memfit knows ({', '.join(sorted(_TARGETS))}). Pass labels=False."
             )
         raise UsageError(
-            f"memfit cannot make labels for {self._name} ({', '.join(sorted(wanted))}). "
-            "Pass labels=False and make them yourself."
+            f"memfit cannot make the labels that {self._name} takes: {', '.join(sorted(wanted))}. Pass "
+            "labels=False, and make these labels yourself."
         )
 
 
@@ -179,7 +179,7 @@ def _classifier(model: nn.Module) -> tuple[int, int]:
     else:
         return first.in_channels, layers[-1].out_features
     raise UsageError(
-        f"memfit cannot make inputs for {type(model).__name__}, which is not an image classifier: {why}. "
+        f"memfit cannot make inputs for {type(model).__name__}: it is not an image classifier ({why}). "
         f"{_YOURSELF}"
     )
 

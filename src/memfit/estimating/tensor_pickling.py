@@ -44,14 +44,14 @@ class StorageCopy:
 def why_not_copyable(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be copied; empty if it can."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return "a lazy module has no shapes before its first forward; call the model once"
+        return "it belongs to a lazy module that has no shapes yet; call the model once first"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return "sparse, nested and quantized tensors are not supported"
     if tensor.is_conj() or tensor.is_neg():
         return "conjugate and negative views are not supported"
     dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if dispatches and not hasattr(tensor, "__tensor_flatten__"):
-        return "the tensor subclass has no __tensor_flatten__ method, so its inner tensors are unknown"
+        return "its class has no __tensor_flatten__ method, so its inner tensors are unknown"
     return ""
 
 

@@ -39,7 +39,8 @@ def load(build: Build) -> Ghost:
             ctypes.CDLL(str(build.folder / soname), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise GhostError(
-            f"Cannot load the ghost: {error}. Delete {build.folder} and run again to rebuild it."
+            f"Cannot load the ghost: {error}. Delete {build.folder} and try again. memfit then rebuilds the "
+            "ghost."
         ) from error
     # Triton links its launchers with the libcuda.so in this folder; without it, Triton asks ldconfig.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(build.folder))

@@ -9,6 +9,13 @@ class NoteCallback(Protocol):
     """Records something that readers of the figures must know; see ``records.Note``."""
 
     def __call__(
-        self, provenance: Provenance, text: str, where: str, *, sizes: bool = False, objects: bool = False
+        self,
+        provenance: Provenance,
+        text: str,
+        where: str,
+        *,
+        sizes: bool = False,
+        objects: bool = False,
+        bound: str = "",
     ) -> None:
-        """Record one note; ``where`` is ``file:line``, or empty."""
+        """Record one note, and for a ``bound`` also the moment; ``where`` is ``file:line``, or empty."""

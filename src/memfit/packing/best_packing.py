@@ -99,7 +99,7 @@ def pack(
     violation = find_violation(buffers, best.offset, best.height)
     if violation:  # a bug in a packer, which must not corrupt the memory of those who use the offsets
         raise MemfitError(
-            f"Internal error: packer {best.how!r} returned an invalid packing: {violation}. "
+            f"Internal error: packer {best.how!r} returned an invalid packing ({violation}). "
             "Please report this."
         )
     return best

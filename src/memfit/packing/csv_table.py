@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from memfit.errors import FileFormatError
+from memfit.input_files import read_input
 from memfit.packing.buffers import Buffers, Column
 
 _COLUMNS = ("id", "lower", "upper", "size")
+MAX_BYTES = 1 << 26
+"""Of a table: about two million buffers."""
 _LIMIT = 1 << 62
 """Exclusive limit of times, and of the sum of all sizes, so that sums stay within 64 bits."""
 
@@ -29,11 +32,9 @@ def read_buffers(path: Path) -> Buffers:
             message names the line and the column.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_input(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise FileFormatError(f"Cannot read {path}: it is not UTF-8 text.") from None
-    except OSError as error:
-        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         header = next((row for row in rows if row), None)
@@ -50,11 +51,11 @@ def read_buffers(path: Path) -> Buffers:
                 _add_name(names, name, rows.line_num)
                 buffers.append(numbers)
     except (_BadRowError, csv.Error) as problem:
-        raise FileFormatError(f"Cannot read {path}: line {max(rows.line_num, 1)}: {problem}.") from None
+        raise FileFormatError(f"Cannot read {path}, line {max(rows.line_num, 1)}: {problem}.") from None
     if not buffers:
         raise FileFormatError(f"Cannot read {path}: it contains no buffers.")
     if sum(size for *_, size in buffers) >= _LIMIT:
-        raise FileFormatError(f"Cannot read {path}: the sum of its sizes must be below 2^62.")
+        raise FileFormatError(f"Cannot read {path}: its column size adds up to 2^62 or more.")
     lower, upper, size = np.ascontiguousarray(np.array(buffers, np.int64).T)
     return Buffers(lower, upper, size, tuple(names))
 
@@ -70,8 +71,8 @@ def _find_columns(header: list[str]) -> list[int]:
     if missing or repeated:
         shown, fault = ",".join(header)[:80], "has no" if missing else "repeats"
         raise _BadRowError(
-            f"the header {shown!r} {fault} column {', '.join(missing or repeated)}; "
-            f"it must contain each of {','.join(_COLUMNS)} once"
+            f"the header {shown!r} {fault} column {', '.join(missing or repeated)}. The header must contain "
+            f"each of {','.join(_COLUMNS)} once"
         )
     return [*map(header.index, _COLUMNS)]
 

@@ -1,9 +1,10 @@
 """PyTorch's allocator history: switch it on, stamp its events, forget past events, read it, switch it off.
 
-the recorder's own    started and stopped by the recorder, which can forget past events
+the recorder's own    started and stopped by the recorder, which can forget past events; scripts get a part
 the script's          was on already: it is read, and otherwise left alone
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.event_labels_by_count import EventCountStamps
 from memfit.recording.hooks import InstalledHooks
-from memfit.recording.memory_snapshot import memory_snapshot
+from memfit.recording.memory_snapshot import without_inductor
+from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
 
@@ -31,12 +33,14 @@ _NO_HISTORY_NOTES = {
     "CUDA runtime, without source lines. CUDA's memory pool is assumed to grow by 32 MiB at a time.",
 }
 """Notes on figures without a history, by whether caching is off."""
-_FREED = ("free_requested", "free_completed")
+_SNAPSHOT_OPTIONS = inspect.signature(torch.cuda.memory_snapshot).parameters
+# PyTorch 2.8 and 2.9 copy the history into every snapshot.
+_WITHOUT_EVENTS = {"include_traces": False} if "include_traces" in _SNAPSHOT_OPTIONS else {}
 _HISTORY_NAMES = {
     LogAction.MALLOC: ("alloc",),
     LogAction.MALLOC_ASYNC: ("alloc",),
-    LogAction.FREE: _FREED,
-    LogAction.FREE_ASYNC: _FREED,
+    LogAction.FREE: FREES,
+    LogAction.FREE_ASYNC: FREES,
     LogAction.OUT_OF_MEMORY: ("oom",),
 }
 
@@ -56,7 +60,9 @@ class AllocatorHistory:
         self._limit = limit
         self._counted: EventCountStamps | None = None
         self._record = torch.cuda.memory._record_memory_history
+        self._snapshot = torch.cuda.memory._snapshot
         self._yields = False
+        self._has_stacks_of_frees = False
         self._own = True
         self.on = False
         """Whether PyTorch keeps a history; otherwise the ghost's log replaces it, if there is a ghost."""
@@ -74,14 +80,19 @@ class AllocatorHistory:
             self._ghost.log_allocations(True)
             self._book.stamp_with(self._ghost.set_label)
 
-    def ignore_calls_of_script(self, hooks: InstalledHooks, on_call: Callable[[], None]) -> None:
-        """Replace ``_record_memory_history``, so that the script's own calls have no effect.
+    def share_with_script(self, hooks: InstalledHooks) -> None:
+        """Answer the script's own calls from this history, which they do not change."""
+        script = ScriptHistory(self._snapshot, self._record_frees)
 
-        Args:
-            hooks: registry of the changes to PyTorch.
-            on_call: called instead.
-        """
-        hooks.replace(torch.cuda.memory, "_record_memory_history", lambda *_, **__: on_call())
+        def call_on(answer: Callable[..., Any]) -> Callable[..., Any]:
+            def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+                torch.cuda._lazy_init()  # type: ignore[no-untyped-call] # as the original does; starts this history
+                return answer(*args, **options) if self.on else original(*args, **options)
+
+            return around
+
+        hooks.wrap(torch.cuda.memory, "_record_memory_history", call_on(script.record))
+        hooks.wrap(torch.cuda.memory, "_snapshot", call_on(script.snapshot))
 
     def yield_to_script(self, hooks: InstalledHooks) -> None:
         """Leave the history to the script if it calls ``_record_memory_history`` itself, now or earlier."""
@@ -138,12 +149,34 @@ class AllocatorHistory:
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
             return {"device_traces": [self._ghost_log()], "segments": []}, in_force
-        snapshot = memory_snapshot()
+        with without_inductor():
+            snapshot = self._snapshot()
+        if self._has_stacks_of_frees:
+            snapshot["device_traces"][index] = with_stacks_of_blocks(snapshot["device_traces"][index])
         if failed is not None and not self.on:
             now = {"user_metadata": metadata_of(self._book.forgotten + self._book.moment())}
             snapshot["device_traces"][index].append({**failed, **now})
         in_force = settings(snapshot) | _environment() | _fraction(index)
         return with_earlier(snapshot, index), in_force
+
+    def alive(self) -> dict[int, int]:
+        """Return the bytes of the allocations that are alive, by address: as requested, if PyTorch knows."""
+        if _keeps_history():
+            with without_inductor():
+                found = torch.cuda.memory_snapshot(**_WITHOUT_EVENTS)  # type: ignore[no-untyped-call]
+            return {
+                block["address"]: block.get("requested_size", block["size"])
+                for segment in found
+                for block in segment["blocks"]
+                if block["state"] == "active_allocated"
+            }
+        alive: dict[int, int] = {}
+        for event in self._ghost.allocation_log() if self._ghost is not None else ():
+            if _HISTORY_NAMES[event.action] == ("alloc",):
+                alive[event.address] = event.size
+            elif _HISTORY_NAMES[event.action] == FREES:
+                alive.pop(event.address, None)
+        return alive
 
     def _ghost_log(self) -> list[dict[str, Any]]:
         """Return the ghost's log in the form of PyTorch's history, for allocator backends that keep none."""
@@ -166,7 +199,18 @@ class AllocatorHistory:
 
     def _restart(self) -> None:
         if self._own:
-            self._record("all", context="alloc", stacks="python", max_entries=self._limit, clear_history=True)
+            self._continue(clear_history=True)
+
+    def _record_frees(self) -> None:
+        """Record the stacks of frees from now on, for the script; otherwise a free has that of its block."""
+        self._has_stacks_of_frees = True
+        self._continue(context="all")
+
+    def _continue(self, *, context: str = "alloc", clear_history: bool = False) -> None:
+        """Record from now on."""
+        self._record(
+            "all", context=context, stacks="python", max_entries=self._limit, clear_history=clear_history
+        )
 
     def _stamp_events(self) -> None:
         set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)

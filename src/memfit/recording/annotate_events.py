@@ -116,26 +116,49 @@ def with_op(label: Label, function: TorchFunction) -> Label:
 def mark_workspaces(
     events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse]
 ) -> tuple[int, npt.NDArray[np.int64]]:
-    """Mark library workspaces, in place: allocations with the address, size and label of the ghost's log.
+    """Mark library workspaces, in place: allocations with an address, size and label of the ghost's log.
 
     A workspace that a graph has saved (the reserve space of a recurrent layer) remains an activation.
 
     A library is called right after its memory was allocated, on the same thread and with no hook in between.
-    A thread that was never stamped has no label in the history and label 0 in the ghost's log.
+    A thread that was never stamped has no label in the history and label 0 in the ghost's log. With
+    ``torch.backends.cudnn.benchmark``, PyTorch times all engines with one allocation, as large as the largest
+    of them needs, or half of that as often as it takes to fit.
 
     Returns:
         The number of workspaces that were not found, and the positions of those that a graph has saved.
     """
-    used = {(use.address, use.size, use.label) for use in uses}
-    found, saved = set(), []
-    has_workspace_size = np.isin(events.size, list({use.size for use in uses}))
-    for position in np.flatnonzero((events.action == Action.ALLOC) & has_workspace_size).tolist():
-        label = max(int(serials[position]), 0)
-        allocation = int(events.address[position]), int(events.size[position]), label
-        if allocation in used:
-            found.add(allocation)
+    used: dict[tuple[int, int], set[int]] = {}
+    for use in uses:
+        used.setdefault((use.address, use.label), set()).add(use.size)
+    allocated: dict[tuple[int, int], list[int]] = {place: [] for place in used}
+    addresses = np.array(sorted({use.address for use in uses}), np.uint64)
+    at_address = (events.action == Action.ALLOC) & np.isin(events.address, addresses)
+    for position in np.flatnonzero(at_address).tolist():
+        place = int(events.address[position]), max(int(serials[position]), 0)
+        if place in allocated:
+            allocated[place].append(position)
+    missed, saved = 0, []
+    for place, sizes in used.items():
+        found = _holding(sizes, {position: int(events.size[position]) for position in allocated[place]})
+        missed += 0 if found else len(sizes)
+        for position in found:
             if events.category[position] in _OF_GRAPHS:
                 saved.append(position)
-            else:
+            elif events.tensor is None or events.tensor[position] < 0:  # a live tensor may be as large
                 events.category[position] = Category.WORKSPACE
-    return len(used - found), np.array(saved, np.int64)
+    return missed, np.array(sorted(saved), np.int64)
+
+
+def _holding(used: set[int], allocated: dict[int, int]) -> list[int]:
+    """Return which allocations held workspaces.
+
+    Args:
+        used: sizes of the workspaces at one address, under one label.
+        allocated: the size of each allocation there, by its position.
+    """
+    found = [position for position, size in allocated.items() if size in used]
+    larger = [position for position, size in allocated.items() if size > max(used)]
+    if larger and max(used) not in (allocated[position] for position in found):
+        found.append(min(larger, key=lambda position: (allocated[position], position)))
+    return found

@@ -1,34 +1,46 @@
-"""Identify the workspaces that PyTorch allocates for cuBLAS, whose addresses it does not expose."""
+"""Identify the workspaces that PyTorch allocates for cuBLAS, whose addresses it does not expose.
 
-from typing import Any
+PyTorch keeps one workspace per handle and stream until the process ends, or until it is told to release them:
+Lightning does that after a fit. So they are the allocations that this release frees.
+"""
+
+from collections.abc import Callable
 
 import torch
 
-from memfit.recording.memory_snapshot import memory_snapshot
+from memfit.recording.allocator_history import AllocatorHistory
+from memfit.recording.event_labels import LabelBook
+from memfit.recording.hooks import InstalledHooks
+from memfit.recording.owners import MemoryOwners
+
+_RELEASE = "_cuda_clearCublasWorkspaces"
 
 
-def release_cublas_workspaces(segments: list[dict[str, Any]]) -> dict[int, int]:
-    """Release all cuBLAS workspaces, and return the blocks that this has freed.
-
-    PyTorch keeps one workspace per handle and stream until the process ends, and does not expose their
-    addresses. The history has been read by now: these frees are not part of it.
+def record_released_workspaces(
+    hooks: InstalledHooks, book: LabelBook, history: AllocatorHistory, owners: MemoryOwners
+) -> None:
+    """From now on, record what each release of the cuBLAS workspaces frees, as owners of memory.
 
     Args:
-        segments: of PyTorch's snapshot at the end of the run.
-
-    Returns:
-        Requested bytes by address.
+        hooks: registry of the changes to PyTorch.
+        book: gives the moment of a release.
+        history: asked before and after a release for the allocations that are alive.
+        owners: to which the workspaces are added.
     """
-    before = _active_blocks(segments)
-    torch._C._cuda_clearCublasWorkspaces()
-    after = _active_blocks(memory_snapshot()["segments"])
-    return {address: size for address, size in before.items() if address not in after}
+
+    def around(release: Callable[[], None]) -> None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            release()
+            return
+        moment, before = book.moment(), history.alive()
+        release()
+        after = history.alive()
+        freed = {address: size for address, size in before.items() if address not in after}
+        owners.record_cublas_workspaces(moment, freed)
+
+    hooks.wrap(torch._C, _RELEASE, around)
 
 
-def _active_blocks(segments: list[dict[str, Any]]) -> dict[int, int]:
-    return {
-        block["address"]: block.get("requested_size", block["size"])
-        for segment in segments
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    }
+def release_cublas_workspaces() -> None:
+    """Release the cuBLAS workspaces, at the end of the run, as a script may."""
+    getattr(torch._C, _RELEASE)()

@@ -1,6 +1,7 @@
 """Names of modules: their paths in ``named_modules`` of the outermost module, without wrappers."""
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 Source: ``OptimizedModule`` in torch/_dynamo/eval_frame.py, ``clean_tensor_name`` in
 torch/distributed/fsdp/_common_utils.py, PyTorch 2.14.1.
 """
+
+_Place = tuple["weakref.ref[Any]", str]
+"""A parent, and the name of the module in it."""
 
 
 def without_wrappers(path: str) -> str:
@@ -33,16 +37,18 @@ class ModuleNames:
     """
 
     def __init__(self) -> None:
-        self._parents: dict[int, tuple[weakref.ref[Any], weakref.ref[Any] | None, str]] = {}
+        self._places: dict[int, tuple[weakref.ref[Any], tuple[_Place, ...]]] = {}
 
     def learn(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-        """Record that ``parent.name`` is ``child``; the last parent to register a shared child names it."""
+        """Record that ``parent.name`` is ``child``. Of several such places, see ``_parent``."""
         if child is not None:
-            self._parents[id(child)] = (weakref.ref(child), weakref.ref(parent), name)
+            earlier = self._places[id(child)][1] if self._knows(child) else ()
+            living = (place for place in earlier if place[0]() is not None)
+            self._places[id(child)] = (weakref.ref(child), (*living, (weakref.ref(parent), name)))
 
     def adopt(self, root: torch.nn.Module) -> None:
         """Learn a whole tree whose registrations were not seen."""
-        self._parents.setdefault(id(root), (weakref.ref(root), None, ""))
+        self._places.setdefault(id(root), (weakref.ref(root), ()))
         for parent in root.modules():
             for name, child in parent._modules.items():  # children() skips shared modules
                 if child is not None and not self._knows(child):
@@ -50,14 +56,15 @@ class ModuleNames:
 
     def learn_copy(self, parent: torch.nn.Module) -> None:
         """Learn a module that was just copied or unpickled, after its children."""
-        self._parents[id(parent)] = (weakref.ref(parent), None, "")
+        self._places[id(parent)] = (weakref.ref(parent), ())
         for name, child in getattr(parent, "_modules", {}).items():
             self.learn(parent, name, child)
 
     def outermost(self) -> set[torch.nn.Module]:
         """Return the known live modules that have no parent."""
-        found = {child() if parent is None else parent() for child, parent, _ in self._parents.values()}
-        return {module for module in found if module is not None and self._parent(module)[0] is None}
+        parents = (parent() for _, places in self._places.values() for parent, _ in places)
+        known = {module() for module, _ in self._places.values()}.union(parents)
+        return {module for module in known if module is not None and self._parent(module)[0] is None}
 
     def full_name(self, module: torch.nn.Module) -> str:
         """Return the outermost parent's class and the dotted path below it: ``GPT.blocks.0.mlp``."""
@@ -75,15 +82,27 @@ class ModuleNames:
             module = parent
         return ".".join([type(_unwrapped(module)).__name__, *reversed(names)])
 
-    def _parent(self, module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
-        """Return the known parent of a module and the name of the module in it."""
-        if not self._knows(module):  # the entry may be of a deleted module with the same address
-            return None, ""
-        _, parent, name = self._parents[id(module)]
-        return (parent() if parent is not None else None), name
+    def _parent(self, module: torch.nn.Module) -> tuple[Any, str]:
+        """Return the parent of a module, or None, and the name of the module in it.
+
+        Of several parents, the last that has a parent itself, otherwise the last: a slice of a ModuleList is
+        a new list, which holds the same layers and belongs to no model.
+        """
+        parents = list(self._parents(module))
+        attached = [each for each in parents if next(self._parents(each[0]), None) is not None]
+        return (attached or parents or [(None, "")])[-1]
+
+    def _parents(self, module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+        """Yield the modules that a module is registered in, and its name in each."""
+        if self._knows(module):  # otherwise the entry may be of a deleted module with the same address
+            for ref, name in self._places[id(module)][1]:
+                parent = ref()
+                children = getattr(parent, "_modules", {})
+                if name in children and children[name] is module:
+                    yield parent, name
 
     def _knows(self, module: torch.nn.Module) -> bool:
-        entry = self._parents.get(id(module))
+        entry = self._places.get(id(module))
         return entry is not None and entry[0]() is module
 
 

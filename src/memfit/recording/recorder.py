@@ -30,7 +30,7 @@ from memfit.recording.annotate_events import (
     place_marks,
 )
 from memfit.recording.compiled_graphs import BEFORE_FORWARD, CompiledCode
-from memfit.recording.cublas_workspaces import release_cublas_workspaces
+from memfit.recording.cublas_workspaces import record_released_workspaces, release_cublas_workspaces
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.hooks import InstalledHooks
 from memfit.recording.inferred_phases import infer_forwards
@@ -50,10 +50,10 @@ _LIVE_HISTORY_LIMIT = 1 << 20
 """Events kept of a live run, in case it records more than that before a training step ends."""
 _UNREADABLE_GRAPHS = (
     "PyTorch before 2.10 does not expose the tensors that autograd saves. memfit therefore counts as "
-    "activations all memory that the next backward frees, and cannot name the tensors in it."
+    "activations all memory that the next backward pass frees. It cannot name the tensors in this memory."
 )
 _UNREADABLE_OBJECTS = (
-    "Objects that could not be inspected were skipped: their own code raised an exception, or they were "
+    "Some objects could not be inspected and were skipped. Their own code raised an exception, or they were "
     "still under construction."
 )
 _MARKED_CALLS = {
@@ -143,22 +143,17 @@ class Recorder:
         self._compiled.install()
         if self._live:
             self._history.yield_to_script(self._hooks)
+        else:
+            self._history.share_with_script(self._hooks)
         torch.cuda._lazy_call(self._on_cuda_initialised)  # type: ignore[no-untyped-call]
         self._mark_calls()
+        if not self._live:  # a live run must not pay for snapshots, and needs its workspaces at the end
+            record_released_workspaces(self._hooks, self.book, self._history, self._owners)
 
     def _on_cuda_initialised(self) -> None:
         if self._hooks.removed or (self._live and not self._with_labels):
             return
         self._history.start()
-        if not self._live:
-            self._history.ignore_calls_of_script(self._hooks, self._note_ignored_call)
-
-    def _note_ignored_call(self) -> None:
-        self.note(
-            Provenance.EXACT,
-            "memfit ignored the script's own call to _record_memory_history, because memfit records the "
-            "allocator history itself.",
-        )
 
     def _mark_calls(self) -> None:
         for name, kind in _MARKED_CALLS.items():
@@ -230,11 +225,14 @@ class Recorder:
         sizes: bool = False,
         workspaces: bool = False,
         objects: bool = False,
+        bound: str = "",
     ) -> None:
-        """Add a note to the result; repeated notes are added once."""
+        """Add a note to the result; repeated notes are added once, and a ``bound`` is marked each time."""
         self._notes.setdefault(
-            (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects)
+            (text, where), Note(provenance, text, where, sizes, workspaces, objects=objects, bound=bound)
         )
+        if bound:
+            self.book.mark(MarkKind.SIZE_BOUND, list(self._notes).index((text, where)))
 
     def place(self) -> str:
         """Return the location of the calling thread from its label, for lack of a Python frame.
@@ -278,9 +276,8 @@ class Recorder:
         with self._labelling_thread():
             snapshot, settings_in_force = self._history.read(index, failed)
         history = snapshot["device_traces"][index]
-        if self._history.on and not self._live:  # a live run continues, and needs its cuBLAS workspaces
-            workspaces = release_cublas_workspaces(snapshot["segments"])
-            self._owners.record_cublas_workspaces(self.book.moment(), workspaces)
+        if not self._live:
+            release_cublas_workspaces()  # the history has been read: it does not contain these frees
         if text := self._history.caveat:
             self.note(Provenance.ASSUMED, text, sizes=True)
         events, stacks, frames = columns(

@@ -19,11 +19,12 @@ from memfit.records.attribution import Attribution
 from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial
 from memfit.records.dataflow import Dataflow, GraphValue
-from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, Term
+from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, SizeBound, Term
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.provenance import Figure, Note, Provenance, worst
 from memfit.records.run_difference import RowChange, RunDifference
+from memfit.records.script_options import LoaderBatchSize, OptionPurpose, ScriptOption
 from memfit.records.trace import (
     ARENA,
     DEFAULT_POOL,
@@ -79,11 +80,13 @@ __all__ = [
     "Hole",
     "Label",
     "LiveAllocation",
+    "LoaderBatchSize",
     "Machine",
     "Mark",
     "MarkKind",
     "MemoryPeak",
     "Note",
+    "OptionPurpose",
     "OutOfMemory",
     "Phase",
     "PhaseChange",
@@ -96,8 +99,10 @@ __all__ = [
     "RunDifference",
     "ScriptEnd",
     "ScriptLocation",
+    "ScriptOption",
     "Segment",
     "SettingOutcome",
+    "SizeBound",
     "SnapshotBlock",
     "TensorInfo",
     "Term",

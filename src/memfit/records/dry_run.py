@@ -28,6 +28,15 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeBound:
+    """A size that depends on GPU values, which memfit sets to its upper bound."""
+
+    operator: str
+    where: str
+    """As in ``Note``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """Whether memory grows from training step to training step, compared at the end of each."""
 
@@ -44,18 +53,20 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that lowers the memory a run needs; memfit has tried it."""
+    """Changes that lower the memory a run needs; memfit has tried them, together if there are several."""
 
-    what: str
-    how: str
-    """The code or setting to write."""
+    changes: tuple[str, ...]
+    how: tuple[str, ...]
+    """The settings, options or code to write."""
+    where: str
+    """``file:line`` to be changed, if known; otherwise empty."""
     costs: str
     saves: Figure
-    """Bytes of the process at its peak, in addition to what the advice before this one saves."""
+    """Bytes of the process at its peak, compared with ``DryRun.in_all``."""
     needs: Figure
-    """Bytes of the process at its peak, with this and all advice before it."""
+    """Bytes of the process at its peak, with these changes."""
     fits: bool | None
-    """Whether the run then fits its device; None without a device."""
+    """Whether the run then fits its device by more than ``DryRun.uncertainty``; None without a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +75,9 @@ class DryRun:
 
     verdict: str
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
-    the script carried on), ``out of memory``, or ``unknown``: the script failed, gave up (an exit code other
-    than 0), was interrupted or started ``children`` that use the GPU, or this is a snapshot, which names no
-    device."""
+    the script carried on), ``out of memory``, ``may not fit`` (either of the two, with ``bound``: the script
+    may need less), or ``unknown``: the script failed, gave up (an exit code other than 0), was interrupted or
+    started ``children`` that use the GPU, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -82,7 +93,10 @@ class DryRun:
     versions: Mapping[str, str]
     command: tuple[str, ...] = field(default=())
     advice: tuple[Advice, ...] | None = None
-    """What would lower the peak; None if the caller did not ask."""
+    """What makes the run fit, the fewest changes first, then the cheapest; if nothing does, or the run fits
+    already, what lowers its peak. Each entry is an alternative. None if the caller did not ask."""
+    advice_remarks: tuple[str, ...] = ()
+    """Sentences about the advice, such as what a sample of a batch takes."""
     in_all: Figure | None = None
     """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
     uncertainty: int = 0
@@ -92,6 +106,9 @@ class DryRun:
     after the last one; ``out_of_memory`` describes the first."""
     children: tuple[ChildProcess, ...] = ()
     """Processes that the script started and that used the GPU, too: the figures do not include them."""
+    bound: SizeBound | None = None
+    """Not None if the peaks are upper bounds: the size, of those that depend on GPU values and are set to the
+    largest possible, that most of the peak follows from."""
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""

@@ -38,12 +38,15 @@ class Note:
     provenance: Provenance
     text: str
     where: str = ""
-    """``file:line``, or empty."""
+    """``file:line``, or empty; for a line that called a package, ``file:line, in package/file:line``."""
     sizes: bool = False
     """Whether byte counts depend on it: they are at most as certain as the note."""
     workspaces: bool = False
     """With ``sizes``: whether it affects only ``Category.WORKSPACE`` and totals."""
     objects: bool = False
     """With ``sizes``: whether it also affects live objects: parameters and all that follows from them."""
+    bound: str = ""
+    """With ``sizes``: the operator whose size is set to its upper bound, so that the script may need less;
+    otherwise empty."""
     activations: bool = False
     """With ``workspaces``: whether graphs saved some, so that it also affects ``Category.ACTIVATION``."""

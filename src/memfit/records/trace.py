@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 from memfit.records.provenance import Figure, Note  # noqa: TC001 - as above
+from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,6 +161,7 @@ class MarkKind(StrEnum):
     MEM_POOL_GONE = "mem pool gone"  # a torch.cuda.MemPool was deleted: its cached memory is released
     RESET_PEAK = "reset peak"  # the script called torch.cuda.reset_peak_memory_stats
     EMPTY_CACHE = "empty cache"  # the script called torch.cuda.empty_cache
+    SIZE_BOUND = "size bound"  # an operator's size, which depends on GPU values, is set to its upper bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Mark:
     kind: MarkKind
     index: int
     """For ``OPTIMIZER_STEP`` the optimizer; for ``MEM_POOL_GONE`` the pool, whose PyTorch id is (0, index);
-    otherwise the number of earlier marks of this kind."""
+    for ``SIZE_BOUND`` the note in ``Trace.notes``; otherwise the number of earlier marks of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,10 @@ class Trace:
     """The tensors that held allocations."""
     children: tuple[ChildProcess, ...] = ()
     """Processes that the script started and that used the GPU, too: the events are not theirs."""
+    options: tuple[ScriptOption, ...] = ()
+    """The script's own options that memory depends on; of one purpose, the most specific first."""
+    loader: LoaderBatchSize | None = None
+    """The batch size of the script's loader; None if it used none."""
 
 
 @dataclass(frozen=True, slots=True)

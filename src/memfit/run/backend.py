@@ -145,7 +145,10 @@ class GhostBackend:
             return self._settings.device
         if self._settings.visible_devices > 1:
             seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
-            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.")
+            self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
+        for pair in self._values.unused() if self._values is not None else ():
+            text = f"--values {pair} had no effect: the script read no GPU value that it applies to."
+            self._recorder.note(Provenance.EXACT, text)
         for text in self._reached():
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
         for reason in self.ghost.extensions.rejections:
@@ -176,7 +179,7 @@ class GhostBackend:
         if requested:  # a CUDA runtime bundled with a library requests every driver function
             notes.append(
                 f"A library requested CUDA driver functions that the ghost does not have ({len(requested)} "
-                f"in total, the first was {requested[0]}). The library may have continued without them."
+                f"in total; the first was {requested[0]}). The library may have continued without them."
             )
         return notes
 
@@ -206,14 +209,14 @@ class CardBackend:
         """Return that the allocator keeps no history, if so: only the ghost can observe its allocations."""
         import torch
 
-        backend = torch.cuda.get_allocator_backend()
+        setting = f"backend:{torch.cuda.get_allocator_backend()}"
         if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
-            backend = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-        if backend == "native":
+            setting = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+        if setting == "backend:native":
             return ""
         return (
-            f"Cannot record with {backend}, because PyTorch keeps no allocator history under that setting. "
-            "Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
+            f"Cannot record with the allocator setting {setting}: PyTorch keeps no allocator history under "
+            "it. Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
         )
 
     def stepped(self) -> None:
@@ -239,7 +242,9 @@ class CardBackend:
         rehearsal = is_rehearsal()
         if self._recorder is not None and (seen := torch.cuda.device_count()) > 1:
             self._recorder.note(
-                Provenance.EXACT, f"The script saw {seen} GPUs; these figures are for the first."
+                Provenance.EXACT,
+                f"The script saw {seen} GPUs. These figures are for the first one.",
+                sizes=True,
             )
         return DeviceUse(
             name=torch.cuda.get_device_name(0),

@@ -1,4 +1,4 @@
-"""The process of the script: ``main()`` with ``'<settings as JSON>' SCRIPT.py ARGS...`` as arguments.
+"""The process of the script: ``main()`` with ``SETTINGS.json SCRIPT.py ARGS...`` as arguments.
 
 It loads the ghost, unless the script is recorded on a real GPU, runs the user's script as
 ``python SCRIPT.py`` would, and writes the trace. Nothing here imports torch before the script does, so that
@@ -23,6 +23,8 @@ import msgspec
 
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.patching.after_import import after_import
+from memfit.recording.loader_batch_size import LoaderBatchSizes
+from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
@@ -33,6 +35,7 @@ from memfit.run.script import end_of, print_as_python_does, run_as_main
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
+    from memfit.records import Trace
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
@@ -45,9 +48,18 @@ class ParentPipe:
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._last = 0.0
+        self._step = 0
+        self._compiling = False
+
+    def compiling(self, compiling: bool) -> None:
+        """Report whether the script compiles code."""
+        self._compiling = compiling
+        self._last = 0.0
+        self.progress(self._step)
 
     def progress(self, step: int) -> None:
         """Report the script's progress, unless that was done just now."""
+        self._step = step
         now = time.monotonic()
         if now - self._last < PROGRESS_INTERVAL:
             return
@@ -60,6 +72,7 @@ class ParentPipe:
                 "step": step,
                 "allocated": torch.cuda.memory_allocated() if ready else 0,
                 "peak": torch.cuda.max_memory_allocated() if ready else 0,
+                "compiling": self._compiling,
             }
         )
 
@@ -67,9 +80,9 @@ class ParentPipe:
         """Report that Ctrl-C ended the script, before its trace is written."""
         self._write({"interrupted": True})
 
-    def end(self, end: ScriptEnd, *, traced: bool) -> None:
-        """Report how the script ended, and whether a trace was written."""
-        self._write({"end": end, "traced": traced})
+    def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
+        """Report how the script ended, whether a trace was written, and why it is not in its own file."""
+        self._write({"end": end, "traced": traced, "unsaved": unsaved})
 
     def _write(self, line: dict[str, object]) -> None:
         if self._descriptor is None:
@@ -92,6 +105,9 @@ class ScriptProcess:
         self._recorder: Recorder | None = None
         self._last_error: BaseException | None = None
         self._steps_reported = 0
+        self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
+        self._options.install()
+        self._loaders.install()
 
     def begin(self) -> None:
         """Start recording: torch has just been imported."""
@@ -111,6 +127,7 @@ class ScriptProcess:
         recorder.install()
         self._backend.begin(recorder)
         self._recorder = recorder
+        after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
 
     def _check_backend(self) -> None:
         """End the run if it cannot be measured on this backend."""
@@ -162,10 +179,11 @@ class ScriptProcess:
         if end.reason == "interrupted":
             self._parent.interrupted()
         try:
-            traced = self._write_trace(end)
+            trace = self._trace(end)
+            unsaved = self._save(trace) if trace is not None else ""
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
-        self._parent.end(end, traced=traced)
+        self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         _join_threads(THREAD_TIMEOUT)
         atexit._run_exitfuncs()
         _flush()
@@ -192,23 +210,41 @@ class ScriptProcess:
         torch = sys.modules.get("torch")
         return torch is not None and torch.cuda.is_initialized()
 
-    def _write_trace(self, end: ScriptEnd) -> bool:
+    def _trace(self, end: ScriptEnd) -> "Trace | None":
+        """Return the trace of the script; None if it never used the GPU."""
         if self._recorder is None or not self._uses_cuda():
-            return False
-        from memfit.trace.trace_file import write_trace
+            return None
         from memfit.versions import versions
 
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
-        trace = replace(trace, children=read_children(Path(self._settings.folder)))
-        write_trace(trace, Path(self._settings.output))
-        return True
+        children = read_children(Path(self._settings.folder))
+        return replace(trace, options=self._options.found(), loader=self._loaders.last, children=children)
+
+    def _save(self, trace: "Trace") -> str:
+        """Write a trace to its file or, if that fails, to the temporary folder; return why it failed."""
+        from memfit.trace.trace_file import write_trace
+
+        try:
+            write_trace(trace, Path(self._settings.output))
+        except MemfitError as error:
+            write_trace(trace, Path(self._settings.fallback))
+            return str(error)
+        return ""
+
+
+def follow_compilations(report: Callable[[bool], None]) -> None:
+    """Call ``report`` with True when torch.compile begins to compile, and with False when it ends."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: report(True))
+    callback_handler.register_end_callback(lambda _: report(False))
 
 
 def main() -> None:
     """Run the script on the command line."""
-    _, text, *command = sys.argv
-    settings = read_settings(text)
+    _, path, *command = sys.argv
+    settings = read_settings(Path(path).read_text("ascii"))
     _end_with_parent(settings.progress)
     faulthandler.enable()
     if settings.options.stdout_to_stderr:

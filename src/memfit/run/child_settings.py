@@ -21,13 +21,15 @@ class GhostSettings(msgspec.Struct, frozen=True):
 
 
 class ChildSettings(msgspec.Struct, frozen=True):
-    """One run of a script. Travels as JSON on the command line, before the script's own arguments."""
+    """One run of a script. Travels as JSON in a file: a command line shows in the list of processes."""
 
     options: RunOptions
     ghost: GhostSettings | None
     """None runs the script on this machine's own GPU."""
     output: str
     """Where the child writes the trace."""
+    fallback: str
+    """Where it writes the trace if it cannot write ``output``."""
     folder: str
     """The run's temporary folder. Processes that the script starts record themselves there."""
     progress: int

@@ -79,8 +79,8 @@ class FollowedProcess(ScriptProcess):
     def _is_the_script(self) -> bool:
         return False
 
-    def _write_trace(self, end: ScriptEnd) -> bool:  # noqa: ARG002 - a child has an exit handler instead
-        return False
+    def _trace(self, end: ScriptEnd) -> None:
+        """Return nothing: the exit handler records the process."""
 
     def _record_at_exit(self) -> None:
         if sys.modules["torch"].cuda.is_initialized():

@@ -2,7 +2,7 @@
 
 this process                       the script's process (child.py)
 ------------                       -------------------------------
-settings        ──── argv ───────> load ghost (or none), run script
+settings        ──── file ───────> load ghost (or none), run script
 progress line   <─── pipe ──────── step, allocated, peak, end
 read_trace      <─── file ──────── write_trace
 
@@ -23,9 +23,10 @@ from pathlib import Path
 import msgspec
 
 from memfit.atomic_files import check_outputs
-from memfit.errors import INTERRUPTED, MemfitError, TargetError, UsageError
+from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ChildProcess, ScriptEnd, Trace
+from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
 from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
@@ -50,6 +51,8 @@ class Progress:
     """Bytes allocated now."""
     peak: int = 0
     """Most bytes allocated so far."""
+    compiling: bool = False
+    """Whether torch.compile is compiling the script's code."""
     trying: str = ""
     """Name of the change being tried, if the run is one of several."""
 
@@ -60,10 +63,21 @@ class _ChildMessage(msgspec.Struct):
     step: int = 0
     allocated: int = 0
     peak: int = 0
+    compiling: bool = False
     end: ScriptEnd | None = None
     traced: bool = False
     interrupted: bool = False
     """Ctrl-C has ended the script; it writes its trace now."""
+    unsaved: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """What a script's process recorded."""
+
+    trace: Trace
+    unsaved: OutputError | None
+    """Why the trace is not in the file that the caller named; None if it is, or if the caller named none."""
 
 
 def run_script(
@@ -73,8 +87,8 @@ def run_script(
     output: Path | None,
     on_progress: Callable[[Progress], None],
     patience: float | None = 0.0,
-) -> Trace:
-    """Run a script in a process of its own and return its trace.
+) -> RecordedRun:
+    """Run a script in a process of its own and return its trace, even if it cannot be saved.
 
     Args:
         command: the script (or module) and its arguments: its ``sys.argv``.
@@ -89,21 +103,23 @@ def run_script(
         KeyboardInterrupt: the user pressed Ctrl-C, and the script did not end by it in time.
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
             the requested device.
-        UsageError: the trace cannot be written to ``output``.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        path = output if output is not None else Path(folder) / "run.memfit"
+        fallback = Path(folder) / "run.memfit"
+        path = fallback if output is None else output
         reader, writer = os.pipe()
         try:
             with script_handles_ctrl_c(patience) as interruption:
-                settings = ChildSettings(options, ghost, str(path.absolute()), folder, writer)
-                end, traced = _run_process(command, settings, reader, on_progress, interruption)
+                settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), folder, writer)
+                last = _run_process(command, settings, reader, on_progress, interruption)
         finally:
             os.close(reader)
-        if interruption.pressed and end.reason != "interrupted":  # the script caught it, or had just ended
-            raise KeyboardInterrupt
-        _check_end(command[0], end, read_children(Path(folder)), traced=traced)
-        return read_trace(path)
+        if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
+            raise KeyboardInterrupt  # the script caught it, or had just ended
+        _check_end(command[0], last, read_children(Path(folder)))
+        if last.unsaved:
+            return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
+        return RecordedRun(read_trace(path), None)
 
 
 def script_command(
@@ -114,36 +130,28 @@ def script_command(
     Raises:
         UsageError: there is no such script, the trace cannot be written to ``output``, or ``steps`` is out
             of range.
+        FileFormatError: the script cannot be read.
+        TargetError: the script is not valid Python.
     """
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"steps must be at least 1, not {options.steps}.")
     command = (str(script), *arguments)
     if not options.module:
-        _check_script(Path(command[0]))
+        check_script(Path(command[0]))
     check_outputs({"output": output}, {} if options.module else {"the script": Path(command[0])})
     return command
 
 
-def _check_script(path: Path) -> None:
-    if not path.exists():
-        raise UsageError(f"No such script: {path}. Give the path as you would to python.")
-    if path.suffix == ".ipynb":
-        raise UsageError(
-            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, and "
-            f"give {path.with_suffix('.py')}."
-        )
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise UsageError(f"{path} is a folder without a __main__.py. Give the path of the script.")
-
-
-def _check_end(script: str, end: ScriptEnd, children: tuple[ChildProcess, ...], *, traced: bool) -> None:
+def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, ...]) -> None:
     """Raise unless the script's process wrote a trace."""
-    if end.reason == "refused":
-        raise _REFUSALS.get(end.exit_code, TargetError)(end.exception)
-    if not traced and end.reason == "interrupted":
+    if last.end is None:
+        raise AssertionError  # _run_process raises in that case
+    if last.end.reason == "refused":
+        raise _REFUSALS.get(last.end.exit_code, TargetError)(last.end.exception)
+    if not last.traced and last.end.reason == "interrupted":
         raise KeyboardInterrupt
-    if not traced:
-        raise TargetError(_never_used(script, end, children))
+    if not last.traced:
+        raise TargetError(_never_used(script, last.end, children))
 
 
 def _run_process(
@@ -152,13 +160,14 @@ def _run_process(
     reader: int,
     on_progress: Callable[[Progress], None],
     interruption: Interruption,
-) -> tuple[ScriptEnd, bool]:
-    """Run the script's process to its end; return how the script ended, and whether there is a trace."""
-    text = write_settings(settings)
+) -> _ChildMessage:
+    """Run the script's process to its end, and return its last message; its settings lie in the folder."""
+    settings_file = Path(settings.folder) / "settings.json"
+    settings_file.write_text(write_settings(settings), "ascii")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with ctrl_c_held():
         process = subprocess.Popen(
-            [sys.executable, *flags, "-c", python_code("memfit.run.child"), text, *command],
+            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command],
             pass_fds=(settings.progress,),
         )
     os.close(settings.progress)
@@ -166,7 +175,7 @@ def _run_process(
     try:
         for message in _messages(reader, process):
             last = message or last
-            on_progress(Progress(last.step, last.allocated, last.peak))
+            on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
         else:
@@ -177,7 +186,7 @@ def _run_process(
             process.kill()
             process.wait()
     if last.end is not None:
-        return last.end, last.traced
+        return last
     if interruption.pressed or process.returncode in (-signal.SIGINT, INTERRUPTED):
         raise KeyboardInterrupt
     raise TargetError(_died(process.returncode, on_ghost=settings.ghost is not None))
@@ -218,7 +227,7 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
-        f"{name} finished and never used the GPU, so there is nothing to measure. "
+        f"{name} finished without using the GPU, so there is nothing to measure. "
         "Check whether the script runs on the CPU by default."
     )
 
@@ -226,10 +235,10 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
 def _died(status: int, *, on_ghost: bool) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
     gap = (
-        " If it crashed inside a CUDA library call, the ghost does not support that call "
-        "(memfit doctor --gaps lists the unsupported calls that are known)."
+        " If the process crashed inside a CUDA library call, the ghost does not support that call (memfit "
+        "doctor --gaps lists the unsupported calls that are known)."
     )
     return (
         f"The script's process {how} before it returned a result. If there is a Python traceback above, it "
-        f"names the line.{gap if on_ghost else ''}"
+        f"names the line that was running.{gap if on_ghost else ''}"
     )

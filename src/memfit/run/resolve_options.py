@@ -14,6 +14,7 @@ from memfit.ghost.workspaces import WorkspaceSource
 from memfit.records import DeviceUse, Figure, Provenance
 from memfit.run.child_settings import GhostSettings
 from memfit.run.options import RunOptions
+from memfit.units import format_bytes
 
 
 def ghost_settings(options: RunOptions) -> GhostSettings:
@@ -37,8 +38,8 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
     )
     if context.bytes + in_use >= total.bytes:
         raise UsageError(
-            f"No memory is left for the script: of {total.bytes} bytes, the CUDA context takes "
-            f"{context.bytes} and other processes hold {in_use}."
+            f"The GPU has no memory left for the script: of its {format_bytes(total.bytes)}, the CUDA "
+            f"context uses {format_bytes(context.bytes)}, and other processes use {format_bytes(in_use)}."
         )
     visible_devices = _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return GhostSettings(

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from memfit.errors import INTERRUPTED
 from memfit.records import ScriptEnd
+from memfit.run.check_script import is_package
 
 
 def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
-    """Run a script, a folder with a ``__main__.py``, or a module, as ``__main__`` with its own ``sys.argv``.
+    """Run a script, a folder or zip with a ``__main__.py``, or a module, as Python does: as ``__main__``.
 
     Args:
         command: the script's path (or the module's name) and its arguments.
@@ -26,8 +27,8 @@ def run_as_main(command: tuple[str, ...], *, module: bool) -> None:
     if module:
         _first_on_path(str(Path.cwd()))
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    elif Path(target).is_dir():
-        runpy.run_path(target, run_name="__main__")  # puts the folder on the path itself
+    elif is_package(Path(target)):
+        runpy.run_path(target, run_name="__main__")  # puts it on the path itself
     else:
         _first_on_path(str(Path(target).resolve().parent))
         _run_file(os.path.abspath(target))  # noqa: PTH100 - like Python, follows no links
@@ -132,8 +133,8 @@ def _innermost_user_line(error: BaseException) -> str:
     from memfit.user_frame import is_user_file
 
     lines = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_user_file(frame.filename)
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_user_file(frame.f_code.co_filename)
     ]
     return lines[-1] if lines else ""

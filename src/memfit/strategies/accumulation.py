@@ -50,7 +50,7 @@ class Accumulation:
         for name in ("gradient_accumulation_steps", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"'{name}' must be an integer, at least 1, not {value!r}.")
+                raise UsageError(f"'{name}' must be an integer of at least 1, not {value!r}.")
         _check_dtype(self.gradient_dtype)
         steps, micro, whole = self.gradient_accumulation_steps, self.micro_batch_size, self.global_batch_size
         if micro and whole:

@@ -38,19 +38,19 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
     plan = configuration.plan
     if configuration.max_grad_norm is not None:
         raise UsageError(
-            "max_grad_norm applies to the training loop, not to the model: clip gradients in "
+            "memfit.apply cannot use max_grad_norm, which applies to the training loop. Clip gradients in "
             "your loop, or use memfit.Engine."
         )
     for strategy in plan.strategies():
         if not hasattr(strategy, "apply"):
             raise UsageError(
-                f"{type(strategy).__name__} applies to the training loop, not to the model: pass the "
-                f"plan to memfit.Engine, or leave {type(strategy).__name__} out."
+                f"memfit.apply cannot use {type(strategy).__name__}, which applies to the training loop. "
+                f"Pass the plan to memfit.Engine, or leave out {type(strategy).__name__}."
             )
     if plan.precision is not None and plan.precision.loop:
         raise UsageError(
-            f"Precision: {plan.precision.loop} applies to the training loop, not to the model: "
-            f"pass the plan to memfit.Engine, or leave {plan.precision.loop} out."
+            f"memfit.apply cannot use {plan.precision.loop}, which applies to the training "
+            f"loop. Pass the plan to memfit.Engine, or leave out {plan.precision.loop}."
         )
     return apply_to_model(model, plan)
 
@@ -99,8 +99,8 @@ def _expect_unwrapped(model: nn.Module, action: str) -> None:
     if wrapped:
         where = f" (in module {wrapped[0]!r})" if wrapped[0] else ""
         raise UsageError(
-            f"The model cannot {action}: it is a part or a copy of another model to which a plan was "
-            f"applied, so it contains the wrappers of that plan{where}. If it is a part, call memfit.revert "
-            "on the whole model first. If it is a copy, make the copy before passing the original to "
+            f"The model cannot {action}: it contains the wrappers of a plan{where}. It is a submodule or a "
+            "copy of a model that has this plan. If it is a submodule, call memfit.revert on the whole "
+            "model first. If it is a copy, make the copy first, and only then pass the original to "
             "memfit.apply or memfit.Engine."
         )

@@ -73,7 +73,7 @@ class Checkpointing:
         """Check."""
         check_types(self, "checkpointing")
         if self.every < 1:
-            raise UsageError(f"checkpointing: 'every' must be an integer, at least 1, not {self.every!r}.")
+            raise UsageError(f"checkpointing: 'every' must be an integer of at least 1, not {self.every!r}.")
         for name in ("modules", "save_ops"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
+from memfit.input_files import read_input
 from memfit.strategies.legacy_settings import NOTHING, OVER_BATCHES, READERS, GivenSetting
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
@@ -48,6 +49,7 @@ ALIASES = {
 _OVER_BATCHES = ("accumulate_grad_batches", "accumulative_counts", "mini_steps", "grad_accumulation_step")
 """Names from systems that accumulate over a loader's batches."""
 _MAX_DEPTH = 32
+_MAX_FILE = 1 << 20  # bytes of a file of settings
 """Levels of dicts and lists that are read; real settings have about four."""
 _MAX_BITS = 64
 
@@ -139,17 +141,18 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
 
 
 def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
+    instead = "Pass a dict of settings, or the path of a file."
     try:
         path = Path(given)
-        text = path.read_text(encoding="utf-8")
-    except (TypeError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
-        if isinstance(error, UnicodeDecodeError):
-            raise FileFormatError(
-                f"Cannot read settings from {given}: it is not a text file ({error})."
-            ) from None
-        raise UsageError(
-            f"Cannot read settings from {given!r}: {error}. Pass a dict of settings, or the path of a file."
+        text = read_input(path, _MAX_FILE).decode()
+    except UnicodeDecodeError as error:
+        raise FileFormatError(
+            f"Cannot read settings from {given}: it is not a text file ({error})."
         ) from None
+    except FileFormatError as error:
+        raise UsageError(f"{error} {instead}") from None
+    except (TypeError, ValueError) as error:  # not a path
+        raise UsageError(f"Cannot read settings from {given!r}: {error}. {instead}") from None
     if path.suffix == ".prototxt":
         return {"mem_param": text}
     try:
@@ -279,7 +282,7 @@ def _norm(setting: GivenSetting) -> float:
     value = setting.value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(
-            f"{setting.given} is invalid: the norm to clip gradients to must be a number above 0."
+            f"{setting.given} is invalid: the maximum norm of the gradients must be a number above 0."
         )
     return float(value)
 

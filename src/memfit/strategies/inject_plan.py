@@ -1,4 +1,4 @@
-"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE SCRIPT``.
+"""Run a script with strategies injected: ``python -m memfit.strategies.inject_plan CHANGE.json SCRIPT``.
 
 The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
 a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
@@ -18,6 +18,8 @@ import msgspec
 
 from memfit.errors import UsageError
 from memfit.ghost.patching.after_import import after_import
+from memfit.recording.loader_batch_size import creator
+from memfit.records import LoaderBatchSize
 from memfit.run.script import run_as_main
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Intervention(msgspec.Struct, frozen=True):
-    """The change to make to a script: passed as JSON on the command line, before the script's arguments."""
+    """The change to make to a script: passed as JSON in a file."""
 
     module: bool
     """Whether the script is a module, as for ``python -m``."""
@@ -33,17 +35,19 @@ class Intervention(msgspec.Struct, frozen=True):
     """Fields of a ``Plan``, each with its default settings."""
     fused: bool
     """Whether optimizers use ``fused=True`` unless the script chooses an implementation."""
+    loader: LoaderBatchSize | None
+    """The batch size that loaders created at its line get; None to leave them alone."""
     models: str
     """The file that receives the name of each model with the plan, one per line."""
 
 
 def main() -> None:
     """Run the script named on the command line."""
-    _, change, *command = sys.argv
+    _, path, *command = sys.argv
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # a user who has answered the script's prompts once is not asked again
         os.dup2(silence, stream)
-    intervention = msgspec.json.decode(change, type=Intervention)
+    intervention = msgspec.json.decode(Path(path).read_bytes(), type=Intervention)
     after_import("torch", functools.partial(_intervene, intervention))
     run_as_main(tuple(command), module=intervention.module)
 
@@ -60,6 +64,8 @@ def _intervene(change: Intervention) -> None:
         for kind in vars(torch.optim).values():
             if isinstance(kind, type) and "fused" in inspect.signature(kind).parameters:
                 hooks.wrap(kind, "__init__", _fused)
+    if change.loader is not None:
+        hooks.wrap(torch.utils.data.DataLoader, "__init__", functools.partial(_resized, change.loader))
 
 
 class _PlanInjector:
@@ -124,6 +130,21 @@ def _fused(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: 
     if kwargs.get("fused") is None and kwargs.get("foreach") is None:
         kwargs["fused"] = True
     original(optimizer, *args, **kwargs)
+
+
+def _resized(
+    size: LoaderBatchSize,
+    original: Callable[..., None],
+    loader: Any,
+    dataset: Any,
+    batch_size: int | None = 1,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    line, _ = creator(sys._getframe(2))
+    if batch_size is not None and line == size.line and kwargs.get("batch_sampler") is None:
+        batch_size = size.size
+    original(loader, dataset, batch_size, *args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Offload:
         for name in ("min_bytes", "prefetch"):
             value = getattr(self, name)
             if value < 0:
-                raise UsageError(f"offload: '{name}' must be an integer, at least 0, not {value!r}.")
+                raise UsageError(f"offload: '{name}' must be an integer of at least 0, not {value!r}.")
         if self.prefetch and not self.pin_memory:
             raise UsageError(
                 "offload: prefetch needs pin_memory, because copies of pageable memory cannot "
@@ -97,7 +97,8 @@ class Offload:
             if not found:
                 raise UsageError(
                     "offload: what='inputs' offloads the inputs of checkpointed modules, but none of the "
-                    "selected modules is checkpointed."
+                    "selected modules is checkpointed. Select a module that contains a checkpointed one, or "
+                    "pass what='activations' to Offload."
                 )
             return found
         for name, region in regions.items():
@@ -105,9 +106,9 @@ class Offload:
             inner = [own for own, module in named.items() if id(module) in parts]
             if inner:
                 raise UsageError(
-                    f"offload: {inner[0]} is inside {name}, which is checkpointed: the tensors that "
-                    f"{inner[0]} saves are dropped and recomputed anyway. Offload a module that contains "
-                    f"{name}, or pass what='inputs' to Offload."
+                    f"offload does nothing for {inner[0]}, because it is inside the checkpointed module "
+                    f"{name}. The tensors that {inner[0]} saves are dropped and recomputed. Offload a module "
+                    f"that contains {name}, or pass what='inputs' to Offload."
                 )
         return list(named.values())
 

@@ -125,8 +125,8 @@ class OptimizerState:
                 if isinstance(module, DistributedDataParallel):
                     raise UsageError(
                         "step_in_backward does not work with DistributedDataParallel, which wraps "
-                        f"{name or 'the model'}: parameters would be updated before their gradients are "
-                        "reduced across ranks."
+                        f"{name or 'the model'}. Parameters would be updated before their gradients are "
+                        "reduced across ranks. Leave out step_in_backward."
                     )
         if self.implementation is None and self.bits == 32:  # noqa: PLR2004
             return optimizer
@@ -197,14 +197,14 @@ def _low_bit_optimizer(optimizer: Optimizer, bits: int, backend: str) -> Optimiz
             # Seen with 0.50.2: its Adam with weight decay returns what AdamW returns.
             raise UsageError(
                 "bitsandbytes' Adam applies weight decay as AdamW does, not as torch.optim.Adam "
-                "does: either use AdamW, or set weight_decay=0, or pass backend='torchao'."
+                "does: use AdamW, set weight_decay=0, or pass backend='torchao'."
             )
     try:
         package = importlib.import_module(f"{backend}.optim")
     except ImportError as error:
         raise UsageError(
-            f"optimizer_state: bits={bits} needs the package {backend}: run pip install "
-            f"'memfit[{backend}]' ({error})."
+            f"optimizer_state: bits={bits} needs the package {backend} ({error}). Run pip install "
+            f"'memfit[{backend}]'."
         ) from None
     kept = [{name: value for name, value in group.items() if name not in _DROPPED} for group in groups]
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
@@ -223,8 +223,8 @@ def _become(optimizer: Optimizer, other: Optimizer) -> None:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise UsageError(
-            f"The step method of {optimizer_name(optimizer)} was replaced by another function. First apply "
-            "the plan (it sets optimizer_state), then replace the step method."
+            f"The step method of {optimizer_name(optimizer)} was replaced by another function, so the plan's "
+            "optimizer_state cannot be applied. Apply the plan first, then replace the step method."
         )
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     optimizer.__class__ = type(other)

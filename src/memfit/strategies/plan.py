@@ -103,20 +103,19 @@ def _step_in_backward_conflict(plan: Plan) -> str:
     accumulation, precision = plan.accumulation, plan.precision
     if accumulation is not None and accumulation.several:
         return (
-            "step_in_backward updates parameters in each backward, so with accumulation every "
-            "micro-batch would cause an update of its own: leave out accumulation, or "
-            "step_in_backward."
+            "step_in_backward and accumulation cannot be combined. step_in_backward updates parameters in "
+            "each backward pass, so every micro-batch would cause its own update. Leave out one of the two."
         )
     if precision is not None and precision.dtype == "fp16":
         return (
-            "fp16 uses loss scaling, which skips the whole update if any gradient is not finite, "
-            "but step_in_backward updates parameters before all gradients are known: choose "
-            "bf16, or leave out step_in_backward."
+            "fp16 and step_in_backward cannot be combined. Loss scaling skips the whole update if any "
+            "gradient is not finite. step_in_backward updates parameters before all gradients are known. "
+            "Choose bf16, or leave out step_in_backward."
         )
     if precision is not None and precision.master_weights:
         return (
-            "step_in_backward updates each parameter as soon as backward has computed its gradient, but with "
-            "master_weights the optimizer updates float32 copies, which get no gradient from backward: leave "
-            "out step_in_backward or master_weights."
+            "step_in_backward and master_weights cannot be combined. step_in_backward updates each "
+            "parameter as soon as backward has computed its gradient. With master_weights, the optimizer "
+            "updates float32 copies, which get no gradient from backward. Leave out one of the two."
         )
     return ""

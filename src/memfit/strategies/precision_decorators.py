@@ -128,8 +128,8 @@ def _decorator(
             module = args[0] if args else None
             if not isinstance(module, nn.Module):
                 raise UsageError(
-                    f"@{name}: {method.__qualname__} was called on an object of type "
-                    f"{type(module).__name__}; the decorator is for methods of torch.nn.Module."
+                    f"@{name} is for methods of torch.nn.Module, but {method.__qualname__} was called on an "
+                    f"object of type {type(module).__name__}."
                 )
             marked = vars(module).get(_MARK)
             if marked is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import json
 
-from memfit.analysis.advice import RunScript, ScriptChange, TrialResult, ran_to_completion
+from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.errors import MemfitError
 from memfit.records import ScriptEnd
 from memfit.run.child_settings import GhostSettings
@@ -59,15 +59,19 @@ def run_trial(
     with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
         models = Path(folder) / "models"
         models.touch()
-        intervention = Intervention(options.module, change.strategies, change.fused, str(models))
+        intervention = Intervention(
+            options.module, change.strategies, change.fused, change.loader, str(models)
+        )
+        change_file = Path(folder) / "change.json"
+        change_file.write_bytes(json.encode(intervention))
         try:
             trace = run_script(
-                (_INJECTOR, json.encode(intervention).decode(), *command),
+                (_INJECTOR, str(change_file), *command, *change.arguments),
                 replace(options, module=True),
                 ghost,
                 None,
                 on_progress,
-            )
+            ).trace
         except MemfitError as error:
             why = str(error).replace(_INJECTOR, command[0])
             return ScriptEnd(

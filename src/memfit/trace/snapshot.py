@@ -12,6 +12,7 @@ from typing import Any
 
 from memfit.atomic_files import write_atomically
 from memfit.errors import FileFormatError
+from memfit.input_files import read_input
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -26,9 +27,10 @@ from memfit.records import (
 )
 from memfit.trace.history_columns import ACTIONS, columns, pool_id, pools, streams
 from memfit.trace.safe_pickle import NotPlainDataError, loads
-from memfit.units import MIB, format_bytes
+from memfit.units import MIB
 
-MAX_BYTES = 1 << 31
+MAX_BYTES = 1 << 29
+"""A million events take 83 MB; a file of this size exceeds what the unpickler decodes."""
 _PROTOCOL = 4  # of the pickles that PyTorch's own tools read
 _MAX_NUMBER = (1 << 63) - 1
 
@@ -199,7 +201,7 @@ def write_snapshot(trace: Trace, path: Path) -> None:
     Labels become ``user_metadata``: the phase, the module and the operator of each event.
 
     Raises:
-        UsageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
     snapshot = snapshot_of(trace)
     write_atomically(path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL))
@@ -226,21 +228,13 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
+    fewer = "Record fewer events: pass max_entries to _record_memory_history."
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise FileFormatError(
-                f"Cannot read {path}: it has a size of {format_bytes(size)}, but memfit reads only snapshots "
-                f"of up to {format_bytes(MAX_BYTES)}. Record fewer events: pass max_entries to "
-                "_record_memory_history."
-            )
-        snapshot = loads(path.read_bytes())
-    except OSError as error:
-        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
+        snapshot = loads(read_input(path, MAX_BYTES, fewer))
     except NotPlainDataError as error:
         raise FileFormatError(
             f"Cannot read {path}: it {error}. A memory snapshot is a pickle of plain data: write one with "
-            "torch.cuda.memory._dump_snapshot(file). Do not load this file with pickle: it could run code."
+            "torch.cuda.memory._dump_snapshot(file). Do not load this file with pickle: that could run code."
         ) from None
     if not isinstance(snapshot, dict):
         raise FileFormatError(

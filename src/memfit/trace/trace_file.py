@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from memfit.atomic_files import write_atomically
 from memfit.errors import FileFormatError, UsageError
+from memfit.input_files import open_input
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -35,18 +36,26 @@ from memfit.records import (
     Events,
     Frame,
     Label,
+    LoaderBatchSize,
     Mark,
     Note,
     ScriptEnd,
+    ScriptOption,
     Segment,
     TensorInfo,
     Trace,
 )
+from memfit.trace.trace_limits import (
+    MAX_BYTES,
+    MAX_EVENTS,
+    MAX_HEADER_BYTES,
+    MAX_TEXT,
+    excess,
+    longest_text,
+)
 
 FORMAT = "memfit trace"
 VERSION = 4
-MAX_EVENTS = 1 << 25
-MAX_HEADER_BYTES = 1 << 28
 
 _COLUMNS = {
     "action": "<u1", "address": "<u8", "size": "<i8", "stream": "<i4",
@@ -92,6 +101,8 @@ class _Header(_Signature, kw_only=True):
     pools: tuple[tuple[int, int], ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
     children: tuple[ChildProcess, ...] = ()
+    options: tuple[ScriptOption, ...] = ()
+    loader: LoaderBatchSize | None = None
 
 
 class _TraceError(Exception):
@@ -104,31 +115,31 @@ def is_trace(path: Path) -> bool:
     Raises:
         FileFormatError: there is no such file, or it cannot be opened.
     """
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_ZIP_START)) == _ZIP_START
-    except OSError as error:
-        raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
+    with open_input(path, None) as file:
+        return file.read(len(_ZIP_START)) == _ZIP_START
 
 
 def write_trace(trace: Trace, path: Path) -> None:
     """Write a trace; a reader of ``path`` sees the old file or the complete new one.
 
     Args:
-        trace: at most ``MAX_EVENTS`` events.
+        trace: within the limits of ``trace_limits.py``; longer texts are cut.
         path: the file, by convention ``*.memfit``.
 
     Raises:
-        UsageError: the file cannot be written, or the trace is too long to be read back.
+        OutputError: the file cannot be written.
+        UsageError: the trace is too large to be read back, or the path names something other than a file.
     """
-    if len(trace.events) > MAX_EVENTS:
-        raise UsageError(
-            f"Cannot write {path}: a trace holds at most {MAX_EVENTS:,} events, and this one has "
-            f"{len(trace.events):,}. Run fewer steps."
-        )
+    if too_many := excess(trace):
+        raise UsageError(f"Cannot write {path}: the run has {too_many}. Run fewer steps.")
     rest = {name: getattr(trace, name) for name in _rest_of_trace()}
     header = {"format": FORMAT, "version": VERSION, "events": len(trace.events), **rest}
-    members = {_HEADER: _encode(header)}
+    members = {_HEADER: _encode(header, cut=longest_text(trace) > MAX_TEXT)}
+    if len(members[_HEADER]) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"Cannot write {path}: the tables of the trace take {len(members[_HEADER]):,} bytes, but a trace "
+            f"can have at most {MAX_HEADER_BYTES:,}. Run fewer steps."
+        )
     for name, dtype in _columns_of(trace).items():
         members[f"columns/{name}"] = np.ascontiguousarray(getattr(trace.events, name), dtype).tobytes()
 
@@ -155,7 +166,7 @@ def read_trace(path: Path) -> Trace:
             that this memfit reads.
     """
     try:
-        with path.open("rb") as file:
+        with open_input(path, MAX_BYTES) as file:
             return _read(file)
     except OSError as error:
         raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
@@ -169,7 +180,7 @@ def _read(file: BinaryIO) -> Trace:
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             if next(iter(members), None) != _HEADER:
-                raise _TraceError(f"is a zip, but not a memfit trace: it holds {_first_names(members)}.")
+                raise _TraceError(f"is a zip, but not a memfit trace. It holds {_first_names(members)}.")
             header = _decode(_content(archive, members[_HEADER], MAX_HEADER_BYTES))
             dtypes = _columns_of(header)
             if list(members) != [_HEADER, *(f"columns/{name}" for name in dtypes)]:
@@ -178,19 +189,23 @@ def _read(file: BinaryIO) -> Trace:
             for name, size in sizes.items():
                 if members[name].file_size != size:
                     raise _TraceError(
-                        f"is damaged: {name} has {members[name].file_size:,} bytes, but "
-                        f"{header.events:,} events take {size:,}. Record it again."
+                        f"is damaged. {name} has {members[name].file_size:,} bytes, but its "
+                        f"{header.events:,} events need {size:,} bytes. Record the run again."
                     )
             columns = {
                 name: np.frombuffer(_content(archive, members[f"columns/{name}"], MAX_EVENTS * 8), dtype)
                 for name, dtype in dtypes.items()
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _TraceError(f"is damaged ({error}). Record it again.") from None
+        raise _TraceError(f"is damaged ({error}). Record the run again.") from None
     rest: dict[str, Any] = {name: getattr(header, name) for name in _rest_of_trace()}
     trace = Trace(events=Events(**columns), **rest)
+    if too_many := excess(trace):
+        raise _TraceError(f"has {too_many}.")
+    if (length := longest_text(trace)) > MAX_TEXT:
+        raise _TraceError(f"has a text of {length:,} characters, but a trace's are at most {MAX_TEXT:,}.")
     for fault in _faults(trace):
-        raise _TraceError(f"is inconsistent: {fault}. It is damaged or was edited; record it again.")
+        raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")
     return trace
 
 
@@ -214,7 +229,7 @@ def _check_directory(file: BinaryIO) -> None:
     tail = file.read()
     if len(tail) < _ZIP_END.size or not tail[-_ZIP_END.size :].startswith(b"PK\x05\x06"):
         raise _TraceError(
-            "is not a memfit trace, or its end is missing. Write one with memfit dry-run -o FILE."
+            "is not a memfit trace, or is truncated. Create a trace with memfit dry-run -o FILE."
         )
     _, entries, entries_in_all, directory, comment = _ZIP_END.unpack(tail[-_ZIP_END.size :])
     if tail.startswith(_ZIP64_LOCATOR) or directory > _MAX_DIRECTORY_BYTES or comment:
@@ -232,7 +247,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> b
         )
     content = archive.read(member)
     if len(content) != member.file_size:
-        raise _TraceError(f"is truncated inside {member.filename}. Record it again.")
+        raise _TraceError(f"is truncated inside {member.filename}. Record the run again.")
     return content
 
 
@@ -242,21 +257,22 @@ def _bytes_of(column: str, events: int) -> int:
     return events * np.dtype(_COLUMNS[column]).itemsize
 
 
-def _encode(header: dict[str, Any]) -> bytes:
+def _encode(header: dict[str, Any], *, cut: bool) -> bytes:
     try:
-        return msgspec.json.encode(header)
+        return msgspec.json.encode(_writable(msgspec.to_builtins(header)) if cut else header)
     except UnicodeEncodeError:
         # A file name that is not UTF-8, as Python represents it: JSON cannot hold it, so it gets a "?".
-        return msgspec.json.encode(_encodable(msgspec.to_builtins(header)))
+        return msgspec.json.encode(_writable(msgspec.to_builtins(header)))
 
 
-def _encodable(value: Any) -> Any:
+def _writable(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode(errors="replace").decode()
+        text = value.encode(errors="replace").decode()
+        return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
     if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
+        return {_writable(key): _writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
+        return [_writable(item) for item in value]
     return value
 
 
@@ -264,17 +280,17 @@ def _decode(content: bytes) -> _Header:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
-            raise _TraceError(f"is not a memfit trace: its format is {signature.format[:80]!r}.")
+            raise _TraceError(f"is not a memfit trace, but has the format {signature.format[:80]!r}.")
         if signature.version > VERSION:
             raise _TraceError(
-                f"was written by a newer memfit (version {signature.version}; this one reads {VERSION}). "
-                "Upgrade memfit."
+                f"was written by a newer memfit. Its format has version {signature.version}, but this memfit "
+                f"reads only up to version {VERSION}. Upgrade memfit."
             )
         if signature.version < 1:
             raise _TraceError(f"has the unknown format version {signature.version}.")
         return msgspec.json.decode(content, type=_Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _TraceError(f"has an invalid header ({error}). Record it again.") from None
+        raise _TraceError(f"has an invalid header ({error}). Record the run again.") from None
 
 
 def _first_names(members: dict[str, zipfile.ZipInfo]) -> str:
@@ -316,6 +332,8 @@ def _faults(trace: Trace) -> Iterator[str]:
         "bytes of the device": (
             [trace.device.total.bytes, trace.device.context.bytes, trace.device.in_use], 0, _MAX_INTEGER,
         ),
+        "an option's value": ([option.value for option in trace.options], 0, _MAX_INTEGER),
+        "the loader's batch size": ([trace.loader.size if trace.loader else 1], 1, _MAX_INTEGER),
         "the exit code": ([trace.end.exit_code], -_MAX_INTEGER, _MAX_INTEGER),
     }  # fmt: skip
     for what, (values, low, high) in numbers.items():

@@ -111,16 +111,16 @@ class AccumulationLedger:
         """Raise an error if a window is open."""
         if self.window is not None:
             raise UsageError(
-                f"An accumulation window is open: engine.backward was called for {self.window.done} "
-                f"of its {self.window.planned} micro-batches. Call it for the others as well, or call "
-                "engine.flush() to make an update from those that were processed."
+                f"An accumulation window is open: engine.backward was called for {self.window.done} of its "
+                f"{self.window.planned} micro-batches. Call it for the others as well. Or call "
+                "engine.flush() to make an update from the micro-batches already processed."
             )
 
     def expect_uninterrupted(self) -> None:
         """Raise an error if the open window's gradients are incomplete."""
         if self.window is not None and self.window.interrupted:
             raise UsageError(
-                "A backward pass or the update of this accumulation window was interrupted, so its "
-                "gradients are incomplete. Drop the window with engine.drop() and continue with the "
-                "next, or load a saved state."
+                "This accumulation window has incomplete gradients: a backward pass or the update was "
+                "interrupted. Drop the window with engine.drop() and continue with the next window, or load "
+                "a saved state."
             )

@@ -19,9 +19,9 @@ def warn_of_batch_norms(model: nn.Module, parts: str, stacklevel: int, *, becaus
     names = [name for name, module in modules if isinstance(module, _BatchNorm) and module.training]
     if names:
         warnings.warn(
-            f"{because}BatchNorm layers such as {names[0]} compute their statistics "
-            f"over {parts} separately, not over the full batch, so results differ from training on full "
-            "batches. To avoid this, use GroupNorm or LayerNorm, freeze the statistics (module.eval()), or "
-            "use SyncBatchNorm on several GPUs.",
+            f"{because}BatchNorm layers such as {names[0]} compute their statistics separately over {parts}, "
+            "not over the full batch. Results therefore differ from training on full batches. To avoid "
+            "this, use GroupNorm or LayerNorm, freeze the statistics (module.eval()), or use SyncBatchNorm "
+            "on several GPUs.",
             stacklevel=stacklevel,
         )

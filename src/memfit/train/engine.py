@@ -273,8 +273,8 @@ class Engine:
     def _expect_no_graphs(self) -> None:
         if self._ledger.update.graphs is not None:
             raise UsageError(
-                "cuda_graphs=True needs forward and backward to be run by the engine, but your own "
-                "training loop runs them: use engine.fit or engine.step, or leave out cuda_graphs."
+                "cuda_graphs=True works only if the engine runs forward and backward, but your own training "
+                "loop runs them. Use engine.fit or engine.step, or leave out cuda_graphs."
             )
 
     def drop(self) -> None:
@@ -385,6 +385,7 @@ class MicroBatches:
             yield item
             if self._window.done != done + 1:
                 raise UsageError(
-                    "engine.backward must be called exactly once for each micro-batch of a window."
+                    "engine.backward must be called exactly once for each micro-batch of an accumulation "
+                    "window."
                 )
         self.result = self._engine.flush()

@@ -101,7 +101,7 @@ def _set_up(
         for in_use, what in (
             (
                 precision.loss_scale,
-                "fp16, because the CPU must read from the GPU whether to apply each step: choose bf16",
+                "fp16: the CPU must read from the GPU whether to apply each step. Choose bf16",
             ),
             (
                 sums,

@@ -115,8 +115,9 @@ class FullBatchStepper:
                 raise
             if snapshot.lost:
                 error.add_note(
-                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}. memfit "
-                    "copies only buffers that earlier steps have changed, so it cannot restore these."
+                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}, "
+                    "which no earlier step had changed. memfit copies only buffers that earlier steps have "
+                    "changed, so it cannot restore these."
                 )
                 raise
             self._ledger.roll_back(snapshot)
@@ -145,7 +146,7 @@ class FullBatchStepper:
         if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
             raise UsageError(
                 f"loss(model, batch) returned a {type(loss).__name__}. It must return the mean loss "
-                "as a tensor, or a pair of the summed loss and its divisor."
+                "as a tensor, or a pair: the summed loss and its divisor."
             )
         if isinstance(loss, tuple):
             weight = float(loss[1])
@@ -166,8 +167,8 @@ class FullBatchStepper:
             loss = self._loss(part)
             if isinstance(loss, tuple):
                 raise UsageError(
-                    "cuda_graphs needs a loss function that returns the mean loss: if it returns a pair "
-                    "(sum, weight), the weight would have to be read from the GPU."
+                    "cuda_graphs needs a loss function that returns the mean loss, not a pair (sum, "
+                    "weight). memfit would have to read the weight from the GPU."
                 )
             (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
             return loss.detach()

@@ -97,8 +97,8 @@ class LossScaler:
         self._warned = True
         warnings.warn(
             "Every update is skipped: gradients are not finite even at a loss scale of "
-            f"{self._scaler.get_scale():g}, so the limited range of float16 is not the cause. "
-            "Check the loss itself.",
+            f"{self._scaler.get_scale():g}. The limited range of float16 is therefore not the cause. Check "
+            "the loss itself.",
             stacklevel=2,
         )
 

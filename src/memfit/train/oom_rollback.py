@@ -65,8 +65,8 @@ class StepSnapshot:
         set_random_state(self.random)
         if self.lost:
             warnings.warn(
-                f"The failed step was undone, except for the buffers {self.lost}: they keep the values that "
-                "it wrote, because memfit backs up only buffers that an earlier step has changed.",
+                f"The failed step was undone, except for the buffers {self.lost}. These keep the values that "
+                "the failed step wrote. memfit backs up only buffers that an earlier step has changed.",
                 stacklevel=2,
             )
         with torch.no_grad():

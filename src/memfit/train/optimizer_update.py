@@ -72,8 +72,8 @@ class OptimizerUpdate:
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
         if in_backward and max_grad_norm is not None:
             raise UsageError(
-                "step_in_backward updates parameters before the norm of all gradients is known, so "
-                "gradients cannot be clipped: leave out max_grad_norm, or step_in_backward."
+                "step_in_backward and max_grad_norm cannot be combined. step_in_backward updates parameters "
+                "before the norm of all gradients is known. Leave out one of the two."
             )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters
@@ -155,8 +155,8 @@ class OptimizerUpdate:
         updated = self._with_gradients()
         if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
             raise UsageError(
-                "None of the optimizer's parameters received a gradient. Check that the loss is "
-                "computed by the model whose parameters the optimizer updates."
+                "None of the optimizer's parameters received a gradient. Check that the loss depends on the "
+                "model whose parameters the optimizer updates."
             )
         norm = None
         if self._max_grad_norm is not None:
@@ -202,9 +202,9 @@ class OptimizerUpdate:
         for parameter in self._with_gradients():
             if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
                 raise UsageError(
-                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, but had "
-                    "requires_grad=False when the engine was created, so the engine keeps no float32 sum "
-                    "or copy for it. Unfreeze parameters before creating the engine."
+                    f"A parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen "
+                    "(requires_grad=False) when the engine was created. For such a parameter, the engine "
+                    "sums no gradients in float32. Unfreeze parameters before creating the engine."
                 )
 
     def _copy(self, count: int) -> OptimizerBackup | None:

@@ -28,7 +28,8 @@ from memfit.recording.allocator_history import UNCACHED
 from memfit.recording.recorder import Recorder
 from memfit.records import DeviceUse, Figure, GroupBy, Machine, Provenance, ScriptEnd, Trace
 from memfit.report.html import page
-from memfit.report.terminal.summary import in_words, short_path
+from memfit.report.short_path import short_path
+from memfit.report.terminal.summary import in_words
 from memfit.trace.trace_file import write_trace
 from memfit.units import format_bytes
 from memfit.user_frame import user_line
@@ -64,7 +65,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     ``_cuda_attach_out_of_memory_observer`` in torch/csrc/cuda/Module.cpp.
     """
     if UNCACHED in os.environ:
-        raise RuntimeError(f"PyTorch does not report failed allocations when {UNCACHED} turns its cache off.")
+        raise RuntimeError(f"PyTorch does not report failed allocations while {UNCACHED} is set. Unset it.")
     if not _attached:
         torch._C._cuda_attach_out_of_memory_observer(_notify)  # type: ignore[attr-defined]
         _attached.append(True)

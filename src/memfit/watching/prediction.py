@@ -43,8 +43,8 @@ class Prediction:
         """
         if np.any(trace.events.action == Action.EARLIER):
             raise UsageError(
-                "The trace passed as prediction starts in the middle of a run, as the trace of a post-mortem "
-                "does. Pass the trace of a dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
+                "The trace passed as 'prediction' starts in the middle of a run, like the trace of a "
+                "post-mortem. Pass the trace of a dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
             )
         line = timeline(trace)
         level = np.concatenate(
@@ -59,8 +59,8 @@ class Prediction:
                 steps.append(StepMemory(int(peak), int(level[mark.position])))
         if not steps:
             raise UsageError(
-                "The trace passed as prediction contains no complete training step. Pass the trace of a dry "
-                "run, made with memfit dry-run -o run.memfit SCRIPT.py."
+                "The trace passed as 'prediction' contains no complete training step. Pass the trace of a "
+                "dry run, made with memfit dry-run -o run.memfit SCRIPT.py."
             )
         return cls(
             tuple(steps),

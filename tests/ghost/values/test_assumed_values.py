@@ -2,8 +2,6 @@
 
 import pytest
 
-from memfit.errors import UsageError
-from memfit.ghost.values.value_options import ValueOptions
 from support.scripts import INSTALL_VALUES, check
 
 
@@ -54,6 +52,20 @@ def test_data_dependent_sizes_are_upper_bounds_or_as_chosen(evaluate):
     check(evaluate, upper, before=sparse)
     check(evaluate, {"x[x > 0].numel()": 10, "torch.unique(x).numel()": 10}, options="count=0.25")
     check(evaluate, {"x[x > 0].numel()": 3, "F.one_hot(whole).size(-1)": 3}, options="count=3")
+    check(
+        evaluate,
+        {
+            "x[x > 0].numel()": 10,
+            "x.masked_select(x > 0).numel()": 10,
+            "torch.unique(x).numel()": 7,
+            "list(torch.unique(x, dim=1).shape)": [4, 7],
+            "torch.unique_consecutive(x).numel()": 40,
+            "torch.repeat_interleave(whole).numel()": 12,
+            "F.one_hot(whole).size(-1)": 5,
+            "torch.bincount(whole).numel()": 1000,
+        },
+        options="nonzero=25%,unique=7,repeat_interleave=12,one_hot=5",
+    )
 
 
 def test_a_count_that_cannot_be_set_is_noted(on_ghost):
@@ -258,14 +270,78 @@ class Reads(torch.autograd.Function):
 for provenance, text, where in notes:
     line = open(where.rpartition(":")[0]).readlines()[int(where.rpartition(":")[2]) - 1]
     print(provenance, line.partition("# MARK ")[2].strip())
-print(values.last_reads()[0].kind, values.last_reads()[-1].kind, values.hint().split(" copied ")[1])
+print([read.key for read in values.last_reads()])
 """
     lines = on_ghost(INSTALL_VALUES + script).splitlines()
     assert lines[1:5] == ["assumed item", "assumed mask", "assumed finite", "assumed copy"]
-    assert len(lines) == 6
-    assert (
-        lines[5] == "float zeros GPU values to the CPU. The ghost computes nothing, so the copy holds zeros."
-    )
+    assert lines[5:] == ["['float', 'nonzero', 'bool', 'copy']"]
+
+
+def test_bulk_copies_return_the_chosen_value_and_those_of_booleans_the_chosen_boolean(evaluate):
+    reads = {
+        "x.cpu().unique().tolist()": [0.0],
+        "whole.tolist()": [0] * 5,
+        "(x > 0).cpu().any().item()": False,
+        "(x > 0).to('cpu', torch.long).sum().item()": 0,
+        "torch.zeros(3, device=d).tolist()": [0.0] * 3,
+        "x.to('cpu', torch.complex64)[0, 0].real.item()": 0.0,
+        "whole.to('cpu', torch.uint8).tolist()": [0] * 5,
+    }
+    check(evaluate, reads)
+    chosen = [[-1.5], [-1] * 5, True, 40, [0.0] * 3, -1.5, [0] * 5]  # uint8 holds no -1; zeros are known
+    check(evaluate, dict(zip(reads, chosen, strict=True)), options="copy=-1.5,bool=true")
+
+
+def test_a_value_for_a_line_holds_for_what_the_line_reads_and_calls(on_ghost):
+    script = """
+values = install("float=2,{file}:{line}=7,{file}:{check}=true,nowhere.py:3=1,unique=9")
+x = torch.randn(8, device="cuda")
+def reads(x):
+    return x.sum().item(), int(x.max()), x.tolist()[0], len(x[x > 0]), bool((x > 0).any())
+print(reads(x))
+print(reads(x))                      # line
+print((x > 0).any().item())
+print((x > 0).any().item(), (x > 0).tolist()[0], x.sum().item())  # check
+print(values.unused())
+print(sorted(note[1].partition("The user ")[2] for note in notes if "copied" in note[1])[1])
+"""
+    lines = (INSTALL_VALUES + script).splitlines()
+    at = {
+        name: 15 + next(i for i, text in enumerate(lines) if text.endswith(f"# {name}"))
+        for name in ("line", "check")
+    }
+    out = on_ghost(INSTALL_VALUES + script.format(file="script.py", **at)).splitlines()
+    assert out[:5] == [
+        "(2.0, 2, 0.0, 8, False)",
+        "(7.0, 7, 7.0, 7, False)",
+        "False",
+        "True True 2.0",
+        "['nowhere.py:3=1', 'unique=9']",
+    ]
+    assert out[5] == f"assumes that each of them is 7.0 (--values script.py:{at['line']}=7)."
+
+
+def test_the_hint_after_a_failure_names_the_last_read_of_each_kind_with_its_option(on_ghost):
+    script = """
+values = install()
+print(repr(values.hint()))
+x = torch.randn(8, device="cuda")
+x.sum().item()
+x[x > 0]
+(x > 0).tolist(); x.tolist()
+x.sum().item()
+print(values.hint())
+"""
+    lines = (INSTALL_VALUES + script).splitlines()
+    last = 15 + len(lines) - 2
+    out = on_ghost(INSTALL_VALUES + script).splitlines()
+    assert out[:2] == ["''", "The ghost computes nothing, so the script last read these stand-ins:"]
+    assert [line.rpartition("/")[2] for line in out[2:]] == [
+        f"script.py:{last}: 1.0 for a float (--values script.py:{last}=…)",
+        f"script.py:{last - 1}: 0 for a copy of numbers (--values script.py:{last - 1}=…)",
+        f"script.py:{last - 1}: False for a copy of booleans (--values script.py:{last - 1}=…)",
+        f"script.py:{last - 2}: 8 for the size of nonzero (--values script.py:{last - 2}=…)",
+    ]
 
 
 def test_a_read_on_the_autograd_thread_falls_back_to_the_module(on_ghost):
@@ -322,38 +398,3 @@ torch.set_default_device("cuda")
 print(values.known.get(torch.full((3,), 2.0)).value, torch.zeros(2).device.type, notes)
 """
     assert on_ghost(INSTALL_VALUES + script) == "True 4\n2.0 cuda []\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("float=x", "'x' is not a number"),
-        ("int=1.5", "'1.5' is not an integer"),
-        ("bool=1", "'1' is neither true nor false"),
-        ("count=0.0", "fraction"),
-        ("count=1.5", "fraction"),
-        ("count=-1", "fraction"),
-        ("count=many", "fraction"),
-        ("size=3", "unknown key 'size'"),
-        ("float=1,float=2", "given twice"),
-        ("float", "'' is not a number"),
-    ],
-)
-def test_invalid_values_options_are_rejected(text, complaint):
-    with pytest.raises(UsageError, match=complaint):
-        ValueOptions.parse(text)
-
-
-def test_values_options_are_parsed_with_defaults_spaces_and_any_case():
-    assert ValueOptions.parse("") == ValueOptions()
-    assert ValueOptions.parse(" float=-2e3, all=FALSE ,count=1.0") == ValueOptions(
-        number=-2000.0, all=False, count=1.0
-    )
-    assert [ValueOptions(count=count).count_of(10) for count in ("upper", 0.25, 1.0, 4, 40, 0)] == [
-        10,
-        3,
-        10,
-        4,
-        10,
-        0,
-    ]

@@ -96,9 +96,9 @@ class ExtensionStubs:
             provided = self._provided.get(library.stem, library)
             if library.major != provided.major:
                 raise GhostError(
-                    f"{imports.path.name} was not loaded: it needs {library.soname}, but the ghost provides "
-                    f"{provided.soname}, the version that PyTorch {self._build.torch_version} uses. Install "
-                    f"a build of {imports.path} for CUDA {self._build.cuda_version}."
+                    f"{imports.path.name} was not loaded: it needs {library.soname}, but PyTorch "
+                    f"{self._build.torch_version} and the ghost use {provided.soname}. Install a build for "
+                    f"CUDA {self._build.cuda_version} of the package that contains {imports.path}."
                 )
 
     def _load_stubs(self, imported: Sequence[NvidiaImports]) -> None:

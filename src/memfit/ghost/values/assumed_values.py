@@ -6,7 +6,7 @@ assumed     otherwise: 1.0, 1 or False, each noted once per line
 """
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ import torch
 
 from memfit.errors import TargetError
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number
-from memfit.ghost.values.value_options import ValueOptions
+from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, rounded
+from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
-from memfit.user_frame import user_line
+from memfit.user_frame import innermost_line, lines_outwards, user_place
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
 
+_READ = "The script read a GPU value."
 _NOTHING_COMPUTED = "The ghost computes nothing, so"
 _BASIS_NOTES = {
     Basis.FINITE: "GPU values are assumed to be finite: the read returned {answer}.",
@@ -36,9 +37,11 @@ class GpuRead:
     """One read of an unknown GPU value, and the value the ghost returned."""
 
     where: str
-    """``file:line``, or the module if Python has no frame."""
-    kind: str
-    """The ``--values`` key for it (``float``, ``int``, ``bool``, ``all`` or ``count``), or ``zeros``."""
+    """As of ``user_place``, or the module if Python has no frame."""
+    what: str
+    """What was read: ``a float``, ``a copy of numbers``, ``the size of nonzero``."""
+    key: str
+    """The ``--values`` key for all such reads: a kind or an operator; empty if none sets it."""
     answer: Number
 
 
@@ -54,7 +57,8 @@ class AssumedValues:
         self._note = note
         self._fallback_where = fallback_where
         self._noted: set[tuple[str, str]] = set()
-        self._reads: deque[GpuRead] = deque(maxlen=8)
+        self._last: dict[str, GpuRead] = {}  # by what was read, oldest first
+        self._used: set[str] = set()
         self._assumed: Counter[str] = Counter()
         self._thread = threading.local()
         self._referenced: tuple[object, ...] = ()
@@ -64,37 +68,61 @@ class AssumedValues:
         self._referenced = objects
 
     def last_reads(self) -> list[GpuRead]:
-        """Return the last few reads of unknown values, oldest first."""
-        return list(self._reads)
+        """Return the last read of each kind of unknown value, oldest first."""
+        return list(self._last.values())
 
     def hint(self) -> str:
-        """Describe the last assumed value in one line, or return an empty string if there was none.
+        """Describe the last reads, newest first, with the option that changes each; empty if there was none.
 
-        For the reader of an exception that this value may have caused.
+        For the reader of an exception that one of these values may have caused.
         """
-        if not self._reads:
+        if not self._last:
             return ""
-        read = self._reads[-1]
-        where = read.where or "The script"
-        if read.kind == "zeros":
-            return f"{where} copied GPU values to the CPU. {_NOTHING_COMPUTED} the copy holds zeros."
-        answer = f"{read.answer} elements" if read.kind == "count" else repr(read.answer)
-        return (
-            f"{where} read a GPU value. {_NOTHING_COMPUTED} it returned {answer}. "
-            f"To choose another value, pass --values {read.kind}=…."
-        )
+        lines = [f"  {_described(read)}" for read in reversed(self._last.values())]
+        return "\n".join((f"{_NOTHING_COMPUTED} the script last read these stand-ins:", *lines))
+
+    def unused(self) -> list[str]:
+        """Return the pairs of ``--values`` for an operator or a line that no read has used."""
+        specific = (*OPERATORS, *self.options.places)
+        pairs = [f"{key}={value}" for key, value in self.options.given.items() if key in specific]
+        return [pair for pair in pairs if pair not in self._used]
+
+    def choose(self, kind: Kind, operator: str = "") -> Chosen:
+        """Return the value for a read that the calling thread is making."""
+        chosen = self._chosen_for_line(kind) or self.options.choose(kind, operator)
+        self._used.add(chosen.given)
+        return chosen
+
+    def _chosen_for_line(self, kind: Kind) -> Chosen | None:
+        """Return the value that the user gave for a line that the calling thread is executing, or None."""
+        chosen = self.options.at_line(kind, lines_outwards()) if self.options.places else None
+        if chosen is not None:
+            self._used.add(chosen.given)
+        return chosen
 
     def stepped(self) -> None:
         """Record the end of a training step: no loop over GPU values has been endless so far."""
         self._assumed.clear()
 
-    def assume(self, kind: str, answer: Number, text: str) -> None:
-        """Add a read that returned ``answer`` to ``last_reads``, and note it once per line and text."""
-        where = user_line() or self._fallback_where()
-        self._reads.append(GpuRead(where, kind, answer))
-        if (where, text) not in self._noted:
+    def assume(
+        self, what: str, key: str, answer: Number, text: str, *, sizes: bool = False, bound: str = ""
+    ) -> None:
+        """Add a read that returned ``answer`` to ``last_reads``, and note it.
+
+        Args:
+            what: what was read, as in ``GpuRead``.
+            key: as in ``GpuRead``.
+            answer: what the read returned.
+            text: of the note, which is made once per line and text.
+            sizes: as in ``Note``.
+            bound: as in ``Note``; such a note is made each time, because its moments are recorded.
+        """
+        where = user_place() or self._fallback_where()
+        self._last.pop(what, None)
+        self._last[what] = GpuRead(where, what, key, answer)
+        if bound or (where, text) not in self._noted:
             self._noted.add((where, text))
-            self._note(Provenance.ASSUMED, text, where, sizes=kind == "count")
+            self._note(Provenance.ASSUMED, text, where, sizes=sizes, bound=bound)
 
     def answer(self, tensor: torch.Tensor, known: Known | None) -> Number | complex:
         """Answer a read of one element of ``tensor``: its ``known`` value, or an assumed one.
@@ -104,36 +132,53 @@ class AssumedValues:
         """
         if known is None:
             return self._assumed_value(tensor)
-        if known.basis is not Basis.FILLED:
-            kind = "bool" if known.basis is Basis.FINITE or not known.value else "all"
-            self.assume(kind, known.value, _BASIS_NOTES[known.basis].format(answer=known.value))
-        return known.value
+        if known.basis is Basis.FILLED:
+            return known.value
+        kind: Kind = "bool" if known.basis is Basis.FINITE or not known.value else "all"
+        chosen = self._chosen_for_line(kind)
+        answer: Number = known.value if chosen is None else chosen.value
+        text = self._basis_note(known) if chosen is None else f"{_READ} {explained(chosen, kind)}"
+        self.assume("a check", kind, answer, text)
+        return answer
+
+    def _basis_note(self, known: Known) -> str:
+        """Return what an assumed value rests on."""
+        given = [f"{key}={self.options.given[key]}" for key in ("all", "bool") if key in self.options.given]
+        if known.basis is Basis.CHECKED and given:
+            return f"The user chose how checks end (--values {','.join(given)}): one returned {known.value}."
+        return _BASIS_NOTES[known.basis].format(answer=known.value)
 
     def _assumed_value(self, tensor: torch.Tensor) -> Number | complex:
-        kind, answer = self._default(tensor.dtype)
-        text = (
-            f"The script read a GPU value. {_NOTHING_COMPUTED} it returned {answer}. "
-            f"To choose another value, pass --values {kind}=…."
-        )
-        self.assume(kind, answer, text)
-        where = self._reads[-1].where
+        kind = _kind_of(tensor.dtype)
+        chosen = self.choose(kind)
+        answer: Number = chosen.value
+        what = {"float": "a float", "int": "an integer", "bool": "a boolean"}[kind]
+        self.assume(what, kind, answer, f"{_READ} {explained(chosen, kind)}")
+        where = self._last[what].where
         self._assumed[where] += 1
         if self._assumed[where] >= _MAX_READS:
             self._assumed.clear()
             raise TargetError(
-                f"{where} read GPU values {_MAX_READS:,} times without a training step. {_NOTHING_COMPUTED} "
-                f"each read returned {answer}. If the loop waits for a certain value, pass the value that "
-                f"ends the loop: --values {kind}=…."
+                f"{where} read GPU values {_MAX_READS:,} times without a training step, probably in an "
+                f"endless loop. {_NOTHING_COMPUTED} each read returned {answer}. If the loop waits for "
+                f"another value, pass it: --values {kind}=…."
             )
         return complex(answer) if tensor.is_complex() else answer
 
-    def _default(self, dtype: torch.dtype) -> tuple[str, Number]:
-        """Return the ``--values`` key for a dtype, and the value it is set to."""
-        if dtype == torch.bool:
-            return "bool", self.options.truth
-        if dtype.is_floating_point or dtype.is_complex:
-            return "float", self.options.number
-        return "int", self.options.integer
+    def fill_copy(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """Fill a copy of many unknown elements on the CPU with the value chosen for them, and note it.
+
+        A value that the copy's dtype cannot hold leaves zeros.
+        """
+        boolean = source.dtype == torch.bool
+        kind: Kind = "bool" if boolean else "copy"
+        chosen = self.choose(kind)
+        number = chosen.value if copy.is_complex() else rounded(chosen.value, copy.dtype)
+        if number:
+            copy.data.fill_(number)  # bypasses autograd: the copy keeps its history
+        answer = chosen._replace(value=chosen.value if boolean else number or 0)
+        text = f"The script copied GPU values to the CPU. {explained(answer, kind, 'each of them is')}"
+        self.assume(f"a copy of {'booleans' if boolean else 'numbers'}", kind, answer.value, text)
 
     @contextmanager
     def prepared(self, *answers: Number) -> Iterator[list[Number]]:
@@ -166,3 +211,27 @@ class AssumedValues:
             yield
         finally:
             self._thread.counting = False
+
+
+def _kind_of(dtype: torch.dtype) -> Kind:
+    """Return the ``--values`` key for one element of a dtype."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point or dtype.is_complex else "int"
+
+
+def explained(chosen: Chosen, key: str, returned: str = "it returned") -> str:
+    """Return why a read returned its value, and how to choose another."""
+    if chosen.given:
+        return f"The user assumes that {returned} {chosen.value} (--values {chosen.given})."
+    return (
+        f"{_NOTHING_COMPUTED} {returned} {chosen.value}. To choose another value, pass --values {key}=… or, "
+        "for one line, FILE:LINE=…."
+    )
+
+
+def _described(read: GpuRead) -> str:
+    """Return one line on a read: what it returned, where, and the option for it."""
+    key = innermost_line(read.where) or read.key
+    answer = f"{read.answer} for {read.what}"
+    return f"{read.where}: {answer}" + (f" (--values {key}=…)" if read.key else "")

@@ -24,11 +24,14 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Basis
+from memfit.ghost.values.value_options import count_of
 
 _CLASSES = 1000
 """Number of classes without an upper bound: that of ImageNet, the most common large label set."""
 
 _SHORT_SLICE = 2048
+_NAMES = {"_unique2": "unique", "unique_dim": "unique", "_coalesce": "coalesce"}
+"""ATen op -> the operator that scripts call."""
 
 
 def override_sized_ops(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> None:
@@ -79,10 +82,14 @@ def _answer_by_ghost(
         if found is None and op == "nonzero":
             found = _known_count(values, tensor)
         if found is None:
-            found = values.options.count_of(upper)
-            name = op.removeprefix("_").removesuffix("2")
-            text = f"{name} is assumed to find {found:,} of at most {upper:,} elements"
-            _note(values, found, text, bounded=True)
+            name = _NAMES.get(op, op)
+            chosen = values.choose("count", name)
+            found = count_of(chosen.value, upper)
+            if chosen.value == "upper":
+                text = f"{name} finds at most {upper:,} elements, and is assumed to find all of them"
+            else:
+                text = f"the user assumes that {name} finds {found:,} of at most {upper:,} elements"
+            _note(values, name, found, text, chosen.given, is_bound=chosen.value == "upper")
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
@@ -91,7 +98,7 @@ def _answer_by_ghost(
                 f"A size depends on GPU values: nonzero found {len(result):,} of {upper:,} elements, because "
                 "memfit cannot choose the count in a tensor of more than 2**31 elements."
             )
-            values.assume("count", len(result), text)
+            values.assume("the size of nonzero", "", len(result), text, sizes=True)
         return result
 
 
@@ -110,7 +117,7 @@ def _scale_alike(overrides: Overrides, values: AssumedValues, ghost: Ghost) -> N
             f"The scaling in matrix_exp depends on GPU values: it is assumed to be the same for all "
             f"{matrices:,} matrices."
         )
-        values.assume("count", matrices, text)
+        values.assume("the scaling in matrix_exp", "", matrices, text, sizes=True)
         with values.prepared(1), ghost.answering_counts(matrices):
             return run(tensor)
 
@@ -130,7 +137,8 @@ def _known_count(values: AssumedValues, tensor: torch.Tensor) -> int | None:
         return None
     found = tensor.numel() if known.value else 0
     if known.basis is Basis.FINITE:
-        values.assume("count", found, f"GPU values are assumed to be finite: {found:,} were selected.")
+        text = f"GPU values are assumed to be finite: {found:,} were selected."
+        values.assume("the size of nonzero", "", found, text, sizes=True)
     return found
 
 
@@ -145,13 +153,7 @@ def _answer_by_reads(overrides: Overrides, values: AssumedValues) -> None:
         if known is not None:
             total = int(known.value) * repeats.numel()
         else:
-            total = values.options.count_of(repeats.numel())
-            _note(
-                values,
-                total,
-                f"repeat_interleave is assumed to return {total:,} elements (with the default, count=upper: "
-                "one for each input element)",
-            )
+            total = _repeated(values, repeats.numel())
         with values.prepared(total, True):  # the sum of the repeats, and that none is negative
             return run(repeats)
 
@@ -182,19 +184,37 @@ def _keep_padding(overrides: Overrides, values: AssumedValues) -> None:
     @overrides.add("_nested_tensor_from_mask_left_aligned", "CUDA")
     def left_aligned(_run: Kernel, _tensor: torch.Tensor, mask: torch.Tensor) -> bool:
         text = "a padded batch is assumed to stay padded, which takes the most memory"
-        values.assume("count", mask.numel(), f"A size depends on GPU values: {text}.")
+        values.assume("padding", "", mask.numel(), f"A size depends on GPU values: {text}.", sizes=True)
         return False
 
 
+def _repeated(values: AssumedValues, elements: int) -> int:
+    """Return how many elements ``repeat_interleave`` returns: as chosen, or one for each input element."""
+    chosen = values.choose("count", "repeat_interleave")
+    is_number = type(chosen.value) is int  # which nothing bounds
+    total = chosen.value if is_number else count_of(chosen.value, elements)
+    if chosen.given:
+        text = f"the user assumes that repeat_interleave returns {total:,} elements"
+    else:
+        text = f"repeat_interleave is assumed to return {total:,} elements, one for each entry of repeats"
+    _note(values, "repeat_interleave", total, text, chosen.given)
+    return total
+
+
 def _classes(values: AssumedValues, op: str, argument: str) -> int:
-    count = values.options.count
-    classes = count if isinstance(count, int) else _CLASSES
-    text = f"{op} is assumed to find {classes:,} classes; pass {argument} to set the number of classes"
-    _note(values, classes, text)
-    return max(classes, 1)
+    chosen = values.choose("count", op)
+    given = type(chosen.value) is int  # a share has nothing to refer to
+    classes = max(chosen.value, 1) if given else _CLASSES
+    who = f"the user assumes that {op} finds" if given else f"{op} is assumed to find"
+    text = f"{who} {classes:,} classes; pass {argument} to set the number of classes"
+    _note(values, op, classes, text, chosen.given if given else "")
+    return classes
 
 
-def _note(values: AssumedValues, found: int, text: str, *, bounded: bool = False) -> None:
-    extreme = "1: the least memory" if values.options.count == "upper" else "upper: the most memory"
-    advice = f"--values count=… chooses another size{f' (count={extreme})' if bounded else ''}."
-    values.assume("count", found, f"A size depends on GPU values: {text}. {advice}")
+def _note(
+    values: AssumedValues, op: str, found: int, text: str, given: str, *, is_bound: bool = False
+) -> None:
+    """Note a size; ``given`` is the pair of ``--values`` that set it, or empty."""
+    advice = f" (--values {given})." if given else f". --values {op}=… or, for one line, FILE:LINE=… sets it."
+    text = f"A size depends on GPU values: {text}{advice}"
+    values.assume(f"the size of {op}", op, found, text, sizes=True, bound=op if is_bound else "")

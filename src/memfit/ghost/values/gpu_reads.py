@@ -5,7 +5,7 @@
     one element                     its known value (``propagation_rules.py``), or the bytes that the
                                     ghost remembers, or an assumed value: 1.0, 1 or False
     a number of elements            the largest possible (``data_dependent_sizes.py``)
-    many elements (``tolist()``)    zeros
+    many elements (``tolist()``)    a copy of zeros
 
 Each assumed value is noted with the line that read it. PyTorch's own kernels still run, so every allocation
 is theirs; the overrides here only replace the value.
@@ -27,7 +27,7 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.patching import kernel_overrides as kernels
 from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
-from memfit.ghost.values.assumed_values import AssumedValues, GpuRead
+from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import override_sized_ops
 from memfit.ghost.values.known_values import Known, Number, is_plain
 from memfit.ghost.values.propagation_rules import (
@@ -72,14 +72,14 @@ def install(
     if not kernels.available():
         note(
             Provenance.ASSUMED,
-            f"PyTorch {torch.__version__} gives memfit no access to its kernels, so memfit cannot choose the "
-            "values that the script reads from the GPU. The script reads zeros instead, and sizes that "
+            "memfit cannot choose the values that the script reads from the GPU, because PyTorch "
+            f"{torch.__version__} gives no access to its kernels. The script reads zeros instead. Sizes that "
             "depend on GPU values are 0. Upgrade to PyTorch 2.9 or later.",
             "",
         )
         return values
     overrides = Overrides()
-    inputs = KnownInputs(values.known, all=options.all, any=options.truth)
+    inputs = KnownInputs(values.known, all=options.choose("all").value, any=options.choose("bool").value)
     _answer_scalars(overrides, values, ghost)
     _answer_checks(overrides, values, inputs)
     for op, rule in RULES.items():
@@ -123,13 +123,12 @@ def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInp
             prepared = values.next_prepared()
             with values.prepared(bool(values.answer(a, inputs.of(a)) if prepared is None else prepared)):
                 return run(a, b, *args, **options)
-        with values.prepared(inputs.all if known is None else known.value) as unread:
+        chosen = values.choose("all")
+        with values.prepared(chosen.value if known is None else known.value) as unread:
             result = run(a, b, *args, **options)
         if known is None and not unread:
-            text = "The script compared two GPU tensors. The ghost computes nothing, so it returned"
-            values.assume(
-                "all", inputs.all, f"{text} {inputs.all}. To choose another value, pass --values all=…."
-            )
+            text = f"The script compared two GPU tensors. {explained(chosen, 'all')}"
+            values.assume("a comparison", "all", chosen.value, text)
         return result
 
     overrides.add("equal", "CUDA")(agree)

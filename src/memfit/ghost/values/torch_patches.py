@@ -138,8 +138,7 @@ def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
                 copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
             else:
-                text = "The script copied GPU values to the CPU. The ghost computes nothing: they are zeros."
-                values.assume("zeros", 0, text)
+                values.fill_copy(source, copy)
         return copy
 
     def wrap(name: str) -> None:

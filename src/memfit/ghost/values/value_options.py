@@ -1,113 +1,209 @@
-"""The option ``--values float=0.5,count=0.25``: the values returned for unknown GPU reads."""
+"""The option ``--values float=0.5,nonzero=25%,heads.py:120=256``: what GPU reads return on the ghost.
+
+    key                  chosen                                                            default
+    float  int  bool     an element of that type                                           1.0  1  False
+    all                  ``all()`` over a tensor, ``torch.equal``: what checks use         True
+    copy                 every number of a copy of many elements to the CPU                0
+    count                the number of elements that ``nonzero``, ``unique``, ... find     upper
+    nonzero  unique ...  the same, for one operator                                        count
+    FILE:LINE            whatever is read by that line, or by what it calls                the keys above
+
+The last key that applies is used; of lines, the innermost.
+"""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
 
 from memfit.errors import UsageError
 
+Kind = Literal["float", "int", "bool", "all", "copy", "count"]
 Count = Literal["upper"] | float | int
+"""A number of elements found: all that are possible, a share of those in (0, 1], or a number."""
 
-_EXAMPLE = "The keys are float, int, bool, all and count; separate pairs with commas: float=0.5,count=0.25."
+OPERATORS = (
+    "nonzero",
+    "unique",
+    "unique_consecutive",
+    "coalesce",
+    "mode",
+    "repeat_interleave",
+    "one_hot",
+    "bincount",
+)
+"""The operators whose sizes can be set on their own. Masks, ``where`` and ``masked_select`` use nonzero."""
+
+_DEFAULTS: Mapping[Kind, bool | int | float | str] = {
+    "float": 1.0,
+    "int": 1,  # not 0: scripts divide by counts
+    "bool": False,
+    "all": True,
+    "copy": 0,
+    "count": "upper",
+}
+_PLACE = re.compile(r".+:[0-9]+")
+_EXAMPLE = (
+    f"The keys are {', '.join(_DEFAULTS)}, the operators {', '.join(OPERATORS)}, and FILE:LINE. nonzero also "
+    "stands for masks, where and masked_select. "
+    "Separate pairs with commas, for example float=0.5,nonzero=25%."
+)
+
+
+class Chosen(NamedTuple):
+    """The value for one read."""
+
+    value: Any
+    given: str
+    """The pair that the user gave for it, as in ``nonzero=25%``; empty for memfit's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueOptions:
     """The values a script reads from the GPU, which the ghost does not compute."""
 
-    number: float = 1.0
-    """``float=``: a floating-point element."""
-    integer: int = 1
-    """``int=``: an integer element. Not 0 by default: scripts divide by counts."""
-    truth: bool = False
-    """``bool=``: a boolean element: a comparison, ``any()`` over a tensor."""
-    all: bool = True
-    """``all=``: ``all()`` over a tensor, ``torch.equal``, ``torch.allclose``, as checks use them."""
-    count: Count = "upper"
-    """``count=``: the number of elements that ``nonzero``, ``unique`` and similar ops find: ``upper`` (the
-    largest number possible), a fraction of that in (0, 1], or a number."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """The pairs that the user gave: a kind, an operator or ``FILE:LINE``, and the value as text."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse the command line's ``--values``; keys that are not given keep their defaults.
 
         Args:
-            text: ``key=value`` pairs separated by commas, with the keys float, int, bool, all and count. A
-                count with a decimal point is a fraction (``1.0`` is all elements), one without is a number.
+            text: ``key=value`` pairs separated by commas. A count with a decimal point or a percent sign is
+                a share (``1.0`` and ``100%`` are all elements), one without is a number.
 
         Raises:
             UsageError: an unknown or repeated key, or a value that is invalid for its key.
 
-        >>> ValueOptions.parse("float=0.5,bool=true,count=0.25")
-        ValueOptions(number=0.5, integer=1, truth=True, all=True, count=0.25)
+        >>> ValueOptions.parse("float=0.5, nonzero=25%").given
+        {'float': '0.5', 'nonzero': '25%'}
         """
-        options, seen = cls(), set()
+        given: dict[str, str] = {}
         for pair in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = (piece.strip() for piece in pair.partition("="))
-            if key in seen:
+            if key in given:
                 raise UsageError(f"values {text}: {key}= is given twice. Give it once.")
-            seen.add(key)
-            match key:
-                case "float":
-                    options = replace(options, number=_number(pair, value))
-                case "int":
-                    options = replace(options, integer=_integer(pair, value))
-                case "bool":
-                    options = replace(options, truth=_truth(pair, value))
-                case "all":
-                    options = replace(options, all=_truth(pair, value))
-                case "count":
-                    options = replace(options, count=_count(pair, value))
-                case _:
-                    raise UsageError(f"values {text}: unknown key {key!r}. {_EXAMPLE}")
-        return options
+            if key not in _DEFAULTS and key not in OPERATORS and not _PLACE.fullmatch(key):
+                raise UsageError(f"values {text}: unknown key {key!r}. {_EXAMPLE}")
+            if all(_PARSERS[kind](value) is None for kind in _kinds(key)):
+                raise UsageError(f"values {pair}: {value!r} is not {_wanted(key)}.")
+            given[key] = value
+        return cls(given)
 
-    def count_of(self, upper: int) -> int:
-        """Return the number of elements found, of at most ``upper``.
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The keys that name a line."""
+        return tuple(key for key in self.given if _PLACE.fullmatch(key))
 
-        >>> ValueOptions(count=0.25).count_of(10), ValueOptions(count=4).count_of(3)
-        (3, 3)
+    def choose(self, kind: Kind, operator: str = "") -> Chosen:
+        """Return the value for a read for which the user gave no line; ``operator`` finds a count.
+
+        >>> options = ValueOptions.parse("count=0.5,unique=3")
+        >>> options.choose("count", "unique"), options.choose("count", "mode").value
+        (Chosen(value=3, given='unique=3'), 0.5)
         """
-        match self.count:
-            case "upper":
-                return upper
-            case float(fraction):
-                return math.ceil(upper * fraction)
-            case number:
-                return min(int(number), upper)
+        return self._given(kind, operator) or self._given(kind, kind) or Chosen(_DEFAULTS[kind], "")
+
+    def at_line(self, kind: Kind, lines: Iterable[tuple[str, int]]) -> Chosen | None:
+        """Return the value that the user gave for the innermost of these lines, or None.
+
+        >>> options = ValueOptions.parse("heads.py:120=256")
+        >>> options.at_line("count", [("/lib/heads.py", 120)])
+        Chosen(value=256, given='heads.py:120=256')
+        >>> options.at_line("bool", [("/lib/heads.py", 120)])  # None: 256 is no boolean
+        """
+        named = (place for line in lines for place in self.places if _names(place, *line))
+        return next(filter(None, (self._given(kind, place) for place in named)), None)
+
+    def _given(self, kind: Kind, key: str) -> Chosen | None:
+        """Return the value of a key for a kind of read; None if it was not given, or is not of that kind."""
+        value = _PARSERS[kind](self.given[key]) if key in self.given else None
+        return None if value is None else Chosen(value, f"{key}={self.given[key]}")
 
 
-def _number(pair: str, value: str) -> float:
+def count_of(count: Count, upper: int) -> int:
+    """Return the number of elements found, of at most ``upper``.
+
+    >>> count_of("upper", 10), count_of(0.25, 10), count_of(4, 3)
+    (10, 3, 3)
+    """
+    match count:
+        case "upper":
+            return upper
+        case float(share):
+            return math.ceil(upper * share)
+        case number:
+            return min(int(number), upper)
+
+
+def _names(place: str, file: str, line: int) -> bool:
+    """Return whether ``FILE:LINE`` names a line; FILE may be the end of a path."""
+    path, _, number = place.rpartition(":")
+    return int(number) == line and f"{os.sep}{file}".endswith(f"{os.sep}{os.path.normpath(path)}")
+
+
+def _kinds(key: str) -> tuple[Kind, ...]:
+    """Return the kinds of reads that a key applies to."""
+    if key in OPERATORS:
+        return ("count",)
+    return tuple(kind for kind in _DEFAULTS if kind == key) or tuple(_DEFAULTS)
+
+
+def _wanted(key: str) -> str:
+    """Return what a key's value must be, for an error."""
+    kinds = _kinds(key)
+    if len(kinds) > 1:
+        return "a number, a share such as 25%, true or false"
+    return _WANTED[kinds[0]]
+
+
+def _number(value: str) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise UsageError(f"values {pair}: {value!r} is not a number. {_EXAMPLE}") from None
+        return None
 
 
-def _integer(pair: str, value: str) -> int:
+def _integer(value: str) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(f"values {pair}: {value!r} is not an integer. {_EXAMPLE}") from None
+        return None
 
 
-def _truth(pair: str, value: str) -> bool:
-    truths = {"true": True, "false": False}
-    if value.lower() not in truths:
-        raise UsageError(f"values {pair}: {value!r} is neither true nor false.")
-    return truths[value.lower()]
+def _truth(value: str) -> bool | None:
+    return {"true": True, "false": False}.get(value.lower())
 
 
-def _count(pair: str, value: str) -> Count:
+def _count(value: str) -> Count | None:
     if value == "upper":
         return "upper"
-    try:
-        count = float(value) if "." in value else int(value)
-    except ValueError:
-        count = None
-    if count is None or count < 0 or (isinstance(count, float) and not 0 < count <= 1):
-        raise UsageError(
-            f"values {pair}: {value!r} is not a count. Use 'upper', a number of elements, or a fraction of "
-            "all elements (above 0 and at most 1, for example 0.25)."
-        )
-    return count
+    if value.endswith("%"):
+        share = _number(value[:-1])
+        return share / 100 if share is not None and 0 < share <= 100 else None  # noqa: PLR2004 - percent
+    if "." in value:
+        share = _number(value)
+        return share if share is not None and 0 < share <= 1 else None
+    number = _integer(value)
+    return number if number is not None and number >= 0 else None
+
+
+_PARSERS: Mapping[Kind, Callable[[str], Any]] = {
+    "float": _number,
+    "int": _integer,
+    "bool": _truth,
+    "all": _truth,
+    "copy": _number,
+    "count": _count,
+}
+_WANTED: Mapping[Kind, str] = {
+    "float": "a number",
+    "int": "an integer",
+    "bool": "true or false",
+    "all": "true or false",
+    "copy": "a number",
+    "count": "a count. Use 'upper', a number of elements, or a share of all elements such as 25%",
+}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
 from memfit.analysis.overall_peak import overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange
-from memfit.records import Action, Timeline, Trace
+from memfit.records import Action, MarkKind, Timeline, Trace
 
 MOST_BLOCKS = 100_000
 """Number of blocks that a page draws individually."""
@@ -76,7 +76,7 @@ def drawn(
             kept.born, kept.freed, kept.done,
             np.array([event for one in ranges for event in (one.born, one.freed)], np.int64),
             np.flatnonzero(trace.events.action == Action.OOM),
-            np.array([mark.position - 1 for mark in trace.marks], np.int64),
+            np.array([m.position - 1 for m in trace.marks if m.kind is not MarkKind.SIZE_BOUND], np.int64),
             [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))
     )  # fmt: skip

@@ -44,6 +44,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """An allocation that failed."""
+
+    at: int
+    """Its moment."""
+    needed: int
+    """Bytes that it requested from the device."""
+    available: int
+    """Bytes that the device had free."""
+
+
+@dataclass(frozen=True, slots=True)
 class PageFacts:
     """Facts about the whole run. Moments are indices into the drawn moments: see ``drawn_moments.py``."""
 
@@ -52,8 +64,8 @@ class PageFacts:
     phases: tuple[Phase, ...]
     shortcuts: tuple[int, ...]
     """The moments to look at: see the function ``shortcuts``."""
-    failures: tuple[tuple[int, int], ...]
-    """Moments at which an allocation failed, and the bytes it requested."""
+    failures: tuple[Failure, ...]
+    """Allocations that failed."""
     old: int
     """Number of blocks older than the history; they come first."""
     moments: int
@@ -84,7 +96,13 @@ def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary:
         layers=_layers(trace, picture),
         phases=tuple(Phase),
         shortcuts=moments([one.event for one in near]),
-        failures=tuple(zip(moments(failed.tolist()), trace.events.size[failed].tolist(), strict=True)),
+        failures=tuple(
+            map(
+                Failure,
+                moments(failed.tolist()),
+                *(column[failed].tolist() for column in (trace.events.size, trace.events.address)),
+            )
+        ),
         old=picture.old,
         moments=len(picture.events),
         blocks=len(picture.blocks),

@@ -8,12 +8,14 @@ from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
-from memfit.report.terminal.advice import FITS, NONE, heading
+from memfit.report.terminal.advice import NONE, heading, outcome
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
 _WIDTH = 1000  # width of the bar in SVG units; the page scales it
 TOTALS = ("allocated", "reserved", "process")
+_KINDS = {"fits": "good", "tight": "unsure", "may not fit": "unsure", "unknown": "unsure"}
+"""The colour of a verdict; that of the others is ``bad``."""
 
 
 def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
@@ -23,7 +25,7 @@ def verdict_in_html(result: DryRun, words: PageTexts) -> dict[str, str]:
     word, after, errors = title.partition(" after ")
     lines = [part for part in (f"{after.strip()} {errors}".strip(), rest, *more) if part]
     return {
-        "kind": {"fits": "good", "tight": "unsure", "unknown": "unsure"}.get(result.verdict, "bad"),
+        "kind": _KINDS.get(result.verdict, "bad"),
         "verdict": _text(words, word.capitalize()),
         "needs": "<br>".join(_text(words, line.strip().replace("   ", " · ")) for line in lines),
         "subject": _text(words, subject(result).plain),
@@ -56,7 +58,7 @@ def ladder(result: DryRun) -> str:
 
 def _left(result: DryRun) -> str:
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
-    if result.verdict == "out of memory" and result.out_of_memory is not None:
+    if result.end.reason == "out of memory" and result.out_of_memory is not None:
         return f"{format_bytes(result.out_of_memory.requested)} more requested"
     return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
 
@@ -103,9 +105,14 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
         edge = _WIDTH * device.total.bytes / full
         drawn.append(f'<rect class="edge" x="{edge - 1:.2f}" y="0" width="2" height="14"/>')
     label = ", ".join(f"{name} {format_bytes(amount)}" for _, name, amount in pieces)
+    keys = [(kind, name) for kind, name, amount in pieces if amount]
+    if device.total.bytes and device.total.bytes < full:
+        keys.append(("capacity", "capacity"))
+    legend = "".join(f'<span><i class="is-{kind}"></i>{escape(name)}</span>' for kind, name in keys)
     return (
         f'<svg class="scale" viewBox="0 0 {_WIDTH} 14" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}, of {format_bytes(full)}">{"".join(drawn)}</svg>'
+        f'<p class="key legend">{legend}</p>'
     )
 
 
@@ -144,14 +151,21 @@ def advice(result: DryRun, words: PageTexts) -> str:
     if result.advice is None:
         return ""
     rest = _text(words, untried(result)) or NONE * (not result.advice)
-    rest = f'<p class="peak">{rest}</p>' * bool(rest)
+    rest = "".join(
+        f'<p class="peak">{line}</p>'
+        for line in (*(_text(words, remark) for remark in result.advice_remarks), rest)
+        if line
+    )
     if not result.advice:
         return rest
     items = [
-        f"<li><b>{_text(words, one.what)}</b> saves {format_bytes(one.saves.bytes)} "
+        f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
         f'<span class="provenance">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
-        f'{" · " * (one.fits is not None)}{FITS[one.fits]} <code class="long">{_text(words, one.how)}</code>'
-        f"<small>costs {_text(words, one.costs)}</small></li>"
+        f"{' · ' * (one.fits is not None)}{outcome(result, one)} "
+        + "".join(
+            f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
+        )
+        + f"<small>costs {_text(words, one.costs)}</small></li>"
         for one in result.advice
     ]
     title = f"<h2>What to do next <small>{heading(result)}</small></h2>"

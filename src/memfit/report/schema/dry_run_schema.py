@@ -77,6 +77,14 @@ class NoteJson(msgspec.Struct, frozen=True):
     where: str
 
 
+class SizeBoundJson(msgspec.Struct, frozen=True):
+    """An operator whose size depends on GPU values, and is assumed to be the largest possible."""
+
+    operator: str
+    where: str
+    """``file:line``; ``file:line, in package/file:line`` for a line that called a package."""
+
+
 class ScriptEndJson(msgspec.Struct, frozen=True):
     """How the script ended."""
 
@@ -103,6 +111,7 @@ class DryRunJson(msgspec.Struct, frozen=True):
     schema: int
     verdict: str
     """``fits``; ``tight`` if less than ``uncertainty`` is left; ``does not fit`` or ``out of memory``;
+    ``may not fit`` if an allocation failed, but ``upper_bound`` is not null: the script may need less;
     ``unknown`` if the script failed or was interrupted (see ``end``) or started processes that use the GPU
     (see ``children``), and for a snapshot, which names no device."""
     device: DeviceJson
@@ -116,13 +125,18 @@ class DryRunJson(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     versions: dict[str, str]
     advice: tuple[Advice, ...] | None
-    """Changes that lower the peak, each on top of those before it; null if advice was not requested.
-    ``explain`` tries allocator settings only, and has null if none of them helps."""
+    """What makes the run fit, or lowers its peak: entries are alternatives, the fewest changes first. Null
+    if advice was not requested. ``explain`` tries allocator settings only; null if none of them helps."""
+    advice_remarks: tuple[str, ...]
+    """Sentences about the advice, such as what a sample of a batch takes."""
     uncertainty: int
     """Bytes that the process may need in addition: the CUDA context is assumed. 0 if it is measured."""
     caught: int
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""
+    upper_bound: SizeBoundJson | None
+    """Not null if ``peak``, ``terms`` and ``in_all`` are upper bounds, because sizes that depend on GPU
+    values are assumed to be the largest possible: the operator that most of the peak follows from."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
     children: tuple[ChildProcessJson, ...]
@@ -159,8 +173,10 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         command=result.command,
         versions=dict(result.versions),
         advice=result.advice,
+        advice_remarks=result.advice_remarks,
         uncertainty=result.uncertainty,
         caught=result.caught,
+        upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
         in_all=result.in_all,
         children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),

@@ -4,27 +4,50 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memfit.records import DryRun
+from memfit.records import Advice, DryRun
 from memfit.report.escape import escaped
+from memfit.report.short_path import short_path
 from memfit.units import format_bytes
 
 NONE = "No change was found that saves at least 1 % without editing the training loop."
-FITS = {True: "fits", False: "does not fit yet", None: ""}
 
 
 def heading(result: DryRun) -> str:
-    """Describe how advice was tested, and the total it starts from if the summary does not show that."""
-    total = ""
+    """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
     shown = result.out_of_memory is not None or (
         result.in_all is not None and result.in_all.bytes == result.peak_process.bytes
     )
+    total = ""
     if result.in_all is not None and not shown:
-        total = f" Unchanged, the run needs {format_bytes(result.in_all.bytes)}."
-    return f"Each suggestion was tried together with the ones above it.{total}"
+        total = f"Unchanged, the run needs {format_bytes(result.in_all.bytes)}. "
+    return f"{total}{_achieved(result)}"
+
+
+def _achieved(result: DryRun) -> str:
+    found = result.advice or ()
+    several = len(found) > 1
+    if result.verdict in ("fits", "unknown"):
+        return "Each of these lowers the peak on its own." if several else "This lowers the peak."
+    if any(outcome(result, one) == "tight" for one in found):
+        return "No change is certain to be enough, because the CUDA context is assumed. These save most:"
+    if not any(one.fits for one in found):
+        return "No change that memfit tried is enough. These save most:"
+    if len(found[0].changes) > 1:
+        together = "Each of these combinations is:" if several else "Together, these are:"
+        return f"No single change is enough. {together}"
+    return "Each of these is enough on its own:" if several else "This is enough:"
+
+
+def outcome(result: DryRun, one: Advice) -> str:
+    """Return how the run then fits its device, as a verdict does; empty without a device."""
+    if one.fits is None:
+        return ""
+    left = result.device.total.bytes - result.device.in_use - one.needs.bytes
+    return "fits" if one.fits else "tight" if left >= 0 else "does not fit"
 
 
 def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
-    """Yield a result's advice as lines, in order; each saving comes on top of those above it.
+    """Yield a result's advice as lines, in order; each piece is an alternative to the others.
 
     Args:
         result: a run with advice.
@@ -34,15 +57,24 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
     yield Text()
     if found:
         yield Text(f"What to do next. {heading(result)}")
-    width = max((len(one.what) for one in found), default=0)
+    width = max((len(change) for one in found for change in one.changes), default=0)
     for number, one in enumerate(found, 1):
-        line = Text(f"  {number} {one.what:<{width}}  saves {format_bytes(one.saves.bytes):>10}")
+        line = Text(
+            f"  {number} {escaped(one.changes[0]):<{width}}  saves {format_bytes(one.saves.bytes):>10}"
+        )
         line.append(f" {one.saves.provenance:<9}", style="dim")
         line.append(f"  needs {format_bytes(one.needs.bytes):>10}")
-        line.append(f"  {FITS[one.fits]}", style="bold green" if one.fits else "")
+        line.append(f"  {outcome(result, one)}", style="bold green" if one.fits else "")
         yield line
-        yield Text(f"    {escaped(one.how)}")
+        for change in one.changes[1:]:
+            yield Text(f"  + {escaped(change)}")
+        for how in one.how:
+            yield Text(f"    {escaped(how)}")
+        if one.where:
+            yield Text(f"    in {escaped(short_path(one.where))}")
         yield Text(f"    costs {one.costs}", style="dim")
+    for remark in result.advice_remarks:
+        yield Text(remark)
     if untried:
         yield Text(untried, style="yellow")
     elif not found:

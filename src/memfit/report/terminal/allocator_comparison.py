@@ -1,5 +1,6 @@
 """A trace replayed under several allocator settings, on the terminal."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ from rich.text import Text
 from memfit.records import AllocatorComparison, FailedMalloc, ScriptLocation, SettingOutcome
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
-from memfit.report.terminal.summary import short_path
+from memfit.report.short_path import short_path
 from memfit.units import format_bytes, format_gib
 
+_BETWEEN_SETTINGS = re.compile(r",(?![^\[]*\])")
 _CALLS = {"malloc": "malloc", "free": "free", "map": "map", "unmap": "unmap", "synchronize": "wait"}
 
 
@@ -29,7 +31,7 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
     """Print one row per setting, where each failure occurs, and the recommended setting."""
     sized = any(row.smallest is not None for row in result.outcomes)
     table = Table(box=None, pad_edge=False)
-    table.add_column("PYTORCH_ALLOC_CONF", overflow="fold")  # all of it fits on 80 columns
+    table.add_column("PYTORCH_ALLOC_CONF")
     table.add_column("fits")
     for heading in ("allocated", "reserved", *["smallest\nGPU"] * sized, "a step\ncosts"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -58,7 +60,7 @@ def print_comparison(result: AllocatorComparison, console: Console) -> None:
 
 
 def _cells(row: SettingOutcome, result: AllocatorComparison, *, sized: bool) -> Sequence[Text | str]:
-    name = Text(escaped(row.setting.name).replace(",", ",\n") or "default")
+    name = Text(_BETWEEN_SETTINGS.sub(",\n", escaped(row.setting.name)) or "default")
     details = [*["as recorded"] * (row is result.current), *_calls(row)]
     if details:
         name.append("\n  " + ", ".join(details), style="dim")
@@ -89,8 +91,8 @@ def _failure(row: SettingOutcome, failure: FailedMalloc, place: ScriptLocation) 
     fraction = row.memory_fraction
     limit = "" if fraction is None else f"; limited to {fraction:g} of the GPU's memory"
     return (
-        f"{escaped(row.setting.name) or 'default'}: out of memory in {where}: requested "
-        f"{format_bytes(failure.requested)} with {format_bytes(failure.free)} free{limit}"
+        f"{escaped(row.setting.name) or 'default'}: out of memory in {where} "
+        f"({format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free{limit})"
     )
 
 

@@ -72,7 +72,7 @@ def _counts(step: StepKindReport) -> str:
         )
     kept = f", {step.kept:,} of them kept longer than a step or used by other streams" if step.kept else ""
     return (
-        f"{step.recorded:,} steps recorded, {step.placed:,} run by the plan "
+        f"{step.recorded:,} steps recorded, {step.placed:,} run according to the plan "
         f"({step.allocations:,} allocations each{kept}); {step.unplanned:,} unplanned allocations in total"
     )
 

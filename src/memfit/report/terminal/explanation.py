@@ -11,12 +11,16 @@ from rich.text import Text
 from memfit.records import Breakdown, Explanation, GroupBy, LiveAllocation, PhaseChange
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
 from memfit.report.terminal.fragmentation import print_fragmentation
-from memfit.report.terminal.summary import in_words, print_summary, short_path
-from memfit.units import format_bytes
+from memfit.report.terminal.notes import note_lines
+from memfit.report.terminal.summary import in_words, print_summary
+from memfit.units import Unit, format_bytes, unit_for
 
 _ROWS = 15
 _LARGEST = 5
+_LONGEST_GROUP = 8
+"""Phases of a micro-batch: input, forward, loss, backward, and what is between them."""
 _UNNAMED = {GroupBy.MODULE: "(outside modules)", GroupBy.LINE: "(no line)", GroupBy.OP: "(no op)"}
 
 
@@ -37,47 +41,60 @@ class PrintableExplanation(Printable, Explanation):
         print_explanation(self, None, console)
 
 
-def print_explanation(explanation: Explanation, by: GroupBy | None, console: Console) -> None:
-    """Print the summary, what holds memory at the moment requested, and what each phase changed."""
-    print_summary(explanation.summary, console)
-    print_below_peak(explanation, console)
-    if by is not None or explanation.at != "peak":
-        print_held(explanation.held, by or GroupBy.CATEGORY, console)
-    print_largest(explanation.held, console)
-    print_ledger(explanation.ledger, console)
+def print_explanation(
+    explanation: Explanation, by: GroupBy | None, console: Console, *, notes: bool = False
+) -> None:
+    """Print the summary, or what holds memory if a table or moment was asked for; then each phase's changes.
+
+    Args:
+        explanation: what to print.
+        by: what the table sums bytes by; None for the categories, at a moment other than the peak.
+        console: where to print it.
+        notes: whether to list every note.
+    """
+    summary, held = explanation.summary, explanation.held
+    unit = unit_for(summary.peak_reserved)
+    if by is None and explanation.at == "peak":
+        print_summary(summary, console, notes=notes)
+        print_below_peak(explanation, unit, console)
+    else:
+        print_held(held, by or GroupBy.CATEGORY, unit, console)
+    print_largest(held, console)
+    print_ledger(explanation.ledger, unit, console)
     if explanation.fragmentation is not None:
         print_fragmentation(explanation.fragmentation, console)
+    if notes and (by is not None or explanation.at != "peak"):
+        for line in note_lines(summary, full=True, hints=True):
+            console.print(line)
 
 
-def print_below_peak(explanation: Explanation, console: Console) -> None:
+def print_below_peak(explanation: Explanation, unit: Unit, console: Console) -> None:
     """Print the moments just below the peak."""
     if explanation.below_peak:
         console.print(Text("\nJust below the peak:"))
     for moment in explanation.below_peak:
         less = 100 * (1 - moment.allocated / explanation.summary.peak_allocated)
-        size = format_bytes(moment.allocated)
-        console.print(Text(f"  -{less:.1f} %  {size:>10}  {in_words(moment.place)}"))
+        console.print(Text(f"  -{less:.1f} %  {unit.format(moment.allocated):>10}  {in_words(moment.place)}"))
 
 
-def print_held(held: Breakdown, by: GroupBy, console: Console) -> None:
+def print_held(held: Breakdown, by: GroupBy, unit: Unit, console: Console) -> None:
     """Print what holds memory at a moment; the rows sum to what is allocated."""
-    console.print()
     console.print(Text(f"Allocated, by {by}: {in_words(held.place)}"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
     table.add_column()
     total = max(held.allocated, 1)
-    shown, rest = held.rows[by][:_ROWS], held.rows[by][_ROWS:]
+    shown = [row for row in held.rows[by] if not unit.rounds_to_zero(row.bytes)][:_ROWS]
+    rest = [row for row in held.rows[by] if row not in shown]
     for row in shown:
         blocks = f"{row.blocks:,} blocks" if row.blocks != 1 else "1 block"
-        table.add_row(
-            f"{row.bytes:,} B", f"{100 * row.bytes / total:.1f} %", blocks, Text(row_name(row.name, by))
-        )
-    if rest:
-        left = sum(row.bytes for row in rest)
-        table.add_row(f"{left:,} B", f"{100 * left / total:.1f} %", "", f"{len(rest)} more: --json -")
-    table.add_row(Text(f"{held.allocated:,} B", style="bold"), "", "", Text("allocated", style="bold"))
+        share = f"{100 * row.bytes / total:.1f} %"
+        table.add_row(unit.format(row.bytes), share, blocks, Text(row_name(row.name, by)))
+    left = sum(row.bytes for row in rest)
+    if not unit.rounds_to_zero(left):
+        table.add_row(unit.format(left), f"{100 * left / total:.1f} %", "", f"{len(rest)} more: --json -")
+    table.add_row(Text(unit.format(held.allocated), style="bold"), "", "", Text("allocated", style="bold"))
     console.print(table)
 
 
@@ -93,28 +110,55 @@ def print_largest(held: Breakdown, console: Console) -> None:
         console.print(Text(f"  {_described(live)}"))
 
 
-def print_ledger(changes: tuple[PhaseChange, ...], console: Console) -> None:
-    """Print what each phase changed, in bytes; a phase's categories add up to its total."""
+def print_ledger(changes: tuple[PhaseChange, ...], unit: Unit, console: Console) -> None:
+    """Print what each phase changed, in blocks; a phase's categories add up to its total."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     for name in ("allocated", "change", "at its peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    for change in changes:
-        if not change.change and change.peak == change.after and not change.by_category:
+
+    def signed(size: int) -> str:
+        return "" if unit.rounds_to_zero(size) else unit.number(size, "+")
+
+    for change, times in folded(changes):
+        above = signed(max(0, change.peak - max(change.after, change.after - change.change)))
+        parts = [(name, signed(size)) for name, size in change.by_category if signed(size)]
+        if not signed(change.change) and not above and not parts:
             continue
-        above = change.peak - max(change.after, change.after - change.change)
         step = f"step {change.step} " if change.step else ""
-        table.add_row(
-            f"  {step}{change.phase}",
-            f"{change.after:,}",
-            f"{change.change:+,}" if change.change else "",
-            f"{above:+,}" if above > 0 else "",
-        )
-        for name, size in change.by_category:
-            table.add_row(f"    {name}", "", f"{size:+,}", style="dim")
+        repeated = f" ({times} times)" * (times > 1)
+        after = unit.number(change.after)
+        table.add_row(f"  {step}{change.phase}{repeated}", after, signed(change.change), above)
+        for name, size in parts:
+            table.add_row(f"    {name}", "", size, style="dim")
     if table.rows:  # the trace of a post-mortem may hold a failure and no phase
-        console.print(Text("\nWhat each phase changed, in bytes of blocks:"))
+        console.print(Text(f"\nWhat each phase changed, in {unit.name} of blocks:"))
         console.print(table)
+
+
+def folded(changes: tuple[PhaseChange, ...]) -> list[tuple[PhaseChange, int]]:
+    """Return each change with the number of times that it occurs in a row, alone or in turn with others.
+
+    The micro-batches of a step repeat forward and backward; those that change the same are folded.
+    """
+    found: list[tuple[PhaseChange, int]] = []
+    position = 0
+    while position < len(changes):
+        length, times = _repetition(changes[position:])
+        found += [(change, times) for change in changes[position : position + length]]
+        position += length * times
+    return found
+
+
+def _repetition(changes: tuple[PhaseChange, ...]) -> tuple[int, int]:
+    """Return how many changes the shortest group at the start has that repeats, and how often it occurs."""
+    for length in range(1, min(_LONGEST_GROUP, len(changes) // 2) + 1):
+        times = 1
+        while changes[length * times : length * (times + 1)] == changes[:length]:
+            times += 1
+        if times > 1:
+            return length, times
+    return 1, 1
 
 
 def _described(live: LiveAllocation) -> str:

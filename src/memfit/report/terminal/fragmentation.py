@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.records import Fragmentation, Hole, PinningBlock, ReservedBytes
 from memfit.report.terminal.summary import in_words
-from memfit.units import MIB, format_bytes
+from memfit.units import format_bytes, unit_for
 
 _ROWS: dict[str, Callable[[ReservedBytes], int]] = {
     "  requested": lambda split: split.requested,
@@ -51,16 +51,18 @@ def print_fragmentation(found: Fragmentation, console: Console) -> None:
 
 def _table(found: Fragmentation) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    table.add_column(f"Fragmentation, MiB ({found.provenance})", no_wrap=True)
+    unit = unit_for(max(moment.all.reserved for moment in found.moments))
+    table.add_column(f"Fragmentation, {unit.name} ({found.provenance})", no_wrap=True)
     for moment in found.moments:
         table.add_column(moment.name, justify="right", no_wrap=True)
     places = [moment.place for moment in found.moments]
     table.add_row("", *(Text(f"step {place.step}" if place.step else "", style="dim") for place in places))
     table.add_row("", *(Text(place.phase, style="dim") for place in places))
     for name, of in _ROWS.items():
-        style = "bold" if name.startswith("──") else ""
-        figures = (f"{of(moment.all) / MIB:,.2f}" for moment in found.moments)
-        table.add_row(Text(name, style=style), *figures)
+        is_total = name.startswith("──")
+        sizes = [of(moment.all) for moment in found.moments]
+        if is_total or not all(map(unit.rounds_to_zero, sizes)):
+            table.add_row(Text(name, style="bold" if is_total else ""), *map(unit.number, sizes))
     for name, splits in (
         ("   not requested", [moment.all for moment in found.moments]),
         ("   in the small pool", [moment.small for moment in found.moments]),

@@ -30,11 +30,27 @@ def progress_line(stream: TextIO | None = None) -> Iterator[Show]:
     ...     show("step 1/3")
     """
     stream = stream or sys.stderr
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and _size()[1] >= _MIN_ROWS:
+    if _understands_escapes(stream) and _size()[1] >= _MIN_ROWS:
         with _on_last_row(stream) as draw:
             yield _at_most_every(_REDRAW_INTERVAL, draw)
     else:
         yield _at_most_every(_INTERVAL, lambda text: print(text, file=stream, flush=True), first=_INTERVAL)
+
+
+def begin_line(stream: TextIO) -> None:
+    """Move a terminal's cursor to the beginning of a line, unless it is there; else write nothing.
+
+    The script shares the terminal, and may have left a progress bar without a newline. As many spaces as a
+    line has columns wrap to the next line unless the cursor is at the beginning of one.
+    """
+    if _understands_escapes(stream):
+        columns = os.get_terminal_size(stream.fileno()).columns or _size()[0]
+        stream.write(" " * columns + "\r\x1b[K")
+        stream.flush()
+
+
+def _understands_escapes(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _at_most_every(seconds: float, draw: Show, *, first: float = 0.0) -> Show:

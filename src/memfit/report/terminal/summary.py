@@ -4,9 +4,7 @@ Text from a trace is printed with its control characters escaped, so that a modu
 colour the terminal nor move its cursor.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,8 +13,11 @@ from rich.text import Text
 from memfit.records import ChildProcess, DryRun, Machine, ScriptEnd, ScriptLocation
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
+from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines
-from memfit.units import GIB, MIB, format_bytes, format_gib
+from memfit.report.terminal.notes import note_lines
+from memfit.units import MIB, format_bytes, format_gib, unit_for
+from memfit.user_frame import innermost_line
 
 MACHINES = {
     Machine.GHOST: "ghost: a stand-in CUDA runtime. PyTorch's allocations are real; nothing is computed, "
@@ -29,10 +30,6 @@ _BAR = 20  # characters of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WITH_BARS, _WITH_SHARES = 80, 56  # terminal columns from which on they are shown
 _TOTALS = {"allocated", "reserved", "process"}
-_OF_A_GPU = {"cached, not allocated", "CUDA context"}
-_ALWAYS = {"parameters", "gradients", "optimizer state", "activations"} | _OF_A_GPU
-_SHOWN = 0.005  # of a unit: less would be printed as 0.00
-_MOST_NOTES = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,13 +41,14 @@ class PrintableDryRun(Printable, DryRun):
         print_summary(self, console)
 
 
-def print_summary(result: DryRun, console: Console, *, hints: bool = True) -> None:
+def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes: bool = False) -> None:
     """Print the verdict, the table from allocated to process, growth, notes and advice.
 
     Args:
         result: what to print.
         console: where to print it.
-        hints: whether the verdict names options of the command line that answer what it leaves open.
+        hints: whether it names options of the command line that answer what it leaves open.
+        notes: whether it lists every note.
     """
     console.print(verdict(result, hints=hints))
     console.print(subject(result), style="dim")
@@ -58,26 +56,13 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True) -> No
     console.print(_peak(result.peak_place))
     console.print(_table(result, console.width))
     console.print(growth(result))
-    for line in _notes(result):
+    for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
     if result.advice is not None:
         for line in advice_lines(result, untried(result)):
             console.print(line)
     if result.device.machine in MACHINES:
         console.print(MACHINES[result.device.machine], style="dim")
-
-
-def short_path(line: str) -> str:
-    """Shorten ``file:line`` relative to the working folder, or to ``~`` in the home folder.
-
-    >>> short_path(str(Path.cwd() / "train.py") + ":3")
-    'train.py:3'
-    """
-    for folder, name in ((Path.cwd(), ""), (Path.home(), "~" + os.sep)):
-        prefix = str(folder) + os.sep
-        if line.startswith(prefix):
-            return name + line.removeprefix(prefix)
-    return line
 
 
 def verdict(result: DryRun, *, hints: bool = True) -> Text:
@@ -87,26 +72,28 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
     if result.verdict == "fits":
         text = Text("FITS", style="bold green")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
-        return text.append(f"\n{_covers(result, hints=hints)}", style="not bold default")
+        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
+        return text.append(covers, style="not bold default")
     if result.verdict == "tight":
         text = Text("TIGHT", style="bold yellow")
         text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         more = format_bytes(result.uncertainty)
-        return text.append(
-            f"\nIt may not fit: the CUDA context is assumed, and may take {more} more. memfit doctor "
-            f"--context measures it on your GPU.\n{_covers(result, hints=hints)}",
+        text.append(
+            "\nThe run may not fit: the size of the CUDA context is assumed. The real size may be up to "
+            f"{more} larger. To measure it on your GPU, run memfit doctor --context.",
             style="not bold default",
         )
+        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
+        return text.append(covers, style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
-        covered = (
-            f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
-        )
-        text.append(f"   {covered}", style="not bold")
+        needs = f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
+        text.append(f"   {needs}", style="not bold")
         lines = [f"The script ended with {_ended(result.end)}"] if failed else []
         lines += map(_child, result.children)
-        return text.append("".join(f"\n{line}" for line in lines), style="not bold default")
+        more = _bound(result, hints=hints) + "".join(f"\n{line}" for line in lines)
+        return text.append(more, style="not bold default")
     return _failure(result, hints=hints)
 
 
@@ -132,13 +119,15 @@ def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
     if result.end.reason == "steps" and not hints:
-        return f"Covers the first {steps}."
+        return f"This result covers the first {steps}."
     if result.end.reason == "steps":
         return (
-            f"Covers the first {steps}. What comes later, such as evaluation or larger batches, was not run; "
-            "--steps N or --to-end runs more."
+            f"This result covers the first {steps}. What comes later, such as evaluation or larger batches, "
+            "was not run. To run more, pass --steps N or --to-end."
         )
-    return f"Covers the whole run: {steps}." if result.steps else "Covers the whole run."
+    return (
+        f"This result covers the whole run: {steps}." if result.steps else "This result covers the whole run."
+    )
 
 
 def untried(result: DryRun) -> str:
@@ -172,16 +161,34 @@ def _first_line(text: str) -> str:
 
 def _needs(result: DryRun) -> str:
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
-    return f"{_needed(result)}   leaves {format_gib(left)}"
+    at_least = " at least" if result.bound else ""
+    return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
 
 
 def _needed(result: DryRun) -> str:
     needed = result.peak_process.bytes + result.device.in_use
-    return f"needs {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
+    at_most = " at most" if result.bound else ""
+    return f"needs{at_most} {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
+
+
+def _bound(result: DryRun, *, hints: bool) -> str:
+    """Return, on a line of its own, which size makes the figures upper bounds; empty if they are none."""
+    if result.bound is None:
+        return ""
+    where = result.bound.where
+    text = (
+        f"\nAt most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
+        f"be the largest possible ({escaped(short_path(where))})."
+    )
+    key = innermost_line(where) or result.bound.operator
+    options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
+    return text + options * hints
 
 
 def _failure(result: DryRun, *, hints: bool) -> Text:
-    text = Text(result.verdict.upper(), style="bold red")
+    text = Text(
+        result.verdict.upper(), style="bold yellow" if result.verdict == "may not fit" else "bold red"
+    )
     failure = result.out_of_memory
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
@@ -195,24 +202,28 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
     text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
     remarks = []
-    if result.verdict != "out of memory":
+    if result.end.reason != "out of memory":
         remarks.append("The script caught the error and continued.")
     elif not failure.shortfall:
         remarks.append(
-            "The device had free memory, but the process reached the memory fraction that the script or "
-            "PYTORCH_ALLOC_CONF sets."
+            "The device had free memory, but the process reached its limit: the script or "
+            "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
     if result.in_all is not None:
         needed = result.in_all.bytes + result.device.in_use
-        remarks.append(f"Needs {format_gib(needed)}; this GPU has {format_gib(result.device.total.bytes)}.")
+        at_most = " at most" if result.bound else ""
+        total = format_gib(result.device.total.bytes)
+        remarks.append(f"Needs{at_most} {format_gib(needed)}; this GPU has {total}.")
     elif result.untried is not None:
         remarks.append(
-            "The script's total is unknown: a second run, with unlimited memory, did not complete."
+            "How much memory the script needs in total is unknown: a second run, with unlimited memory, did "
+            "not complete."
         )
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        remarks.append(f"To find changes that make it fit, {run} with --advise.")
-    return text.append("\n" + " ".join(remarks) if remarks else "", style="not bold default")
+        remarks.append(f"To find changes that make the script fit, {run} with --advise.")
+    lines = ["", " ".join(remarks)] if remarks else []
+    return text.append(_bound(result, hints=hints) + "\n".join(lines), style="not bold default")
 
 
 def _is_snapshot(result: DryRun) -> bool:
@@ -253,24 +264,21 @@ def _peak(place: ScriptLocation) -> Text:
 
 def _table(result: DryRun, width: int) -> Table:
     total = max(result.peak_process.bytes, 1)
-    unit, name_of_unit = (
-        (GIB, "GiB") if result.peak_reserved >= GIB else (MIB, "MiB")
-    )  # the same for all rows
+    unit = unit_for(result.peak_reserved)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column()
     for justify in ("right", "right", "left"):
         table.add_column(justify="right" if justify == "right" else "left", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
-    always = _ALWAYS - _OF_A_GPU if result.device.machine is Machine.CPU else _ALWAYS
     for term in result.terms:
         total_row = term.name in _TOTALS
-        if not total_row and term.name not in always and abs(term.figure.bytes) < _SHOWN * unit:
+        if not total_row and unit.rounds_to_zero(term.figure.bytes):
             continue
         name = Text(("── " if total_row else "  ") + term.name, style="bold" if total_row else "")
         share = term.figure.bytes / total
         table.add_row(
             name,
-            f"{term.figure.bytes / unit:,.2f} {name_of_unit}",
+            unit.format(term.figure.bytes),
             "" if total_row or width < _WITH_SHARES else f"{100 * share:.0f} %",
             "" if total_row or width < _WITH_BARS else _bar(share),
             term.figure.provenance,
@@ -310,20 +318,3 @@ def growth(result: DryRun) -> Text:
         return Text(f"Steady after step {growth.steady_from}: {steps} left memory as it was.")
     seen = "are in this history" if result.steps > 1 else "completed"  # a watch drops older steps
     return Text(f"Fewer than two training steps {seen}, so growth is unknown.", style="dim")
-
-
-def _notes(result: DryRun) -> list[Text]:
-    """Return each note once, with every place it refers to."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for note in result.notes:
-        where = places.setdefault((note.provenance, note.text), [])
-        if note.where:
-            where.append(escaped(short_path(note.where)))
-    lines = [
-        Text(f"note ({provenance}): {escaped(text)}" + (f"  {', '.join(where)}" if where else ""))
-        for (provenance, text), where in places.items()
-    ]
-    if len(lines) > _MOST_NOTES:
-        rest = Text(f"and {len(lines) - _MOST_NOTES} more notes: see --json -", style="dim")
-        return [*lines[:_MOST_NOTES], rest]
-    return lines

@@ -82,7 +82,7 @@ class BufferTracker:
             warnings.warn(
                 f"{self.name}: this forward was the first to change "
                 f"{', '.join(sorted(name for _, name in lost))}. memfit copies only buffers that an earlier "
-                "forward has changed, so the recomputation of this step reads the new values instead of "
+                "forward has changed. The recomputation of this step therefore reads the new values, not "
                 "those from before the forward. Later steps are correct.",
                 stacklevel=2,
             )

@@ -149,8 +149,8 @@ class CheckpointedCall:
             if not isinstance(leaf, torch.Tensor) and any(map(matters, tensors_in(leaf))):
                 raise UsageError(
                     f"{self._name} cannot be checkpointed with use_reentrant=True: its forward {verb} an "
-                    f"object of type {type(leaf).__name__} that contains tensors, and their gradients "
-                    "would be lost. Leave out use_reentrant."
+                    f"object of type {type(leaf).__name__} that contains tensors. The gradients of these "
+                    "tensors would be lost. Leave out use_reentrant."
                 )
 
     def _attributes(self) -> dict[tuple[int, str], torch.Tensor]:
@@ -171,8 +171,8 @@ class CheckpointedCall:
         if new:
             warnings.warn(
                 f"{self._name} stored tensors as attributes of modules ({', '.join(sorted(new))}). Reentrant "
-                "checkpointing records no gradients for them: if the loss uses them, part of the gradient is "
-                "missing. Leave out use_reentrant.",
+                "checkpointing records no gradients for these tensors. If the loss uses them, part of the "
+                "gradient is missing. Leave out use_reentrant.",
                 stacklevel=2,
             )
 
@@ -196,16 +196,15 @@ class CheckpointedCall:
             if not _same_objects(held, tensors_in(each)):
                 raise UsageError(
                     f"{self._name} cannot be checkpointed: its forward changes an argument of type "
-                    f"{type(each).__name__}, so the recomputation would start from the changed object. Do "
-                    "not pass such an argument; in transformers, set model.config.use_cache = False."
+                    f"{type(each).__name__}. The recomputation would start from the changed object. Do not "
+                    "pass such an argument. In transformers, set model.config.use_cache = False."
                 )
         changed = [index for index, each in enumerate(leaves) if version_of(each) != versions[index]]
         if changed:
             raise UsageError(
-                f"{self._name} cannot be checkpointed: its forward changes one of its arguments in place "
-                f"(argument {changed[0]}, counting from 0), so the recomputation would start from the "
-                "changed tensor. Use an out-of-place operation instead, or checkpoint a larger module that "
-                "creates this tensor itself."
+                f"{self._name} cannot be checkpointed: its forward changes argument {changed[0]} (counting "
+                "from 0) in place. The recomputation would start from the changed tensor. Use an "
+                "out-of-place operation, or checkpoint a larger module that creates this tensor itself."
             )
         with without_dispatch_modes():
             self._region.buffer_tracker.record_changes(self._buffers)
@@ -223,9 +222,9 @@ class CheckpointedCall:
         parts = [part for part, each in module.named_modules() if isinstance(each, _DropoutNd)]
         dropouts = ", ".join(f"{name}.{part}".rstrip(".") for part in parts)
         warnings.warn(
-            f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, and "
-            "preserve_rng_state is False: the recomputation does not draw the same random numbers as the "
-            "forward, so gradients are wrong. Set preserve_rng_state=True.",
+            f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, but preserve_rng_state is "
+            "False. The recomputation draws other random numbers than the forward, so gradients are wrong. "
+            "Set preserve_rng_state=True.",
             stacklevel=2,
         )
 

@@ -102,11 +102,10 @@ class OperationComparer(OperationRecorder):  # type: ignore[no-untyped-call]
 
     def _refuse(self, index: int, difference: str) -> None:
         raise DivergenceError(
-            f"The recomputation of checkpointed module {self._region} differs from its forward at "
-            f"operation {index + 1}: {difference}. Gradients would be wrong. A forward must "
-            "compute the same values each time it runs: look for state that is kept outside buffers, "
-            "for random numbers from Python, NumPy or a separate generator, and for "
-            "nondeterministic operations."
+            f"The recomputation of the checkpointed module {self._region} differs from the forward at "
+            f"operation {index + 1}: {difference}. Gradients would be wrong. A forward pass must compute the "
+            "same values each time it runs. Look for state outside buffers, for random numbers from Python, "
+            "NumPy or a separate generator, and for nondeterministic operations."
         )
 
 

@@ -35,13 +35,13 @@ class StepInBackward:
         ):
             raise UsageError(
                 "step_in_backward needs an optimizer that updates each parameter independently. memfit does "
-                f"not know this of {optimizer_name(optimizer)}. Use an optimizer from PyTorch (except "
-                "LBFGS), torchao or bitsandbytes."
+                f"not know whether {optimizer_name(optimizer)} does so. Use an optimizer from PyTorch "
+                "(except LBFGS), torchao or bitsandbytes."
             )
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError(
-                "step_in_backward: the optimizer has hooks from register_step_pre_hook, which would "
-                "find no gradients. Remove the hooks, or leave out step_in_backward."
+                "step_in_backward: the optimizer has hooks from register_step_pre_hook. These hooks would "
+                "find no gradients. Remove them, or leave out step_in_backward."
             )
         # Parameters hold this object, so it holds neither them nor the optimizer strongly: their memory is
         # freed with the script's last reference, not when the garbage collector runs.
@@ -72,10 +72,9 @@ class StepInBackward:
             return
         if parameter in self.stepped:
             raise UsageError(
-                f"step_in_backward: a parameter of shape {tuple(parameter.shape)} received its "
-                "gradient in two parts, and was already updated with the first part alone. Call "
-                "backward only once per step. If two checkpointed modules share a submodule, set "
-                "use_reentrant=False."
+                f"step_in_backward: a parameter of shape {tuple(parameter.shape)} received its gradient in "
+                "two parts. It was updated after the first part alone. Call backward only once per step. If "
+                "two checkpointed modules share a submodule, set use_reentrant=False."
             )
         self.stepped.add(parameter)  # first: a step that fails may have changed its state
         with torch.no_grad():

@@ -33,10 +33,10 @@ def expect_batches_of(settings: Accumulation, loader: Any, *, full: bool) -> Non
     if None in (given, expected) or given == expected:
         return
     why = (
-        "engine.fit and engine.step make one update from each batch, and divide it into micro-batches "
-        "themselves (engine.windows takes micro-batches)"
+        "engine.fit and engine.step expect full batches, and divide each into micro-batches. "
+        "If your loader returns micro-batches, use engine.windows."
         if full
-        else "engine.windows takes each batch as one micro-batch (engine.fit and engine.step take full "
-        "batches and divide them)"
+        else "engine.windows takes each batch as one micro-batch. "
+        "If your loader returns full batches, use engine.fit or engine.step."
     )
-    raise UsageError(f"The loader's batch_size is {given}, but {name}={expected}. They must be equal: {why}.")
+    raise UsageError(f"The loader's batch_size is {given}, but {name}={expected}. They must be equal. {why}")

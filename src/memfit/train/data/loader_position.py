@@ -182,9 +182,10 @@ class Position:
             waiting += max(0, self._from_last - self.consumed - done)
         if waiting:
             raise UsageError(
-                f"Cannot save the run: {waiting} micro-batches were carried over from one epoch to the next "
-                "and have not been used yet, and a saved state cannot contain them. Save after their "
-                "backward pass, save before an epoch ends, or use partial_window='flush'."
+                f"Cannot save the run: the backward pass of {waiting} micro-batch{'es' * (waiting != 1)} "
+                "carried over from one epoch to the next has not run yet. A saved state cannot contain such "
+                "micro-batches. Save after this backward pass, save before an epoch ends, or use "
+                "partial_window='flush'."
             )
         return {
             "consumed": self.consumed,
@@ -217,7 +218,7 @@ def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         warnings.warn(
             "A resumed run restarts the loader's persistent workers. From the second epoch after resuming, "
-            "their random numbers differ from those in an uninterrupted run. With persistent_workers=False, "
-            "they are the same.",
+            "the workers' random numbers differ from those in an uninterrupted run. With "
+            "persistent_workers=False, these numbers are the same.",
             stacklevel=5,
         )

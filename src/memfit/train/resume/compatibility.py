@@ -43,9 +43,9 @@ def check_compatible(parts: EngineParts, state: SavedRun) -> None:
     _check_scheduler(parts, state)
     if not 0 <= state["position"]["carried"] <= state["steps"]:
         raise UsageError(
-            f"Cannot resume: the state is damaged. It has {state['position']['carried']} "
-            "micro-batches that were carried over from one epoch to the next, but an accumulation "
-            f"window has only {state['steps']}."
+            f"Cannot resume: the state is damaged. It holds {state['position']['carried']} "
+            "micro-batches carried over from one epoch to the next, but an accumulation window consists "
+            f"of only {state['steps']} micro-batches."
         )
     if state["window"] is not None:
         _check_inside(parts, state)
@@ -85,15 +85,15 @@ def _check_groups(here: list[list[str]], there: list[list[str]]) -> None:
     """Check the order too: an optimizer's state refers to parameters by index, not by name."""
     if [len(group) for group in here] != [len(group) for group in there]:
         raise UsageError(
-            f"Cannot resume: the parameter groups have different sizes: {[len(group) for group in here]} "
-            f"parameters in this optimizer, {[len(group) for group in there]} in the saved one."
+            f"Cannot resume: this optimizer's parameter groups have {[len(group) for group in here]} "
+            f"parameters, but those of the saved optimizer have {[len(group) for group in there]}."
         )
     for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         for left, right in zip(ours, theirs, strict=True):
             if left != right:
                 raise UsageError(
-                    f"Cannot resume: parameter group {number} of this optimizer has {left!r} where the "
-                    f"same group of the saved optimizer has {right!r}."
+                    f"Cannot resume: parameter group {number} of this optimizer has the parameter {left!r}, "
+                    f"but the same group of the saved optimizer has {right!r} in its place."
                 )
 
 
@@ -125,23 +125,23 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
     steps = parts.steps
     if state["steps"] != steps:
         raise UsageError(
-            "Cannot resume: the state was saved inside an accumulation window of "
-            f"{state['steps']} micro-batches, but the windows of this engine have {steps}. Set "
-            f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between "
-            "windows."
+            f"Cannot resume: the state was saved inside an accumulation window of {state['steps']} "
+            f"micro-batches, but this engine's windows have {steps} micro-batch{'es' * (steps != 1)}. Set "
+            f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between windows."
         )
     here = precision_of(parts)
     other = [
-        f"{name}={there!r} (here {here.get(name)!r})"
+        f"{name}={there!r}, here {here.get(name)!r}"
         for name, there in state["precision"].items()
         if here.get(name) != there
     ]
     if not parts.ledger.update.scaler.can_resume(state["scaler"]):
-        other.append("a different loss scale")
+        other.append("the loss scale differs")
     if other:
         raise UsageError(
-            f"Cannot resume: the state was saved inside an accumulation window with {', '.join(other)}. "
-            "Use the precision of the saved run, or resume from a state saved between windows."
+            "Cannot resume: the state was saved inside an accumulation window, and the precision has "
+            f"changed since ({'; '.join(other)}). Use the precision of the saved run, or resume from a state "
+            "saved between windows."
         )
     parameters = named_parameters(parts)
     for name, gradient in state["gradients"].items():

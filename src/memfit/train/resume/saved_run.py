@@ -83,7 +83,7 @@ def validate(saved: dict[str, Any]) -> SavedRun:
         read = msgspec.convert(saved, SavedRun)
     except msgspec.ValidationError as error:
         raise FileFormatError(
-            f"Cannot resume: the state is damaged, or is not the state of a training run: {error}."
+            f"Cannot resume: the state is damaged, or is not the state of a training run ({error})."
         ) from None
     window = read["window"]
     if window is not None and not _is_possible(window):
@@ -114,7 +114,8 @@ def _try_generators(states: list[Any]) -> None:
                 set_random_state(state)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise FileFormatError(
-            f"Cannot resume: the random number generators here do not accept the saved states ({error})."
+            "Cannot resume: this machine's random number generators do not accept the saved states "
+            f"({error})."
         ) from None
     finally:
         set_random_state(now)

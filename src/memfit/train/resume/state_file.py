@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from memfit.errors import FileFormatError, UsageError
+from memfit.input_files import check_ordinary
 
 
 def save(state: dict[str, Any], path: Path) -> None:
@@ -97,7 +98,9 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises:
         FileFormatError: the file is something else, or damaged.
+        FileNotFoundError: there is no such file.
     """
+    check_ordinary(path)
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch.save writes checksums, which torch.load does not check
@@ -106,8 +109,6 @@ def load(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
     except _UNREADABLE as error:
         raise FileFormatError(
             f"Cannot resume from {path}: it is not the state of a training run, or is damaged ({error})."

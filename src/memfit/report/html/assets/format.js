@@ -21,6 +21,8 @@ function placeText({ step, phase, module = '', op = '', line = '' }) {
   return dotted(step && `step ${step}`, phase, cut(module), cut(op), cut(fileOnly(line)));
 }
 
+const failureText = ({ needed, available }) => `out of memory: needs ${bytes(needed)}, ${bytes(available)} available`;
+
 const on = (element, type, act) => element.addEventListener(type, act);
 
 function make(tag, attributes = {}, ...children) {

@@ -18,6 +18,12 @@ const panel = {
     byId('h-moment').textContent = moment === model.peak ? 'At the peak' : 'At this moment';
   },
 
+  // The tooltip of an allocation that failed.
+  failure(failure) {
+    const lines = [make('b', {}, failureText(failure)), make('div', { class: 'soft' }, placeText({ ...model.placeAt(failure.at), line: '' }))];
+    return [...lines, make('div', {}, `${exactly(failure.needed)} needed, ${exactly(failure.available)} available`)];
+  },
+
   // The tooltip of a moment and a layer: where the script is, and which modules hold most.
   tooltip(moment, layer) {
     const lines = [

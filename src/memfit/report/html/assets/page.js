@@ -29,7 +29,8 @@ class Page {
     if (!model.alive(this.block, moment)) this.block = undefined;
     for (const view of [panel, this.timeline, this.icicle, this.map, this.table]) view.show(moment);
     byId('timeline').setAttribute('aria-valuenow', moment);
-    const text = `${bytes(model.allocated[moment])} allocated, ${placeText(model.placeAt(moment))}`;
+    const failed = model.failures.filter(({ at }) => at === moment).map(failureText);
+    const text = [`${bytes(model.allocated[moment])} allocated`, placeText(model.placeAt(moment)), ...failed].join(', ');
     byId('timeline').setAttribute('aria-valuetext', text);
     press(byId('moments'), byId('moments').querySelector(`[data-moment="${moment}"]`));
   }
@@ -53,13 +54,16 @@ class Page {
 function themes(redraw) {
   const root = document.documentElement;
   const dark = window.matchMedia('(prefers-color-scheme: dark)');
+  const button = byId('theme');
+  button.hidden = false;
   const set = (name) => {
     root.dataset.theme = name;
+    button.textContent = name === 'dark' ? 'Light theme' : 'Dark theme';
     redraw();
   };
   const system = () => set(dark.matches ? 'dark' : 'light');
   on(dark, 'change', system);
-  on(byId('theme'), 'click', () => set(root.dataset.theme === 'dark' ? 'light' : 'dark'));
+  on(button, 'click', () => set(root.dataset.theme === 'dark' ? 'light' : 'dark'));
   let screen = '';
   on(window, 'beforeprint', () => {
     screen = root.dataset.theme;

@@ -1,6 +1,6 @@
-// The segment map: one row per segment; the position in a row is the address.
+// The segments: one row per segment, or per group of equal ones; the position in a row is the address.
 
-const NAME = 74; // pixels for a segment's size
+const NAME = 104; // pixels for a segment's size
 const NARROW = 24; // pixels of the shortest segment, off scale if necessary, so that its blocks can be seen
 
 class SegmentMap extends Rows {
@@ -30,12 +30,27 @@ class SegmentMap extends Rows {
       if (at < found.length && of[i] >= found[at].start) found[at].blocks.push(i);
     }
     this.moment = moment;
-    this.segments = found.sort((a, b) => a.small - b.small || b.size - a.size || a.start - b.start);
-    this.count = found.length;
+    this.total = found.length;
+    this.segments = this.grouped(found).sort((a, b) => a.small - b.small || b.size - a.size || a.start - b.start);
+    this.count = this.segments.length;
     this.widest = Math.max(1, ...found.map((segment) => segment.size));
     this.box.style.height = `${Math.min(330, this.count * this.tall + 4)}px`;
     byId('reserved').textContent = this.summary(found.filter(({ blocks }) => !blocks.length));
     this.mark(this.page.block);
+  }
+
+  // Segments of one size whose blocks lie alike become one row, which draws the first of them.
+  grouped(segments) {
+    const { address, requested, beyond, layer, freed } = model.block;
+    const groups = new Map();
+    for (const segment of segments) {
+      const { start, size, small, blocks } = segment;
+      const alike = blocks.map((i) => [address[i] - start, requested[i], beyond[i], layer[i], freed[i] <= this.moment]);
+      const key = [size, small, ...alike].join();
+      if (groups.has(key)) groups.get(key).equal.push(segment);
+      else groups.set(key, Object.assign(segment, { equal: [segment] }));
+    }
+    return [...groups.values()];
   }
 
   summary(free) {
@@ -43,7 +58,7 @@ class SegmentMap extends Rows {
     // If blocks are drawn together, a segment that looks free may hold small blocks.
     const wholly = `, of which ${bytes(total(free.map(({ size }) => size)))} in ${counted(free.length, 'wholly free segment')}`;
     const cached = `${bytes(reserved - model.allocated[this.moment])} cached${free.length && !model.together ? wholly : ''}`;
-    return dotted(counted(this.count, 'segment'), `${bytes(reserved)} reserved`, cached);
+    return dotted(counted(this.total, 'segment'), `${bytes(reserved)} reserved`, cached);
   }
 
   // Pixels per byte of a segment.
@@ -52,19 +67,22 @@ class SegmentMap extends Rows {
   }
 
   row(place) {
-    const { start, size, blocks } = this.segments[place];
+    const { start, size, blocks, equal } = this.segments[place];
+    const many = equal.length > 1;
     const per = this.scale({ size });
     const { address, requested, beyond } = model.block;
     const under = ({ offsetX }) => {
       const at = start + (offsetX - NAME) / per;
       return blocks.find((i) => address[i] <= at && at < address[i] + requested[i] + beyond[i]);
     };
-    const row = make('div', { role: 'row', class: 'segment' }, make('span', { role: 'rowheader' }, bytes(size)));
-    row.append(make('span', { role: 'gridcell', 'aria-label': counted(blocks.length, 'block') }));
+    const row = make('div', { role: 'row', class: 'segment' }, make('span', { role: 'rowheader' }, `${bytes(size)}${many ? ` × ${equal.length}` : ''}`));
+    const held = `${counted(blocks.length, 'block')}${many ? ` in each of ${equal.length} equal segments` : ''}`;
+    row.append(make('span', { role: 'gridcell', 'aria-label': held }));
     row.style.width = `${NAME + size * per}px`;
     on(row, 'click', (event) => this.choose(place, under(event)));
     const free = blocks.length ? byId('hole').textContent : 'cached: the whole segment is free';
-    addTooltip(row, (event) => [under(event) === undefined ? free : this.describe(under(event))]);
+    const first = many ? `the first of ${equal.length} equal segments: ` : '';
+    addTooltip(row, (event) => [first + (under(event) === undefined ? free : this.describe(under(event)))]);
     return row;
   }
 
@@ -101,8 +119,9 @@ class SegmentMap extends Rows {
     }
     frame(0, size * per, line);
     const { block } = this.page;
-    if (!blocks.includes(block)) return;
-    frame((address[block] - start) * per, Math.max(3, (requested[block] + beyond[block]) * per), ink);
+    const owner = segment.equal.find((one) => one.blocks.includes(block));
+    if (!owner) return;
+    frame((address[block] - owner.start) * per, Math.max(3, (requested[block] + beyond[block]) * per), ink);
   }
 
   describe(i) {
@@ -121,7 +140,7 @@ class SegmentMap extends Rows {
 
   along(event) {
     const row = Math.max(0, this.chosen);
-    const { blocks } = this.segments[row];
+    const blocks = this.segments[row].equal.flatMap((segment) => segment.blocks);
     if (!event.key.startsWith('Arrow')) return; // Home and End are for rows
     const place = moveTo(event, blocks.indexOf(this.page.block), blocks.length, { ArrowRight: 1, ArrowLeft: -1 });
     if (place !== undefined) this.choose(row, blocks[place]);
@@ -131,6 +150,6 @@ class SegmentMap extends Rows {
   mark(block) {
     const isChosen = block !== undefined;
     byId('block').textContent = isChosen ? this.describe(block) : '';
-    this.reveal(isChosen ? this.segments.findIndex(({ blocks }) => blocks.includes(block)) : Math.min(this.chosen, this.count - 1));
+    this.reveal(isChosen ? this.segments.findIndex(({ equal }) => equal.some(({ blocks }) => blocks.includes(block))) : Math.min(this.chosen, this.count - 1));
   }
 }

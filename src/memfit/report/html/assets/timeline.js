@@ -5,6 +5,7 @@ const RIGHT = 8;
 const TOP = 22; // space for the flags
 const HEIGHT = 330;
 const BANDS = 34; // phases and steps below the chart
+const BLOCK = 22; // pixels of the narrowest block that stands for an allocation that failed
 
 class Timeline {
   constructor(page) {
@@ -12,18 +13,28 @@ class Timeline {
     const flag = (kind, text = '') => make('i', { class: `flag ${kind}` }, make('b', {}, text));
     this.flags = [
       ...model.shortcuts.slice(1).map((moment) => [moment, flag('near')]),
-      ...model.failures.map(([moment, asked]) => [moment, flag('bad', `failed: ${bytes(asked)}`)]),
       [model.peak, flag('', 'peak')],
     ];
+    // Of several failures, the last is labelled: each has its tooltip.
+    this.failures = model.failures.map((failure, place) => {
+      const label = place === model.failures.length - 1 ? [make('b', {}, failureText(failure))] : [];
+      return { ...failure, element: make('i', { class: 'failure' }, ...label) };
+    });
     this.chosen = flag('strong');
     this.life = make('i', { class: 'life' }); // of the chosen block
     this.veil = make('i', { class: 'veil' }); // over the dragged range
-    byId('flags').append(this.life, ...this.flags.map(([, element]) => element), this.chosen, this.veil);
+    byId('phases').append(...model.phases.flatMap((phase, at) => (
+      model.moment.phase.includes(at) ? [make('span', {}, make('i', { 'data-phase': phase }), phase)] : [])));
+    const failures = this.failures.map(({ element }) => element);
+    byId('flags').append(this.life, ...this.flags.map(([, element]) => element), ...failures, this.chosen, this.veil);
     on(this.canvas, 'pointerdown', (event) => this.press(event));
     on(this.canvas, 'pointermove', (event) => this.move(event));
     for (const end of ['pointerup', 'pointercancel']) on(this.canvas, end, (event) => this.release(event));
     on(this.canvas, 'keydown', (event) => this.key(event));
-    addTooltip(this.canvas, (event) => panel.tooltip(this.momentAt(event), this.layerAt(event)));
+    addTooltip(this.canvas, (event) => {
+      const failure = this.failureAt(event);
+      return failure ? panel.failure(failure) : panel.tooltip(this.momentAt(event), this.layerAt(event));
+    });
   }
 
   // Choose the moment that each pixel column shows, and the scale.
@@ -42,9 +53,33 @@ class Timeline {
       }
     }
     this.tops = Float64Array.from(this.picks, (k) => model.allocated[k]);
-    const high = Math.max(1, ...this.reserved, ...this.tops);
+    const drawn = Math.max(1, ...this.reserved, ...this.tops);
+    // A block that failed reaches beyond the limit; one far larger is cut.
+    const failed = this.failures.filter((failure) => this.shows(failure)).map(({ at, needed }) => model.reserved[at] + needed);
+    const high = Math.max(drawn, ...failed.map((top) => Math.min(top, 1.5 * (model.room || drawn))));
     this.withRoom = model.room > 0 && model.room < 1.6 * high; // otherwise the limit would dwarf the chart
-    this.high = 1.06 * (this.withRoom ? Math.max(high, model.room) : high);
+    this.high = (failed.length ? 1.13 : 1.06) * (this.withRoom ? Math.max(high, model.room) : high); // leaves space for a label
+  }
+
+  shows({ at }) {
+    return this.from <= at && at < this.to;
+  }
+
+  // The place of a failed allocation: on top of the reserved memory of its moment, which it ends.
+  blockOf({ at, needed }) {
+    const moment = this.width / (this.to - this.from);
+    const wide = Math.max(BLOCK, moment);
+    const left = clamp((at - this.from + 1) * moment - wide, 0, this.width - wide);
+    const top = Math.max(0, this.y(model.reserved[at] + needed));
+    return { left, top, wide, tall: this.y(model.reserved[at]) - top, late: left > this.width / 2 };
+  }
+
+  failureAt({ offsetX, offsetY }) {
+    return this.failures.find((failure) => {
+      const { left, top, wide, tall } = this.blockOf(failure);
+      const [x, y] = [offsetX - LEFT - left, offsetY - top];
+      return this.shows(failure) && x >= 0 && x < wide && y >= 0 && y < tall;
+    });
   }
 
   y(amount) {
@@ -79,7 +114,9 @@ class Timeline {
     context.lineWidth = 1.25;
     this.steps(context, this.reserved);
     context.stroke();
-    write('reserved', end - 4, this.y(this.reserved[this.width - 1]) - 9, 'right');
+    const over = { offsetX: end - 1, offsetY: this.y(this.reserved[this.width - 1]) - 9 };
+    const failure = this.failureAt(over);
+    write('reserved', end - 4 - (failure ? this.blockOf(failure).wide : 0), over.offsetY, 'right');
     if (this.withRoom) {
       const y = Math.round(this.y(model.room));
       context.fillStyle = theme('bad');
@@ -150,6 +187,13 @@ class Timeline {
     };
     const { moment, block } = this.page;
     for (const [at, flag] of [...this.flags, [moment, this.chosen]]) put(flag, at + 0.5);
+    for (const failure of this.failures) {
+      const { element } = failure;
+      const { left, top, wide, tall, late } = this.blockOf(failure);
+      element.hidden = !this.shows(failure);
+      element.classList.toggle('late', late);
+      Object.entries({ left, top, width: wide, height: tall }).forEach(([name, length]) => { element.style[name] = `${length}px`; });
+    }
     this.chosen.firstChild.textContent = `${moment === model.peak ? 'peak ' : ''}${bytes(model.allocated[moment])}`;
     put(this.life, model.block.born[block], model.block.freed[block]);
     put(this.veil, ...this.dragged());

@@ -1,0 +1,177 @@
+"""Runs under changes, each made once: what they need, and whether they fit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+from memfit.allocator.config import AllocatorConfig, environment_settings, script_settings
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Requests, read_requests
+from memfit.allocator.setting_outcomes import setting_config
+from memfit.analysis.advice_candidates import AdviceCandidate, RunFacts
+from memfit.analysis.allocator_comparison import torch_version
+from memfit.analysis.location import least_certain
+from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult
+from memfit.analysis.summary import summarize
+from memfit.devices import NO_LIMIT
+from memfit.errors import UsageError
+from memfit.records import (
+    ARENA,
+    AllocatorSetting,
+    CallRates,
+    DryRun,
+    Figure,
+    Provenance,
+    Replay,
+    ScriptEnd,
+    Trace,
+    worst,
+)
+
+MOST_RUNS = 12
+"""Reruns of a script at most, besides the one with unlimited memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a run needs under allocator settings."""
+
+    reserved: Figure
+    """Peak of reserved bytes with unlimited memory."""
+    seconds: float | None
+    """Seconds of driver calls in a steady step; None if too few steps completed."""
+    fits: bool | None
+    """Whether it certainly fits the device; None without a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run under a change; its trace is not kept."""
+
+    facts: RunFacts
+    models: tuple[str, ...]
+    outcomes: Mapping[str, _Outcome]
+    """By ``ScriptChange.conf``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceAttempt:
+    """Changes made together, and what the script then needs."""
+
+    made: tuple[AdviceCandidate, ...]
+    change: ScriptChange
+    facts: RunFacts
+    models: tuple[str, ...]
+    """Classes of the models that strategies were applied to."""
+    reserved: Figure
+    """Peak of reserved bytes with unlimited memory."""
+    seconds: float | None
+    """Seconds of driver calls in a steady step; None if too few steps completed."""
+    fits: bool | None
+    """Whether it certainly fits the device; None without a device."""
+
+
+class Trials:
+    """Tries changes, each run once, and remembers what came out.
+
+    Args:
+        first: the unchanged run, with unlimited memory if it does not fit.
+        run: reruns the script.
+        room: bytes of the device that the process and others may take; 0 if it is unknown.
+
+    Raises:
+        MemfitError: the run used another allocator than PyTorch's own, or its history is incomplete.
+    """
+
+    def __init__(self, first: TrialResult, run: RunScript, room: int) -> None:
+        self._run_script = run
+        self._room = room
+        self._runs: dict[ScriptChange, _Run | None] = {ScriptChange(): _summarized(first, room)}
+        self._runs_left = MOST_RUNS
+        self.failed: ScriptEnd | None = None
+        """How the first rerun that failed ended."""
+        self.reruns = True
+        """Whether the caller lets the script run again."""
+        self.refused = False
+        """Whether a run was not made because there had been too many."""
+
+    def unchanged(self) -> AdviceAttempt:
+        """Return the run without a change."""
+        unchanged = self.attempt(())
+        if unchanged is None:
+            raise AssertionError  # it was given
+        return unchanged
+
+    def attempt(self, made: tuple[AdviceCandidate, ...]) -> AdviceAttempt | None:
+        """Make changes together: settings by a replay, anything else by a rerun. None if that failed."""
+        without = replace(_together(made), conf="")
+        if without not in self._runs:
+            what = " + ".join(one.what for one in made if not one.change.conf)
+            self._runs[without] = self._run(without, what)
+        return self.known(made)
+
+    def known(self, made: tuple[AdviceCandidate, ...]) -> AdviceAttempt | None:
+        """Return what came out of an attempt; None if it was not made, or failed."""
+        change = _together(made)
+        run = self._runs.get(replace(change, conf=""))
+        outcome = run.outcomes.get(change.conf) if run is not None else None
+        if run is None or outcome is None:
+            return None
+        return AdviceAttempt(
+            made, change, run.facts, run.models, outcome.reserved, outcome.seconds, outcome.fits
+        )
+
+    def _run(self, change: ScriptChange, what: str) -> _Run | None:
+        if not self.reruns or not self._runs_left:
+            self.refused |= self.reruns
+            return None
+        self._runs_left -= 1
+        tried = self._run_script(change, what)
+        if isinstance(tried, TrialResult):
+            return _summarized(tried, self._room)
+        self.reruns = tried is not None
+        self.failed = self.failed or tried
+        return None
+
+
+def _together(made: tuple[AdviceCandidate, ...]) -> ScriptChange:
+    return reduce(or_, (one.change for one in made), ScriptChange())
+
+
+def _summarized(tried: TrialResult, room: int) -> _Run:
+    if AllocatorConfig.read(tried.trace.settings).backend == ARENA:
+        raise UsageError(
+            "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
+        )
+    asked, found = read_requests(tried.trace), summarize(tried.trace)
+    facts = RunFacts.of(tried.trace, found)
+    settings = {"", facts.conf}
+    outcomes = {conf: _outcome(tried.trace, found, asked, conf, room) for conf in settings}
+    return _Run(facts, tried.models, outcomes)
+
+
+def _outcome(trace: Trace, found: DryRun, asked: Requests, conf: str, room: int) -> _Outcome:
+    roomy = _replay(trace, asked, conf, NO_LIMIT)
+    sure = least_certain(note for note in trace.notes if note.sizes)
+    seen = not conf and roomy.peak_reserved == found.peak_reserved  # in the run itself, not in a model
+    calls = roomy.calls_per_step
+    return _Outcome(
+        Figure(roomy.peak_reserved, sure if seen else worst(sure, Provenance.SIMULATED)),
+        CallRates().seconds(calls) if calls is not None else None,
+        _replay(trace, asked, conf, room).fits if room else None,
+    )
+
+
+def _replay(trace: Trace, asked: Requests, conf: str, total: int) -> Replay:
+    device = trace.device
+    setting = AllocatorSetting(
+        conf or environment_settings(trace.settings), script=script_settings(trace.settings)
+    )
+    return replay(
+        asked,
+        setting_config(setting),
+        total=total,
+        taken=device.context.bytes + device.in_use,
+        version=torch_version(trace),
+    )

@@ -1,0 +1,35 @@
+"""What decides a script's memory and can be set from outside: its own options, its loader's batch size."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class OptionPurpose(StrEnum):
+    """What an option of a script sets."""
+
+    BATCH_SIZE = "batch size"
+    ACCUMULATION = "accumulation steps"
+    CHECKPOINTING = "checkpointing"
+    LOW_PRECISION = "low precision"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOption:
+    """An option that the script's own parser accepted."""
+
+    purpose: OptionPurpose
+    words: tuple[str, ...]
+    """What to write: ``--bf16``, or ``--mixed_precision bf16``; for a number, the option's name alone."""
+    value: int
+    """Its value in this run: a number; for a switch 1 if it is on, otherwise 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderBatchSize:
+    """The batch size of the ``DataLoader`` that the script last began to read."""
+
+    size: int
+    line: str
+    """``file:line`` of the script that created the loader, or called the library that did."""
+    library: str = ""
+    """The library that created it, if the script itself did not."""

@@ -1,0 +1,104 @@
+"""The notes of a run on the terminal: in full those that figures may depend on, and the number of the others.
+
+Notes with the same text are one note, with several places.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from rich.text import Text
+
+from memfit.records import DryRun, Note, Provenance
+from memfit.report.escape import escaped
+from memfit.report.short_path import short_path
+
+_SHARE = 0.01
+"""A note is shown in full if it may change the peak of the process by more than this share."""
+_MOST = 8
+"""Notes shown in full."""
+_WIDTH = max(map(len, Provenance))
+
+
+def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
+    """Yield the notes of a result as lines.
+
+    Args:
+        result: a run.
+        full: list every note.
+        hints: name the option that lists them; without it, the lines name the result's attribute.
+    """
+    if full:
+        yield from _all_lines(result)
+        return
+    notes = _places_by_note(result.notes)
+    shown = [note for note in notes if _may_change_figures(note, result)][:_MOST]
+    for note in shown:
+        where = f"  {', '.join(notes[note])}" if notes[note] else ""
+        yield Text(f"note ({note.provenance}): {escaped(note.text)}{where}")
+    rest = [note for note in notes if note not in shown]
+    if rest:
+        yield Text(_count(rest, more=bool(shown), hints=hints), style="dim")
+
+
+def _places_by_note(notes: Iterable[Note]) -> dict[Note, list[str]]:
+    """Return each note once, without its place, and all places that it refers to."""
+    found: dict[Note, list[str]] = {}
+    for note in notes:
+        places = found.setdefault(replace(note, where=""), [])
+        if note.where:
+            places.append(escaped(short_path(note.where)))
+    return found
+
+
+def _may_change_figures(note: Note, result: DryRun) -> bool:
+    """Return whether the peak may depend on a note by more than ``_SHARE``.
+
+    A note on something other than sizes, such as a value that the script read, has an unknown effect: it may
+    have changed what the script did. Only sizes that cuDNN itself gives have a known bound: the workspaces'
+    bytes.
+    """
+    if not note.sizes or not note.workspaces or note.activations or note.provenance is Provenance.ASSUMED:
+        return note.sizes
+    workspaces = sum(term.figure.bytes for term in result.terms if term.name == "workspaces")
+    return workspaces > _SHARE * result.peak_process.bytes
+
+
+def _count(notes: list[Note], *, more: bool, hints: bool) -> str:
+    remarks = sum(note.provenance is Provenance.EXACT for note in notes)
+    counts = ((len(notes) - remarks, "assumption"), (remarks, "remark"))
+    parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
+    if more:
+        parts[0] = parts[0].replace(" ", " more ", 1)
+    where = f"--notes lists {'it' if len(notes) == 1 else 'them'}" if hints else "see `notes`"
+    return f"{' and '.join(parts)}; {where}."
+
+
+def _all_lines(result: DryRun) -> Iterator[Text]:
+    notes = _places_by_note(result.notes)
+    groups: dict[str, list[Note]] = {
+        "Notes that the figures depend on:": [note for note in notes if note.sizes],
+        "Assumptions whose effect on the figures is unknown:": [
+            note for note in notes if not note.sizes and note.provenance is not Provenance.EXACT
+        ],
+        "Remarks:": [note for note in notes if not note.sizes and note.provenance is Provenance.EXACT],
+    }
+    for heading, members in groups.items():
+        if members:
+            yield Text(heading)
+        for note in members:
+            yield Text(f"  {note.provenance:<{_WIDTH}}  {escaped(note.text)}{_in_places(notes[note])}")
+
+
+def _in_places(places: list[str]) -> str:
+    """Return places in parentheses, with the lines of each file together.
+
+    >>> _in_places(["train.py:10", "model.py:5", "train.py:31"])
+    '  (3 places: train.py:10, 31; model.py:5)'
+    """
+    lines: dict[str, list[str]] = {}
+    for place in places:
+        file, colon, line = place.rpartition(":")
+        lines.setdefault(file + colon, []).append(line)
+    listed = "; ".join(file + ", ".join(numbers) for file, numbers in lines.items())
+    count = f"{len(places)} places: " if len(places) > 1 else ""
+    return f"  ({count}{listed})" if places else ""

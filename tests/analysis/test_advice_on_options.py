@@ -1,0 +1,156 @@
+"""Advice through the script's own options and its batch size; and how many runs it takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.analysis.advice import find_advice
+from memfit.analysis.advice_attempt import MOST_RUNS
+from memfit.analysis.script_change import TrialResult
+from memfit.analysis.summary import summarize
+from memfit.records import (
+    LoaderBatchSize,
+    OptionPurpose,
+    ScriptOption,
+)
+from support.advised_runs import (
+    BF16,
+    CHECKPOINT,
+    CHECKPOINTING,
+    FAILED,
+    OFFLOAD,
+    advice_for,
+    rows,
+    too_large,
+    trace,
+)
+
+
+def batch(value=64, name="--batch-size"):
+    """Return the script's option for its batch size."""
+    return ScriptOption(OptionPurpose.BATCH_SIZE, (name,), value)
+
+
+def by_batch(word, full, fixed=0, per_sample=1):
+    """Return the results of batches of each power of two: so many MiB fixed, and for each sample."""
+    sizes = [full >> power for power in range(1, full.bit_length())]
+    return {f"{word}{size}": fixed + per_sample * size for size in sizes}
+
+
+def test_the_largest_batch_that_fits_is_found_through_the_scripts_own_option():
+    own = {"options": [batch()]}
+    first = too_large(400, **own)
+    results = {"": 640, **by_batch("--batch-size ", 64, per_sample=10), "checkpointing": 600, "offload": 600}
+    answer, tried = advice_for(first, results, **own)
+    assert rows(answer) == [("batch size 16 instead of 64", 480, 260, True)]
+    (piece,) = answer.advice
+    assert (piece.how, piece.costs) == (
+        ("--batch-size 16, now 64",),
+        "each update sees 16 samples instead of 64",
+    )
+    assert answer.advice_remarks == ("One sample of a batch takes 10.0 MiB (exact).",)
+    assert tried == ["", "--batch-size 16", "checkpointing", "offload"]  # 32 would need 420 MiB
+
+
+def test_the_search_for_a_batch_corrects_its_first_guess():
+    """Half of the memory does not depend on the batch, although its category suggests that it does."""
+    own = {"options": [batch()]}
+    results = {"": 640, **by_batch("--batch-size ", 64, 320, 5), "checkpointing": FAILED, "offload": FAILED}
+    answer, tried = advice_for(too_large(440, **own), results, **own)
+    assert rows(answer)[0][:2] == ("batch size 4 instead of 64", 300)
+    assert tried[1:3] == ["--batch-size 32", "--batch-size 4"]
+    results = {"": 640, "--batch-size 16": 40, "--batch-size 32": 310, "checkpointing": 600, "offload": 600}
+    answer, tried = advice_for(too_large(415, **own), results, **own)
+    assert rows(answer)[0][:2] == ("batch size 32 instead of 64", 330)
+    assert tried[1:3] == ["--batch-size 16", "--batch-size 32"]
+
+
+def test_a_smaller_batch_keeps_the_samples_of_an_update_if_the_script_can_accumulate():
+    own = {"options": [batch(), ScriptOption(OptionPurpose.ACCUMULATION, ("--accum",), 2)]}
+    results = {"": 640, "--batch-size 16 --accum 8": 200, "checkpointing": FAILED, "offload": FAILED}
+    answer, _ = advice_for(too_large(400, **own), results, **own)
+    (piece,) = answer.advice
+    assert piece.how == ("--batch-size 16 --accum 8, now 64 and 2",)
+    assert piece.costs == "8 batches per update instead of 2, with as many samples in total"
+    assert answer.advice_remarks == ()  # the gradients that are kept meanwhile are no sample's
+    own["options"] = [batch(5), replace(own["options"][1], value=1)]
+    results = {"": 640, "--batch-size 2": 200, "checkpointing": FAILED, "offload": FAILED}
+    assert advice_for(too_large(400, **own), results, **own)[0].advice[0].how == ("--batch-size 2, now 5",)
+
+
+@pytest.mark.parametrize(
+    ("library", "how"),
+    [
+        ("", "DataLoader(batch_size=16), now 64"),
+        ("transformers", "a batch size of 16 for the DataLoader that transformers creates, now 64"),
+    ],
+)
+def test_without_an_option_the_loader_gets_a_smaller_batch(library, how):
+    own = {"loader": LoaderBatchSize(64, "train.py:31", library)}
+    results = {"": 640, "loader=16": 160, "checkpointing": FAILED, "offload": FAILED}
+    (piece,) = advice_for(too_large(400, **own), results, **own)[0].advice
+    assert (piece.how, piece.where, piece.fits) == ((how,), "train.py:31", True)
+
+
+def test_a_smaller_batch_joins_a_change_that_is_not_enough():
+    """How large the batch may be is found with the other change made."""
+    own = {"options": [batch(4)]}
+    alone = by_batch("--batch-size ", 4, 332, 77)
+    together = {f"checkpointing {words}": size - 220 for words, size in alone.items()}
+    results = {"": 640, "checkpointing": 420, "offload": 630, "checkpointing offload": 418}
+    answer, _ = advice_for(too_large(425, **own), results | alone | together, **own)
+    assert rows(answer) == [(f"{CHECKPOINT} + batch size 2 instead of 4", 374, 366, True)]
+
+
+def test_if_no_batch_is_small_enough_the_smallest_shows_what_it_saves():
+    own = {"options": [batch(4)]}
+    results = {"": 640, **by_batch("--batch-size ", 4, 600, 10), "checkpointing": FAILED, "offload": FAILED}
+    answer, _ = advice_for(too_large(400, **own), results, **own)
+    assert rows(answer) == [("batch size 1 instead of 4", 30, 710, False)]
+
+
+def test_an_unknown_batch_size_is_reported():
+    answer, _ = advice_for(too_large(400), {"": 640, "checkpointing": FAILED, "offload": FAILED})
+    assert answer.advice_remarks[0].startswith("memfit did not try a smaller batch")
+    answer, _ = advice_for(trace(400), {"checkpointing": FAILED, "offload": FAILED})
+    assert answer.advice_remarks == ()
+
+
+def test_the_scripts_own_options_are_used_where_it_has_them():
+    results = {"--grad-checkpointing": 300, "--mixed_precision bf16": 200, "offload": 390}
+    answer, _ = advice_for(trace(400, options=[CHECKPOINTING, BF16]), results)
+    assert [(piece.changes, piece.how) for piece in answer.advice] == [
+        (("gradient checkpointing",), ("add --grad-checkpointing to the script's options",)),
+        (("bf16",), ("add --mixed_precision bf16 to the script's options",)),
+        ((OFFLOAD,), ("memfit.apply(model, [memfit.Offload()])  # after creating Net",)),
+    ]
+
+
+def test_checkpointing_is_injected_where_the_scripts_own_option_fails():
+    results = {"--grad-checkpointing": FAILED, "checkpointing": 300, "offload": 400}
+    answer, _ = advice_for(trace(400, options=[CHECKPOINTING]), results)
+    assert rows(answer) == [(CHECKPOINT, 100, 400, True)]
+
+
+def test_options_that_are_on_are_not_advised():
+    on = [replace(CHECKPOINTING, value=1), replace(BF16, value=1), batch()]  # and no batch is too large
+    _, tried = advice_for(trace(400, options=on), {"offload": 300})
+    assert tried == ["offload"]
+
+
+def test_the_number_of_reruns_is_limited():
+    options = [batch(2)] + [
+        ScriptOption(OptionPurpose.LOW_PRECISION, (f"--low{number}",), 0) for number in range(20)
+    ]
+    tried = []
+
+    def run(change, _what):
+        tried.append(change)
+        return TrialResult(trace(400, options=options), ("Net",))
+
+    first = too_large(300, options=options)
+    answer = find_advice(first, summarize(first), run)
+    assert len(tried) == 1 + MOST_RUNS
+    assert answer.advice_remarks[-1] == (
+        f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."
+    )

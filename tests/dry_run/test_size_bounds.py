@@ -1,0 +1,38 @@
+"""Figures that rest on the largest possible size are upper bounds, and the verdict says so."""
+
+import pytest
+
+pytestmark = pytest.mark.process
+SCRIPT = """
+    import torch
+    x = torch.randn(1 << 26, device="cuda")
+    kept = x[x > 0]
+    print("peak", torch.cuda.max_memory_reserved())
+"""
+
+
+def test_an_upper_bound_is_named_with_its_operator_and_line(dry_run):
+    run = dry_run(SCRIPT)
+    assert "needs at most" in run.out.splitlines()[1]
+    assert "At most: the size of nonzero depends on GPU values" in run.out
+    assert "--values script.py:4=… sets it" in run.out
+    assert run.answer["upper_bound"] == {"operator": "nonzero", "where": f"{run.folder / 'script.py'}:4"}
+
+
+def test_an_upper_bound_that_does_not_fit_may_fit(dry_run):
+    run = dry_run(SCRIPT, options=("--memory", "1536MiB", "--fail"))
+    assert (run.answer["verdict"], run.code) == ("may not fit", 1), run.err
+    assert "MAY NOT FIT   on a GPU of 1.50 GiB" in run.out
+    assert "Needs at most 2." in run.out
+
+
+def test_a_size_that_the_user_gives_is_no_upper_bound(dry_run):
+    run = dry_run(SCRIPT, options=("--values", "script.py:4=25%,unique=3"))
+    assert run.answer["upper_bound"] is None
+    assert "FITS   needs 1." in run.out
+    texts = [note["text"] for note in run.answer["notes"]]
+    assert (
+        "A size depends on GPU values: the user assumes that nonzero finds 16,777,216 of at most 67,108,864 "
+        "elements (--values script.py:4=25%)." in texts
+    )
+    assert "--values unique=3 had no effect: the script read no GPU value that it applies to." in texts

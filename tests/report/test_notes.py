@@ -1,0 +1,97 @@
+"""Notes in the summary: a line that counts them, and in full those that figures may depend on."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from memfit.records import Figure, Note, Provenance, Term
+from memfit.report.terminal.notes import note_lines
+
+READ = "The script read a GPU value, so it returned {}."
+ONE = Note(Provenance.ASSUMED, READ.format(1.0), "/s/train.py:10")
+GRAPHS = Note(Provenance.EXACT, "torch.compile made 2 graphs.")
+UPPER = Note(Provenance.ASSUMED, "nonzero is assumed to find 9 elements.", "/s/train.py:7", sizes=True)
+CUDNN = Note(Provenance.SIMULATED, "The sizes are those of cuDNN 9.", sizes=True, workspaces=True)
+
+
+def shown(answer, *notes, full=False, hints=True):
+    console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
+    for line in note_lines(replace(answer, notes=notes), full=full, hints=hints):
+        console.print(line)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("notes", "line"),
+    [
+        ((ONE,), "1 assumption; --notes lists it."),
+        ((ONE, replace(ONE, where="/s/train.py:31")), "1 assumption; --notes lists it."),
+        ((ONE, replace(ONE, text=READ.format(False))), "2 assumptions; --notes lists them."),
+        ((ONE, GRAPHS), "1 assumption and 1 remark; --notes lists them."),
+        ((GRAPHS,), "1 remark; --notes lists it."),
+    ],
+)
+def test_notes_without_a_known_effect_on_figures_are_counted(answer, notes, line):
+    assert shown(answer, *notes) == [line]
+
+
+def test_a_run_without_notes_says_nothing(answer):
+    assert shown(answer) == shown(answer, full=True) == []
+
+
+def test_a_note_that_sizes_depend_on_is_shown_in_full(answer):
+    assert shown(answer, ONE, UPPER) == [
+        "note (assumed): nonzero is assumed to find 9 elements.  /s/train.py:7",
+        "1 more assumption; --notes lists it.",
+    ]
+
+
+@pytest.mark.parametrize(("workspaces", "in_full"), [(75, True), (76, True), (74, False), (0, False)])
+def test_a_note_on_simulated_workspaces_is_shown_if_they_exceed_a_hundredth(answer, workspaces, in_full):
+    terms = (Term("workspaces", Figure(workspaces, Provenance.SIMULATED)), *answer.terms)
+    small = replace(answer, terms=terms, peak_process=Figure(7450, Provenance.ASSUMED))
+    lines = shown(small, CUDNN)
+    assert lines == (
+        ["note (simulated): The sizes are those of cuDNN 9."]
+        if in_full
+        else ["1 assumption; --notes lists it."]
+    )
+
+
+def test_workspaces_that_activations_include_or_that_are_assumed_have_no_known_bound(answer):
+    for note in (replace(CUDNN, activations=True), replace(CUDNN, provenance=Provenance.ASSUMED)):
+        assert shown(answer, note)[0].startswith("note (")
+
+
+def test_all_notes_are_listed_by_their_effect_with_the_lines_of_each_file(answer):
+    notes = (
+        GRAPHS,
+        ONE,
+        replace(ONE, where="/s/train.py:31"),
+        replace(ONE, where="/s/model.py:5"),
+        replace(ONE, where="layers.0"),
+        UPPER,
+    )
+    places = "/s/train.py:10, 31; /s/model.py:5; layers.0"
+    assert shown(answer, *notes, full=True) == [
+        "Notes that the figures depend on:",
+        "  assumed    nonzero is assumed to find 9 elements.  (/s/train.py:7)",
+        "Assumptions whose effect on the figures is unknown:",
+        f"  assumed    The script read a GPU value, so it returned 1.0.  (4 places: {places})",
+        "Remarks:",
+        "  exact      torch.compile made 2 graphs.",
+    ]
+
+
+def test_more_than_eight_notes_are_counted(answer):
+    notes = [replace(UPPER, text=f"note {number}") for number in range(10)]
+    lines = shown(answer, *notes, GRAPHS)
+    assert len(lines) == 9
+    assert lines[-1] == "2 more assumptions and 1 remark; --notes lists them."
+    assert sum("note " in line for line in shown(answer, *notes, full=True)) == 10
+
+
+def test_a_result_in_python_refers_to_its_own_notes(answer):
+    assert shown(answer, ONE, hints=False) == ["1 assumption; see `notes`."]

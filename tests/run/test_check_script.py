@@ -1,0 +1,95 @@
+"""A script that Python refuses is refused before anything runs, as Python states it."""
+
+import builtins
+import subprocess
+import sys
+import traceback
+import zipapp
+
+import pytest
+
+from memfit.errors import MemfitError, TargetError
+from memfit.run.check_script import check_script
+from memfit.run.script import run_as_main
+
+LATIN = "# café\n".encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("source", "stated"),
+    [
+        (
+            LATIN,
+            "SyntaxError: line 1 contains the byte 0xe9, which is not utf-8. Declare the ",
+        ),
+        (b"x = 1\n" + LATIN, "SyntaxError: line 2 contains the byte 0xe9, which is not utf-8."),
+        (b"# coding: ascii\n\n" + LATIN, "SyntaxError: line 3 contains the byte 0xe9, which is not ascii."),
+        (b"x = '\0'\n", "SyntaxError: source code string cannot contain null bytes"),
+        (b"x = " + b"-" * 200_000 + b"1", "MemoryError"),
+    ],
+)
+def test_what_python_cannot_read_is_refused_in_one_line(tmp_path, source, stated):
+    path = tmp_path / "train.py"
+    path.write_bytes(source)
+    with pytest.raises(TargetError) as caught:
+        check_script(path)
+    assert str(caught.value).startswith(f"Python refuses {path}: {stated}")
+    assert "\n" not in str(caught.value)
+
+
+def test_invalid_syntax_is_shown_as_python_shows_it(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\nif torch print\n")
+    with pytest.raises(TargetError) as caught:
+        check_script(path)
+    with pytest.raises(SyntaxError) as stated:
+        compile(path.read_bytes(), str(path), "exec")
+    shown = "".join(traceback.format_exception_only(stated.value)).rstrip()
+    assert shown.splitlines()[:2] == [f'  File "{path}", line 2', "    if torch print"]
+    assert str(caught.value) == f"Python refuses {path}:\n{shown}"
+    path.write_text("# coding: nonsense\n")
+    with pytest.raises(TargetError, match=r"SyntaxError: unknown encoding: nonsense$"):
+        check_script(path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("source", [LATIN, b"# coding: latin-1\n" + LATIN, b"x = '\0'\n", b"return\n"])
+def test_a_script_is_refused_if_and_only_if_python_refuses_it(tmp_path, source):
+    path = tmp_path / "train.py"
+    path.write_bytes(source)
+    refused = subprocess.run([sys.executable, "-I", path], capture_output=True, check=False).returncode
+    try:
+        check_script(path)
+    except TargetError:
+        assert refused
+    else:
+        assert not refused
+
+
+def test_a_script_is_not_run_and_warns_in_its_own_process_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtins, "ran", False, raising=False)
+    path = tmp_path / "train.py"
+    path.write_text("import builtins\nbuiltins.ran = '\\d'\n")
+    check_script(path)  # warnings are errors in tests
+    assert builtins.ran is False
+
+
+def test_a_folder_is_checked_by_its_main(tmp_path):
+    with pytest.raises(MemfitError, match=r"is a folder without a __main__.py"):
+        check_script(tmp_path)
+    (tmp_path / "__main__.py").write_bytes(LATIN)
+    with pytest.raises(TargetError, match=r"Python refuses .*__main__.py: SyntaxError: line 1"):
+        check_script(tmp_path)
+
+
+def test_a_zip_with_a_main_runs_as_with_python(tmp_path, monkeypatch):
+    folder = tmp_path / "app"
+    folder.mkdir()
+    (folder / "__main__.py").write_text("import builtins, sys\nbuiltins.ran = [__name__, *sys.argv]\n")
+    path = tmp_path / "app.pyz"
+    zipapp.create_archive(folder, path)
+    check_script(path)
+    monkeypatch.setattr(builtins, "ran", [], raising=False)
+    monkeypatch.setattr(sys, "argv", [])
+    run_as_main((str(path), "--big"), module=False)
+    assert builtins.ran == ["__main__", str(path), "--big"]
