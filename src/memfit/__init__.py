@@ -11,8 +11,8 @@ True
 # ruff: noqa: I001 - one statement a module, aliases and all
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # of typing, whose import would delay the command's first reaction to Ctrl-C
 _NAMES_OF_MODULE = {
     "memfit.api": (
         "diagnose",

@@ -1,5 +1,26 @@
-"""``python -m memfit`` is the command ``memfit``."""
+"""``python -m memfit`` and the installed command ``memfit``."""
 
-from memfit.cli.main import main
+import atexit
+import os
+import sys
 
-main()
+from memfit.cli.ctrl_c import ctrl_c_ends_at_once
+
+
+def main() -> None:
+    """Run the command line, and exit without finalising the interpreter.
+
+    Ctrl-C works while the commands are imported, too. A finalising interpreter would let it end the process
+    by a signal, or ignore it.
+    """
+    ctrl_c_ends_at_once()
+    from memfit.cli.main import exit_code_of
+
+    code = exit_code_of(sys.argv[1:])
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

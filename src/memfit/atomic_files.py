@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,17 +30,16 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path = path.resolve()  # writes through a symbolic link, which is kept
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        # Opened in here: Ctrl-C may come at any line.
         descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _cannot_write(path, error) from None
-    try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(descriptor)
         beside.replace(path)
     except BaseException as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         if isinstance(error, OSError):
             raise _cannot_write(path, error) from None
         raise

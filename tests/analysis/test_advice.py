@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.analysis.advice import find_advice
+from memfit.analysis.advice import find_advice, find_total
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.analysis.script_change import ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
@@ -210,6 +210,12 @@ def test_the_next_change_targets_the_remaining_peak():
 def test_an_interrupted_run_gets_no_advice_and_is_not_rerun(end):
     answer, tried = advice_for(trace(400, end=end), {})
     assert (answer.advice, answer.in_all, answer.untried, tried) == ((), None, end, [])
+
+
+def test_an_interrupted_run_that_does_not_fit_is_not_rerun_either():
+    found = summarize(trace(200, oom=True, end=ScriptEnd("interrupted", 130), total=300))
+    assert found.verdict == "does not fit"
+    assert find_total(found, None) is found
 
 
 @pytest.mark.parametrize("end", [STEPS, ScriptEnd("out of memory", 1)])

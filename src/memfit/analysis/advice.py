@@ -38,9 +38,10 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         run: reruns the script with unlimited memory.
 
     Returns:
-        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits.
+        The summary with ``in_all``, or with ``untried`` if the rerun did not complete; unchanged if it fits
+        or the user interrupted it.
     """
-    if found.verdict not in _FAILED:
+    if not _needs_more(found):
         return found
     try:
         unlimited = run(ScriptChange(), _UNLIMITED)
@@ -75,10 +76,15 @@ def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _w
     return answer
 
 
+def _needs_more(found: DryRun) -> bool:
+    """Return whether a run with unlimited memory tells what the script needs."""
+    return found.verdict in _FAILED and found.end.reason != "interrupted"
+
+
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
-    if answer.verdict in _FAILED:
+    if _needs_more(answer):
         first = run(ScriptChange(), _UNLIMITED)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)

@@ -88,6 +88,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         command=trace.command,
         uncertainty=_uncertainty(context),
         caught=len(caught_failures(trace)),
+        children=trace.children,
         bound=bound,
     )
 
@@ -121,7 +122,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, process: int, *, is_bound
         return "may not fit" if is_bound else "does not fit"
     ended_early = trace.end.reason in ("exception", "interrupted") or trace.end.gave_up
     device = trace.device
-    if ended_early or not device.total.bytes:
+    if ended_early or trace.children or not device.total.bytes:
         return "unknown"
     left = device.total.bytes - device.in_use - process
     return "tight" if left < _uncertainty(device.context) else "fits"

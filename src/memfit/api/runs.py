@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import OutputError
 from memfit.records import DryRun, Trace
 from memfit.report.estimate import Estimate
+from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import Progress, run_script, script_command
+from memfit.run.parent import PATIENCE, Progress, run_script, script_command
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 
@@ -129,8 +131,9 @@ def run_on_ghost(
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
+    check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
-    recorded = run_script(command, options, ghost_settings(options), output, on_progress)
+    recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
     result = summarize(recorded.trace)
     run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
     result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
@@ -186,7 +189,7 @@ def run_on_card(
     """Do what ``record`` does, and return a result whose trace may not have been saved."""
     command = script_command(script, arguments, options, output)
     find_card(f"record {command[0]}")
-    recorded = run_script(command, options, None, output, on_progress)
+    recorded = run_script(command, options, None, output, on_progress, None)
     return FinishedRun(recorded.trace, summarize(recorded.trace), recorded.unsaved)
 
 

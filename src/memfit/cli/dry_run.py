@@ -1,5 +1,6 @@
 """``memfit dry-run``."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,9 +9,10 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import Output, exit_code, progress, trace_file, write_result
-from memfit.cli.options import GHOST, OUTPUT, TARGET, bytes_or_none, json_file, script_file
+from memfit.cli.options import GHOST, OUTPUT, TARGET, json_file, memory_or_none, script_file
 from memfit.devices import DEFAULT
 from memfit.errors import UsageError
+from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
 
 USAGE = (
@@ -43,6 +45,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     The script runs unmodified, as python would run it, on the ghost: memfit's stand-in for the CUDA runtime.
     PyTorch's allocator works as usual, but no GPU value is computed. The script still writes its output
     files. memfit stops it after a few training steps.
+
+    A launcher may precede the script, as in memfit dry-run torchrun train.py or memfit dry-run accelerate
+    launch train.py. memfit then runs the script itself, as the launcher's only process.
 
     memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
     because the option was probably misplaced. If the script has an option of the same name, write -- before
@@ -91,6 +96,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
 
     if not command:
         raise UsageError("No script given. Run memfit dry-run SCRIPT.py [ARGS...], or use -m MODULE.")
+    launched = launched_script(command, module=module)
+    command, module = launched.command, launched.module
+    os.environ.update(launched.environment)
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
     )
@@ -100,8 +108,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels=labels,
         stdout_to_stderr=json == "-",
         gpu=gpu,
-        memory=bytes_or_none(memory),
-        in_use=bytes_or_none(in_use) or 0,
+        memory=memory_or_none(memory),
+        in_use=memory_or_none(in_use) or 0,
         values=values,
         host_memory=not fill_host_memory,
         weights=not no_weights,

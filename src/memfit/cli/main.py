@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError
 
 from memfit.cli import dry_run, record
 from memfit.cli.allocator import allocator
+from memfit.cli.ctrl_c import CtrlCRaises
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
 from memfit.cli.explain import explain
@@ -42,25 +43,38 @@ for command in (explain, diff, replay, allocator, pack, gpus, doctor):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    sys.exit(exit_code_of(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def exit_code_of(tokens: list[str]) -> int:
+    """Run a command and return its exit code."""
+    try:
+        with CtrlCRaises():
+            return _run(tokens)
+    except KeyboardInterrupt as interruption:
+        when = str(interruption) or "there was no result yet"
+        print(f"memfit: interrupted; {when}.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(tokens: list[str]) -> int:
+    """Run a command and return its exit code; errors are printed."""
     from memfit.report.escape import escaped
 
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a bar still shows the figures
     try:
         code = app(_separate_script(tokens), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
     except CycloptsError as error:
         print(f"memfit: {error}\nSee memfit {' '.join(tokens[:1])} --help.", file=sys.stderr)
         code = UsageError.exit_code
     except MemfitError as error:
         print("memfit: " + "\n".join(map(escaped, str(error).split("\n"))), file=sys.stderr)
         code = error.exit_code
-    except KeyboardInterrupt as interruption:
-        print(f"memfit: interrupted; {str(interruption) or 'nothing was measured'}.", file=sys.stderr)
-        code = INTERRUPTED
     except BrokenPipeError:
         code = _BROKEN_PIPE
-    sys.exit(code)
+    return code or 0  # --help returns nothing
 
 
 def _separate_script(tokens: list[str]) -> list[str]:

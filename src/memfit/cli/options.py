@@ -4,9 +4,12 @@ from pathlib import Path
 
 from cyclopts import Group
 
+from memfit.errors import UsageError
+
 TARGET = Group("The GPU", sort_key=1)
 OUTPUT = Group("Output", sort_key=2)
 GHOST = Group("What the ghost cannot know", sort_key=3)
+_PROBABLY_NOT_BYTES = 1 << 20
 
 
 def json_file(json: str | None) -> Path | None:
@@ -32,3 +35,18 @@ def bytes_or_none(text: str | None) -> int | None:
     from memfit.units import parse_bytes
 
     return None if text is None else parse_bytes(text)
+
+
+def memory_or_none(text: str | None) -> int | None:
+    """Return the bytes of a GPU's memory that an option gives, as ``bytes_or_none`` does.
+
+    Raises:
+        UsageError: the text is not an amount of memory, or probably lacks its unit.
+
+    >>> memory_or_none("0")
+    0
+    """
+    amount = bytes_or_none(text)
+    if text is not None and text.strip().isdigit() and 0 < int(text) < _PROBABLY_NOT_BYTES:
+        raise UsageError(f"{text!r} has no unit, so it means {text} bytes. Write {text.strip()}GiB.")
+    return amount

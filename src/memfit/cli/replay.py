@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from memfit.atomic_files import check_outputs
 from memfit.cli.console import write_comparison
-from memfit.cli.options import OUTPUT, TARGET, bytes_or_none, json_file
+from memfit.cli.options import OUTPUT, TARGET, json_file, memory_or_none
 
 if TYPE_CHECKING:
     from memfit.records import AllocatorComparison
@@ -73,8 +73,8 @@ def compare(
             trace,
             settings,
             gpu=gpu,
-            memory=bytes_or_none(memory),
-            in_use=bytes_or_none(in_use),
+            memory=memory_or_none(memory),
+            in_use=memory_or_none(in_use),
             smallest=smallest,
             on_progress=lambda name: show(f"memfit: replaying under {name}"),
         )

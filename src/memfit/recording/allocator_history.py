@@ -19,6 +19,7 @@ from memfit.ghost.ffi import Ghost, LogAction
 from memfit.recording.event_labels import LabelBook, metadata_of, serial_of
 from memfit.recording.event_labels_by_count import EventCountStamps
 from memfit.recording.hooks import InstalledHooks
+from memfit.recording.memory_snapshot import without_inductor
 from memfit.recording.script_history import FREES, ScriptHistory, with_stacks_of_blocks
 from memfit.records import Action, Events
 from memfit.trace.snapshot import settings, with_earlier
@@ -148,7 +149,8 @@ class AllocatorHistory:
                 UNCACHED: os.environ.get(UNCACHED, ""),
             }
             return {"device_traces": [self._ghost_log()], "segments": []}, in_force
-        snapshot = self._snapshot()
+        with without_inductor():
+            snapshot = self._snapshot()
         if self._has_stacks_of_frees:
             snapshot["device_traces"][index] = with_stacks_of_blocks(snapshot["device_traces"][index])
         if failed is not None and not self.on:
@@ -160,9 +162,11 @@ class AllocatorHistory:
     def alive(self) -> dict[int, int]:
         """Return the bytes of the allocations that are alive, by address: as requested, if PyTorch knows."""
         if _keeps_history():
+            with without_inductor():
+                found = torch.cuda.memory_snapshot(**_WITHOUT_EVENTS)  # type: ignore[no-untyped-call]
             return {
                 block["address"]: block.get("requested_size", block["size"])
-                for segment in torch.cuda.memory_snapshot(**_WITHOUT_EVENTS)  # type: ignore[no-untyped-call]
+                for segment in found
                 for block in segment["blocks"]
                 if block["state"] == "active_allocated"
             }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memfit.records.provenance import Figure, Note
-from memfit.records.trace import DeviceUse, ScriptEnd, ScriptLocation
+from memfit.records.trace import ChildProcess, DeviceUse, ScriptEnd, ScriptLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class DryRun:
     verdict: str
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
     the script carried on), ``out of memory``, ``may not fit`` (either of the two, with ``bound``: the script
-    may need less), or ``unknown``: the script failed, gave up (an exit code other
-    than 0) or was interrupted, or this is a snapshot, which names no device."""
+    may need less), or ``unknown``: the script failed, gave up (an exit code other than 0), was interrupted or
+    started ``children`` that use the GPU, or this is a snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -104,6 +104,8 @@ class DryRun:
     caught: int = 0
     """Out-of-memory errors that the script caught before it completed a training step. The peaks are those
     after the last one; ``out_of_memory`` describes the first."""
+    children: tuple[ChildProcess, ...] = ()
+    """Processes that the script started and that used the GPU, too: the figures do not include them."""
     bound: SizeBound | None = None
     """Not None if the peaks are upper bounds: the size, of those that depend on GPU values and are set to the
     largest possible, that most of the peak follows from."""

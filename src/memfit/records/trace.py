@@ -249,6 +249,18 @@ class ScriptEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """A process that the script started and that used the ghost, on which it had all memory to itself."""
+
+    name: str
+    """The name that ``multiprocessing`` gave it, or its command."""
+    peak: Figure
+    """The most bytes that it was seen to hold, CUDA context included."""
+    exception: str = ""
+    """What ended it, if it was seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One run of a script, as PyTorch's caching allocator saw it."""
 
@@ -274,6 +286,8 @@ class Trace:
     ``torch.cuda.MemPool``) in order of first use. Empty if the history does not record pools."""
     tensors: tuple[TensorInfo, ...] = ()
     """The tensors that held allocations."""
+    children: tuple[ChildProcess, ...] = ()
+    """Processes that the script started and that used the GPU, too: the events are not theirs."""
     options: tuple[ScriptOption, ...] = ()
     """The script's own options that memory depends on; of one purpose, the most specific first."""
     loader: LoaderBatchSize | None = None

@@ -29,6 +29,11 @@ def check_script(path: Path) -> None:
     if not path.exists():
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
     check_ordinary(path)
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, and "
+            f"give {path.with_suffix('.py')}."
+        )
     if not is_package(path):
         _check_source(path)
     elif path.is_dir():

@@ -6,8 +6,11 @@ environment variables that the script sets before importing torch take effect.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -25,6 +28,9 @@ from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
 from memfit.run.child_settings import ChildSettings, read_settings
+from memfit.run.children import follow_children, read_children, record_this_process
+from memfit.run.interruption import release_ctrl_c
+from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ParentPipe:
@@ -68,6 +75,10 @@ class ParentPipe:
                 "compiling": self._compiling,
             }
         )
+
+    def interrupted(self) -> None:
+        """Report that Ctrl-C ended the script, before its trace is written."""
+        self._write({"interrupted": True})
 
     def end(self, end: ScriptEnd, *, traced: bool, unsaved: str = "") -> None:
         """Report how the script ended, whether a trace was written, and why it is not in its own file."""
@@ -122,6 +133,17 @@ class ScriptProcess:
         """End the run if it cannot be measured on this backend."""
         if reason := self._backend.refusal():
             self._refuse(reason, TargetError.exit_code)
+        if not self._is_the_script():
+            self._record()
+
+    def _is_the_script(self) -> bool:
+        """Return whether this is the script's process, not a fork of it or one that it started."""
+        return os.getpid() == self._pid
+
+    def _record(self, error: str = "") -> None:
+        """Record a process other than the script's that uses the ghost."""
+        if self._settings.ghost is not None:
+            record_this_process(Path(self._settings.folder), self._settings.ghost.device.context, error)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
@@ -149,24 +171,32 @@ class ScriptProcess:
         The interpreter is not finalised: autograd's device thread may still be dropping its last
         Python object, which aborts a process that finalises at that moment.
         """
-        if os.getpid() != self._pid:
-            os._exit(end.exit_code)  # a fork of the script ends here
+        if os.getpid() != self._pid:  # a fork of the script ends here
+            if self._uses_cuda():
+                self._record()
+            os._exit(end.exit_code)
         _flush()
+        if end.reason == "interrupted":
+            self._parent.interrupted()
         try:
             trace = self._trace(end)
             unsaved = self._save(trace) if trace is not None else ""
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
+        self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         _join_threads(THREAD_TIMEOUT)
         atexit._run_exitfuncs()
-        self._parent.end(end, traced=trace is not None, unsaved=unsaved)
         _flush()
+        if end.reason == "interrupted":
+            kill_descendants(self._pid)
         os._exit(end.exit_code)
 
     def _changed(self) -> None:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
+        if not self._is_the_script() and self._enough():
+            self.finish(ScriptEnd("steps", 0))  # what started it may take an exception for a failure
         self._parent.progress(completed)
         if completed > self._steps_reported:
             self._steps_reported = completed
@@ -176,16 +206,20 @@ class ScriptProcess:
         wanted = self._settings.options.steps
         return self._recorder is not None and wanted is not None and self._recorder.steps.completed >= wanted
 
+    def _uses_cuda(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and torch.cuda.is_initialized()
+
     def _trace(self, end: ScriptEnd) -> "Trace | None":
         """Return the trace of the script; None if it never used the GPU."""
-        torch = sys.modules.get("torch")
-        if self._recorder is None or torch is None or not torch.cuda.is_initialized():
+        if self._recorder is None or not self._uses_cuda():
             return None
         from memfit.versions import versions
 
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
-        return replace(trace, options=self._options.found(), loader=self._loaders.last)
+        children = read_children(Path(self._settings.folder))
+        return replace(trace, options=self._options.found(), loader=self._loaders.last, children=children)
 
     def _save(self, trace: "Trace") -> str:
         """Write a trace to its file or, if that fails, to the temporary folder; return why it failed."""
@@ -211,6 +245,7 @@ def main() -> None:
     """Run the script on the command line."""
     _, path, *command = sys.argv
     settings = read_settings(Path(path).read_text("ascii"))
+    _end_with_parent(settings.progress)
     faulthandler.enable()
     if settings.options.stdout_to_stderr:
         os.dup2(2, 1)
@@ -221,7 +256,22 @@ def main() -> None:
         os._exit(error.exit_code)
     process = ScriptProcess(tuple(command), settings, backend)
     after_import("torch", process.begin)
+    if settings.ghost is not None:
+        follow_children(settings)
+    release_ctrl_c()
     process.finish(process.script())
+
+
+def _end_with_parent(progress: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends; leave if it has ended.
+
+    Strictly, when the thread that started this process ends; that thread waits for this process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = select.poll()
+    parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
+    if parent.poll(0):
+        os._exit(TargetError.exit_code)
 
 
 def _join_threads(timeout: float | None) -> None:

@@ -30,6 +30,8 @@ class ChildSettings(msgspec.Struct, frozen=True):
     """Where the child writes the trace."""
     fallback: str
     """Where it writes the trace if it cannot write ``output``."""
+    folder: str
+    """The run's temporary folder. Processes that the script starts record themselves there."""
     progress: int
     """File descriptor that the child writes its progress to."""
 

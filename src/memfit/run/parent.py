@@ -5,6 +5,9 @@ this process                       the script's process (child.py)
 settings        ──── file ───────> load ghost (or none), run script
 progress line   <─── pipe ──────── step, allocated, peak, end
 read_trace      <─── file ──────── write_trace
+
+Ctrl-C in a terminal reaches both. The script ends as under python, and its trace up to there is reported; if
+it takes longer than a moment to end, this process kills it with all that it started.
 """
 
 import os
@@ -14,24 +17,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from memfit.atomic_files import check_outputs
 from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError, UsageError
 from memfit.python_command import python_code
-from memfit.records import ScriptEnd, Trace
+from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.run.check_script import check_script
 from memfit.run.child_settings import ChildSettings, GhostSettings, write_settings
+from memfit.run.children import read_children
+from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
+from memfit.run.process_tree import kill_descendants
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
 POLL_INTERVAL = 0.1  # seconds between two checks of the process
+PATIENCE = 0.4
+"""Seconds that a script on the ghost gets to end after Ctrl-C. Python acts on it only between two of its own
+instructions, and libraries may swallow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class _ChildMessage(msgspec.Struct):
     compiling: bool = False
     end: ScriptEnd | None = None
     traced: bool = False
+    interrupted: bool = False
+    """Ctrl-C has ended the script; it writes its trace now."""
     unsaved: str = ""
 
 
@@ -77,6 +86,7 @@ def run_script(
     ghost: GhostSettings | None,
     output: Path | None,
     on_progress: Callable[[Progress], None],
+    patience: float | None = 0.0,
 ) -> RecordedRun:
     """Run a script in a process of its own and return its trace, even if it cannot be saved.
 
@@ -86,8 +96,11 @@ def run_script(
         ghost: what ``ghost_settings(options)`` returned; None runs on this machine's GPU.
         output: where to keep the trace; None keeps no file.
         on_progress: called about ten times a second, also without progress.
+        patience: the seconds that the script gets to end after Ctrl-C, for a trace up to there; None for as
+            long as it takes.
 
     Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C, and the script did not end by it in time.
         TargetError: the script never used the GPU, its process died, or torch here has no kernels for
             the requested device.
     """
@@ -96,12 +109,14 @@ def run_script(
         path = fallback if output is None else output
         reader, writer = os.pipe()
         try:
-            with _script_handles_interrupts():
-                settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), writer)
-                last = _run_process(command, settings, Path(folder), reader, on_progress)
-                _check_end(command[0], last)
+            with script_handles_ctrl_c(patience) as interruption:
+                settings = ChildSettings(options, ghost, str(path.absolute()), str(fallback), folder, writer)
+                last = _run_process(command, settings, reader, on_progress, interruption)
         finally:
             os.close(reader)
+        if interruption.pressed and (last.end is None or last.end.reason != "interrupted"):
+            raise KeyboardInterrupt  # the script caught it, or had just ended
+        _check_end(command[0], last, read_children(Path(folder)))
         if last.unsaved:
             return RecordedRun(read_trace(fallback), OutputError(last.unsaved))
         return RecordedRun(read_trace(path), None)
@@ -127,7 +142,7 @@ def script_command(
     return command
 
 
-def _check_end(script: str, last: _ChildMessage) -> None:
+def _check_end(script: str, last: _ChildMessage, children: tuple[ChildProcess, ...]) -> None:
     """Raise unless the script's process wrote a trace."""
     if last.end is None:
         raise AssertionError  # _run_process raises in that case
@@ -136,42 +151,45 @@ def _check_end(script: str, last: _ChildMessage) -> None:
     if not last.traced and last.end.reason == "interrupted":
         raise KeyboardInterrupt
     if not last.traced:
-        raise TargetError(_never_used(script, last.end))
+        raise TargetError(_never_used(script, last.end, children))
 
 
 def _run_process(
     command: tuple[str, ...],
     settings: ChildSettings,
-    folder: Path,
     reader: int,
     on_progress: Callable[[Progress], None],
+    interruption: Interruption,
 ) -> _ChildMessage:
     """Run the script's process to its end, and return its last message; its settings lie in the folder."""
-    settings_file = folder / "settings.json"
+    settings_file = Path(settings.folder) / "settings.json"
     settings_file.write_text(write_settings(settings), "ascii")
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command],
-        pass_fds=(settings.progress,),
-    )
+    with ctrl_c_held():
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", python_code("memfit.run.child"), str(settings_file), *command],
+            pass_fds=(settings.progress,),
+        )
     os.close(settings.progress)
     last = _ChildMessage()
     try:
         for message in _messages(reader, process):
             last = message or last
             on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
-            if last.end is not None:
+            if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
-        status = process.wait()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    if last.end is None and status in (-signal.SIGINT, INTERRUPTED):
+        else:
+            process.wait()
+    finally:
+        if process.poll() is None:
+            kill_descendants(process.pid)
+            process.kill()
+            process.wait()
+    if last.end is not None:
+        return last
+    if interruption.pressed or process.returncode in (-signal.SIGINT, INTERRUPTED):
         raise KeyboardInterrupt
-    if last.end is None:
-        raise TargetError(_died(status, on_ghost=settings.ghost is not None))
-    return last
+    raise TargetError(_died(process.returncode, on_ghost=settings.ghost is not None))
 
 
 def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildMessage | None]:
@@ -190,51 +208,27 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
                 continue
             chunk = os.read(reader, 65536)
             if not chunk:
-                return
+                selector.unregister(reader)  # the script may have closed it and run on
+                continue
             *complete, rest = (rest + chunk).split(b"\n")
             for text in complete:
                 yield decoder.decode(text)
 
 
-@contextmanager
-def _script_handles_interrupts() -> Iterator[None]:
-    """Leave the first Ctrl-C to the script, which shares the terminal; this process then reports on the run.
-
-    A signal to this process alone (a scheduler's SIGTERM) ends the script as well.
-    """
-    presses = 0
-
-    def ignore_first(_number: int, _frame: FrameType | None) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    handlers = {signal.SIGINT: ignore_first, signal.SIGTERM: end, signal.SIGHUP: end}
-    try:
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:  # not the main thread, where Python allows no signal handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _never_used(name: str, end: ScriptEnd) -> str:
+def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -> str:
+    if children:
+        started = ", ".join(child.name for child in children)
+        return (
+            f"{name} did not use the GPU itself, but a process that it started did: {started}. "
+            "Run memfit dry-run on the script that trains."
+        )
     if end.reason == "exception":
         return f"{name} failed before it used the GPU: {end.exception}"
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
         f"{name} finished without using the GPU, so there is nothing to measure. "
-        "Check whether the script runs on the CPU by default. If it trains in subprocesses, memfit cannot "
-        "measure them yet."
+        "Check whether the script runs on the CPU by default."
     )
 
 

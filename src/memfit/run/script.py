@@ -58,19 +58,21 @@ def end_of(error: BaseException) -> ScriptEnd:
     """Return how a script that raised an exception ended, judged by the whole chain of exceptions.
 
     A loop that catches the exception with which memfit ends it, and calls ``sys.exit(1)``, was still ended by
-    memfit; a script that reraises out of memory as another error still ran out of memory.
+    memfit; a script that reraises out of memory as another error still ran out of memory; and a library that
+    reports Ctrl-C as an error of its own was interrupted.
     """
     chain = _chain(error)
     if any(type(link).__name__ == "EnoughStepsReached" for link in chain):
         return ScriptEnd("steps", 0)
+    for link in chain:
+        if isinstance(link, KeyboardInterrupt):
+            return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(link))
     failed = not isinstance(error, SystemExit) or bool(_exit_code(error))
     for link in chain:
         if _is_out_of_memory(link) and failed:
             return ScriptEnd("out of memory", 1, _summary(link), _innermost_user_line(link))
     if isinstance(error, SystemExit):
         return _end_of_exit(error)
-    if isinstance(error, KeyboardInterrupt):
-        return ScriptEnd("interrupted", INTERRUPTED, "KeyboardInterrupt", _innermost_user_line(error))
     return ScriptEnd("exception", 1, _summary(error), _innermost_user_line(error))
 
 

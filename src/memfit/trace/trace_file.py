@@ -32,6 +32,7 @@ from memfit.records import (
     DEFAULT_POOL,
     Action,
     Category,
+    ChildProcess,
     DeviceUse,
     Events,
     Frame,
@@ -100,6 +101,7 @@ class _Header(_Signature, kw_only=True):
     notes: tuple[Note, ...]
     pools: tuple[tuple[int, int], ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
+    children: tuple[ChildProcess, ...] = ()
     options: tuple[ScriptOption, ...] = ()
     loader: LoaderBatchSize | None = None
 

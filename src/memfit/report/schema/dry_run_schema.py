@@ -94,6 +94,17 @@ class ScriptEndJson(msgspec.Struct, frozen=True):
     where: str
 
 
+class ChildProcessJson(msgspec.Struct, frozen=True):
+    """A process that the script started and that used the GPU, too."""
+
+    name: str
+    """The name that ``multiprocessing`` gave it, or its command."""
+    peak: Figure
+    """The most bytes that it was seen to hold, CUDA context included."""
+    exception: str
+    """What ended it, if it was seen."""
+
+
 class DryRunJson(msgspec.Struct, frozen=True):
     """What ``memfit dry-run --json`` and ``memfit record --json`` write."""
 
@@ -101,8 +112,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     verdict: str
     """``fits``; ``tight`` if less than ``uncertainty`` is left; ``does not fit`` or ``out of memory``;
     ``may not fit`` if an allocation failed, but ``upper_bound`` is not null: the script may need less;
-    ``unknown`` if the script failed or was interrupted
-    (see ``end``), and for a snapshot, which names no device."""
+    ``unknown`` if the script failed or was interrupted (see ``end``) or started processes that use the GPU
+    (see ``children``), and for a snapshot, which names no device."""
     device: DeviceJson
     steps: int
     peak: PeakJson
@@ -129,6 +140,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     ``out of memory`` and ``does not fit``, only ``in_all`` is an upper bound."""
     in_all: Figure | None
     """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
+    children: tuple[ChildProcessJson, ...]
+    """Processes that the script started and that used the GPU, too. The figures do not include them."""
     untried: ScriptEndJson | None
     """How a run for advice ended, if advice is missing because that run failed; otherwise null. Reasons are
     those of ``end``, and ``refused``: the script or the change could not be run."""
@@ -166,6 +179,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         caught=result.caught,
         upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
         in_all=result.in_all,
+        children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )
 

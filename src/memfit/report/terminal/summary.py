@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import DryRun, Machine, ScriptEnd, ScriptLocation
+from memfit.records import ChildProcess, DryRun, Machine, ScriptEnd, ScriptLocation
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
@@ -87,10 +87,23 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         return text.append(covers, style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
-        text.append(f"   {_needs(result)} up to where it ended", style="not bold")
-        ended = f"{_bound(result, hints=hints)}\nThe script ended with {_ended(result.end)}"
-        return text.append(ended, style="not bold default")
+        failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
+        needs = f"{_needs(result)} up to where it ended" if failed else f"{_needed(result)} without children"
+        text.append(f"   {needs}", style="not bold")
+        lines = [f"The script ended with {_ended(result.end)}"] if failed else []
+        lines += map(_child, result.children)
+        more = _bound(result, hints=hints) + "".join(f"\n{line}" for line in lines)
+        return text.append(more, style="not bold default")
     return _failure(result, hints=hints)
+
+
+def _child(child: ChildProcess) -> str:
+    """Return that a process which the script started used the GPU, what it held, and how it failed."""
+    failed = f", and ended with {escaped(_first_line(child.exception))}" if child.exception else ""
+    return (
+        f"Not included: the script started {escaped(child.name)}, which used the GPU, too (at least "
+        f"{format_gib(child.peak.bytes)}){failed}. Dry-run it by itself for its figures."
+    )
 
 
 def _after_caught(result: DryRun) -> str:
@@ -147,11 +160,15 @@ def _first_line(text: str) -> str:
 
 
 def _needs(result: DryRun) -> str:
-    total = result.device.total.bytes
+    left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
+    at_least = " at least" if result.bound else ""
+    return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
+
+
+def _needed(result: DryRun) -> str:
     needed = result.peak_process.bytes + result.device.in_use
-    at_most, at_least = (" at most", " at least") if result.bound else ("", "")
-    left = format_gib(total - needed)
-    return f"needs{at_most} {format_gib(needed)} of {format_gib(total)}   leaves{at_least} {left}"
+    at_most = " at most" if result.bound else ""
+    return f"needs{at_most} {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
 
 
 def _bound(result: DryRun, *, hints: bool) -> str:

@@ -1,0 +1,210 @@
+"""Press Ctrl-C at random moments of memfit's commands, and check that nothing is left of them.
+
+    python benchmarks/interrupts.py [--moments 200] [--seed 0]
+
+Each command starts in a process group and a folder of its own. At a random moment of its run, the benchmark
+sends SIGINT to the whole group, as a terminal does. The command must then end within a second with exit code
+130 and without a traceback; a second after the signal, neither a process nor a file of it may be left. Prints
+a table, and exits with 1 if a command broke a rule. Run it on a machine that is otherwise idle.
+
+Moments before memfit's first line are drawn again: what Python does while it starts is not memfit's.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import memfit
+from memfit.errors import INTERRUPTED
+
+LIMIT = 1.0  # seconds from Ctrl-C until everything must have gone
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(32, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+COMMANDS = {
+    "dry-run": ("dry-run", "-o", "out.memfit", "--html", "out.html", "train.py"),
+    "dry-run --advise": ("dry-run", "--advise", "-o", "out.memfit", "train.py"),
+    "explain": ("explain", "--html", "out.html", "--csv", "out.csv", "run.memfit"),
+    "pack": ("pack", "--csv", "out.csv", "run.memfit"),
+    "replay": ("replay", "--alloc-conf", "expandable_segments:True", "--json", "out.json", "run.memfit"),
+}
+_MARK = "MEMFIT_INTERRUPTED_BY"
+"""An environment variable of each command, which all its descendants inherit."""
+_HARMLESS = {"work", "tmp"} | {
+    f"work/{name}" for name in ("train.py", "run.memfit", "out.memfit", "out.html", "out.csv", "out.json")
+}
+"""Inputs, and outputs, which may have been written before Ctrl-C: as a whole, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """What was seen of one command after Ctrl-C."""
+
+    command: str
+    moment: float
+    """Seconds from the command's start to Ctrl-C."""
+    seconds: float
+    """From Ctrl-C to the command's end."""
+    faults: tuple[str, ...]
+    """The rules that it broke, apart from the time."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether it took more than ``LIMIT`` seconds."""
+        return self.seconds > LIMIT
+
+
+def span(name: str, inputs: Path) -> float:
+    """Return the seconds of a command's uninterrupted run."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        _start(name, inputs, Path(folder)).communicate()
+        return time.monotonic() - started
+
+
+def interrupt(name: str, moment: float, inputs: Path) -> Interruption | None:
+    """Start a command, press Ctrl-C after ``moment`` seconds; None if it had not begun or had ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = _start(name, inputs, Path(folder))
+        started = time.monotonic()
+        try:
+            process.communicate(timeout=max(0.0, moment - (time.monotonic() - started)))
+        except subprocess.TimeoutExpired:
+            pass
+        else:
+            return None
+        pressed = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            _, error = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return Interruption(name, moment, 60.0, ("did not end",))
+        if _hit_python(process.returncode, error):
+            return None
+        seconds = time.monotonic() - pressed
+        while _left(Path(folder)) and time.monotonic() - pressed < LIMIT:
+            time.sleep(0.02)
+        faults = (*_faults(process.returncode, error), *_left(Path(folder)))
+        return Interruption(name, moment, seconds, faults)
+
+
+def _faults(code: int, error: str) -> Iterator[str]:
+    if code != INTERRUPTED:
+        yield f"exit code {code}"
+    if "Traceback" in error or "Exception ignored" in error:
+        yield "traceback: " + error.strip().splitlines()[-1]
+
+
+def _left(folder: Path) -> list[str]:
+    """Return the processes and the files that a command has left."""
+    files = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return [
+        *(f"left process {process}" for process in _processes(str(folder))),
+        *(f"left {file}" for file in files if file not in _HARMLESS),
+    ]
+
+
+def _start(name: str, inputs: Path, folder: Path) -> subprocess.Popen[str]:
+    work, temporary = folder / "work", folder / "tmp"
+    work.mkdir()
+    temporary.mkdir()
+    for path in inputs.iterdir():
+        (work / path.name).write_bytes(path.read_bytes())
+    return subprocess.Popen(
+        _memfit(*COMMANDS[name]),
+        cwd=work,
+        env=os.environ | {"TMPDIR": str(temporary), _MARK: str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _memfit(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "memfit", *arguments]
+
+
+def _hit_python(code: int, error: str) -> bool:
+    """Return whether Ctrl-C came before Python ran memfit's first line: what Python does then is its own."""
+    own = f"{Path(memfit.__file__).parent}{os.sep}"
+    return own not in error and (code == -signal.SIGINT or "Traceback" in error)
+
+
+def _processes(mark: str) -> Iterator[str]:
+    """Yield the names of the processes that a command left."""
+    entry = f"{_MARK}={mark}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (process / "environ").read_bytes().split(b"\0"):
+                yield f"{(process / 'comm').read_text().strip()} {process.name}"
+        except OSError:  # it has just ended, or is someone else's
+            continue
+
+
+def interruptions(
+    spans: Mapping[str, float], moments: int, seed: int, inputs: Path
+) -> Iterator[Interruption]:
+    """Interrupt the commands in turn at random moments of their runs.
+
+    Args:
+        spans: for each command, from how many seconds after its start on it may have ended.
+        moments: how many times to press Ctrl-C.
+        seed: of the random moments.
+        inputs: a folder with ``train.py`` and ``run.memfit``.
+    """
+    chance = random.Random(seed)  # noqa: S311 - no secret depends on it
+    for number in range(moments):
+        name = list(spans)[number % len(spans)]
+        while (found := interrupt(name, chance.uniform(0, spans[name]), inputs)) is None:
+            continue
+        yield found
+
+
+def main() -> None:
+    """Interrupt all commands and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--moments", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so do its own
+    found: list[Interruption] = []
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Path(folder)
+        (inputs / "train.py").write_text(SCRIPT)
+        record = _memfit("dry-run", "-o", "run.memfit", "train.py")
+        subprocess.run(record, cwd=inputs, check=True, stdout=subprocess.DEVNULL)
+        spans = {name: span(name, inputs) for name in COMMANDS}
+        for one in interruptions(spans, options.moments, options.seed, inputs):
+            found.append(one)
+            if one.faults or one.slow:
+                broken = "; ".join((*one.faults, *([f"took {one.seconds:.2f} s"] if one.slow else [])))
+                print(f"{one.command}, {one.moment:.2f} s: {broken}", file=sys.stderr)
+    print(f"{'command':18}{'run':>8}{'Ctrl-C':>8}{'median':>9}{'longest':>9}{'broken':>8}")
+    for name, seconds in spans.items():
+        own = [one for one in found if one.command == name]
+        times = [one.seconds for one in own]
+        broken = sum(bool(one.faults) or one.slow for one in own)
+        print(f"{name:18}{seconds:6.1f} s{len(own):8}{median(times):7.2f} s{max(times):7.2f} s{broken:8}")
+    sys.exit(any(one.faults or one.slow for one in found))
+
+
+if __name__ == "__main__":
+    main()

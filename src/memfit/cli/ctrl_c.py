@@ -1,0 +1,39 @@
+"""What Ctrl-C does in the command's own process.
+
+import, parse     nothing exists yet: end at once
+the command       raise KeyboardInterrupt, which removes temporary files on its way to main()
+exit              everything is written: end at once
+
+Without this, Python prints a traceback for a Ctrl-C before main() and after it. This module imports next to
+nothing: Ctrl-C may come during its import, too.
+"""
+
+import os
+import signal
+
+from memfit.errors import INTERRUPTED
+
+
+def _end(_number: int, _frame: object) -> None:
+    os._exit(INTERRUPTED)
+
+
+def ctrl_c_ends_at_once() -> None:
+    """Make Ctrl-C end this process without a word, unless it ignores Ctrl-C, as a background job does."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+class CtrlCRaises:
+    """Makes Ctrl-C raise ``KeyboardInterrupt`` inside a block, if it ends the process at once outside."""
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+        self._ended = signal.getsignal(signal.SIGINT) is _end
+        if self._ended:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_error: object) -> None:
+        """End the block."""
+        if self._ended:
+            signal.signal(signal.SIGINT, _end)

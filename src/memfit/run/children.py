@@ -1,0 +1,77 @@
+"""The processes that a script starts: have Python call ``followed.py`` in them, and read what they recorded.
+
+The script's process puts a folder with a ``sitecustomize.py`` on ``PYTHONPATH``, which children inherit, and
+Python imports it when it starts. A child that uses the GPU writes one small file to the run's folder.
+"""
+
+import multiprocessing
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import msgspec
+
+from memfit.records import ChildProcess, Figure
+from memfit.run.child_settings import ChildSettings, write_settings
+
+SITE = "sitecustomize"
+"""The module that Python imports when it starts."""
+SETTINGS = "settings.json"
+"""Name of the file beside it that holds the run's settings."""
+_SUFFIX = ".child"
+_CODE = """
+import sys
+if sys.prefix == {prefix!r}:
+    from memfit.run.followed import follow
+    follow()
+"""
+_MOST_CHARACTERS = 80
+"""Of a command that is shown."""
+
+
+def follow_children(settings: ChildSettings) -> None:
+    """Have the Python processes that this one starts run on the ghost, too, and record themselves.
+
+    Another Python installation, which has another torch, is left alone.
+    """
+    site = Path(settings.folder) / "site"
+    site.mkdir(exist_ok=True)
+    (site / SETTINGS).write_text(write_settings(settings))
+    (site / f"{SITE}.py").write_text(_CODE.format(prefix=sys.prefix))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), before)))
+
+
+def record_this_process(folder: Path, context: Figure, error: str = "") -> None:
+    """Record that this process uses the GPU, and the most memory that it has held so far.
+
+    Args:
+        folder: the run's.
+        context: of the device.
+        error: the exception that ended the process.
+    """
+    import torch
+
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    peak = Figure(reserved + context.bytes, context.provenance, "reserved + CUDA context")
+    beside = folder / str(os.getpid())
+    try:
+        beside.write_bytes(msgspec.json.encode(ChildProcess(_name(), peak, error)))
+        beside.replace(beside.with_suffix(_SUFFIX))
+    except OSError:
+        return  # memfit has ended, and its folder has gone
+
+
+def read_children(folder: Path) -> tuple[ChildProcess, ...]:
+    """Return the processes that recorded themselves, in the order of their process IDs."""
+    found = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
+    return tuple(msgspec.json.decode(path.read_bytes(), type=ChildProcess) for path in found)
+
+
+def _name() -> str:
+    """Return this process's name in ``multiprocessing``, or its command."""
+    if multiprocessing.parent_process() is not None:
+        return multiprocessing.current_process().name
+    name = shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
+    return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..."

@@ -1,0 +1,87 @@
+"""Python processes that the script starts: they run on the ghost too, and record themselves.
+
+``children.py`` has Python call ``follow`` when it starts. Nothing else happens in a process without torch.
+"""
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from memfit.ghost.patching.after_import import after_import
+from memfit.records import ScriptEnd
+from memfit.run.backend import GhostBackend
+from memfit.run.child import ParentPipe, ScriptProcess
+from memfit.run.child_settings import ChildSettings, read_settings
+from memfit.run.children import SETTINGS, SITE
+from memfit.run.script import end_of
+
+
+def follow() -> None:
+    """Load the ghost before this process imports torch, and record the process if it uses the GPU."""
+    site = Path(sys.modules[SITE].__file__ or "").parent
+    settings = read_settings((site / SETTINGS).read_text())
+    sys.meta_path.insert(0, _BeforeTorch(settings))
+    run_hidden_sitecustomize(str(site))
+
+
+def run_hidden_sitecustomize(site: str) -> None:
+    """Run the ``sitecustomize.py`` that Python would have imported without ours."""
+    others = [folder for folder in sys.path if folder != site]
+    spec = importlib.machinery.PathFinder.find_spec(SITE, others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+class _BeforeTorch(importlib.abc.MetaPathFinder):
+    """Prepares this process when it imports torch."""
+
+    def __init__(self, settings: ChildSettings) -> None:
+        self._settings = settings
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch" or self._settings.ghost is None:
+            return None
+        sys.meta_path.remove(self)
+        backend = GhostBackend(self._settings.ghost, self._settings.options)
+        after_import("torch", FollowedProcess(self._settings, backend).begin)
+        return importlib.util.find_spec(fullname)
+
+
+class FollowedProcess(ScriptProcess):
+    """A Python process that the script started: it records its peak instead of writing a trace."""
+
+    def __init__(self, settings: ChildSettings, backend: GhostBackend) -> None:
+        super().__init__((), settings, backend)
+        self._parent = ParentPipe(None)
+        self._error = ""
+
+    def begin(self) -> None:
+        """Prepare torch, which has just been imported."""
+        super().begin()
+        atexit.register(self._record_at_exit)
+        hook = sys.excepthook
+
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+        ) -> None:
+            self._error = end_of(error).exception
+            hook(kind, error, trace)
+
+        sys.excepthook = excepthook
+
+    def _is_the_script(self) -> bool:
+        return False
+
+    def _trace(self, end: ScriptEnd) -> None:
+        """Return nothing: the exit handler records the process."""
+
+    def _record_at_exit(self) -> None:
+        if sys.modules["torch"].cuda.is_initialized():
+            self._record(self._error)

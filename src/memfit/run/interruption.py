@@ -1,0 +1,104 @@
+"""Ctrl-C while a script runs: the terminal sends it to the script's process and to this one alike."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_WRITING = "memfit: interrupted; writing what was recorded so far. Press Ctrl-C again to stop without it."
+
+
+class Interruption:
+    """Whether the user has pressed Ctrl-C, and for how long the script may still run."""
+
+    def __init__(self, patience: float | None) -> None:
+        """Begin without a Ctrl-C.
+
+        Args:
+            patience: the seconds that the script gets to end; None for as long as it takes. With 0, nobody
+                wants its trace.
+        """
+        self._patience = patience
+        self._pressed: float | None = None
+        self._announced = False
+
+    @property
+    def pressed(self) -> bool:
+        """Whether the user has pressed Ctrl-C."""
+        return self._pressed is not None
+
+    def press(self) -> None:
+        """Remember the first Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: it is the second.
+        """
+        if self.pressed:
+            raise KeyboardInterrupt
+        self._pressed = time.monotonic()
+
+    def exhausted(self, *, writing: bool) -> bool:
+        """Return whether the script has used up its time.
+
+        Args:
+            writing: whether the script has ended and writes its trace, which may take as long as it takes.
+        """
+        if self._pressed is None or self._patience is None:
+            return False
+        if time.monotonic() - self._pressed < self._patience:
+            return False
+        if not writing or not self._patience:
+            return True
+        if not self._announced:
+            self._announced = True
+            print(_WRITING, file=sys.stderr, flush=True)
+        return False
+
+
+@contextmanager
+def script_handles_ctrl_c(patience: float | None) -> Iterator[Interruption]:
+    """Leave the first Ctrl-C to the script; this process then reports on the run.
+
+    A signal to this process alone (a scheduler's SIGTERM) ends the script as well.
+    """
+    interruption = Interruption(patience)
+
+    def press(_number: int, _frame: FrameType | None) -> None:
+        interruption.press()
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {signal.SIGINT: press, signal.SIGTERM: end, signal.SIGHUP: end}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job: the script ignores it, too
+        del handlers[signal.SIGINT]
+    try:
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    except ValueError:  # not the main thread, where Python allows no signal handlers
+        yield interruption
+        return
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ctrl_c_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, for this thread and for processes started in the block.
+
+    They start with it held back, and release it with ``release_ctrl_c`` when they are ready for it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_ctrl_c() -> None:
+    """Act on Ctrl-C from now on, and on one that was held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

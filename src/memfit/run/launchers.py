@@ -1,0 +1,128 @@
+"""Launchers typed in front of a script: run the script itself, as their only process."""
+
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from memfit.errors import UsageError
+
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+_ACCELERATE = "accelerate.commands.launch"
+_IS_MODULE = {"m", "module"}
+_WITHOUT_VALUE = _IS_MODULE | {
+    *("no_python", "run_path", "standalone", "use_env", "virtual_local_rank"),  # torchrun
+    *("cpu", "debug", "downcast_bf16", "enable_cpu_affinity", "q", "quiet", "same_network"),  # accelerate
+    *("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config"),
+    *("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
+}
+"""Options that no value follows, without dashes and with underscores."""
+_PROCESSES = ("nproc_per_node", "nnodes", "num_processes", "num_machines")
+_SEVERAL = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+_UNREAD = ("config_file", "no_python")
+_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+}
+"""Options of ``accelerate launch`` that reach the script, and the environment variable that each becomes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedScript:
+    """What a launcher would start."""
+
+    command: tuple[str, ...]
+    """The script's path, or the module's name, and its arguments."""
+    module: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher sets."""
+
+
+def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
+    """Return the script that a launcher would start; the command itself if it names no launcher.
+
+    Args:
+        command: what the user wrote, for example ``torchrun --standalone train.py --lr 1``.
+        module: whether it begins with a module, as after ``python -m``.
+
+    Raises:
+        UsageError: the launcher would start several processes, or memfit does not know what it would start.
+
+    >>> launched_script(["accelerate", "launch", "--mixed_precision=bf16", "train.py"], module=False).command
+    ('train.py',)
+    """
+    name = command[0] if module else Path(command[0]).name
+    if name == "torchrun" or (module and name in _TORCHRUN):
+        found = _launched(command, 1)
+        return LaunchedScript(found.command, found.module, _one_rank() | dict(found.environment))
+    if not module and name == "accelerate" and list(command[1:2]) == ["launch"]:
+        return _launched(command, 2)
+    if module and name == _ACCELERATE:
+        return _launched(command, 1)
+    return LaunchedScript(tuple(command), module)
+
+
+def check_world_size(environment: Mapping[str, str]) -> None:
+    """Refuse an environment in which the script would wait for other processes that do not exist.
+
+    Raises:
+        UsageError: ``WORLD_SIZE`` is more than 1.
+    """
+    size = environment.get("WORLD_SIZE", "1")
+    if size.isdigit() and int(size) > 1:
+        raise UsageError(
+            f"WORLD_SIZE={size} is set, but memfit runs one process: the script would wait for the others. "
+            "Set WORLD_SIZE=1 and RANK=0 for this command."
+        )
+
+
+def _launched(command: Sequence[str], options_from: int) -> LaunchedScript:
+    launcher = " ".join(command[:options_from])
+    options, rest = _split(command[options_from:])
+    if not rest:
+        raise UsageError(f"{launcher}: no script given. Write it after the launcher's options.")
+    module = not _IS_MODULE.isdisjoint(options)
+    alone = f"memfit dry-run {shlex.join(['-m', *rest] if module else rest)}"
+    for name in _UNREAD:
+        if name in options:
+            raise UsageError(f"{launcher} --{name}: memfit does not follow this option. Run {alone}.")
+    several = [f"--{name} {options[name]}" for name in _PROCESSES if _is_several(options.get(name, "1"))]
+    several += [f"--{name}" for name in _SEVERAL if name in options]
+    if several:
+        raise UsageError(
+            f"{launcher} {several[0]}: memfit runs one process on one GPU. For one alone, run {alone}."
+        )
+    variables = {_VARIABLES[name]: value for name, value in options.items() if name in _VARIABLES}
+    return LaunchedScript(tuple(rest), module, variables)
+
+
+def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+    """Return a launcher's options by name, and the script with its arguments."""
+    options: dict[str, str] = {}
+    position = 0
+    while position < len(tokens) and tokens[position].startswith("-"):
+        name, inline, value = tokens[position].partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        position += 1
+        if not inline and name not in _WITHOUT_VALUE:
+            value = tokens[position] if position < len(tokens) else ""
+            position += 1
+        options[name] = value
+    return options, tokens[position:]
+
+
+def _is_several(number: str) -> bool:
+    """Return whether a number of processes is more than 1; ``gpu`` and ``auto`` are one per GPU, so one."""
+    largest = number.rpartition(":")[2]  # torchrun's nodes may be MIN:MAX
+    return largest.isdigit() and int(largest) > 1
+
+
+def _one_rank() -> dict[str, str]:
+    """Return the variables that torchrun sets for its only process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0")
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1")
+    return ranks | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -1,0 +1,142 @@
+"""Ctrl-C ends memfit and all that it started, and a killed memfit takes its script along."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from memfit.python_command import python_code
+from memfit.records import Action
+from memfit.run.child_settings import ChildSettings, write_settings
+from memfit.run.options import RunOptions
+from memfit.run.script import end_of
+from memfit.trace.trace_file import write_trace
+from support.traces import BASE, Event, freed, segment, trace_of
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupts.py"
+
+
+def load():
+    """Import benchmarks/interrupts.py, a script outside any package."""
+    spec = importlib.util.spec_from_file_location("interrupts", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(folder, script):
+    """Start a dry run of a script in a process group of its own."""
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    return subprocess.Popen(
+        [sys.executable, "-m", "memfit", "dry-run", "script.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ends(pid):
+    """Return whether a process ends, which may take a moment."""
+    for _ in range(500):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.process
+def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
+    interrupts = load()
+    (tmp_path / "train.py").write_text(interrupts.SCRIPT)
+    block = [Event(Action.ALLOC, BASE, 512), *freed(BASE, 512)]
+    history = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20), *block]
+    write_trace(trace_of(history, segments=[segment(BASE, 2 << 20, "small")]), tmp_path / "run.memfit")
+    spans = dict.fromkeys(interrupts.COMMANDS, 0.5) | {"dry-run": 3.0, "dry-run --advise": 4.0}
+    found = list(interrupts.interruptions(spans, 20, 0, tmp_path))
+    assert not [one for one in found if one.faults]
+
+
+@pytest.mark.process
+def test_a_script_that_swallows_ctrl_c_is_killed_with_what_it_started(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        import signal, subprocess, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+        time.sleep(60)
+        """,
+    )
+    child = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "memfit: interrupted; there was no result yet.\n")
+    assert ends(child)
+
+
+@pytest.mark.process
+def test_ctrl_c_counts_even_if_the_script_catches_it_and_goes_on_to_its_end(tmp_path):
+    process = start(
+        tmp_path,
+        """
+        import time, torch
+        x = torch.ones(1, device="cuda")
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+        """,
+    )
+    process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+
+
+@pytest.mark.process
+def test_a_killed_memfit_takes_its_script_along(tmp_path):
+    process = start(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    script = int(process.stdout.readline())
+    process.kill()
+    assert ends(script)
+    process.communicate()
+
+
+@pytest.mark.process
+def test_a_script_does_not_run_if_memfit_has_gone_before_it_started(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    (tmp_path / "script.py").write_text("print('ran')")
+    settings = tmp_path / "settings.json"
+    settings.write_text(write_settings(ChildSettings(RunOptions(), None, "", "", "", writer)))
+    code = python_code("memfit.run.child")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(settings), "script.py"],
+        cwd=tmp_path,
+        pass_fds=[writer],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
+def test_ctrl_c_that_a_library_reports_as_its_own_error_is_an_interruption():
+    error = ImportError("numpy failed to import")
+    error.__context__ = KeyboardInterrupt()
+    end = end_of(error)
+    assert (end.reason, end.exit_code) == ("interrupted", 130)

@@ -1,0 +1,75 @@
+"""A launcher in front of a script: its only process runs in place; several processes are refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from memfit.errors import UsageError
+from memfit.run.launchers import check_world_size, launched_script
+
+ELASTIC = "torch.distributed.run"
+
+
+@pytest.mark.parametrize(
+    ("typed", "module", "command"),
+    [
+        ("torchrun x.py --lr 1", False, "x.py --lr 1"),
+        ("/env/bin/torchrun --standalone --nproc-per-node=gpu x.py", False, "x.py"),
+        (f"{ELASTIC} --nnodes 1:1 --nproc_per_node 1 x.py -m", True, "x.py -m"),
+        ("accelerate launch --mixed_precision bf16 --quiet x.py", False, "x.py"),
+        ("accelerate.commands.launch --num_processes=1 x.py", True, "x.py"),
+        ("train.py torchrun", False, "train.py torchrun"),
+    ],
+)
+def test_a_launcher_of_one_process_names_the_script_and_its_arguments(typed, module, command):
+    found = launched_script(typed.split(), module=module)
+    assert (" ".join(found.command), found.module) == (command, False)
+
+
+def test_launchers_set_their_environment():
+    torchrun = launched_script(["torchrun", "-m", "pkg.train"], module=False)
+    assert torchrun.module
+    assert {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items() <= torchrun.environment.items()
+    accelerate = launched_script(["accelerate", "launch", "--mixed_precision", "fp16", "x.py"], module=False)
+    assert accelerate.environment == {"ACCELERATE_MIXED_PRECISION": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("torchrun --nproc-per-node 2 x.py --lr 1", "run memfit dry-run x.py --lr 1."),
+        ("torchrun --nnodes=1:4 -m pkg.train", "run memfit dry-run -m pkg.train."),
+        ("accelerate launch --num_processes 8 x.py", "accelerate launch --num_processes 8: memfit runs one"),
+        ("accelerate launch --multi_gpu x.py", "run memfit dry-run x.py."),
+        ("accelerate launch --config_file c.yaml x.py", "does not follow this option"),
+        ("torchrun --standalone", "no script given"),
+    ],
+)
+def test_what_memfit_cannot_run_is_refused_with_what_to_type(typed, words):
+    with pytest.raises(UsageError) as error:
+        launched_script(typed.split(), module=False)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_world_size_without_its_peers_is_refused():
+    check_world_size({"WORLD_SIZE": "1"})
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 is set.*Set WORLD_SIZE=1"):
+        check_world_size({"WORLD_SIZE": "2"})
+
+
+@pytest.mark.process
+def test_a_script_behind_torchrun_trains_in_place(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import sys, torch\ntorch.distributed.init_process_group('gloo')\n"
+        "print(torch.distributed.get_world_size(), sys.argv)\nx = torch.ones(1, device='cuda')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "dry-run", "torchrun", "--standalone", "x.py", "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("1 ['x.py', '--lr', '1']\nFITS"), done.stderr
