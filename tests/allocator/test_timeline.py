@@ -251,13 +251,13 @@ def test_a_forged_history_is_replayed_or_refused(history, segments_):
         ({"allocated_bytes.all.current": 512, "reserved_bytes.all.peak": 2 * MIB}, ""),
         (
             {"allocated_bytes.all.current": 1024},
-            "counted 1,024 allocated bytes (current), but its allocator history gives 512",
+            "counted 1,024 bytes as allocated (current), but its allocator history gives 512",
         ),
         (
             {"allocated_bytes.all.peak": 512},
-            "counted 512 allocated bytes (peak), but its allocator history gives 1,024",
+            "counted 512 bytes as allocated (peak), but its allocator history gives 1,024",
         ),
-        ({"reserved_bytes.all.current": 0}, "counted 0 reserved bytes (current)"),
+        ({"reserved_bytes.all.current": 0}, "counted 0 bytes as reserved (current)"),
     ],
 )
 def test_a_disagreement_with_the_statistics_is_reported(statistics, words):

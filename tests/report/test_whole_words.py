@@ -33,7 +33,15 @@ def trace():
 
 def summary(trace):
     place = ScriptLocation(1, Phase.BACKWARD, "encoder.layers.11.attention", "MmBackward0", f"{PATH}:12")
-    advice = Advice("expandable segments", f"PYTORCH_ALLOC_CONF={SETTING}", "no time", FIGURE, FIGURE, True)
+    advice = Advice(
+        ("expandable segments",),
+        (f"PYTORCH_ALLOC_CONF={SETTING}",),
+        f"{PATH}:3",
+        "no time",
+        FIGURE,
+        FIGURE,
+        True,
+    )
     notes = (Note(Provenance.ASSUMED, "a value was read", f"{PATH}:9", sizes=True),)
     found = replace(api.summarize(trace), peak_place=place, advice=(advice,), notes=notes)
     return lambda console: print_summary(found, console)
