@@ -40,10 +40,13 @@ def test_launchers_set_their_environment():
     [
         ("torchrun --nproc-per-node 2 x.py --lr 1", "run memfit dry-run x.py --lr 1."),
         ("torchrun --nnodes=1:4 -m pkg.train", "run memfit dry-run -m pkg.train."),
-        ("accelerate launch --num_processes 8 x.py", "accelerate launch --num_processes 8: memfit runs one"),
+        (
+            "accelerate launch --num_processes 8 x.py",
+            "accelerate launch --num_processes 8: memfit runs only one",
+        ),
         ("accelerate launch --multi_gpu x.py", "run memfit dry-run x.py."),
-        ("accelerate launch --config_file c.yaml x.py", "does not follow this option"),
-        ("torchrun --standalone", "no script given"),
+        ("accelerate launch --config_file c.yaml x.py", "does not support this option"),
+        ("torchrun --standalone", "the script is missing"),
     ],
 )
 def test_what_memfit_cannot_run_is_refused_with_what_to_type(typed, words):

@@ -151,7 +151,7 @@ def test_damaged_headers_are_refused(file, header):
         ({"loader": {"size": 0, "line": ""}}, "the loader's batch size"),
         (
             {"labels": [{"phase": "forward", "module": "x" * 4_000_000, "op": "", "stack": 0}]},
-            "has a text of 4,000,000 characters, but a trace's are at most 4,096.",
+            "contains a text of 4,000,000 characters, but at most 4,096 are allowed.",
         ),
         (
             {"marks": [{"position": 0, "kind": "forward", "index": 0}] * 1_100_000},

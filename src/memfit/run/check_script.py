@@ -31,8 +31,8 @@ def check_script(path: Path) -> None:
     check_ordinary(path)
     if path.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, and "
-            f"give {path.with_suffix('.py')}."
+            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, "
+            f"then run memfit on {path.with_suffix('.py')}."
         )
     if not is_package(path):
         _check_source(path)

@@ -73,8 +73,8 @@ def check_world_size(environment: Mapping[str, str]) -> None:
     size = environment.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
         raise UsageError(
-            f"WORLD_SIZE={size} is set, but memfit runs one process: the script would wait for the others. "
-            "Set WORLD_SIZE=1 and RANK=0 for this command."
+            f"WORLD_SIZE={size} is set, but memfit runs only one process. The script would wait for "
+            "the others. Set WORLD_SIZE=1 and RANK=0 for this command."
         )
 
 
@@ -82,17 +82,18 @@ def _launched(command: Sequence[str], options_from: int) -> LaunchedScript:
     launcher = " ".join(command[:options_from])
     options, rest = _split(command[options_from:])
     if not rest:
-        raise UsageError(f"{launcher}: no script given. Write it after the launcher's options.")
+        raise UsageError(f"{launcher}: the script is missing. Name it after the launcher's options.")
     module = not _IS_MODULE.isdisjoint(options)
     alone = f"memfit dry-run {shlex.join(['-m', *rest] if module else rest)}"
     for name in _UNREAD:
         if name in options:
-            raise UsageError(f"{launcher} --{name}: memfit does not follow this option. Run {alone}.")
+            raise UsageError(f"{launcher} --{name}: memfit does not support this option. Run {alone}.")
     several = [f"--{name} {options[name]}" for name in _PROCESSES if _is_several(options.get(name, "1"))]
     several += [f"--{name}" for name in _SEVERAL if name in options]
     if several:
         raise UsageError(
-            f"{launcher} {several[0]}: memfit runs one process on one GPU. For one alone, run {alone}."
+            f"{launcher} {several[0]}: memfit runs only one process. To see what one process needs, run "
+            f"{alone}."
         )
     variables = {_VARIABLES[name]: value for name, value in options.items() if name in _VARIABLES}
     return LaunchedScript(tuple(rest), module, variables)

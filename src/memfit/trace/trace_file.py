@@ -204,7 +204,7 @@ def _read(file: BinaryIO) -> Trace:
     if too_many := excess(trace):
         raise _TraceError(f"has {too_many}.")
     if (length := longest_text(trace)) > MAX_TEXT:
-        raise _TraceError(f"has a text of {length:,} characters, but a trace's are at most {MAX_TEXT:,}.")
+        raise _TraceError(f"contains a text of {length:,} characters, but at most {MAX_TEXT:,} are allowed.")
     for fault in _faults(trace):
         raise _TraceError(f"is inconsistent ({fault}). The file was damaged or edited. Record the run again.")
     return trace

@@ -145,7 +145,9 @@ class AssumedValues:
         """Return what an assumed value rests on."""
         given = [f"{key}={self.options.given[key]}" for key in ("all", "bool") if key in self.options.given]
         if known.basis is Basis.CHECKED and given:
-            return f"The user chose how checks end (--values {','.join(given)}): one returned {known.value}."
+            return (
+                f"The user chose what checks return (--values {','.join(given)}): one returned {known.value}."
+            )
         return _BASIS_NOTES[known.basis].format(answer=known.value)
 
     def _assumed_value(self, tensor: torch.Tensor) -> Number | complex:

@@ -101,8 +101,8 @@ def _child(child: ChildProcess) -> str:
     """Return that a process which the script started used the GPU, what it held, and how it failed."""
     failed = f", and ended with {escaped(_first_line(child.exception))}" if child.exception else ""
     return (
-        f"Not included: the script started {escaped(child.name)}, which used the GPU, too (at least "
-        f"{format_gib(child.peak.bytes)}){failed}. Dry-run it by itself for its figures."
+        f"Not included: {escaped(child.name)}, which the script started, also used the GPU (at least "
+        f"{format_gib(child.peak.bytes)}){failed}. To measure it, dry-run it by itself."
     )
 
 
