@@ -110,15 +110,16 @@ class Truth:
         self._ended.append(len(events))
         made = {event["addr"]: at for at, event in enumerate(events) if event["action"] == "alloc"}
         scalers = [one for one in gc.get_objects() if type(one) is torch.amp.GradScaler]
-        scales = storages(one._scale for one in scalers if one._scale is not None)
+        scales = storages(getattr(one, "_scale", None) for one in scalers)  # a disabled scaler has none
+        parameters = storages(live(torch.nn.Parameter)) | named("beside")
         sizes = {
             start: size
             for kept in list(self._kept)
             for start, size in storages([kept.tensor]).items()
             if self._entered[kept.window] <= made.get(start, -1) < self._ended[kept.window]
             and start not in scales
+            and start not in parameters
         }
-        parameters = storages(live(torch.nn.Parameter)) | named("beside")
         buffers = storages(one for module in live(torch.nn.Module) for one in module._buffers.values())
         owned = {*sizes, *scales, *parameters, *buffers, *self._gradient_sizes(), *self._state_sizes()}
         held = {

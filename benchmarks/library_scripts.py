@@ -183,9 +183,7 @@ def measure(script: LibraryScript, folder: Path) -> Result:
             for row in compared
             if abs(row.ours - row.truth) >= LARGE * peak
         ]
-        counted = {"steps": checked["steps"], "peak": checked["peak"]["allocated"]}
-        if counted != truth["end"][0]:
-            failures.append(f"memfit reports {counted}, the script {truth['end'][0]}")
+        failures += miscounted(script, checked, truth)
     peaks = set(np.maximum.accumulate(line.allocated).tolist())
     failures += [
         f"the script printed {number:,} B, which was never the peak"
@@ -228,6 +226,17 @@ def rows(trace: Trace, attribution: Attribution, truth: Mapping[str, list[dict[s
             for name in found.keys() & ROWS.keys():
                 ours = int(requested[np.isin(category, ROWS[name])].sum())
                 yield Row(name, f"{moment} {number}", ours, found[name])
+
+
+def miscounted(
+    script: LibraryScript, report: Mapping[str, Any], truth: Mapping[str, list[dict[str, int]]]
+) -> Iterator[str]:
+    """Yield how the counts under ``attribution_truth.py`` differ from memfit's or from the expected."""
+    end = truth["end"][0]
+    counted = {"steps": end["steps"], "backwards": len(truth["backward"]), "peak": end["peak"]}
+    expected = {"steps": STEPS, "backwards": script.backwards, "peak": report["peak"]["allocated"]}
+    if counted != expected:
+        yield f"the script counts {counted}, expected {expected}"
 
 
 def worst(found: Iterable[Row]) -> Iterator[Row]:

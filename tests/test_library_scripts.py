@@ -60,6 +60,14 @@ def test_of_each_row_the_moment_that_differs_most_is_kept(benchmark):
     assert [row.moment for row in benchmark.worst(rows)] == ["backward 1"]
 
 
+def test_a_truth_that_ended_before_the_last_step_is_a_failure(benchmark):
+    script, report = benchmark.LibraryScript("any", ()), {"peak": {"allocated": 7}}
+    ended = {"backward": [{}] * 3, "end": [{"steps": 3, "peak": 7}]}
+    assert not list(benchmark.miscounted(script, report, ended))
+    for failed in (ended | {"backward": []}, ended | {"end": [{"steps": 0, "peak": 7}]}):
+        assert list(benchmark.miscounted(script, report, failed))
+
+
 def test_notes_that_differ_in_figures_only_are_one_line(benchmark):
     notes = [
         ("finds at most 8 elements", "a.py:1"),
