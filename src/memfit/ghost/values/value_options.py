@@ -47,7 +47,7 @@ _DEFAULTS: Mapping[Kind, bool | int | float | str] = {
 _PLACE = re.compile(r".+:[0-9]+")
 _EXAMPLE = (
     f"The keys are {', '.join(_DEFAULTS)}, the operators {', '.join(OPERATORS)}, and FILE:LINE. nonzero also "
-    "stands for masks, where and masked_select. "
+    "covers masks, where and masked_select. "
     "Separate pairs with commas, for example float=0.5,nonzero=25%."
 )
 
