@@ -91,7 +91,7 @@ def test_other_zips_are_refused(file):
     assert "holds '0.txt'" in refused(file)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("x", "x")
-    assert "zip of 1 members" in refused(file)
+    assert "zip file with 1 members" in refused(file)
 
 
 def test_a_missing_or_an_extra_member_is_refused(file, trace):

@@ -47,7 +47,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     files. memfit stops it after a few training steps.
 
     A launcher may precede the script, as in memfit dry-run torchrun train.py or memfit dry-run accelerate
-    launch train.py. memfit then runs the script itself, as the launcher's only process.
+    launch train.py. memfit then runs the script directly, without the launcher.
 
     memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
     because the option was probably misplaced. If the script has an option of the same name, write -- before
@@ -89,8 +89,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             its rules. With 'none', it counts each workspace as 0 bytes.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
-        notes: List every assumption behind the figures. By default, the summary shows those that may change
-            a figure by more than 1 %, and counts the others.
+        notes: List every assumption behind the figures. By default, the summary shows only those that may
+            change a figure by more than 1 %, and the number of the others.
     """
     from memfit import api
 

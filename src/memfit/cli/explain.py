@@ -39,13 +39,13 @@ def explain(  # noqa: PLR0913 - one parameter an option
         snapshot: Write the trace to this file as a memory snapshot, for PyTorch's viewer (memory_viz).
         html: Write an HTML report to this file: a single page that loads no other files.
         source: Include file names and line numbers in the HTML report.
-        chrome: Write the memory of each category over time to this file, as a Chrome trace for Perfetto.
+        chrome: Write a timeline of each category's memory to this file, as a Chrome trace for Perfetto.
         csv: Write a table of all allocations to this file.
         fragmentation: Also show, at the peaks and at the end of the run, the reserved memory that no tensor
             uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
             from returning the largest holes to the GPU.
-        notes: List every assumption behind the figures. By default, the summary shows those that may change
-            a figure by more than 1 %, and counts the others.
+        notes: List every assumption behind the figures. By default, the summary shows only those that may
+            change a figure by more than 1 %, and the number of the others.
     """
     from memfit import api
 

@@ -48,5 +48,7 @@ def memory_or_none(text: str | None) -> int | None:
     """
     amount = bytes_or_none(text)
     if text is not None and text.strip().isdigit() and 0 < int(text) < _PROBABLY_NOT_BYTES:
-        raise UsageError(f"{text!r} has no unit, so it means {text} bytes. Write {text.strip()}GiB.")
+        raise UsageError(
+            f"{text!r} has no unit, so it means {text} bytes. If you mean GiB, write {text.strip()}GiB."
+        )
     return amount

@@ -45,8 +45,8 @@ def record(  # noqa: PLR0913 - one parameter an option
         fail: Exit with code 1 unless the verdict is FITS.
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
-        notes: List every assumption behind the figures. By default, the summary shows those that may change
-            a figure by more than 1 %, and counts the others.
+        notes: List every assumption behind the figures. By default, the summary shows only those that may
+            change a figure by more than 1 %, and the number of the others.
     """
     from memfit import api
 

@@ -141,8 +141,8 @@ def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, Optimizer) and not _steps_without_closure(kind):
         raise UsageError(
-            f"{kind.__name__}.step() needs a closure that repeats forward and backward. memfit.estimate has "
-            "no such closure. Measure the script itself: memfit dry-run train.py."
+            f"{kind.__name__}.step() needs a closure that repeats the forward and backward passes. "
+            "memfit.estimate has no such closure. Measure the script itself: memfit dry-run train.py."
         )
     if not isinstance(optimizer, Optimizer):
         return

@@ -50,8 +50,8 @@ from memfit.user_frame import is_user_file
 _LIVE_HISTORY_LIMIT = 1 << 20
 """Events kept of a live run, in case it records more than that before a training step ends."""
 _UNREADABLE_GRAPHS = (
-    "PyTorch before 2.10 does not expose the tensors that autograd saves. memfit therefore counts as "
-    "activations all memory that the next backward pass frees. It cannot name the tensors in this memory."
+    "PyTorch before 2.10 does not expose the tensors that autograd saves. All memory that the next "
+    "backward pass frees therefore counts as activations, and memfit cannot name the tensors in it."
 )
 _UNREADABLE_OBJECTS = (
     "Some objects could not be inspected and were skipped. Their own code raised an exception, or they were "

@@ -82,7 +82,7 @@ def _launched(command: Sequence[str], options_from: int) -> LaunchedScript:
     launcher = " ".join(command[:options_from])
     options, rest = _split(command[options_from:])
     if not rest:
-        raise UsageError(f"{launcher}: the script is missing. Name it after the launcher's options.")
+        raise UsageError(f"{launcher}: the script is missing. Put it after the launcher's options.")
     module = not _IS_MODULE.isdisjoint(options)
     alone = f"memfit dry-run {shlex.join(['-m', *rest] if module else rest)}"
     for name in _UNREAD:

@@ -237,7 +237,7 @@ def _check_directory(file: BinaryIO) -> None:
         raise _TraceError("is a zip, but not a memfit trace.")
     limit = 1 + len(_COLUMNS)
     if entries != entries_in_all or not limit - len(_TABLES) <= entries <= limit:
-        raise _TraceError(f"is a zip of {entries} members, but not a memfit trace.")
+        raise _TraceError(f"is a zip file with {entries} members, but not a memfit trace.")
 
 
 def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> bytes:

@@ -210,7 +210,7 @@ def test_an_extension_built_for_another_cuda_version_is_not_loaded(dry_run, work
     """
     run = dry_run(script)
     assert "OSError: extension.so was not loaded: it needs libcudart.so.12" in run.err
-    assert f"Install a build for CUDA 13.0 of the package that contains {path}." in run.err
+    assert f"Find the package that contains {path}, and install its build for CUDA 13.0." in run.err
     assert any("extension.so was not loaded" in note["text"] for note in run.answer["notes"])
 
 

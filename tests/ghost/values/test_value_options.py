@@ -21,7 +21,7 @@ from memfit.ghost.values.value_options import ValueOptions, count_of
         ("nonzero=many", "share"),
         ("train.py:3=blue", "'blue' is not a number, a share such as 25%, true or false"),
         ("train.py=3", "unknown key 'train.py'"),
-        ("masked_select=3", "nonzero also covers masks, where and masked_select"),
+        ("masked_select=3", "'nonzero' also covers boolean masks, 'where' and 'masked_select'"),
         ("size=3", "unknown key 'size'"),
         ("float=1,float=2", "given twice"),
         ("float", "'' is not a number"),

@@ -97,8 +97,9 @@ class ExtensionStubs:
             if library.major != provided.major:
                 raise GhostError(
                     f"{imports.path.name} was not loaded: it needs {library.soname}, but PyTorch "
-                    f"{self._build.torch_version} and the ghost use {provided.soname}. Install a build for "
-                    f"CUDA {self._build.cuda_version} of the package that contains {imports.path}."
+                    f"{self._build.torch_version} and the ghost use {provided.soname}. Find the "
+                    f"package that contains {imports.path}, and install its build for CUDA "
+                    f"{self._build.cuda_version}."
                 )
 
     def _load_stubs(self, imported: Sequence[NvidiaImports]) -> None:

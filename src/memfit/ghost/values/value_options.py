@@ -46,8 +46,8 @@ _DEFAULTS: Mapping[Kind, bool | int | float | str] = {
 }
 _PLACE = re.compile(r".+:[0-9]+")
 _EXAMPLE = (
-    f"The keys are {', '.join(_DEFAULTS)}, the operators {', '.join(OPERATORS)}, and FILE:LINE. nonzero also "
-    "covers masks, where and masked_select. "
+    f"The keys are {', '.join(_DEFAULTS)}, the operators {', '.join(OPERATORS)}, and FILE:LINE. The "
+    "operator 'nonzero' also covers boolean masks, 'where' and 'masked_select'. "
     "Separate pairs with commas, for example float=0.5,nonzero=25%."
 )
 

@@ -182,10 +182,9 @@ class Position:
             waiting += max(0, self._from_last - self.consumed - done)
         if waiting:
             raise UsageError(
-                f"Cannot save the run: the backward pass of {waiting} micro-batch{'es' * (waiting != 1)} "
-                "carried over from one epoch to the next has not run yet. A saved state cannot contain such "
-                "micro-batches. Save after this backward pass, save before an epoch ends, or use "
-                "partial_window='flush'."
+                "Cannot save the run: some micro-batches of the last epoch have not gone backward yet "
+                f"({waiting} in total). A saved state cannot contain such micro-batches. Save after their "
+                "backward pass, save before an epoch ends, or use partial_window='flush'."
             )
         return {
             "consumed": self.consumed,
