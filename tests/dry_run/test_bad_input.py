@@ -48,13 +48,9 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("--memory", "1MiB", "script.py"), 2, "context"),
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "No script given"),
-        (
-            ("--memory", "12", "script.py"),
-            2,
-            "'12' has no unit, so it means 12 bytes. If you mean GiB, write 12GiB",
-        ),
-        (("notebook.ipynb",), 2, "jupyter nbconvert --to script notebook.ipynb, and give notebook.py"),
-        (("script.py",), 3, "never used the GPU"),
+        (("--memory", "12", "script.py"), 2, "'12' has no unit, so it means 12 bytes. If you mean GiB,"),
+        (("notebook.ipynb",), 2, "jupyter nbconvert --to script notebook.ipynb, then run memfit on"),
+        (("script.py",), 3, "without using the GPU"),
     ],
 )
 def test_bad_input_gets_one_error(dry_run, tmp_path, options, code, words):
