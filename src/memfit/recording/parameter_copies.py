@@ -73,12 +73,13 @@ def copies_of(
     these shapes then count as copies.
 
     Args:
-        models: the trained parameters of each model.
+        models: the trained parameters of each model, some of them shared: a layer that the script runs by
+            itself is a model beside the one that contains it.
         others: tensors that may be copies.
 
     >>> weight, bias = torch.ones(2, 3), torch.ones(2)
     >>> [tuple(one.shape) for one in copies_of([[weight, bias]], [bias + 1, torch.ones(7), weight + 1])]
-    [(2, 3), (2,)]
+    [(2,), (2, 3)]
     >>> list(copies_of([[weight, bias]], [weight + 1]))
     []
     """
@@ -86,8 +87,11 @@ def copies_of(
     for other in others:
         if other.is_floating_point():
             by_shape.setdefault(local_piece(other).shape, []).append(other)
+    copied: set[torch.Size] = set()
     for parameters in models:
         shapes = Counter(local_piece(parameter).shape for parameter in parameters)
-        if shapes and all(len(by_shape.get(shape, ())) >= count for shape, count in shapes.items()):
-            for shape in shapes:
-                yield from by_shape.pop(shape)
+        if all(len(by_shape.get(shape, ())) >= count for shape, count in shapes.items()):
+            copied.update(shapes)
+    for shape, tensors in by_shape.items():
+        if shape in copied:
+            yield from tensors
