@@ -126,7 +126,7 @@ def test_json_reports_whether_the_capacity_suffices(problem):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x.csv"], "Cannot read x.csv: line 1: the header 'a,b' has no column id, lower, upper, size"),
+        (["x.csv"], "Cannot read x.csv, line 1: the header 'a,b' has no column id, lower, upper, size"),
         (["missing.csv"], "Cannot read missing.csv: No such file or directory"),
         (["problem.csv", "--fail"], "--fail needs a capacity"),
         (["problem.csv", "--seconds", "nan"], "must be 0 seconds or more, not nan"),

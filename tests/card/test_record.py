@@ -63,13 +63,13 @@ def test_the_default_trace_is_kept_and_never_overwritten(record, tmp_path):
     ("name", "value", "named"),
     [
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
-        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "cudaMallocAsync"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "backend:cudaMallocAsync"),
     ],
 )
 def test_allocators_without_a_history_are_refused_by_name(record, name, value, named):
     run = record(STEPS, **{name: value})
     assert run.code == 3
-    assert f"Cannot record with {named}" in run.err
+    assert f"Cannot record with the allocator setting {named}: " in run.err
     assert "memfit dry-run" in run.err
 
 

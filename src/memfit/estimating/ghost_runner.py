@@ -38,7 +38,7 @@ class GhostRunner:
             raise KeyboardInterrupt
         if result.end.reason == "exception":
             raise TargetError(self._failure(result))
-        notes = tuple(Note(Provenance.ASSUMED, text) for text in self.model.notes)
+        notes = tuple(Note(Provenance.ASSUMED, text, sizes=True) for text in self.model.notes)
         return replace(result, command=(self.model.name,), notes=(*notes, *result.notes))
 
     def _failure(self, result: DryRun) -> str:

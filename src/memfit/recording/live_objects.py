@@ -1,12 +1,13 @@
-"""Find every live model, optimizer and tensor, for a run whose objects were not inspected on the way.
+"""Find every live model, optimizer and tensor, also those that were never met on the way.
 
-Examining all objects of the process takes tens of milliseconds, and is done once, when memory has run out.
+Examining all objects of the process takes tens of milliseconds, so it is done a few times in a run at most.
 """
 
 import gc
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 
@@ -34,7 +35,7 @@ def find_live_objects() -> LiveObjects:
             modules.append(candidate)
         elif issubclass(kind, Optimizer):
             optimizers.append(candidate)
-        elif issubclass(kind, torch.Tensor):
+        elif issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor):  # fake: without memory
             tensors.append(candidate)
     children = {id(child) for module in modules for child in _children(module)}
     with torch._C.DisableTorchFunctionSubclass():  # run no code of tensor subclasses

@@ -215,8 +215,8 @@ class CardBackend:
         if setting == "backend:native":
             return ""
         return (
-            f"Cannot record with the allocator setting {setting}: PyTorch keeps no allocator history under "
-            "it. Remove the setting, or use memfit dry-run, which records the allocations on the ghost."
+            f"Cannot record with the allocator setting {setting}: PyTorch keeps no allocator history with "
+            "this setting. Remove it, or use memfit dry-run, which records the allocations on the ghost."
         )
 
     def stepped(self) -> None:
