@@ -57,14 +57,14 @@ print(sorted(note[1].partition("The user ")[2] for note in notes if "copied" in 
     assert out[5] == f"assumes that each of them is 7.0 (--values script.py:{at['line']}=7)."
 
 
-def test_the_hint_after_a_failure_names_the_last_read_of_each_kind_with_its_option(on_ghost):
+def test_the_hint_after_a_failure_names_each_line_once_with_the_value_to_type(on_ghost):
     script = """
 values = install()
 print(repr(values.hint()))
 x = torch.randn(8, device="cuda")
 x.sum().item()
 x[x > 0]
-(x > 0).tolist(); x.tolist()
+x.tolist(); (x > 0).tolist()
 x.sum().item()
 print(values.hint())
 """
@@ -72,9 +72,9 @@ print(values.hint())
     last = 15 + len(lines) - 2
     out = on_ghost(INSTALL_VALUES + script).splitlines()
     assert out[:2] == ["''", "The ghost computes nothing, so the script last read these stand-ins:"]
+    other = "to try another: --values "
     assert [line.rpartition("/")[2] for line in out[2:]] == [
-        f"script.py:{last}: 1.0 for a float (--values script.py:{last}=…)",
-        f"script.py:{last - 1}: 0 for a copy of numbers (--values script.py:{last - 1}=…)",
-        f"script.py:{last - 1}: False for a copy of booleans (--values script.py:{last - 1}=…)",
-        f"script.py:{last - 2}: 8 for the size of nonzero (--values script.py:{last - 2}=…)",
+        f"script.py:{last}: 1.0 for a float ({other}script.py:{last}=0)",
+        f"script.py:{last - 1}: False for a copy of booleans ({other}script.py:{last - 1}=true)",
+        f"script.py:{last - 2}: 8 for the size of nonzero ({other}script.py:{last - 2}=1)",
     ]

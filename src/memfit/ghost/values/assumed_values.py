@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -22,6 +23,9 @@ from memfit.user_frame import innermost_line, lines_outwards, user_place
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
+
+_MOST_HINTS = 3
+"""Reads that a hint names."""
 
 _READ = "The script read a GPU value."
 _NOTHING_COMPUTED = "The ghost computes nothing, so"
@@ -72,13 +76,18 @@ class AssumedValues:
         return list(self._last.values())
 
     def hint(self) -> str:
-        """Describe the last reads, newest first, with the option that changes each; empty if there was none.
+        """Describe the last reads at up to three lines, newest first, each with the option that changes it.
+
+        Empty if there was none.
 
         For the reader of an exception that one of these values may have caused.
         """
         if not self._last:
             return ""
-        lines = [f"  {_described(read)}" for read in reversed(self._last.values())]
+        newest: dict[str, GpuRead] = {}
+        for read in reversed(self._last.values()):
+            newest.setdefault(_option_key(read) or read.where, read)
+        lines = [f"  {_described(read)}" for read in islice(newest.values(), _MOST_HINTS)]
         return "\n".join((f"{_NOTHING_COMPUTED} the script last read these stand-ins:", *lines))
 
     def unused(self) -> list[str]:
@@ -234,8 +243,17 @@ def explained(chosen: Chosen, key: str, returned: str = "it returned") -> str:
     )
 
 
+def _option_key(read: GpuRead) -> str:
+    """Return the ``--values`` key that changes a read: its line, or else its kind; empty if none does."""
+    return read.key and (innermost_line(read.where) or read.key)
+
+
 def _described(read: GpuRead) -> str:
-    """Return one line on a read: what it returned, where, and the option for it."""
-    key = innermost_line(read.where) or read.key
-    answer = f"{read.answer} for {read.what}"
-    return f"{read.where}: {answer}" + (f" (--values {key}=…)" if read.key else "")
+    """Return one line on a read: what it returned, where, and the option that returns another value."""
+    key = _option_key(read)
+    if isinstance(read.answer, bool):
+        other = "false" if read.answer else "true"
+    else:
+        other = "1" if not read.answer or (read.key in OPERATORS and read.answer != 1) else "0"
+    option = f" (to try another: --values {key}={other})" if key else ""
+    return f"{read.where}: {read.answer} for {read.what}{option}"
