@@ -38,13 +38,16 @@ def test_launchers_set_their_environment():
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("torchrun --nproc-per-node 2 x.py --lr 1", "run memfit dry-run x.py --lr 1."),
-        ("torchrun --nnodes=1:4 -m pkg.train", "run memfit dry-run -m pkg.train."),
+        ("torchrun --nproc-per-node 2 x.py --lr 1", "run memfit dry-run torchrun x.py --lr 1."),
+        ("torchrun --nnodes=1:4 -m pkg.train", "run memfit dry-run torchrun -m pkg.train."),
         (
             "accelerate launch --num_processes 8 x.py",
             "accelerate launch --num_processes 8: memfit runs only one",
         ),
-        ("accelerate launch --multi_gpu x.py", "run memfit dry-run x.py."),
+        (
+            "accelerate launch --multi_gpu --mixed_precision bf16 x.py",
+            "run memfit dry-run accelerate launch --mixed_precision=bf16 x.py.",
+        ),
         ("accelerate launch --config_file c.yaml x.py", "does not support this option"),
         ("torchrun --standalone", "the script is missing"),
     ],

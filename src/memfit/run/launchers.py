@@ -55,12 +55,12 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
     """
     name = command[0] if module else Path(command[0]).name
     if name == "torchrun" or (module and name in _TORCHRUN):
-        found = _launched(command, 1)
+        found = _launched(command[:1], command[1:], module=module)
         return LaunchedScript(found.command, found.module, _one_rank() | dict(found.environment))
     if not module and name == "accelerate" and list(command[1:2]) == ["launch"]:
-        return _launched(command, 2)
+        return _launched(command[:2], command[2:], module=module)
     if module and name == _ACCELERATE:
-        return _launched(command, 1)
+        return _launched(command[:1], command[1:], module=module)
     return LaunchedScript(tuple(command), module)
 
 
@@ -78,25 +78,33 @@ def check_world_size(environment: Mapping[str, str]) -> None:
         )
 
 
-def _launched(command: Sequence[str], options_from: int) -> LaunchedScript:
-    launcher = " ".join(command[:options_from])
-    options, rest = _split(command[options_from:])
+def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:
+    """Return what a launcher, which may be a module, starts when these tokens follow it."""
+    name = " ".join(launcher)
+    options, rest = _split(tokens)
     if not rest:
-        raise UsageError(f"{launcher}: the script is missing. Put it after the launcher's options.")
-    module = not _IS_MODULE.isdisjoint(options)
-    alone = f"memfit dry-run {shlex.join(['-m', *rest] if module else rest)}"
-    for name in _UNREAD:
-        if name in options:
-            raise UsageError(f"{launcher} --{name}: memfit does not support this option. Run {alone}.")
-    several = [f"--{name} {options[name]}" for name in _PROCESSES if _is_several(options.get(name, "1"))]
-    several += [f"--{name}" for name in _SEVERAL if name in options]
+        raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
+    starts = not _IS_MODULE.isdisjoint(options)
+    dropped = _IS_MODULE.union(_PROCESSES, _SEVERAL, _UNREAD)
+    kept = [
+        f"--{key}={value}" if value else f"--{key}" for key, value in options.items() if key not in dropped
+    ]
+    # With the launcher: the script may need the variables that it sets.
+    alone = shlex.join([*["-m"] * module, *launcher, *kept, *["-m"] * starts, *rest])
+    for key in _UNREAD:
+        if key in options:
+            raise UsageError(
+                f"{name} --{key}: memfit does not support this option. Run memfit dry-run {alone}."
+            )
+    several = [f"--{key} {options[key]}" for key in _PROCESSES if _is_several(options.get(key, "1"))]
+    several += [f"--{key}" for key in _SEVERAL if key in options]
     if several:
         raise UsageError(
-            f"{launcher} {several[0]}: memfit runs only one process. To see what one process needs, run "
-            f"{alone}."
+            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, run memfit "
+            f"dry-run {alone}."
         )
-    variables = {_VARIABLES[name]: value for name, value in options.items() if name in _VARIABLES}
-    return LaunchedScript(tuple(rest), module, variables)
+    variables = {_VARIABLES[key]: value for key, value in options.items() if key in _VARIABLES}
+    return LaunchedScript(tuple(rest), starts, variables)
 
 
 def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
