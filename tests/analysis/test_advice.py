@@ -17,6 +17,7 @@ from memfit.records import (
     Provenance,
     ScriptEnd,
 )
+from memfit.report.terminal.advice import heading
 from support.advised_runs import (
     BF16,
     CHECKPOINT,
@@ -230,6 +231,16 @@ def test_a_run_out_of_memory_is_first_rerun_with_unlimited_memory(end):
     answer, _ = advice_for(short, {"": FAILED})
     assert (answer.advice, answer.in_all, answer.untried) == ((), None, FAILED)
     assert find_advice(short, summarize(short)).advice == ()
+
+
+def test_advice_for_a_script_that_caught_an_error_starts_from_a_run_without_one():
+    """After the error, the script may have used smaller batches."""
+    answer, tried = advice_for(
+        trace(200, total=380), {"": 400, "checkpointing": 150, "offload": 400}, caught=1
+    )
+    assert tried[0] == in_words(ScriptChange())
+    assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
+    assert heading(answer) == "To run without a caught error, the script needs 500.0 MiB. This is enough:"
 
 
 def test_an_interrupt_keeps_the_advice_found_so_far():

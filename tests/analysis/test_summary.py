@@ -253,6 +253,15 @@ def test_a_script_that_recovers_needs_what_it_used_after_its_last_failure():
     assert too_early.peak_allocated == MIB
 
 
+def test_what_a_failed_attempt_held_is_no_part_of_what_the_next_one_needs():
+    """It is freed only after the failure, while the exception leaves the attempt's functions."""
+    attempt = (alloc(0, MIB), alloc(MIB, 1024), oom(30 * MIB, MIB))
+    events = (*attempt, *free(MIB, 1024), *free(0, MIB), alloc(0, 512), *free(0, 512))
+    recovered = summarize(trace(*events, marks=step_ends(1 + len(events))))
+    assert (recovered.verdict, recovered.caught) == ("fits", 1)
+    assert recovered.peak_allocated == 512
+
+
 def test_a_counter_that_disagrees_is_noted():
     agreeing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 512})
     assert summarize(agreeing).notes == ()

@@ -30,6 +30,8 @@ def files(tmp_path, monkeypatch):
         (("dry-run", "-o", "train.py", "train.py"), "-o train.py would overwrite the script."),
         (("dry-run", "--html", "./train.py", "train.py"), "--html train.py would overwrite the script."),
         (("dry-run", "--json", "package/__main__.py", "package"), "__main__.py would overwrite the script."),
+        (("dry-run", "-o", "train.py", "-m", "train"), "-o train.py would overwrite the script."),
+        (("dry-run", "-o", "package/__main__.py", "-m", "package"), "would overwrite the script."),
         (("dry-run", "-o", "a", "--html", "a", "train.py"), "--html a would overwrite the file of -o."),
         (("dry-run", "-o", "a", "--json", "a", "train.py"), "--json a would overwrite the file of -o."),
         (("record", "-o", "train.py", "train.py"), "-o train.py would overwrite the script."),

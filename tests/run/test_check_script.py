@@ -5,10 +5,11 @@ import subprocess
 import sys
 import traceback
 import zipapp
+from pathlib import Path
 
 import pytest
 
-from memfit.errors import MemfitError, TargetError
+from memfit.errors import MemfitError, TargetError, UsageError
 from memfit.run.check_script import check_script
 from memfit.run.script import run_as_main
 
@@ -35,6 +36,11 @@ def test_what_python_cannot_read_is_refused_in_one_line(tmp_path, source, stated
         check_script(path)
     assert str(caught.value).startswith(f"Python refuses {path}: {stated}")
     assert "\n" not in str(caught.value)
+
+
+def test_python_in_place_of_the_script_is_to_be_left_out():
+    with pytest.raises(UsageError, match=r"No such script: python3\. Leave out python3"):
+        check_script(Path("python3"))
 
 
 def test_invalid_syntax_is_shown_as_python_shows_it(tmp_path):

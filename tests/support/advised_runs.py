@@ -83,13 +83,14 @@ def in_words(change):
     return " ".join(words + ([f"loader={change.loader.size}"] if change.loader else []))
 
 
-def advice_for(first, results, **more):
+def advice_for(first, results, *, caught=0, **more):
     """Return the answer and the changes tried.
 
     Args:
         first: the unchanged run.
         results: what a rerun with each change results in: a trace, the MiB at its peak, its end, or an
             interrupt. An empty change is the run with unlimited memory.
+        caught: number of errors that the unchanged run caught.
         more: fields of the traces of which ``results`` has the MiB.
     """
     tried = []
@@ -102,7 +103,7 @@ def advice_for(first, results, **more):
         result = trace(result, **more) if isinstance(result, int) else result
         return TrialResult(result, ("Net",)) if isinstance(result, Trace) else result
 
-    return find_advice(first, summarize(first), run), tried
+    return find_advice(first, replace(summarize(first), caught=caught), run), tried
 
 
 def rows(answer):

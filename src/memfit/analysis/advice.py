@@ -84,7 +84,7 @@ def _needs_more(found: DryRun) -> bool:
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
-    if _needs_more(answer):
+    if _needs_more(answer) or answer.caught:  # what the script did after it caught an error needs less
         first = run(ScriptChange(), _UNLIMITED)
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)

@@ -22,13 +22,21 @@ def caught_failures(trace: Trace) -> npt.NDArray[np.int64]:
     return failures if recovered else failures[:0]
 
 
-def first_of_answer(trace: Trace) -> int:
-    """Return the first event that the answer is about: the one after the last caught failure, or 0."""
+def first_of_answer(trace: Trace, line: Timeline) -> int:
+    """Return the first event that the answer is about: 0, or where the script goes on after a caught failure.
+
+    It goes on when what the failed attempt held has been freed: until then, no allocation adds to the memory
+    in use.
+    """
     caught = caught_failures(trace)
-    return int(caught[-1]) + 1 if len(caught) else 0
+    if not len(caught):
+        return 0
+    after = int(caught[-1]) + 1
+    rises = np.flatnonzero(np.diff(line.allocated[after:]) > 0)
+    return after + int(rises[0]) if len(rises) else after
 
 
 def overall_peak(trace: Trace, line: Timeline) -> int:
     """Return the event after which most was allocated; 0 for a run without events."""
-    first = first_of_answer(trace)
+    first = first_of_answer(trace, line)
     return first + int(np.argmax(line.allocated[first:])) if len(line.allocated) else 0

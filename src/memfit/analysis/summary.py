@@ -95,7 +95,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
 
 def _reserved(trace: Trace, line: Timeline) -> int:
     """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
-    own = int(line.reserved[first_of_answer(trace) :].max(initial=0))
+    own = int(line.reserved[first_of_answer(trace, line) :].max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
@@ -106,7 +106,7 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     failures = np.flatnonzero(trace.events.action == Action.OOM)
     if len(failures) and not len(caught_failures(trace)):
         return int(failures[-1])
-    first = first_of_answer(trace)
+    first = first_of_answer(trace, line)
     return max(peak, first + int(np.argmax(line.reserved[first:]))) if len(line.reserved) else peak
 
 

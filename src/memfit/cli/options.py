@@ -1,5 +1,6 @@
 """Groups of options in ``--help``, and option values that several commands read the same way."""
 
+import re
 from pathlib import Path
 
 from cyclopts import Group
@@ -10,6 +11,7 @@ TARGET = Group("The GPU", sort_key=1)
 OUTPUT = Group("Output", sort_key=2)
 GHOST = Group("What the ghost cannot know", sort_key=3)
 _PROBABLY_NOT_BYTES = 1 << 20
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
 
 
 def json_file(json: str | None) -> Path | None:
@@ -18,9 +20,11 @@ def json_file(json: str | None) -> Path | None:
 
 
 def script_file(script: str, *, module: bool) -> dict[str, Path]:
-    """Return the file of a script, named for ``check_outputs``; nothing for a module."""
-    path = Path(script)
-    return {} if module else {"the script": path / "__main__.py" if path.is_dir() else path}
+    """Return the file of a script, or of a module in the working folder, named for ``check_outputs``."""
+    path = Path(*script.split(".")) if module else Path(script)
+    if module and not path.is_dir():
+        path = path.with_name(f"{path.name}.py")
+    return {"the script": path / "__main__.py" if path.is_dir() else path}
 
 
 def bytes_or_none(text: str | None) -> int | None:
@@ -47,7 +51,7 @@ def memory_or_none(text: str | None) -> int | None:
     0
     """
     amount = bytes_or_none(text)
-    if text is not None and text.strip().isdigit() and 0 < int(text) < _PROBABLY_NOT_BYTES:
+    if text is not None and _NUMBER.fullmatch(text.strip()) and 0 < float(text) < _PROBABLY_NOT_BYTES:
         raise UsageError(
             f"{text!r} has no unit, so it means {text} bytes. If you mean GiB, write {text.strip()}GiB."
         )

@@ -1,6 +1,7 @@
 """Check a script before it is run: what Python would refuse is refused here, as Python states it."""
 
 import io
+import re
 import tokenize
 import traceback
 import warnings
@@ -11,6 +12,7 @@ from memfit.errors import TargetError, UsageError
 from memfit.input_files import check_ordinary, read_input
 
 _MAX_BYTES = 1 << 26
+_PYTHON = re.compile(r"python[0-9.]*")
 
 
 def is_package(path: Path) -> bool:
@@ -27,6 +29,8 @@ def check_script(path: Path) -> None:
         TargetError: it is not valid Python.
     """
     if not path.exists():
+        if _PYTHON.fullmatch(path.name):
+            raise UsageError(f"No such script: {path}. Leave out {path}: memfit runs the script itself.")
         raise UsageError(f"No such script: {path}. Give the path as you would to python.")
     check_ordinary(path)
     if path.suffix == ".ipynb":

@@ -114,10 +114,13 @@ def is_trace(path: Path) -> bool:
     """Return whether a file looks like a trace rather than a pickle: it begins like a zip.
 
     Raises:
-        FileFormatError: there is no such file, or it cannot be opened.
+        FileFormatError: there is no such file, or it cannot be read.
     """
     with open_input(path, None) as file:
-        return file.read(len(_ZIP_START)) == _ZIP_START
+        try:
+            return file.read(len(_ZIP_START)) == _ZIP_START
+        except OSError as error:
+            raise FileFormatError(f"Cannot read {path}: {error.strerror or error}.") from None
 
 
 def write_trace(trace: Trace, path: Path) -> None:

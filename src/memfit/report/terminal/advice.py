@@ -14,11 +14,10 @@ NONE = "No change was found that saves at least 1 % without editing the training
 
 def heading(result: DryRun) -> str:
     """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
-    shown = result.out_of_memory is not None or (
-        result.in_all is not None and result.in_all.bytes == result.peak_process.bytes
-    )
     total = ""
-    if result.in_all is not None and not shown:
+    if result.in_all is not None and result.caught:
+        total = f"To run without a caught error, the script needs {format_bytes(result.in_all.bytes)}. "
+    elif result.out_of_memory is None and result.in_all not in (None, result.peak_process):
         total = f"Unchanged, the run needs {format_bytes(result.in_all.bytes)}. "
     return f"{total}{_achieved(result)}"
 
@@ -26,7 +25,7 @@ def heading(result: DryRun) -> str:
 def _achieved(result: DryRun) -> str:
     found = result.advice or ()
     several = len(found) > 1
-    if result.verdict in ("fits", "unknown"):
+    if result.verdict in ("fits", "unknown") and not result.caught:
         return "Each of these lowers the peak on its own." if several else "This lowers the peak."
     if any(outcome(result, one) == "tight" for one in found):
         return "No change is certain to be enough, because the CUDA context is assumed. These save most:"

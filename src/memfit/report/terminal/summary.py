@@ -118,11 +118,12 @@ def _after_caught(result: DryRun) -> str:
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
+    first = f"This result covers the first {steps if result.steps > 1 else 'training step'}."
     if result.end.reason == "steps" and not hints:
-        return f"This result covers the first {steps}."
+        return first
     if result.end.reason == "steps":
         return (
-            f"This result covers the first {steps}. What comes later, such as evaluation or larger batches, "
+            f"{first} What comes later, such as evaluation or larger batches, "
             "was not run. To run more, pass --steps N or --to-end."
         )
     return (
