@@ -36,7 +36,10 @@ SMALL, LARGE = 70, 90
         ([advice("a", "b", needs=SMALL)], "No single change is enough. Together, these are:"),
         ([advice("a", "b", needs=SMALL)] * 2, "No single change is enough. Each of these combinations is:"),
         ([advice("a", needs=SMALL, fits=False)], "No change is certain to be enough, because the CUDA"),
-        ([advice("a", needs=LARGE, fits=False)], "No change that memfit tried is enough. These save most:"),
+        (
+            [advice("a", needs=LARGE, fits=False)],
+            "No change that memfit tried is enough. These save the most:",
+        ),
     ],
 )
 def test_the_heading_names_what_the_changes_achieve(answer, found, words):

@@ -111,7 +111,7 @@ def test_unknown_formats_and_versions_are_refused(file, trace):
     write_trace(trace, file)
     assert "has the unknown format version 0" in refused(with_header(file, version=0))
     write_trace(trace, file)
-    assert "not a memfit trace, but has the format 'other'" in refused(with_header(file, format="other"))
+    assert "not a memfit trace; its format is 'other'" in refused(with_header(file, format="other"))
 
 
 @pytest.mark.parametrize(

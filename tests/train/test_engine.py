@@ -243,7 +243,7 @@ def test_partial_windows_are_flushed_carried_or_dropped(partial, updates, left):
     assert run.optimizer_step == updates + (partial != "drop")
     if left:
         through(run, data(3))
-        with pytest.raises(UsageError, match="3 micro-batches carried over"):
+        with pytest.raises(UsageError, match="3 micro-batches from an earlier epoch still need"):
             run.state_dict()
 
 

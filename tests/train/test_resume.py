@@ -194,7 +194,7 @@ def test_carried_micro_batches_are_not_trained_twice(stopped, tmp_path):
 def test_a_run_with_carried_micro_batches_cannot_be_saved():
     run = carrying(net())
     carry(run, 9)
-    with pytest.raises(UsageError, match="1 micro-batch carried over"):
+    with pytest.raises(UsageError, match="1 micro-batch from an earlier epoch still needs"):
         run.state_dict()
 
 

@@ -90,7 +90,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         labels: For each allocation, record the module that made it and the phase of the training step. With
             --no-labels, memfit records neither; the byte counts are the same either way.
         notes: List every assumption behind the figures. By default, the summary shows only those that may
-            change a figure by more than 1 %, and the number of the others.
+            change a figure by more than 1 %, and says how many others there are.
     """
     from memfit import api
 

@@ -45,7 +45,7 @@ def explain(  # noqa: PLR0913 - one parameter an option
             uses (rounding, holes between blocks, cached segments). Also name the blocks that keep PyTorch
             from returning the largest holes to the GPU.
         notes: List every assumption behind the figures. By default, the summary shows only those that may
-            change a figure by more than 1 %, and the number of the others.
+            change a figure by more than 1 %, and says how many others there are.
     """
     from memfit import api
 

@@ -37,7 +37,7 @@ def replay(
         memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
         json: Write the result as JSON to this file. With -, print the JSON instead of the summary.
-        fail: Exit with code 1 unless the run fits under every setting compared, including that of the run.
+        fail: Exit with code 1 unless the run fits under every setting compared, including the recorded one.
     """
     check_outputs({"--json": json_file(json)}, {"the input": path})
     comparison = compare(path, alloc_conf or [], gpu, memory, in_use, smallest=False)

@@ -101,6 +101,6 @@ def _expect_unwrapped(model: nn.Module, action: str) -> None:
         raise UsageError(
             f"The model cannot {action}: it contains the wrappers of a plan{where}. It is a submodule or a "
             "copy of a model that has this plan. If it is a submodule, call memfit.revert on the whole "
-            "model first. If it is a copy, make the copy first, and only then pass the original to "
-            "memfit.apply or memfit.Engine."
+            "model first. If it is a copy, change the order: copy the original before you pass the original "
+            "to memfit.apply or memfit.Engine."
         )

@@ -284,7 +284,7 @@ def _decode(content: bytes) -> _Header:
     try:
         signature = msgspec.json.decode(content, type=_Signature)
         if signature.format != FORMAT:
-            raise _TraceError(f"is not a memfit trace, but has the format {signature.format[:80]!r}.")
+            raise _TraceError(f"is not a memfit trace; its format is {signature.format[:80]!r}.")
         if signature.version > VERSION:
             raise _TraceError(
                 f"was written by a newer memfit. Its format has version {signature.version}, but this memfit "

@@ -203,8 +203,9 @@ class OptimizerUpdate:
             if parameter.dtype.itemsize < torch.float32.itemsize and not sums.has(parameter):
                 raise UsageError(
                     f"A parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen "
-                    "(requires_grad=False) when the engine was created. For such a parameter, the engine "
-                    "sums no gradients in float32. Unfreeze parameters before creating the engine."
+                    "(requires_grad=False) when the engine was created. The engine sums gradients "
+                    "in float32 only for parameters that were trainable then. Unfreeze parameters before "
+                    "creating the engine."
                 )
 
     def _copy(self, count: int) -> OptimizerBackup | None:

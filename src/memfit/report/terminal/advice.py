@@ -28,9 +28,9 @@ def _achieved(result: DryRun) -> str:
     if result.verdict in ("fits", "unknown") and not result.caught:
         return "Each of these lowers the peak on its own." if several else "This lowers the peak."
     if any(outcome(result, one) == "tight" for one in found):
-        return "No change is certain to be enough, because the CUDA context is assumed. These save most:"
+        return "No change is certain to be enough, because the CUDA context is assumed. These save the most:"
     if not any(one.fits for one in found):
-        return "No change that memfit tried is enough. These save most:"
+        return "No change that memfit tried is enough. These save the most:"
     if len(found[0].changes) > 1:
         together = "Each of these combinations is:" if several else "Together, these are:"
         return f"No single change is enough. {together}"

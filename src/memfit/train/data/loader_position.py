@@ -182,9 +182,10 @@ class Position:
             waiting += max(0, self._from_last - self.consumed - done)
         if waiting:
             raise UsageError(
-                "Cannot save the run: some micro-batches of the last epoch have not gone backward yet "
-                f"({waiting} in total). A saved state cannot contain such micro-batches. Save after their "
-                "backward pass, save before an epoch ends, or use partial_window='flush'."
+                f"Cannot save the run: {waiting} micro-batch{'es' * (waiting != 1)} from an earlier epoch "
+                f"still {'need' if waiting != 1 else 'needs'} a backward pass. A saved state cannot contain "
+                "micro-batches. Save after that backward pass, save before an epoch ends, or use "
+                "partial_window='flush'."
             )
         return {
             "consumed": self.consumed,
