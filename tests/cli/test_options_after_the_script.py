@@ -51,3 +51,9 @@ def test_an_option_of_memfit_after_the_script_is_refused(tokens, capsys):
 )
 def test_options_of_the_script_reach_the_script(tokens, capsys):
     assert "No such script: missing.py" in refusal(capsys, *tokens)
+
+
+def test_the_module_behind_a_launcher_is_the_launchers(capsys):
+    refused = refusal(capsys, "dry-run", "torchrun", "--nproc_per_node", "2", "-m", "pkg.train")
+    assert "To see what one process needs, run memfit dry-run torchrun -m pkg.train." in refused
+    assert "--steps must come before" in refusal(capsys, "dry-run", "torchrun", "-m", "pkg", "--steps", "1")

@@ -10,6 +10,7 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError
 
@@ -23,6 +24,7 @@ from memfit.cli.gpus import gpus
 from memfit.cli.pack import pack
 from memfit.cli.replay import replay
 from memfit.errors import INTERRUPTED, MemfitError, UsageError
+from memfit.run.launchers import LAUNCHERS
 from memfit.versions import __version__
 
 _RUN_A_SCRIPT = ("dry-run", "record")
@@ -104,6 +106,8 @@ def _separate_script(tokens: list[str]) -> list[str]:
         position += 1 + (0 if inline else values_taken.get(name, 0))
     if position >= len(tokens) or tokens[position] == "--":
         return tokens
+    if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
+        values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)
     return [*tokens[:position], "--", *tokens[position:]]
 

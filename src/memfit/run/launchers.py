@@ -8,6 +8,8 @@ from pathlib import Path
 
 from memfit.errors import UsageError
 
+LAUNCHERS = ("torchrun", "accelerate")
+"""Commands that start a script."""
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _ACCELERATE = "accelerate.commands.launch"
 _IS_MODULE = {"m", "module"}
