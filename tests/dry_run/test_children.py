@@ -20,7 +20,7 @@ def test_a_failing_child_that_used_the_gpu_makes_the_run_incomplete_and_is_named
     assert 1 << 30 < child["peak"]["bytes"] < 2 << 30
     assert child["exception"] == "RuntimeError: boom"
     assert "INCOMPLETE   needs 0.50 GiB of 79.25 GiB without children\n" in run.out
-    assert "worker.py, which used the GPU, too (at least 1.5" in run.out
+    assert "worker.py, which the script started, also used the GPU (at least 1.5" in run.out
 
 
 def test_a_child_trains_for_as_many_steps_as_the_script_and_ends_well(dry_run):
