@@ -91,7 +91,7 @@ def advice_for(first, results, *, caught=0, **more):
         results: what a rerun with each change results in: a trace, the MiB at its peak, its end, or an
             interrupt. An empty change is the run with unlimited memory.
         caught: number of errors that the unchanged run caught.
-        more: fields of the traces of which ``results`` has the MiB.
+        more: further fields of the traces that are made for the numbers in ``results``.
     """
     tried = []
 
@@ -120,6 +120,6 @@ BF16 = ScriptOption(OptionPurpose.LOW_PRECISION, ("--mixed_precision", "bf16"), 
 
 
 def too_large(total, context=MEASURED, **more):
-    """Return a run that fails on a device of so many MiB, of which the context takes 100 for certain."""
+    """Return a run that fails on a device of ``total`` MiB; the context is measured, and takes 100 MiB."""
     failed = trace(200, oom=True, end=ScriptEnd("out of memory", 1), total=total, **more)
     return replace(failed, device=replace(failed.device, context=context))

@@ -237,7 +237,7 @@ def _held_by_script(attribution: Attribution, peak: int, allocated: int) -> list
     by_line = np.bincount(attribution.line[held], weights=attribution.requested[held])
     most = int(np.argmax(by_line))
     by_that = format_bytes(int(by_line[most]))
-    text = f"Held by the script: {format_bytes(size)}, of which this line allocated {by_that}."
+    text = f"This line allocated {by_that} of the {format_bytes(size)} that the script holds."
     return [Note(Provenance.EXACT, text, attribution.lines[most])] if attribution.lines[most] else []
 
 

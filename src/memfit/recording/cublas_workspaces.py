@@ -1,6 +1,6 @@
 """Identify the workspaces that PyTorch allocates for cuBLAS, whose addresses it does not expose.
 
-PyTorch keeps one workspace per handle and stream until the process ends, or until it is told to release them:
+PyTorch keeps one workspace per handle and stream until the script or memfit releases them:
 Lightning does that after a fit. So they are the allocations that this release frees.
 """
 

@@ -17,8 +17,8 @@ class Interruption:
         """Begin without a Ctrl-C.
 
         Args:
-            patience: the seconds that the script gets to end; None for as long as it takes. With 0, nobody
-                wants its trace.
+            patience: the seconds that the script gets to end; None for as long as it takes; 0 if its trace is
+                not needed.
         """
         self._patience = patience
         self._pressed: float | None = None
