@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401 - its import starts ldconfig, so it must precede the refusal of processes
 
+from memfit.allocator import compiled_allocator
+from memfit.arenas import native as compiled_arena
+from memfit.packing import native as compiled_packer
+
 
 @dataclass(frozen=True)
 class DryRunOutput:
@@ -61,6 +65,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if STARTERS.intersection(item.fixturenames):
             item.add_marker("process")
+
+
+def pytest_sessionstart():
+    """Compile memfit's C code before the first test: on a new machine, the compiler is a process, too."""
+    for compiled in (compiled_allocator, compiled_arena, compiled_packer):
+        compiled.LIBRARY.load()
 
 
 _STARTING = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
