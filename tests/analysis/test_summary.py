@@ -262,6 +262,15 @@ def test_what_a_failed_attempt_held_is_no_part_of_what_the_next_one_needs():
     assert recovered.peak_allocated == 512
 
 
+def test_a_workspace_that_did_not_fit_is_no_failure_of_the_script():
+    workspace = oom(30 * MIB, MIB)._replace(category=Category.WORKSPACE)
+    events = alloc(0, 512), workspace, alloc(512, 1024), *free(512, 1024)
+    result = summarize(trace(*events, marks=step_ends(len(events))))
+    assert (result.verdict, result.caught, result.out_of_memory) == ("fits", 0, None)
+    (note,) = result.notes
+    assert note.text.startswith("1 of the workspaces that cuDNN suggested did not fit.")
+
+
 def test_a_counter_that_disagrees_is_noted():
     agreeing = trace(alloc(0, 100), statistics={"allocated_bytes.all.peak": 512})
     assert summarize(agreeing).notes == ()

@@ -113,6 +113,23 @@ def test_a_script_that_reduces_its_batch_fits(dry_run):
     assert run.answer["peak"]["allocated"] == alone.answer["peak"]["allocated"]
 
 
+def test_workspaces_that_pytorch_itself_does_without_are_not_errors_that_the_script_caught(dry_run):
+    script = """
+        import torch
+        net = torch.nn.Sequential(*[torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(2)]).cuda()
+        optimizer = torch.optim.SGD(net.parameters())
+        for _ in range(3):
+            net(torch.ones(32, 64, 224, 224, device="cuda")).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    without = "of the workspaces that cuDNN suggested did not fit"
+    run = dry_run(script, options=("--memory", "2.6GiB", "--notes"))
+    assert (run.answer["verdict"], run.answer["caught"]) == ("fits", 0), run.out
+    assert without in run.out
+    assert without not in dry_run(script, options=("--notes",)).out
+
+
 def test_an_engine_that_divides_its_batch_fits(dry_run):
     script = """
         import torch, memfit

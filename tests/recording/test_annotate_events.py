@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from memfit.ghost.ffi import WorkspaceUse
-from memfit.recording.annotate_events import assign_labels_and_owners, mark_workspaces
+from memfit.recording.annotate_events import (
+    assign_labels_and_owners,
+    mark_failed_workspaces,
+    mark_workspaces,
+)
 from memfit.recording.event_labels import LabelBook
 from memfit.recording.inferred_phases import fill_missing_labels, infer_forwards
 from memfit.recording.owners import NO_TENSOR, MemoryOwners, OwnerSnapshot
@@ -181,6 +185,36 @@ def test_the_memory_in_which_engines_are_timed_may_be_larger_than_any_of_them_ne
 
 def test_a_smaller_allocation_than_a_library_used_is_no_workspace():
     assert workspaces_among(512, used=[1024]) == (1, [Category.UNKNOWN])
+
+
+def failures_among(*events, reported):
+    """Return the categories of the failures among ``events``, which are (action, size, serial)."""
+    found = events_of([Event(action, BASE, size) for action, size, _ in events])
+    serials = np.array([serial for *_, serial in events], np.int32)
+    mark_failed_workspaces(found, serials, [WorkspaceUse(0, size, 7) for size in reported])
+    return [Category(kind) for kind in found.category[found.action == Action.OOM]]
+
+
+def test_a_workspace_that_failed_is_one_if_pytorch_went_on_to_another():
+    failed, then = (Action.OOM, 4096, 7), (Action.ALLOC, 1024, 7)
+    assert failures_among(failed, then, reported=[4000]) == [Category.WORKSPACE]
+    halved = (Action.OOM, 1536, 7)  # half of 3,000, rounded up
+    assert failures_among(failed, halved, then, reported=[4000, 3000]) == [Category.WORKSPACE] * 2
+
+
+@pytest.mark.parametrize(
+    ("events", "reported"),
+    [
+        ([(Action.OOM, 4096, 7)], [4096]),  # the operator failed
+        ([(Action.OOM, 4096, 7), (Action.ALLOC, 1024, 8)], [4096]),  # another one ran, or another thread
+        ([(Action.OOM, 4096, 7), (Action.ALLOC, 1024, 7)], [3000]),  # a tensor: the script tries again itself
+        ([(Action.ALLOC, 1024, 7), (Action.OOM, 4096, 7)], [4096]),
+        ([(Action.OOM, 4096, 7), (Action.ALLOC, 1024, 7)], []),
+        ([(Action.OOM, 4096, -1), (Action.ALLOC, 1024, -1)], [4096]),
+    ],
+)
+def test_a_failure_that_no_other_attempt_follows_is_none_of_a_workspace(events, reported):
+    assert failures_among(*events, reported=reported) == [Category.UNKNOWN]
 
 
 def test_a_gradient_as_large_as_a_workspace_at_its_address_is_a_gradient():

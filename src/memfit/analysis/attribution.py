@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.location import NOWHERE, line_of, phases
+from memfit.analysis.overall_peak import failed_allocations
 from memfit.records import Action, Attribution, Category, MarkKind, Phase, Timeline, Trace
 
 _STAGES = {
@@ -81,7 +82,7 @@ def _categories(
     trace: Trace, born: Numbers, freed: Numbers, phase: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     category = trace.events.category[born].copy()
-    failed = np.flatnonzero(trace.events.action == Action.OOM)
+    failed = failed_allocations(trace)
     if trace.end.reason == "out of memory" and len(failed):
         # Memory that the exception freed while unwinding would have stayed.
         freed = np.where(freed > failed[-1], len(phase), freed)

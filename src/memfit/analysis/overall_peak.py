@@ -1,4 +1,4 @@
-"""The peak that a run's answer is about.
+"""Failed allocations, and the peak that a run's answer is about.
 
 A script may run out of memory, catch the error, and continue with a smaller batch. What it needs is the peak
 after the last such failure: the attempts before requested more than there was.
@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.location import step_ends
-from memfit.records import Action, Timeline, Trace
+from memfit.records import Action, Category, Timeline, Trace
+
+
+def failed_allocations(trace: Trace) -> npt.NDArray[np.int64]:
+    """Return the events of the allocations that failed, except those that PyTorch itself recovered from."""
+    failed = trace.events.action == Action.OOM
+    return np.flatnonzero(failed & (trace.events.category != Category.WORKSPACE))
 
 
 def caught_failures(trace: Trace) -> npt.NDArray[np.int64]:
@@ -16,7 +22,7 @@ def caught_failures(trace: Trace) -> npt.NDArray[np.int64]:
 
     Otherwise the result is empty: the script did not recover.
     """
-    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    failures = failed_allocations(trace)
     ends = step_ends(trace)
     recovered = len(failures) and ends and failures[-1] < ends[-1] and trace.end.reason != "out of memory"
     return failures if recovered else failures[:0]

@@ -13,7 +13,7 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
-from memfit.analysis.overall_peak import caught_failures, first_of_answer, overall_peak
+from memfit.analysis.overall_peak import caught_failures, failed_allocations, first_of_answer, overall_peak
 from memfit.analysis.size_bounds import deciding_bound
 from memfit.records import (
     DEFAULT_POOL,
@@ -103,7 +103,7 @@ def _reserved(trace: Trace, line: Timeline) -> int:
 
 def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     """Return the event that decides the answer: the failure, or the later peak of allocated and reserved."""
-    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    failures = failed_allocations(trace)
     if len(failures) and not len(caught_failures(trace)):
         return int(failures[-1])
     first = first_of_answer(trace, line)
@@ -145,7 +145,7 @@ def _by_category(
 
 
 def _out_of_memory(trace: Trace) -> OutOfMemory | None:
-    failures = np.flatnonzero(trace.events.action == Action.OOM)
+    failures = failed_allocations(trace)
     if not len(failures):
         return None
     # The failure that ended the script is the last one; if the script continued, report the first.
@@ -242,7 +242,7 @@ def _held_by_script(attribution: Attribution, peak: int, allocated: int) -> list
 
 
 def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
-    notes = []
+    notes, events = [], trace.events
     if not steps and trace.end.reason == "end":
         backwards = sum(mark.kind is MarkKind.BACKWARD for mark in trace.marks)
         did = f"{backwards} backward passes" if backwards else "forward passes only"
@@ -263,4 +263,10 @@ def _notes(trace: Trace, line: Timeline, steps: int) -> list[Note]:
     if counted and (differs := disagreement(trace, line)):
         text = f"{differs} The figures may be off by the difference."
         notes.append(Note(Provenance.ASSUMED, text, sizes=True))
+    if failed := np.count_nonzero(events.action[events.category == Category.WORKSPACE] == Action.OOM):
+        text = (
+            f"{failed:,} of the workspaces that cuDNN suggested did not fit. PyTorch chose other algorithms, "
+            "which need less memory and may be slower."
+        )
+        notes.append(Note(Provenance.SIMULATED, text))
     return notes

@@ -54,9 +54,10 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceUse:
-    """One use of a workspace by a library."""
+    """One use of a workspace by a library, or its size as an execution plan of cuDNN reports it."""
 
     address: int
+    """0 for a size that was reported."""
     size: int
     """Bytes, as the library requested them."""
     label: int

@@ -3,6 +3,7 @@
 serials                                  labels and marks of the events
 addresses owned by objects and graphs    category, tensor and op of the allocation there at that moment
 addresses used by libraries              workspaces
+sizes that cuDNN's plans report          failed workspaces, after which PyTorch tried another plan
 PyTorch functions in the stacks          ops, and which of them communicate
 """
 
@@ -22,6 +23,9 @@ from memfit.records import Action, Category, Events, Label, Mark, MarkKind, Phas
 _OF_GRAPHS = {Category.ACTIVATION, Category.INPUT}
 _WEAK_CLAIMS = {*_OF_GRAPHS, Category.OUTPUT, Category.UNKNOWN}
 """Categories that do not replace another owner: a parameter that a graph has saved is still a parameter."""
+_ROUNDING = 512
+"""PyTorch records a failed request rounded up to a multiple of this. With ``roundup_power2_divisions`` it
+rounds further, and a failed workspace counts like any other failure."""
 _COMPUTE = {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.RECOMPUTE}
 
 
@@ -140,7 +144,7 @@ def mark_workspaces(
         The number of workspaces that were not found, and the positions of those that a graph has saved.
     """
     used: dict[tuple[int, int], set[int]] = {}
-    for use in uses:
+    for use in filter(lambda use: use.address, uses):
         used.setdefault((use.address, use.label), set()).add(use.size)
     allocated: dict[tuple[int, int], list[int]] = {place: [] for place in used}
     addresses = np.array(sorted({use.address for use in uses}), np.uint64)
@@ -159,6 +163,25 @@ def mark_workspaces(
             elif events.tensor is None or events.tensor[position] < 0:  # a live tensor may be as large
                 events.category[position] = Category.WORKSPACE
     return missed, np.array(sorted(saved), np.int64)
+
+
+def mark_failed_workspaces(events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse]) -> None:
+    """Mark, in place, the failed allocations of workspaces after which PyTorch tried another plan or a half.
+
+    No hook runs in between, so the next attempt carries the same serial.
+
+    Source: ``try_plans`` and ``generate_and_filter_plans``, ``aten/src/ATen/native/cudnn/Conv_v8.cpp``,
+    PyTorch 2.14.
+    """
+    reported = {use.size for use in uses if not use.address}
+    halves = {size >> times for size in reported for times in range(size.bit_length())}
+    tried = [-(-size // _ROUNDING) * _ROUNDING for size in halves]
+    asked = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.OOM)) & (serials >= 0))
+    last = np.full(int(serials.max(initial=-1)) + 1, -1, np.int64)
+    last[serials[asked]] = asked  # NumPy keeps the last of equal indices
+    failed = asked[events.action[asked] == Action.OOM]
+    carried_on = (last[serials[failed]] > failed) & np.isin(events.size[failed], tried)
+    events.category[failed[carried_on]] = Category.WORKSPACE
 
 
 def _holding(used: set[int], allocated: dict[int, int]) -> list[int]:

@@ -25,6 +25,7 @@ from memfit.recording.allocator_history import AllocatorHistory
 from memfit.recording.annotate_events import (
     assign_labels_and_owners,
     assign_torch_functions,
+    mark_failed_workspaces,
     mark_workspaces,
     place_marks,
 )
@@ -282,7 +283,9 @@ class Recorder:
         autocast_copies.name_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
-        missed, saved = mark_workspaces(events, serials, self._workspace_uses())
+        workspaces = self._workspace_uses()
+        missed, saved = mark_workspaces(events, serials, workspaces)
+        mark_failed_workspaces(events, serials, workspaces)
         if missed:
             text = (
                 "library workspaces were not found in the allocator history, so they count as other memory."

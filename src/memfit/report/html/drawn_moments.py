@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.block_columns import EARLIER, BlockColumns, Numbers
-from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.overall_peak import failed_allocations, overall_peak
 from memfit.analysis.reserved_ranges import ReservedRange
 from memfit.records import Action, MarkKind, Timeline, Trace
 
@@ -75,7 +75,7 @@ def drawn(
         np.concatenate((
             kept.born, kept.freed, kept.done,
             np.array([event for one in ranges for event in (one.born, one.freed)], np.int64),
-            np.flatnonzero(trace.events.action == Action.OOM),
+            failed_allocations(trace),
             np.array([m.position - 1 for m in trace.marks if m.kind is not MarkKind.SIZE_BOUND], np.int64),
             [peak, int(np.argmax(line.reserved)), count - 1], np.array(also, np.int64),
         ))

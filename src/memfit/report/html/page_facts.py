@@ -8,9 +8,9 @@ from memfit.analysis.block_columns import EARLIER, Numbers
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, category_provenance, peak_event
 from memfit.analysis.breakdown import EARLIER as EARLIER_NAME
 from memfit.analysis.location import location_at
-from memfit.analysis.overall_peak import overall_peak
+from memfit.analysis.overall_peak import failed_allocations, overall_peak
 from memfit.analysis.secondary_peaks import secondary_peaks
-from memfit.records import Action, Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
+from memfit.records import Category, DryRun, MemoryPeak, Phase, Provenance, Timeline, Trace, worst
 from memfit.report.html.drawn_moments import Drawing
 
 _COLOURS = {
@@ -92,7 +92,7 @@ def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary:
     def moments(events: list[int]) -> tuple[int, ...]:
         return tuple(np.searchsorted(picture.events, events).tolist())
 
-    failed = np.flatnonzero(trace.events.action == Action.OOM)
+    failed = failed_allocations(trace)
     device = summary.device
     return PageFacts(
         layers=_layers(trace, picture),

@@ -150,7 +150,8 @@ API void ghost_log_allocations(int on);
 API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
 
-/* A use of a workspace by a library: an allocation with this address, size and label. */
+/* A use of a workspace by a library: an allocation with this address, size and label. With address 0, an
+ * execution plan of cuDNN reported the size. */
 struct ghost_workspace_use {
     uint64_t address, size, label;
 };
@@ -229,6 +230,8 @@ int64_t ghost_now_us(void);
 int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was passed a workspace of the size that it had reported. */
 void ghost_workspace_used(const void *address, uint64_t size);
+/* An execution plan of cuDNN reports the size of its workspace. */
+void ghost_workspace_reported(uint64_t size);
 
 /* ---- Device addresses (core/addresses.c) ----------------------------------------------------- */
 

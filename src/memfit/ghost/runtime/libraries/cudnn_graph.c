@@ -197,6 +197,8 @@ static int64_t number(const struct backend_descriptor *descriptor, int name)
 {
     switch (name) {
     case EXECUTION_PLAN_WORKSPACE_SIZE:
+        ghost_workspace_reported(descriptor->chosen.workspace);
+        return (int64_t)descriptor->chosen.workspace;
     case ENGINECFG_WORKSPACE_SIZE: return (int64_t)descriptor->chosen.workspace;
     case ENGINE_GLOBAL_INDEX: return descriptor->chosen.engine;
     default: return 0;

@@ -3,7 +3,8 @@
  * The caller (PyTorch, through its own allocator) allocates a workspace in the size that the library
  * reports, and passes its address with the call. The ghost sees both: it gets the size from
  * memfit.ghost.workspaces, which registered as the answerer, and logs each use, so that the allocation can
- * be identified in the allocator's history by its address, its size and its label.
+ * be identified in the allocator's history by its address, its size and its label. The sizes that execution
+ * plans report are logged as well: PyTorch tries another plan if it runs out of memory for a workspace.
  */
 #include "core/ghost.h"
 
@@ -29,11 +30,9 @@ static struct {
     ARRAY(struct ghost_workspace_use);
 } uses;
 
-void ghost_workspace_used(const void *address, uint64_t size)
+static void log_use(uint64_t address, uint64_t size)
 {
-    struct ghost_workspace_use use = {(uint64_t)address, size, ghost_label()};
-    if (!address || !size)
-        return;
+    struct ghost_workspace_use use = {address, size, ghost_label()};
     ghost_lock();
     /* A loop without hooks would log the same use again and again. */
     struct ghost_workspace_use *last = uses.count ? &uses.items[uses.count - 1] : NULL;
@@ -43,6 +42,18 @@ void ghost_workspace_used(const void *address, uint64_t size)
     if (place)
         *place = use;
     ghost_unlock();
+}
+
+void ghost_workspace_used(const void *address, uint64_t size)
+{
+    if (address && size)
+        log_use((uint64_t)address, size);
+}
+
+void ghost_workspace_reported(uint64_t size)
+{
+    if (size)
+        log_use(0, size);
 }
 
 API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity)
