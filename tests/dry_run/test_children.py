@@ -76,3 +76,71 @@ def test_a_script_whose_child_alone_uses_the_gpu_is_told_to_run_the_child(dry_ru
     run = dry_run("import subprocess, sys; subprocess.run([sys.executable, 'worker.py'])")
     assert run.code == 3
     assert "script.py did not use the GPU itself, but a process that it started did: python" in run.err
+
+
+def children_of(run):
+    """Return the GiB and the failure of each child, by its name."""
+    return {
+        child["name"]: (child["peak"] and child["peak"]["bytes"] >> 30, child["exception"])
+        for child in run.answer["children"]
+    }
+
+
+def test_a_child_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
+    (tmp_path / "worker.py").write_text("import time, torch\ntime.sleep(2)\n")
+    script = """
+        import subprocess, sys, torch
+        subprocess.run([sys.executable, "-I", "worker.py"], check=True)
+        subprocess.run([sys.executable, "worker.py"], check=True, env={})
+        subprocess.run([sys.executable, "worker.py"], check=True)
+        torch.ones(1, device="cuda")
+    """
+    run = dry_run(script, options=("--fail",))
+    assert (run.code, run.answer["verdict"]) == (1, "unknown")
+    names = [name.partition(" ")[2] for name in children_of(run)]
+    assert names == ["-I worker.py", "worker.py"]
+    assert set(children_of(run).values()) == {(None, "")}
+    assert "which the script started, loads PyTorch where memfit cannot follow it" in run.out
+
+
+def test_children_that_leave_early_are_recorded_with_what_they_held_and_how_they_failed(dry_run):
+    script = """
+        import multiprocessing, os, signal, sys, torch
+        def hold(gib):
+            tensor = torch.empty(gib << 30, dtype=torch.uint8, device="cuda")
+            torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+        def kill(): hold(2); os.kill(os.getpid(), signal.SIGKILL)
+        def leave(): hold(3); os._exit(5)
+        def exit(): hold(4); sys.exit("no configuration")
+        def run_out(): hold(1000)
+        def recover():
+            try: hold(1000)
+            except torch.OutOfMemoryError: hold(5)
+        if __name__ == "__main__":
+            for work in (kill, leave, exit, run_out, recover):
+                process = multiprocessing.get_context("fork").Process(target=work, name=work.__name__)
+                process.start()
+                process.join()
+            process = multiprocessing.get_context("spawn").Process(target=run_out, name="spawned")
+            process.start()
+            process.join()
+            torch.ones(1, device="cuda")
+    """
+    run = dry_run(script)
+    found = children_of(run)
+    assert (found["kill"], found["leave"]) == ((2, ""), (3, "exit code 5"))
+    assert (found["exit"], found["recover"]) == ((4, "exit code 1"), (5, ""))
+    ran_out = (0, "out of memory: 1,000.0 GiB requested, 78.8 GiB free")
+    assert found["run_out"] == found["spawned"] == ran_out
+    assert "(at least 0.50 GiB), and failed: out of memory: 1,000.0 GiB requested" in run.out
+
+
+def test_a_program_that_exits_with_a_message_or_ends_by_itself_is_recorded(dry_run, tmp_path):
+    use = "import sys, torch\ntorch.ones(1, device='cuda')\n"
+    (tmp_path / "stops.py").write_text(use + "sys.exit('no configuration')\n")
+    (tmp_path / "goes_on.py").write_text(use + "try: sys.exit(2)\nexcept SystemExit: pass\n"
+        "torch.ones(1, device='cuda', requires_grad=True).sum().backward()\n")  # fmt: skip
+    run = dry_run(
+        PARENT + "    for name in ('stops.py', 'goes_on.py'): subprocess.run([sys.executable, name])\n"
+    )
+    assert sorted(failure for _, failure in children_of(run).values()) == ["", "no configuration"]

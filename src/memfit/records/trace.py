@@ -250,14 +250,14 @@ class ScriptEnd:
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A process that the script started and that used the ghost, on which it had all memory to itself."""
+    """A process that the script started, and that used a ghost of its own or ran PyTorch without one."""
 
     name: str
     """The name that ``multiprocessing`` gave it, or its command."""
-    peak: Figure
-    """The most bytes that it was seen to hold, CUDA context included."""
+    peak: Figure | None
+    """The most bytes that it was seen to hold, CUDA context included; None if memfit could not follow it."""
     exception: str = ""
-    """What ended it, if it was seen."""
+    """What ended it, or what it ran out of, if memfit saw it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Trace:
     tensors: tuple[TensorInfo, ...] = ()
     """The tensors that held allocations."""
     children: tuple[ChildProcess, ...] = ()
-    """Processes that the script started and that used the GPU, too: the events are not theirs."""
+    """Processes that the script started and that used the GPU, or may have: the events are not theirs."""
     options: tuple[ScriptOption, ...] = ()
     """The script's own options that memory depends on; of one purpose, the most specific first."""
     loader: LoaderBatchSize | None = None

@@ -27,8 +27,9 @@ from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
+from memfit.run.child_record import ChildRecord
 from memfit.run.child_settings import ChildSettings, read_settings
-from memfit.run.children import follow_children, read_children, record_this_process
+from memfit.run.children import follow_children, read_children
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
@@ -105,6 +106,7 @@ class ScriptProcess:
         self._recorder: Recorder | None = None
         self._last_error: BaseException | None = None
         self._steps_reported = 0
+        self._record: ChildRecord | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
         self._options.install()
         self._loaders.install()
@@ -133,17 +135,14 @@ class ScriptProcess:
         """End the run if it cannot be measured on this backend."""
         if reason := self._backend.refusal():
             self._refuse(reason, TargetError.exit_code)
-        if not self._is_the_script():
-            self._record()
+        if not self._is_the_script() and self._settings.ghost is not None:
+            context = self._settings.ghost.device.context
+            self._record = ChildRecord(Path(self._settings.folder), context)
+            self._record.begin()
 
     def _is_the_script(self) -> bool:
         """Return whether this is the script's process, not a fork of it or one that it started."""
         return os.getpid() == self._pid
-
-    def _record(self, error: str = "") -> None:
-        """Record a process other than the script's that uses the ghost."""
-        if self._settings.ghost is not None:
-            record_this_process(Path(self._settings.folder), self._settings.ghost.device.context, error)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
@@ -172,8 +171,8 @@ class ScriptProcess:
         Python object, which aborts a process that finalises at that moment.
         """
         if os.getpid() != self._pid:  # a fork of the script ends here
-            if self._uses_cuda():
-                self._record()
+            if self._record is not None:
+                self._record.end()
             os._exit(end.exit_code)
         _flush()
         if end.reason == "interrupted":
@@ -195,8 +194,12 @@ class ScriptProcess:
         if self._recorder is None:
             return
         completed = self._recorder.steps.completed
-        if not self._is_the_script() and self._enough():
-            self.finish(ScriptEnd("steps", 0))  # what started it may take an exception for a failure
+        if not self._is_the_script():
+            if self._enough():
+                self.finish(ScriptEnd("steps", 0))  # what started it may take an exception for a failure
+            if self._record is not None:
+                self._record.update()
+            return
         self._parent.progress(completed)
         if completed > self._steps_reported:
             self._steps_reported = completed

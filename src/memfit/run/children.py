@@ -1,13 +1,14 @@
 """The processes that a script starts: have Python call ``followed.py`` in them, and read what they recorded.
 
 The script's process puts a folder with a ``sitecustomize.py`` on ``PYTHONPATH``, which children inherit, and
-Python imports it when it starts. A child that uses the GPU writes one small file to the run's folder.
+Python imports it when it starts. A child that uses the GPU keeps one small file in the run's folder.
 """
 
 import multiprocessing
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,21 +44,11 @@ def follow_children(settings: ChildSettings) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), before)))
 
 
-def record_this_process(folder: Path, context: Figure, error: str = "") -> None:
-    """Record that this process uses the GPU, and the most memory that it has held so far.
-
-    Args:
-        folder: the run's.
-        context: of the device.
-        error: the exception that ended the process.
-    """
-    import torch
-
-    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-    peak = Figure(reserved + context.bytes, context.provenance, "reserved + CUDA context")
-    beside = folder / str(os.getpid())
+def record_process(folder: Path, process: int, name: str, peak: Figure | None, error: str = "") -> None:
+    """Record a process in the run's folder; the fields are those of ``ChildProcess``."""
+    beside = folder / str(process)
     try:
-        beside.write_bytes(msgspec.json.encode(ChildProcess(_name(), peak, error)))
+        beside.write_bytes(msgspec.json.encode(ChildProcess(name, peak, error)))
         beside.replace(beside.with_suffix(_SUFFIX))
     except OSError:
         return  # memfit has ended, and its folder has gone
@@ -69,9 +60,18 @@ def read_children(folder: Path) -> tuple[ChildProcess, ...]:
     return tuple(msgspec.json.decode(path.read_bytes(), type=ChildProcess) for path in found)
 
 
-def _name() -> str:
+def name_of_this_process() -> str:
     """Return this process's name in ``multiprocessing``, or its command."""
     if multiprocessing.parent_process() is not None:
         return multiprocessing.current_process().name
-    name = shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
+    return command_name([sys.executable, *sys.orig_argv[1:]])
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return the name that a process is shown by: its command, without folders and shortened.
+
+    >>> command_name(["/usr/bin/python", "worker.py", "--rank", "0"])
+    'python worker.py --rank 0'
+    """
+    name = shlex.join([Path(command[0]).name, *command[1:]] if command else ["?"])
     return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..."

@@ -18,7 +18,6 @@ from memfit.run.backend import GhostBackend
 from memfit.run.child import ParentPipe, ScriptProcess
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import SETTINGS, SITE
-from memfit.run.script import end_of
 
 
 def follow() -> None:
@@ -60,21 +59,11 @@ class FollowedProcess(ScriptProcess):
     def __init__(self, settings: ChildSettings, backend: GhostBackend) -> None:
         super().__init__((), settings, backend)
         self._parent = ParentPipe(None)
-        self._error = ""
 
     def begin(self) -> None:
         """Prepare torch, which has just been imported."""
         super().begin()
         atexit.register(self._record_at_exit)
-        hook = sys.excepthook
-
-        def excepthook(
-            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-        ) -> None:
-            self._error = end_of(error).exception
-            hook(kind, error, trace)
-
-        sys.excepthook = excepthook
 
     def _is_the_script(self) -> bool:
         return False
@@ -83,5 +72,5 @@ class FollowedProcess(ScriptProcess):
         """Return nothing: the exit handler records the process."""
 
     def _record_at_exit(self) -> None:
-        if sys.modules["torch"].cuda.is_initialized():
-            self._record(self._error)
+        if self._record is not None:
+            self._record.end()

@@ -32,6 +32,7 @@ from memfit.run.children import read_children
 from memfit.run.interruption import Interruption, ctrl_c_held, script_handles_ctrl_c
 from memfit.run.options import RunOptions
 from memfit.run.process_tree import kill_descendants
+from memfit.run.unfollowed import UnfollowedProcesses
 from memfit.trace.trace_file import read_trace
 
 _REFUSALS: dict[int, type[MemfitError]] = {error.exit_code: error for error in (UsageError, TargetError)}
@@ -171,10 +172,11 @@ def _run_process(
             pass_fds=(settings.progress,),
         )
     os.close(settings.progress)
-    last = _ChildMessage()
+    last, unfollowed = _ChildMessage(), UnfollowedProcesses(process.pid, settings)
     try:
         for message in _messages(reader, process):
             last = message or last
+            unfollowed.look()
             on_progress(Progress(last.step, last.allocated, last.peak, compiling=last.compiling))
             if interruption.exhausted(writing=last.interrupted and last.end is None):
                 break
@@ -218,8 +220,9 @@ def _messages(reader: int, process: subprocess.Popen[bytes]) -> Iterator[_ChildM
 def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -> str:
     if children:
         started = ", ".join(child.name for child in children)
+        did = "did" if any(child.peak for child in children) else "loaded PyTorch and may have"
         return (
-            f"{name} did not use the GPU itself, but a process that it started did: {started}. "
+            f"{name} did not use the GPU itself, but a process that it started {did}: {started}. "
             "Run memfit dry-run on the script that trains."
         )
     if end.reason == "exception":

@@ -1,4 +1,4 @@
-"""End a process together with all that it started."""
+"""The processes that a process started, and those that they started in turn."""
 
 import os
 import signal
@@ -12,13 +12,13 @@ def kill_descendants(ancestor: int) -> None:
 
     A process whose parent has ended, such as a daemon's, no longer counts.
     """
-    while found := list(_descendants(ancestor)):
+    while found := list(descendants(ancestor)):
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
 
-def _descendants(ancestor: int) -> Iterator[int]:
+def descendants(ancestor: int) -> Iterator[int]:
     """Yield the descendants of a process that are not zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()

@@ -95,14 +95,14 @@ class ScriptEndJson(msgspec.Struct, frozen=True):
 
 
 class ChildProcessJson(msgspec.Struct, frozen=True):
-    """A process that the script started and that used the GPU, too."""
+    """A process that the script started and that used the GPU, too, or may have."""
 
     name: str
     """The name that ``multiprocessing`` gave it, or its command."""
-    peak: Figure
-    """The most bytes that it was seen to hold, CUDA context included."""
+    peak: Figure | None
+    """The most bytes that it was seen to hold, CUDA context included; None if memfit could not follow it."""
     exception: str
-    """What ended it, if it was seen."""
+    """What ended it, or what it ran out of, if memfit saw it."""
 
 
 class DryRunJson(msgspec.Struct, frozen=True):

@@ -99,7 +99,13 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
 
 def _child(child: ChildProcess) -> str:
     """Return that a process which the script started used the GPU, what it held, and how it failed."""
-    failed = f", and ended with {escaped(_first_line(child.exception))}" if child.exception else ""
+    if child.peak is None:
+        return (
+            f"Not included: {escaped(child.name)}, which the script started, loads PyTorch where memfit "
+            "cannot follow it (python -I, environment variables of its own, or another Python). "
+            "To measure it, dry-run it by itself."
+        )
+    failed = f", and failed: {escaped(_first_line(child.exception))}" if child.exception else ""
     return (
         f"Not included: {escaped(child.name)}, which the script started, also used the GPU (at least "
         f"{format_gib(child.peak.bytes)}){failed}. To measure it, dry-run it by itself."

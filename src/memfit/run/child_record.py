@@ -1,0 +1,90 @@
+"""What a process beside the script's records of itself: the most memory that it has held, and how it failed.
+
+It does so from its first use of the GPU on, not only at its end: it may be killed, or leave by ``os._exit``.
+"""
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from memfit.records import Figure
+from memfit.run.children import name_of_this_process, record_process
+from memfit.run.script import end_of
+from memfit.units import format_bytes
+
+
+class ChildRecord:
+    """Records this process in the run's folder, where memfit finds it."""
+
+    def __init__(self, folder: Path, context: Figure) -> None:
+        """Describe what is recorded; ``context`` is that of the device."""
+        self._folder = folder
+        self._context = context
+        self._process = 0
+        self._written: tuple[int, str] | None = None
+        self._shortage = ""  # the allocation that failed last
+        self._failure = ""
+
+    def begin(self) -> None:
+        """Record that this process uses the GPU and, from now on, how it fails."""
+        import torch
+
+        self._process = os.getpid()
+        torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
+        sys.exit, os._exit = self._noted(sys.exit), self._noted(os._exit)
+        sys.excepthook = self._noted_exception(sys.excepthook)
+        self._write()
+
+    def update(self) -> None:
+        """Record what this process has held so far; it goes on, whatever failed before."""
+        self._shortage = self._failure = ""
+        self._write()
+
+    def end(self) -> None:
+        """Record that this process ends."""
+        self._shortage = ""
+        self._write()
+
+    def _leave(self, error: BaseException) -> None:
+        if os.getpid() != self._process:  # a fork of this process, such as a worker of a loader
+            return
+        end = end_of(error)
+        if end.exit_code:
+            self._failure = end.exception or self._shortage or f"exit code {end.exit_code}"
+        self.end()
+
+    def _ran_out(self, _device: int, requested: int, _total: int, free: int) -> None:
+        self._shortage = f"out of memory: {format_bytes(requested)} requested, {format_bytes(free)} free"
+        self._write()
+
+    def _write(self) -> None:
+        import torch
+
+        held = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        failure = self._failure or self._shortage
+        if self._written == (held, failure):
+            return
+        self._written = held, failure
+        peak = Figure(held + self._context.bytes, self._context.provenance, "reserved + CUDA context")
+        record_process(self._folder, self._process, name_of_this_process(), peak, failure)
+
+    def _noted(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        """Return a function that ends this process as ``leave`` does, and records an exit code."""
+
+        def noted(code: object = None, /) -> NoReturn:
+            self._leave(SystemExit(code))
+            leave(code)
+
+        return noted
+
+    def _noted_exception(self, hook: Callable[..., object]) -> Callable[..., object]:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+        ) -> None:
+            self._leave(error)
+            hook(kind, error, trace)
+
+        return excepthook
