@@ -6,7 +6,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -33,17 +33,20 @@ def user_line(start: FrameType | None = None) -> str:
     >>> user_line().endswith(":1")  # this line, as doctest numbers it
     True
     """
-    user, installed = _innermost(start or sys._getframe(1))
+    user, installed = _innermost(lines_outwards(start or sys._getframe(1)))
     return user or installed
 
 
-def user_place() -> str:
-    """Return the caller's ``user_line()``, and the line of an installed package that it led to, if any.
+def place_of(lines: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line of the user's code, with the line of an installed package that it called.
+
+    Args:
+        lines: as ``lines_outwards`` returns them.
 
     Returns:
         ``/home/ada/train.py:65, in trl/trainer/grpo_trainer.py:1887``; empty as for ``user_line``.
     """
-    user, installed = _innermost(sys._getframe(1))
+    user, installed = _innermost(lines)
     return f"{user}, in {_below_package_root(installed)}" if user and installed else user or installed
 
 
@@ -59,24 +62,23 @@ def innermost_line(place: str) -> str:
     return line if re.fullmatch(r".+:[0-9]+", line) else ""
 
 
-def lines_outwards() -> Iterator[tuple[str, int]]:
-    """Yield file and line of the caller's frames, innermost first, and of all frames around them."""
-    frame: FrameType | None = sys._getframe(1)
+def lines_outwards(start: FrameType | None = None) -> Iterator[tuple[str, int]]:
+    """Yield file and line of a frame, the caller's by default, and of all frames around it."""
+    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
-def _innermost(frame: FrameType | None) -> tuple[str, str]:
+def _innermost(lines: Iterable[tuple[str, int]]) -> tuple[str, str]:
     """Return the innermost line of the user's code, and the innermost line of a package that it called."""
     installed = ""
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
+    for file, line in lines:
+        kind = _kind(file)
         if kind == "user":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}", installed
+            return f"{file}:{line}", installed
         if kind == "installed" and not installed:
-            installed = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+            installed = f"{file}:{line}"
     return "", installed
 
 

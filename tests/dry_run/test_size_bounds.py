@@ -36,3 +36,16 @@ def test_a_size_that_the_user_gives_is_no_upper_bound(dry_run):
         "elements (--values script.py:4=25%)." in texts
     )
     assert "--values unique=3 had no effect: the script read no GPU value that it applies to." in texts
+
+
+def test_a_size_given_for_a_line_holds_in_its_backward(dry_run):
+    """The backward of a mask finds its elements again, on a thread without Python frames."""
+    script = """
+        import torch
+        y = torch.ones(1 << 26, device="cuda", requires_grad=True).exp()
+        y[y > 0].sum().backward()
+    """
+    run = dry_run(script, options=("--values", "script.py:4=25%"))
+    assert (run.answer["verdict"], run.answer["upper_bound"]) == ("fits", None), run.err
+    (note,) = [note for note in run.answer["notes"] if note["text"].startswith("A size depends")]
+    assert note["where"] == f"{run.folder / 'script.py'}:4"

@@ -229,17 +229,19 @@ class Recorder:
             self.book.mark(MarkKind.SIZE_BOUND, list(self._notes).index((text, where)))
 
     def place(self) -> str:
-        """Return the location of the calling thread from its label, for lack of a Python frame.
-
-        Returns:
-            A source line, or the module, or the phase.
-        """
+        """Return the module of the calling thread's label, or else its phase."""
         label = self.book.labels[self.book.current()]
-        if label.stack >= 0:
-            frames = [self._stacks.frames[index] for index in self._stacks.stacks[label.stack]]
-            frame = next((frame for frame in frames if frame.user), frames[0])
-            return f"{frame.file}:{frame.line}"
         return label.module or label.phase
+
+    def labelled_lines(self) -> list[tuple[str, int]]:
+        """Return file and line of the frames of the calling thread's label, innermost first.
+
+        In the backward, where Python has no frame, they are the forward's.
+        """
+        stack = self.book.labels[self.book.current()].stack
+        indices = self._stacks.stacks[stack] if stack >= 0 else ()
+        frames = [self._stacks.frames[index] for index in indices]
+        return [(frame.file, frame.line) for frame in frames]
 
     # -- after the script: the trace ----------------------------------------------------------
 

@@ -90,7 +90,13 @@ class GhostBackend:
 
         self._recorder = recorder
         choices = gpu_reads.ValueOptions.parse(self._options.values)
-        self._values = gpu_reads.install(self.ghost, choices, recorder.note, fallback_where=recorder.place)
+        self._values = gpu_reads.install(
+            self.ghost,
+            choices,
+            recorder.note,
+            forward_lines=recorder.labelled_lines,
+            fallback_where=recorder.place,
+        )
         caches = cache_folder("compiled")
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)

@@ -19,7 +19,7 @@ from memfit.ghost.note_callback import NoteCallback
 from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, rounded
 from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
-from memfit.user_frame import innermost_line, lines_outwards, user_place
+from memfit.user_frame import innermost_line, lines_outwards, place_of
 
 _MAX_READS = 100_000
 """Assumed values that one line may read without a training step, before its loop counts as endless."""
@@ -41,7 +41,7 @@ class GpuRead:
     """One read of an unknown GPU value, and the value the ghost returned."""
 
     where: str
-    """As of ``user_place``, or the module if Python has no frame."""
+    """As of ``place_of``, or the module if Python has no frame."""
     what: str
     """What was read: ``a float``, ``a copy of numbers``, ``the size of nonzero``."""
     key: str
@@ -55,10 +55,17 @@ class AssumedValues:
     ``known`` holds the known values of tensors; see ``gpu_reads.install`` for the arguments.
     """
 
-    def __init__(self, options: ValueOptions, note: NoteCallback, fallback_where: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        options: ValueOptions,
+        note: NoteCallback,
+        forward_lines: Callable[[], list[tuple[str, int]]],
+        fallback_where: Callable[[], str],
+    ) -> None:
         self.options = options
         self.known = KnownValues()
         self._note = note
+        self._forward_lines = forward_lines
         self._fallback_where = fallback_where
         self._noted: set[tuple[str, str]] = set()
         self._last: dict[str, GpuRead] = {}  # by what was read, oldest first
@@ -103,11 +110,16 @@ class AssumedValues:
         return chosen
 
     def _chosen_for_line(self, kind: Kind) -> Chosen | None:
-        """Return the value that the user gave for a line that the calling thread is executing, or None."""
-        chosen = self.options.at_line(kind, lines_outwards()) if self.options.places else None
+        """Return the value that the user gave for a line that led to this read, or None."""
+        chosen = self.options.at_line(kind, self._lines()) if self.options.places else None
         if chosen is not None:
             self._used.add(chosen.given)
         return chosen
+
+    def _lines(self) -> list[tuple[str, int]]:
+        """Return the lines that led to the calling thread's read: in the backward, the forward's."""
+        lines = list(lines_outwards())
+        return lines if place_of(lines) else self._forward_lines()
 
     def stepped(self) -> None:
         """Record the end of a training step: no loop over GPU values has been endless so far."""
@@ -126,7 +138,7 @@ class AssumedValues:
             sizes: as in ``Note``.
             bound: as in ``Note``; such a note is made each time, because its moments are recorded.
         """
-        where = user_place() or self._fallback_where()
+        where = place_of(self._lines()) or self._fallback_where()
         self._last.pop(what, None)
         self._last[what] = GpuRead(where, what, key, answer)
         if bound or (where, text) not in self._noted:

@@ -54,7 +54,12 @@ _CHECKS: Mapping[str, tuple[Number, ...]] = {
 
 
 def install(
-    ghost: Ghost, options: ValueOptions, note: NoteCallback, *, fallback_where: Callable[[], str] = lambda: ""
+    ghost: Ghost,
+    options: ValueOptions,
+    note: NoteCallback,
+    *,
+    forward_lines: Callable[[], list[tuple[str, int]]] = list,
+    fallback_where: Callable[[], str] = str,
 ) -> AssumedValues:
     """Answer the script's GPU reads from now on, for the life of the process.
 
@@ -62,13 +67,15 @@ def install(
         ghost: the loaded ghost; torch has been imported since.
         options: the values to return for unknown reads.
         note: called as ``note(provenance, text, where)`` for every assumption, once per line and text.
-        fallback_where: returns a location for reads without a Python frame (on PyTorch's autograd thread).
+        forward_lines: returns file and line of the frames, innermost first, that led to a read without Python
+            frames (on PyTorch's autograd thread).
+        fallback_where: returns a location for a read without either.
 
     Returns:
         The answers and their notes. The caller reports training steps to it (``AssumedValues.stepped``) and
         keeps a reference: the overrides end with it.
     """
-    values = AssumedValues(options, note, fallback_where)
+    values = AssumedValues(options, note, forward_lines, fallback_where)
     if not kernels.available():
         note(
             Provenance.ASSUMED,
