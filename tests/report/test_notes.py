@@ -48,6 +48,15 @@ def test_a_note_that_sizes_depend_on_is_shown_in_full(answer):
     ]
 
 
+def test_notes_that_differ_in_numbers_and_places_alone_are_one_with_a_range(answer):
+    larger = replace(UPPER, text=UPPER.text.replace("9", "1,024"), where="/s/train.py:31")
+    smaller = replace(UPPER, text=UPPER.text.replace("9", "3"))
+    line = "note (assumed): nonzero is assumed to find 3 to 1,024 elements.  (2 places: /s/train.py:7, 31)"
+    assert shown(answer, UPPER, larger, smaller) == [line]
+    other = replace(larger, text=larger.text.replace("nonzero", "unique"))
+    assert len(shown(answer, UPPER, other)) == 2
+
+
 @pytest.mark.parametrize(("workspaces", "in_full"), [(75, True), (76, True), (74, False), (0, False)])
 def test_a_note_on_simulated_workspaces_is_shown_if_they_exceed_a_hundredth(answer, workspaces, in_full):
     terms = (Term("workspaces", Figure(workspaces, Provenance.SIMULATED)), *answer.terms)

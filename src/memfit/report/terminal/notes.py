@@ -1,8 +1,9 @@
 """The notes of a run on the terminal: in full those that figures may depend on, and the number of the others.
 
-Notes with the same text are one note, with several places.
+Notes that differ in their places and numbers alone are one note, with several places and a range of numbers.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ _SHARE = 0.01
 _MOST = 8
 """Notes shown in full."""
 _WIDTH = max(map(len, Provenance))
+_NUMBER = re.compile(r"(?<=\s)[0-9][0-9,]*(?=\s)")
 
 
 def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
@@ -41,12 +43,31 @@ def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
 
 def _places_by_note(notes: Iterable[Note]) -> dict[Note, list[str]]:
     """Return each note once, without its place, and all places that it refers to."""
-    found: dict[Note, list[str]] = {}
+    alike: dict[Note, list[Note]] = {}
     for note in notes:
-        places = found.setdefault(replace(note, where=""), [])
-        if note.where:
-            places.append(escaped(short_path(note.where)))
-    return found
+        alike.setdefault(replace(note, text=_NUMBER.sub("0", note.text), where=""), []).append(note)
+    return {
+        replace(members[0], text=_with_ranges([note.text for note in members]), where=""): list(
+            dict.fromkeys(escaped(short_path(note.where)) for note in members if note.where)
+        )
+        for members in alike.values()
+    }
+
+
+def _with_ranges(texts: list[str]) -> str:
+    """Return texts that differ in numbers alone as one text, with the range of each number.
+
+    >>> _with_ranges(["It found 8 of 10.", "It found 1,024 of 10.", "It found 3 of 10."])
+    'It found 3 to 1,024 of 10.'
+    """
+    numbers = [[int(number.replace(",", "")) for number in _NUMBER.findall(text)] for text in texts]
+    ranges = iter([(min(column), max(column)) for column in zip(*numbers, strict=True)])
+
+    def as_range(number: re.Match[str]) -> str:
+        least, most = next(ranges)
+        return f"{least:,} to {most:,}" if least < most else number[0]
+
+    return _NUMBER.sub(as_range, texts[0])
 
 
 def _may_change_figures(note: Note, result: DryRun) -> bool:
