@@ -7,22 +7,25 @@ import pytest
 from memfit.records import ScriptEnd
 from memfit.report.terminal.summary import verdict
 
-FIRST_STEPS = (
-    "This result covers the first 3 training steps. What comes later, such as evaluation or larger batches, "
-    "was not run. To run more, pass --steps N or --to-end."
+LATER_PARTS = (
+    "Later parts of the script, such as evaluation or larger batches, were not run and may need more. "
+    "To run more, pass --steps N or --to-end."
 )
 
 
 @pytest.mark.parametrize(
-    ("end", "steps", "line"),
+    ("end", "steps", "first", "second"),
     [
-        (ScriptEnd("steps", 0), 3, FIRST_STEPS),
-        (ScriptEnd("end", 0), 1, "This result covers the whole run: 1 training step."),
-        (ScriptEnd("end", 0), 0, "This result covers the whole run."),
+        (ScriptEnd("steps", 0), 3, "FITS for 3 training steps   needs ", LATER_PARTS),
+        (ScriptEnd("steps", 0), 1, "FITS for 1 training step   needs ", LATER_PARTS),
+        (ScriptEnd("end", 0), 1, "FITS   needs ", "This result covers the whole run: 1 training step."),
+        (ScriptEnd("end", 0), 0, "FITS   needs ", "This result covers the whole run."),
     ],
 )
-def test_a_verdict_names_what_it_covers(end, steps, line, answer):
-    assert verdict(replace(answer, end=end, steps=steps)).plain.splitlines()[1] == line
+def test_a_verdict_names_what_it_covers(end, steps, first, second, answer):
+    lines = verdict(replace(answer, end=end, steps=steps)).plain.splitlines()
+    assert lines[0].startswith(first)
+    assert lines[1] == second
 
 
 @pytest.mark.parametrize(
@@ -41,9 +44,9 @@ def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
 
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
     first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
-    assert first.startswith("TIGHT   needs ")
+    assert first.startswith("TIGHT for 3 training steps   needs ")
     assert second == (
         "The run may not fit: the size of the CUDA context is assumed. The real size may be up to 400.0 MiB "
         "larger. To measure it on your GPU, run memfit doctor --context."
     )
-    assert third.startswith("This result covers ")
+    assert third == LATER_PARTS

@@ -40,7 +40,7 @@ def printed(answer, width=100, *, terminal=False):
 
 def test_the_summary_has_verdict_peak_and_terms(answer):
     text = printed(answer)
-    assert "FITS   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
+    assert "FITS for 3 training steps   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
     assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
     assert "7,680 MiB" in text
     assert "Steady after step 2: step 3 left memory as it was." in text
@@ -60,9 +60,9 @@ def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
 def test_every_result_prints_itself():
     trace = run()
     for found, first in (
-        (api.summarize(trace), "FITS   needs"),
-        (api.explain(trace), "FITS   needs"),
-        (api.explain(trace).summary, "FITS   needs"),
+        (api.summarize(trace), "FITS for 3 training steps   needs"),
+        (api.explain(trace), "FITS for 3 training steps   needs"),
+        (api.explain(trace).summary, "FITS for 3 training steps   needs"),
         (api.diff(trace, trace), "before  peak in: step 1"),
         (api.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
     ):
@@ -80,7 +80,10 @@ def test_out_of_memory_shows_where_and_how_much(answer):
 def test_an_upper_bound_names_the_size_it_rests_on(answer):
     bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120")
     lines = printed(replace(answer, bound=bound), width=300).splitlines()
-    assert lines[0] == "FITS   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
+    assert (
+        lines[0]
+        == "FITS for 3 training steps   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
+    )
     assert lines[1].startswith("At most: the size of nonzero depends on GPU values")
     assert (
         "largest possible (/somewhere/train.py:3, in vision/heads.py:120). --values heads.py:120=… sets"

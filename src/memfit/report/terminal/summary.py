@@ -69,22 +69,11 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
     """Return whether the run fits, and what it needs or where memory ran out; ``hints`` as above."""
     if _is_snapshot(result):
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
-    if result.verdict == "fits":
-        text = Text("FITS", style="bold green")
-        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
-        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
-        return text.append(covers, style="not bold default")
-    if result.verdict == "tight":
-        text = Text("TIGHT", style="bold yellow")
-        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
-        more = format_bytes(result.uncertainty)
-        text.append(
-            "\nThe run may not fit: the size of the CUDA context is assumed. The real size may be up to "
-            f"{more} larger. To measure it on your GPU, run memfit doctor --context.",
-            style="not bold default",
-        )
-        covers = f"{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
-        return text.append(covers, style="not bold default")
+    if result.verdict in ("fits", "tight"):
+        text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
+        text.append(f"{_of_first_steps(result)}{_after_caught(result)}   {_needs(result)}", style="not bold")
+        below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
+        return text.append(below, style="not bold default")
     if result.verdict == "unknown":
         text = Text("INCOMPLETE", style="bold yellow")
         failed = result.end.reason in ("exception", "interrupted") or result.end.gave_up
@@ -121,19 +110,30 @@ def _after_caught(result: DryRun) -> str:
     return f" after {errors}" + f" ({where})" * bool(where)
 
 
+def _of_first_steps(result: DryRun) -> str:
+    """Return after how many steps memfit ended the script; empty if the script ended by itself."""
+    return f" for {_steps(result)}" if result.end.reason == "steps" else ""
+
+
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
-    steps = f"{result.steps} training step{'s' * (result.steps != 1)}"
-    first = f"This result covers the first {steps if result.steps > 1 else 'training step'}."
-    if result.end.reason == "steps" and not hints:
-        return first
-    if result.end.reason == "steps":
-        return (
-            f"{first} What comes later, such as evaluation or larger batches, "
-            "was not run. To run more, pass --steps N or --to-end."
-        )
+    if result.end.reason != "steps":
+        return f"This result covers the whole run{f': {_steps(result)}' * bool(result.steps)}."
+    text = "Later parts of the script, such as evaluation or larger batches, were not run and may need more."
+    return f"{text} To run more, pass --steps N or --to-end." if hints else text
+
+
+def _steps(result: DryRun) -> str:
+    return f"{result.steps} training step{'s' * (result.steps != 1)}"
+
+
+def _uncertain(result: DryRun) -> str:
+    """Return, on a line of its own, why a tight fit may fail; empty otherwise."""
+    if result.verdict != "tight":
+        return ""
     return (
-        f"This result covers the whole run: {steps}." if result.steps else "This result covers the whole run."
+        "\nThe run may not fit: the size of the CUDA context is assumed. The real size may be up to "
+        f"{format_bytes(result.uncertainty)} larger. To measure it on your GPU, run memfit doctor --context."
     )
 
 
@@ -245,7 +245,7 @@ def subject(result: DryRun) -> Text:
         escaped(" ".join(result.command[:1])),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
-        f"{result.device.machine}, {result.steps} training step{'s' * (result.steps != 1)}",
+        f"{result.device.machine}, {_steps(result)}",
     ]
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")
