@@ -79,3 +79,14 @@ def test_a_script_behind_torchrun_trains_in_place(tmp_path):
         check=False,
     )
     assert done.stdout.startswith("1 ['x.py', '--lr', '1']\nFITS"), done.stderr
+
+
+def test_a_script_that_joins_a_group_of_two_is_refused_and_does_not_wait(dry_run):
+    script = """
+        import os, torch
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "WORLD_SIZE": "2", "RANK": "0"}
+        torch.distributed.init_process_group("gloo")
+    """
+    run = dry_run(script)
+    assert run.code == 3
+    assert "The script joins a process group of 2, but memfit runs only one process." in run.err

@@ -31,6 +31,7 @@ from memfit.run.child_record import ChildRecord
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import follow_children, read_children
 from memfit.run.interruption import release_ctrl_c
+from memfit.run.launchers import check_process_groups
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 
@@ -129,6 +130,10 @@ class ScriptProcess:
         recorder.install()
         self._backend.begin(recorder)
         self._recorder = recorder
+        if self._settings.ghost is not None and self._is_the_script():
+            after_import(
+                "torch.distributed.distributed_c10d", lambda: check_process_groups(self._refuse_group)
+            )
         after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
 
     def _check_backend(self) -> None:
@@ -143,6 +148,11 @@ class ScriptProcess:
     def _is_the_script(self) -> bool:
         """Return whether this is the script's process, not a fork of it or one that it started."""
         return os.getpid() == self._pid
+
+    def _refuse_group(self, why: str) -> None:
+        """Refuse a process group of several, unless a fork of the script joins it: the others may exist."""
+        if self._is_the_script():
+            self._refuse(why, TargetError.exit_code)
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)

@@ -1,10 +1,13 @@
 """Launchers typed in front of a script: run the script itself, as their only process."""
 
+import functools
+import os
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from memfit.errors import UsageError
 
@@ -78,6 +81,28 @@ def check_world_size(environment: Mapping[str, str]) -> None:
             f"WORLD_SIZE={size} is set, but memfit runs only one process. The script would wait for "
             "the others. Set WORLD_SIZE=1 and RANK=0 for this command."
         )
+
+
+def check_process_groups(refuse: Callable[[str], object]) -> None:
+    """Call ``refuse`` with the reason when the script joins a process group of several processes.
+
+    Call this once PyTorch's ``distributed_c10d`` has been imported.
+    """
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d.rendezvous  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            refuse(
+                f"The script joins a process group of {size}, but memfit runs only one process. The script "
+                "would wait for the others. Have it join a group of one: WORLD_SIZE=1 and RANK=0."
+            )
+        return original(url, rank, world_size, **more)
+
+    distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
 
 
 def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:
