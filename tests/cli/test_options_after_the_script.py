@@ -23,6 +23,11 @@ def test_both_orders_are_shown(capsys):
     )
 
 
+def test_a_script_in_place_of_a_command_gets_the_command(capsys):
+    expected = "memfit: No such command: train.py. To run a script, write memfit dry-run train.py --lr 1\n"
+    assert refusal(capsys, "train.py", "--lr", "1") == expected
+
+
 @pytest.mark.parametrize(
     "tokens",
     [

@@ -91,6 +91,9 @@ def _separate_script(tokens: list[str]) -> list[str]:
     >>> _separate_script(["dry-run", "--", "train.py", "--steps", "9"])
     ['dry-run', '--', 'train.py', '--steps', '9']
     """
+    if tokens and tokens[0] not in app and (tokens[0].endswith(".py") or tokens[0] in LAUNCHERS):
+        typed = shlex.join(tokens)
+        raise UsageError(f"No such command: {tokens[0]}. To run a script, write memfit dry-run {typed}")
     if not tokens or tokens[0] not in _RUN_A_SCRIPT:
         return tokens
     values_taken = {

@@ -35,8 +35,9 @@ def check_script(path: Path) -> None:
     check_ordinary(path)
     if path.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook, not a script. Convert it with jupyter nbconvert --to script {path}, "
-            f"then run memfit on {path.with_suffix('.py')}."
+            f"{path} is a notebook, not a script. Convert it: pip install nbconvert && jupyter nbconvert "
+            f"--to script {path}. Then delete the lines that call get_ipython(), and run memfit on "
+            f"{path.with_suffix('.py')}."
         )
     if not is_package(path):
         _check_source(path)
