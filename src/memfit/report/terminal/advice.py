@@ -42,7 +42,9 @@ def outcome(result: DryRun, one: Advice) -> str:
     if one.fits is None:
         return ""
     left = result.device.total.bytes - result.device.in_use - one.needs.bytes
-    return "fits" if one.fits else "tight" if left >= 0 else "does not fit"
+    if one.fits:  # what it needs is with unlimited memory, in which PyTorch keeps all that it caches
+        return "fits" if left >= 0 else "fits: PyTorch releases cached memory"
+    return "tight" if left >= 0 else "does not fit"
 
 
 def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
