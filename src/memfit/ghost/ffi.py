@@ -54,10 +54,9 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceUse:
-    """One use of a workspace by a library, or its size as an execution plan of cuDNN reports it."""
+    """One use of a workspace by a library."""
 
     address: int
-    """0 for a size that was reported."""
     size: int
     """Bytes, as the library requested them."""
     label: int
@@ -259,6 +258,13 @@ class Ghost:
 
     def workspace_uses(self) -> list[WorkspaceUse]:
         """Return every use of a workspace by a library, in order, without repetitions."""
+        return [use for use in self._logged_workspaces() if use.address]
+
+    def reported_workspaces(self) -> set[int]:
+        """Return the sizes that execution plans of cuDNN have reported for their workspaces, in bytes."""
+        return {use.size for use in self._logged_workspaces() if not use.address}
+
+    def _logged_workspaces(self) -> list[WorkspaceUse]:
         length = self._library.ghost_workspace_uses(None, 0)
         uses = (_WorkspaceUseStruct * length)()
         length = min(length, self._library.ghost_workspace_uses(uses, length))

@@ -144,7 +144,7 @@ def mark_workspaces(
         The number of workspaces that were not found, and the positions of those that a graph has saved.
     """
     used: dict[tuple[int, int], set[int]] = {}
-    for use in filter(lambda use: use.address, uses):
+    for use in uses:
         used.setdefault((use.address, use.label), set()).add(use.size)
     allocated: dict[tuple[int, int], list[int]] = {place: [] for place in used}
     addresses = np.array(sorted({use.address for use in uses}), np.uint64)
@@ -165,15 +165,19 @@ def mark_workspaces(
     return missed, np.array(sorted(saved), np.int64)
 
 
-def mark_failed_workspaces(events: Events, serials: npt.NDArray[np.int32], uses: list[WorkspaceUse]) -> None:
+def mark_failed_workspaces(events: Events, serials: npt.NDArray[np.int32], reported: set[int]) -> None:
     """Mark, in place, the failed allocations of workspaces after which PyTorch tried another plan or a half.
 
     No hook runs in between, so the next attempt carries the same serial.
 
+    Args:
+        events: with their categories.
+        serials: of the events.
+        reported: the sizes in bytes that cuDNN's execution plans have reported.
+
     Source: ``try_plans`` and ``generate_and_filter_plans``, ``aten/src/ATen/native/cudnn/Conv_v8.cpp``,
     PyTorch 2.14.
     """
-    reported = {use.size for use in uses if not use.address}
     halves = {size >> times for size in reported for times in range(size.bit_length())}
     tried = [-(-size // _ROUNDING) * _ROUNDING for size in halves]
     asked = np.flatnonzero(np.isin(events.action, (Action.ALLOC, Action.OOM)) & (serials >= 0))

@@ -285,9 +285,9 @@ class Recorder:
         autocast_copies.name_copies(events, self.book)
         events = infer_forwards(events, self.book)
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
-        workspaces = self._workspace_uses()
-        missed, saved = mark_workspaces(events, serials, workspaces)
-        mark_failed_workspaces(events, serials, workspaces)
+        missed, saved = mark_workspaces(events, serials, self._workspace_uses())
+        if self._ghost is not None:
+            mark_failed_workspaces(events, serials, self._ghost.reported_workspaces())
         if missed:
             text = (
                 "library workspaces were not found in the allocator history, so they count as other memory."

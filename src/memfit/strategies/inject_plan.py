@@ -21,6 +21,7 @@ from memfit.ghost.patching.after_import import after_import
 from memfit.recording.loader_batch_size import creator
 from memfit.records import LoaderBatchSize
 from memfit.run.script import run_as_main
+from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
@@ -38,7 +39,7 @@ class Intervention(msgspec.Struct, frozen=True):
     loader: LoaderBatchSize | None
     """The batch size that loaders created at its line get; None to leave them alone."""
     models: str
-    """The file that receives the name of each model with the plan, one per line."""
+    """The file that receives the models with the plan, one per line, each with its optimizer's line."""
 
 
 def main() -> None:
@@ -100,16 +101,17 @@ class _PlanInjector:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in sorted(self._names.outermost(), key=self._names.full_name):
             if any(id(parameter) in trained for parameter in model.parameters()):
-                self._apply(model)
+                self._apply(model, innermost_line(user_line(sys._getframe(2))))
 
-    def _apply(self, model: Any) -> None:
+    def _apply(self, model: Any, optimized_at: str) -> None:
         from memfit.strategies.apply import apply
 
         try:
             apply(model, self._plan)
         except UsageError:
             return  # it has a plan, or this one does not suit; if no model gets it, the run is like the first
-        self._report_models([*self._planned, (weakref.ref(model), self._names.full_name(model))])
+        name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"
+        self._report_models([*self._planned, (weakref.ref(model), name)])
 
     def _applied(self, original: Callable[..., Any], model: Any, plan: Any) -> Any:
         from memfit.strategies.apply import revert

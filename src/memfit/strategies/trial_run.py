@@ -81,7 +81,7 @@ def run_trial(
             raise KeyboardInterrupt
         if not ran_to_completion(trace.end):
             return trace.end
-        changed = tuple(models.read_text().split())
+        changed = tuple(models.read_text().splitlines())
         if change.strategies and not changed:  # updates by hand, a plan of its own, no blocks
             suits = (
                 f"{' with '.join(change.strategies)} could not be applied to any model whose "
