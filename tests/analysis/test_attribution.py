@@ -137,6 +137,37 @@ def test_what_outlives_whole_training_steps_is_held_by_the_script(history, expec
     assert Category(attribution.category[which]).name == expected
 
 
+def forwards(number, place=1):
+    """Return the forwards of an evaluation, each with its batch."""
+    return [
+        event
+        for _ in range(number)
+        for phase in (I, F)
+        for event in (made(place, 9, phase), *gone(place, 9, phase))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([step(0), step(0), step(0), made(0, 100, I), forwards(3)], "HELD"),
+        ([step(0), step(0), step(0), made(0, 100, I), forwards(3), gone(0, 100, I)], "HELD"),
+        (
+            [step(0), step(0), step(0), made(0, 100, I), forwards(2)],
+            "INPUT",
+        ),  # a batch that was fetched ahead
+        ([forwards(3, 0), step(0), step(0), step(0), made(0, 100, I), forwards(2), gone(0, 100, I)], "INPUT"),
+        ([step(0), step(0), made(0, 100, I), step(), step(), step()], "INPUT"),  # no evaluation
+        ([made(0, 100, I, Category.INPUT), forwards(3)], "INPUT"),  # passed to a model
+    ],
+)
+def test_what_outlives_an_evaluation_s_forwards_is_held_by_the_script(history, expected):
+    trace = run(*history)
+    attribution = attribute(trace, timeline(trace))
+    (which,) = np.flatnonzero(attribution.requested == 100)
+    assert Category(attribution.category[which]).name == expected
+
+
 def test_allocations_alive_at_an_out_of_memory_error_count_as_kept():
     failing = Event(Action.OOM, 0, 4096, label=PHASES[F])
     history = (made(0, 100, F), made(1, 50, F), gone(1, 50, F), failing, gone(0, 100, F))

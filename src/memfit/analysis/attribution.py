@@ -8,7 +8,8 @@
     passed to a model                  input
     freed before its stage ends        temporary; in a recomputation, before that ends
     made before a forward              input; held by the script, if it was made in or before the first
-                                       training step, and outlives the second, or a run that has no second
+                                       training step, and outlives the second, or a run that has no second;
+                                       or if it outlives three forwards without a backward: an evaluation
     made in a forward, alive after it  activation if a graph saved it, or if the next backward frees it (saved
                                        where memfit cannot see it); otherwise output: the script holds it
     made in a backward, alive after    activation if the next backward frees it; otherwise gradient
@@ -38,6 +39,8 @@ _BEFORE, _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2, 3
 _PHASES = tuple(Phase)
 _STEPS_OUTLIVED = 2
 """Training steps: a batch that was made before the first is freed when the second begins, or in it."""
+_FORWARDS_OUTLIVED = 3
+"""Forwards of an evaluation: a batch is freed when the next one begins, or later if it was fetched ahead."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -113,7 +116,11 @@ def _categories(
     # What outlives whole steps is no batch, unless a model was called with it.
     done = _counted(trace, MarkKind.TRAINING_STEP)
     outlives = (done[freed] >= _STEPS_OUTLIVED) | ((freed == len(phase)) & (done[-1] > 0))
-    held = given & (done[born] == 0) & outlives
+    forwards = _entered(stage, _FORWARD)
+    evaluated = (backwards[freed] == backwards[born]) & (
+        forwards[freed] - forwards[born] >= _FORWARDS_OUTLIVED
+    )
+    held = given & (((done[born] == 0) & outlives) | evaluated)
     # A saved tensor that no graph computed is an input, unless a forward or backward made it, like a mask.
     category[(category == Category.INPUT) & ~given] = Category.ACTIVATION
     # Without a label, what the script was doing is unknown.
@@ -135,6 +142,12 @@ def _counted(trace: Trace, kind: MarkKind) -> Numbers:
     """Return the number of marks of a kind up to each event, and after all events."""
     marks = [mark.position for mark in trace.marks if mark.kind is kind]
     return np.searchsorted(marks, np.arange(len(trace.events) + 1), side="right")
+
+
+def _entered(stage: npt.NDArray[np.uint8], which: int) -> Numbers:
+    """Return how often a stage has begun up to each event, and after all events."""
+    begins = (stage == which) & (np.append(_BEFORE, stage[:-1]) != which)
+    return np.cumsum(np.append(begins, 0))
 
 
 def _runs(values: npt.NDArray[np.uint8]) -> Numbers:
