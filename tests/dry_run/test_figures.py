@@ -77,3 +77,9 @@ def test_no_caching_mode_works(dry_run):
     )
     assert run.answer["steps"] == 3
     assert run.answer["peak"]["allocated"] > 3 * 4 * 256 * 512
+
+
+def test_a_gpu_runs_kernels_that_were_compiled_for_an_older_one_of_its_generation(dry_run):
+    """PyTorch has binaries for 8.6, which a GPU of 8.9 runs: CUB, which sorts, fails on any other version."""
+    script = "import torch\nassert torch.arange(1 << 16, device='cuda').sort()[0].shape == (1 << 16,)\n"
+    assert dry_run(script, options=("--gpu", "RTX-4090")).answer["verdict"] == "fits"

@@ -134,7 +134,7 @@ static inline int read_back(void *from, size_t size)
                             each(graph_questions) each(graph_choices) each(workspace_log)                    \
                                 each(recurrent_weights) each(gaps_are_recorded) each(running_processes)      \
                                     each(solver_workspaces) each(sparse_products) each(allocation_log)       \
-                                        each(threads) each(forks)
+                                        each(threads) each(forks) each(kernel_architectures)
 
 #define DECLARED(name) void name(void);
 EACH_CHECK(DECLARED)

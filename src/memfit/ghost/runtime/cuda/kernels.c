@@ -1,36 +1,11 @@
-/* Kernels: registered, queried, launched. None runs; launches are counted, and each may have written to any
- * device memory (core/remembered_bytes.c).
- *
- * nvcc adds calls to the __cuda functions below to every object file. They are in no header;
- * their prototypes are from crt/host_runtime.h in the CUDA toolkit (12 and 13).
+/* Kernels: queried and launched. None runs; launches are counted, and each may have written to any device
+ * memory (core/remembered_bytes.c).
  */
 #include "core/ghost.h"
 #include "cuda/captures.h"
+#include "cuda/fat_binaries.h"
 
 #include <stdlib.h>
-
-/* ---- Registration, when torch's libraries are loaded ----------------------------------------- */
-
-API void **__cudaRegisterFatBinary(void *binary)
-{
-    static void *handle[4];
-    return handle;
-}
-
-API void __cudaRegisterFatBinaryEnd(void **handle) {}
-API void __cudaUnregisterFatBinary(void **handle) {}
-API char __cudaInitModule(void **handle) { return 1; }
-
-API void __cudaRegisterVar(void **handle, char *variable, char *address, const char *name, int external,
-                           size_t size, int constant, int global)
-{
-}
-
-API void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name,
-                                int thread_limit, void *thread_id, void *block_id, void *block_dim,
-                                void *grid_dim, int *warp_size)
-{
-}
 
 /* ---- Launches -------------------------------------------------------------------------------- */
 
@@ -166,11 +141,12 @@ _Static_assert(sizeof(struct function_attributes) == 144, "cudaFuncAttributes");
 
 API status cudaFuncGetAttributes(struct function_attributes *attributes, const void *function)
 {
+    int architecture = kernel_architecture(function);
     *attributes = (struct function_attributes){
         .max_threads_per_block = 1024,
         .num_regs = REGISTERS_ASSUMED,
-        .ptx_version = 10 * ghost_spec.major + ghost_spec.minor,
-        .binary_version = 10 * ghost_spec.major + ghost_spec.minor,
+        .ptx_version = architecture,
+        .binary_version = architecture,
         .max_dynamic_shared_size_bytes = (int)ghost_spec.shared_per_block,
         .preferred_shmem_carveout = -1, /* the driver chooses */
     };
