@@ -262,6 +262,17 @@ def test_what_a_failed_attempt_held_is_no_part_of_what_the_next_one_needs():
     assert recovered.peak_allocated == 512
 
 
+def test_steps_before_a_caught_failure_count():
+    """A script that skips a batch which is too large needs what its other steps used."""
+    step = (alloc(0, MIB), *free(0, MIB))
+    attempt = (alloc(0, 2 * MIB), oom(30 * MIB, MIB), *free(0, 2 * MIB))
+    last = (alloc(0, 512), *free(0, 512))
+    marks = step_ends(1 + len(step), 1 + len(step + attempt + last))
+    recovered = summarize(trace(*step, *attempt, *last, marks=marks))
+    assert (recovered.verdict, recovered.caught, recovered.steps) == ("fits", 1, 2)
+    assert recovered.peak_allocated == MIB
+
+
 def test_a_workspace_that_did_not_fit_is_no_failure_of_the_script():
     workspace = oom(30 * MIB, MIB)._replace(category=Category.WORKSPACE)
     events = alloc(0, 512), workspace, alloc(512, 1024), *free(512, 1024)

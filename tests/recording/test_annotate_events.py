@@ -187,11 +187,11 @@ def test_a_smaller_allocation_than_a_library_used_is_no_workspace():
     assert workspaces_among(512, used=[1024]) == (1, [Category.UNKNOWN])
 
 
-def failures_among(*events, reported):
+def failures_among(*events, reported, ran_without=()):
     """Return the categories of the failures among ``events``, which are (action, size, serial)."""
     found = events_of([Event(action, BASE, size) for action, size, _ in events])
     serials = np.array([serial for *_, serial in events], np.int32)
-    mark_failed_workspaces(found, serials, set(reported))
+    mark_failed_workspaces(found, serials, set(reported), set(ran_without))
     return [Category(kind) for kind in found.category[found.action == Action.OOM]]
 
 
@@ -200,6 +200,8 @@ def test_a_workspace_that_failed_is_one_if_pytorch_went_on_to_another():
     assert failures_among(failed, then, reported=[4000]) == [Category.WORKSPACE]
     halved = (Action.OOM, 1536, 7)  # half of 3,000, rounded up
     assert failures_among(failed, halved, then, reported=[4000, 3000]) == [Category.WORKSPACE] * 2
+    assert failures_among(failed, reported=[4000], ran_without=[7]) == [Category.WORKSPACE]
+    assert failures_among(failed, reported=[4000], ran_without=[8]) == [Category.UNKNOWN]
 
 
 @pytest.mark.parametrize(

@@ -28,21 +28,27 @@ def caught_failures(trace: Trace) -> npt.NDArray[np.int64]:
     return failures if recovered else failures[:0]
 
 
-def first_of_answer(trace: Trace, line: Timeline) -> int:
-    """Return the first event that the answer is about: 0, or where the script goes on after a caught failure.
+def answered_events(trace: Trace, line: Timeline) -> npt.NDArray[np.bool_]:
+    """Return the events that the answer is about: all but those of attempts whose failure the script caught.
 
-    It goes on when what the failed attempt held has been freed: until then, no allocation adds to the memory
-    in use.
+    An attempt begins where the training step before it ended. It ends when what it held has been freed: until
+    then, no allocation adds to the memory in use.
     """
-    caught = caught_failures(trace)
-    if not len(caught):
-        return 0
-    after = int(caught[-1]) + 1
-    rises = np.flatnonzero(np.diff(line.allocated[after:]) > 0)
-    return after + int(rises[0]) if len(rises) else after
+    answered = np.ones(len(trace.events), np.bool_)
+    starts = np.array([0, *step_ends(trace)])
+    rises = np.flatnonzero(np.diff(line.allocated) > 0)
+    for failure in caught_failures(trace).tolist():
+        start = int(starts[np.searchsorted(starts, failure, side="right") - 1])
+        later = np.searchsorted(rises, failure + 1)
+        answered[start : int(rises[later]) if later < len(rises) else failure + 1] = False
+    return answered
 
 
 def overall_peak(trace: Trace, line: Timeline) -> int:
     """Return the event after which most was allocated; 0 for a run without events."""
-    first = first_of_answer(trace, line)
-    return first + int(np.argmax(line.allocated[first:])) if len(line.allocated) else 0
+    return highest(line.allocated, answered_events(trace, line))
+
+
+def highest(level: npt.NDArray[np.int64], answered: npt.NDArray[np.bool_]) -> int:
+    """Return the first of the answered events after which a level is highest; 0 for a run without events."""
+    return int(np.argmax(np.where(answered, level, -1))) if len(level) else 0

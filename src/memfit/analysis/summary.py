@@ -13,7 +13,13 @@ from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
 from memfit.analysis.location import least_certain, line_of, location_at, step_ends, steps_before
-from memfit.analysis.overall_peak import caught_failures, failed_allocations, first_of_answer, overall_peak
+from memfit.analysis.overall_peak import (
+    answered_events,
+    caught_failures,
+    failed_allocations,
+    highest,
+    overall_peak,
+)
 from memfit.analysis.size_bounds import deciding_bound
 from memfit.records import (
     DEFAULT_POOL,
@@ -95,7 +101,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
 
 def _reserved(trace: Trace, line: Timeline) -> int:
     """Return the peak of reserved bytes; for CUDA's own pool, from PyTorch's counter."""
-    own = int(line.reserved[first_of_answer(trace, line) :].max(initial=0))
+    own = int(line.reserved[answered_events(trace, line)].max(initial=0))
     if AllocatorConfig.read(trace.settings).has_segments:
         return own
     return max(own, trace.statistics.get("reserved_bytes.all.peak", 0))
@@ -106,8 +112,7 @@ def _deciding_event(trace: Trace, line: Timeline, peak: int) -> int:
     failures = failed_allocations(trace)
     if len(failures) and not len(caught_failures(trace)):
         return int(failures[-1])
-    first = first_of_answer(trace, line)
-    return max(peak, first + int(np.argmax(line.reserved[first:]))) if len(line.reserved) else peak
+    return max(peak, highest(line.reserved, answered_events(trace, line)))
 
 
 def _uncertainty(context: Figure) -> int:

@@ -262,7 +262,11 @@ class Ghost:
 
     def reported_workspaces(self) -> set[int]:
         """Return the sizes that execution plans of cuDNN have reported for their workspaces, in bytes."""
-        return {use.size for use in self._logged_workspaces() if not use.address}
+        return {use.size for use in self._logged_workspaces() if not use.address and use.size}
+
+    def plans_without_workspace(self) -> set[int]:
+        """Return the labels under which execution plans of cuDNN have run without a workspace."""
+        return {use.label for use in self._logged_workspaces() if not use.address and not use.size}
 
     def _logged_workspaces(self) -> list[WorkspaceUse]:
         length = self._library.ghost_workspace_uses(None, 0)

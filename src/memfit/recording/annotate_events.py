@@ -165,15 +165,18 @@ def mark_workspaces(
     return missed, np.array(sorted(saved), np.int64)
 
 
-def mark_failed_workspaces(events: Events, serials: npt.NDArray[np.int32], reported: set[int]) -> None:
+def mark_failed_workspaces(
+    events: Events, serials: npt.NDArray[np.int32], reported: set[int], ran_without: set[int]
+) -> None:
     """Mark, in place, the failed allocations of workspaces after which PyTorch tried another plan or a half.
 
-    No hook runs in between, so the next attempt carries the same serial.
+    No hook runs in between, so the next attempt, or the plan that runs, carries the same serial.
 
     Args:
         events: with their categories.
         serials: of the events.
         reported: the sizes in bytes that cuDNN's execution plans have reported.
+        ran_without: the serials during which a plan without a workspace ran.
 
     Source: ``try_plans`` and ``generate_and_filter_plans``, ``aten/src/ATen/native/cudnn/Conv_v8.cpp``,
     PyTorch 2.14.
@@ -184,7 +187,8 @@ def mark_failed_workspaces(events: Events, serials: npt.NDArray[np.int32], repor
     last = np.full(int(serials.max(initial=-1)) + 1, -1, np.int64)
     last[serials[asked]] = asked  # NumPy keeps the last of equal indices
     failed = asked[events.action[asked] == Action.OOM]
-    carried_on = (last[serials[failed]] > failed) & np.isin(events.size[failed], tried)
+    goes_on = (last[serials[failed]] > failed) | np.isin(serials[failed], list(ran_without))
+    carried_on = goes_on & np.isin(events.size[failed], tried)
     events.category[failed[carried_on]] = Category.WORKSPACE
 
 

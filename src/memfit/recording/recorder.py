@@ -287,7 +287,8 @@ class Recorder:
         labels, tensors = short_names(tuple(self.book.labels), tuple(self._owners.tensors))
         missed, saved = mark_workspaces(events, serials, self._workspace_uses())
         if self._ghost is not None:
-            mark_failed_workspaces(events, serials, self._ghost.reported_workspaces())
+            reported, ran_without = self._ghost.reported_workspaces(), self._ghost.plans_without_workspace()
+            mark_failed_workspaces(events, serials, reported, ran_without)
         if missed:
             text = (
                 "library workspaces were not found in the allocator history, so they count as other memory."

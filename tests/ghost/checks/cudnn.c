@@ -213,15 +213,15 @@ void graph_choices(void)
     CHECK(size == 4096 && found == 1);
     cudnnBackendGetAttribute(frugal, 402, INT64, 1, &found, &size);
     CHECK(size == 0 && questions == 1);
-    struct ghost_workspace_use uses[2];
+    struct ghost_workspace_use uses[3];
     CHECK(ghost_workspace_uses(uses, 2) == 1 && uses[0].address == 0 && uses[0].size == 4096); /* reported */
     cudnnBackendSetAttribute(pack, 1003, POINTER, 1, &memory);
     cudnnBackendExecute(NULL, frugal, pack);
-    CHECK(ghost_workspace_uses(NULL, 0) == 1);
+    CHECK(ghost_workspace_uses(uses, 3) == 2 && uses[1].address == 0 && uses[1].size == 0); /* ran without */
     ghost_set_label(7);
     cudnnBackendExecute(NULL, plan, pack);
-    CHECK(ghost_workspace_uses(uses, 2) == 2);
-    CHECK(uses[1].address == (uint64_t)memory && uses[1].size == 4096 && uses[1].label == 7);
+    CHECK(ghost_workspace_uses(uses, 3) == 3);
+    CHECK(uses[2].address == (uint64_t)memory && uses[2].size == 4096 && uses[2].label == 7);
 
     size_t before = ghost_gaps_reached(NULL, 0);
     void *by_hand = made(CONFIG);

@@ -151,7 +151,7 @@ API size_t ghost_allocation_log(struct ghost_event *out, size_t capacity);
 API void ghost_set_label(uint64_t label);
 
 /* A use of a workspace by a library: an allocation with this address, size and label. With address 0, an
- * execution plan of cuDNN reported the size. */
+ * execution plan of cuDNN reported the size; with size 0 as well, a plan without a workspace ran. */
 struct ghost_workspace_use {
     uint64_t address, size, label;
 };
@@ -230,7 +230,7 @@ int64_t ghost_now_us(void);
 int ghost_ask(const char *question, struct ghost_configuration *out, int room);
 /* A library was passed a workspace of the size that it had reported. */
 void ghost_workspace_used(const void *address, uint64_t size);
-/* An execution plan of cuDNN reports the size of its workspace. */
+/* An execution plan of cuDNN reports the size of its workspace, or runs without one (0 bytes). */
 void ghost_workspace_reported(uint64_t size);
 
 /* ---- Device addresses (core/addresses.c) ----------------------------------------------------- */

@@ -197,7 +197,8 @@ static int64_t number(const struct backend_descriptor *descriptor, int name)
 {
     switch (name) {
     case EXECUTION_PLAN_WORKSPACE_SIZE:
-        ghost_workspace_reported(descriptor->chosen.workspace);
+        if (descriptor->chosen.workspace)
+            ghost_workspace_reported(descriptor->chosen.workspace);
         return (int64_t)descriptor->chosen.workspace;
     case ENGINECFG_WORKSPACE_SIZE: return (int64_t)descriptor->chosen.workspace;
     case ENGINE_GLOBAL_INDEX: return descriptor->chosen.engine;
@@ -232,6 +233,9 @@ API status cudnnBackendExecute(void *handle, struct backend_descriptor *plan,
                                struct backend_descriptor *variant_pack)
 {
     COUNT(cudnn_calls);
-    ghost_workspace_used(variant_pack->workspace, plan->chosen.workspace);
+    if (plan->chosen.workspace)
+        ghost_workspace_used(variant_pack->workspace, plan->chosen.workspace);
+    else
+        ghost_workspace_reported(0);
     return (status)ghost_stub_called();
 }

@@ -50,11 +50,7 @@ void ghost_workspace_used(const void *address, uint64_t size)
         log_use((uint64_t)address, size);
 }
 
-void ghost_workspace_reported(uint64_t size)
-{
-    if (size)
-        log_use(0, size);
-}
+void ghost_workspace_reported(uint64_t size) { log_use(0, size); }
 
 API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity)
 {
