@@ -43,9 +43,13 @@ def test_a_size_given_for_a_line_holds_in_its_backward(dry_run):
     script = """
         import torch
         y = torch.ones(1 << 26, device="cuda", requires_grad=True).exp()
-        y[y > 0].sum().backward()
+        for _ in range(2):
+            loss = y[y > 0].sum()
+            loss.backward(retain_graph=True)
     """
-    run = dry_run(script, options=("--values", "script.py:4=25%"))
-    assert (run.answer["verdict"], run.answer["upper_bound"]) == ("fits", None), run.err
-    (note,) = [note for note in run.answer["notes"] if note["text"].startswith("A size depends")]
-    assert note["where"] == f"{run.folder / 'script.py'}:4"
+    for options, bound in (("--values", "script.py:5=25%"), False), ((), True):
+        run = dry_run(script, options=options)
+        assert run.answer["verdict"] == "fits", run.err
+        assert bool(run.answer["upper_bound"]) == bound
+        (note,) = [note for note in run.answer["notes"] if note["text"].startswith("A size depends")]
+        assert note["where"] == f"{run.folder / 'script.py'}:5"

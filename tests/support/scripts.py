@@ -63,4 +63,4 @@ def check(evaluate, expected, **arguments):
     differing = {
         line: answer for line, answer in zip(expected, answers, strict=True) if answer != expected[line]
     }
-    assert not differing
+    assert not differing, differing

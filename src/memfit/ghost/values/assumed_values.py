@@ -16,7 +16,7 @@ import torch
 
 from memfit.errors import TargetError
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, rounded
+from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, rounded, storage_start
 from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
 from memfit.user_frame import innermost_line, lines_outwards, place_of
@@ -71,6 +71,7 @@ class AssumedValues:
         self._last: dict[str, GpuRead] = {}  # by what was read, oldest first
         self._used: set[str] = set()
         self._assumed: Counter[str] = Counter()
+        self._found: dict[tuple[int, int, int], int] = {}  # by a tensor's place in memory
         self._thread = threading.local()
         self._referenced: tuple[object, ...] = ()
 
@@ -117,9 +118,22 @@ class AssumedValues:
         return chosen
 
     def _lines(self) -> list[tuple[str, int]]:
-        """Return the lines that led to the calling thread's read: in the backward, the forward's."""
+        """Return the lines that led to the calling thread's read: in the backward, also the forward's."""
         lines = list(lines_outwards())
-        return lines if place_of(lines) else self._forward_lines()
+        return [*lines, *self._forward_lines()] if _on_another_thread() else lines
+
+    def remember_found(self, tensor: torch.Tensor, found: int) -> None:
+        """Remember how many elements of a tensor ``nonzero`` found."""
+        self._found[_place_in_memory(tensor)] = found
+
+    def found_in_forward(self, tensor: torch.Tensor) -> int | None:
+        """Return what ``nonzero`` found in a mask that the backward of ``x[mask]`` searches again.
+
+        None if it has not been searched. With Python frames of the user's, it is a search of its own.
+        """
+        if not _on_another_thread() or place_of(lines_outwards()):
+            return None
+        return self._found.get(_place_in_memory(tensor))
 
     def stepped(self) -> None:
         """Record the end of a training step: no loop over GPU values has been endless so far."""
@@ -236,6 +250,16 @@ class AssumedValues:
             yield
         finally:
             self._thread.counting = False
+
+
+def _place_in_memory(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return storage, offset and number of elements; ``data_ptr()`` would count as a way to write to it."""
+    return storage_start(tensor), int(tensor.storage_offset()), tensor.numel()
+
+
+def _on_another_thread() -> bool:
+    """Return whether this is not the script's thread but, as a rule, one of autograd's."""
+    return threading.current_thread() is not threading.main_thread()
 
 
 def _kind_of(dtype: torch.dtype) -> Kind:

@@ -81,6 +81,8 @@ def _answer_by_ghost(
         found = values.next_prepared()
         if found is None and op == "nonzero":
             found = _known_count(values, tensor)
+        if found is None and op == "nonzero":
+            found = values.found_in_forward(tensor)
         if found is None:
             name = _NAMES.get(op, op)
             chosen = values.choose("count", name)
@@ -90,6 +92,8 @@ def _answer_by_ghost(
             else:
                 text = f"the user assumes that {name} finds {found:,} of at most {upper:,} elements"
             _note(values, name, found, text, chosen.given, is_bound=chosen.value == "upper")
+            if op == "nonzero":
+                values.remember_found(tensor, found)
         with values.while_counting(), ghost.answering_counts(int(found)):
             result = run(tensor, *args)
         if op == "nonzero" and len(result) != found:
