@@ -144,3 +144,23 @@ def test_a_program_that_exits_with_a_message_or_ends_by_itself_is_recorded(dry_r
         PARENT + "    for name in ('stops.py', 'goes_on.py'): subprocess.run([sys.executable, name])\n"
     )
     assert sorted(failure for _, failure in children_of(run).values()) == ["", "no configuration"]
+
+
+def test_a_child_that_outlives_the_script_and_a_fork_that_cannot_use_cuda_are_named(dry_run, tmp_path):
+    (tmp_path / "later.py").write_text("import time\ntime.sleep(20)\nimport torch\n")
+    script = """
+        import multiprocessing, subprocess, sys, torch
+        def use_gpu(): torch.ones(1, device="cuda")
+        if __name__ == "__main__":
+            use_gpu()
+            process = multiprocessing.get_context("fork").Process(target=use_gpu, name="late fork")
+            process.start()
+            process.join()
+            subprocess.Popen([sys.executable, "later.py"])
+    """
+    run = dry_run(script, options=("--fail",))
+    assert (run.code, run.answer["verdict"]) == (1, "unknown")
+    found = children_of(run)
+    assert found.pop("late fork") == (None, "CUDA cannot be used in a fork of a process that has used it")
+    assert list(found.values()) == [(None, "still running when the script ended")]
+    assert "later.py, which the script started: still running when the script ended." in run.out

@@ -27,13 +27,14 @@ from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
 from memfit.run.backend import Backend, CardBackend, GhostBackend
-from memfit.run.child_record import ChildRecord
+from memfit.run.child_record import ChildRecord, record_failing_fork
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import follow_children, read_children
 from memfit.run.interruption import release_ctrl_c
 from memfit.run.launchers import check_process_groups
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
+from memfit.run.unfollowed import record_running
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
@@ -128,6 +129,9 @@ class ScriptProcess:
             end_now=lambda: self.finish(ScriptEnd("steps", 0)),
         )
         recorder.install()
+        if self._settings.ghost is not None:
+            folder = Path(self._settings.folder)
+            os.register_at_fork(after_in_child=lambda: record_failing_fork(folder))
         self._backend.begin(recorder)
         self._recorder = recorder
         if self._settings.ghost is not None and self._is_the_script():
@@ -187,6 +191,7 @@ class ScriptProcess:
         _flush()
         if end.reason == "interrupted":
             self._parent.interrupted()
+        record_running(self._settings, self._pid)
         try:
             trace = self._trace(end)
             unsaved = self._save(trace) if trace is not None else ""

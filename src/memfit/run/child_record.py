@@ -16,6 +16,24 @@ from memfit.run.script import end_of
 from memfit.units import format_bytes
 
 
+def record_failing_fork(folder: Path) -> None:
+    """Record this fork of a process that used the GPU if it uses the GPU, too: that fails, on a card as well.
+
+    Source: ``_lazy_init``, torch/cuda/__init__.py, PyTorch 2.14.1.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda._initialized:
+        return
+    lazy_init = torch.cuda._lazy_init
+
+    def recorded() -> None:
+        why = "CUDA cannot be used in a fork of a process that has used it"
+        record_process(folder, os.getpid(), name_of_this_process(), None, why)
+        lazy_init()
+
+    torch.cuda._lazy_init = recorded
+
+
 class ChildRecord:
     """Records this process in the run's folder, where memfit finds it."""
 

@@ -54,6 +54,11 @@ def record_process(folder: Path, process: int, name: str, peak: Figure | None, e
         return  # memfit has ended, and its folder has gone
 
 
+def is_recorded(folder: Path, process: int) -> bool:
+    """Return whether a process has been recorded."""
+    return (folder / f"{process}{_SUFFIX}").exists()
+
+
 def read_children(folder: Path) -> tuple[ChildProcess, ...]:
     """Return the processes that recorded themselves, in the order of their process IDs."""
     found = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))

@@ -23,7 +23,10 @@ from memfit.run.children import SETTINGS, SITE
 def follow() -> None:
     """Load the ghost before this process imports torch, and record the process if it uses the GPU."""
     site = Path(sys.modules[SITE].__file__ or "").parent
-    settings = read_settings((site / SETTINGS).read_text())
+    try:
+        settings = read_settings((site / SETTINGS).read_text())
+    except FileNotFoundError:
+        return  # memfit has ended
     sys.meta_path.insert(0, _BeforeTorch(settings))
     run_hidden_sitecustomize(str(site))
 

@@ -1,19 +1,50 @@
-"""Processes that run PyTorch beside the script without the ghost: memfit can name them, but not follow them.
+"""Processes that run beside the script and that memfit can name, but not follow.
 
 A process starts without memfit's ``sitecustomize`` under ``python -I``, with an environment of its own, or in
-another Python. Its memory map shows which CUDA runtime it has loaded.
+another Python. Its memory map shows which CUDA runtime it has loaded. A process that outlives the script is
+not followed either.
 """
 
+import re
 import time
 from pathlib import Path
 
 from memfit.run.child_settings import ChildSettings
-from memfit.run.children import command_name, record_process
+from memfit.run.children import command_name, is_recorded, record_process
 from memfit.run.process_tree import descendants
 
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""
 _TORCH = "/libtorch_cuda.so"
+
+
+_PYTHONS_OWN = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]")
+"""Commands of helper processes that Python and PyTorch start by themselves."""
+
+
+def record_running(settings: ChildSettings, script: int) -> None:
+    """Record the Python programs that the script has started and that still run when it ends."""
+    folder, own = Path(settings.folder), _command(script)
+    if settings.ghost is None:
+        return
+    for process in descendants(script):
+        command = _command(process)
+        if not command or command == own:  # a fork, such as a worker of a loader
+            continue
+        is_program = Path(command[0]).name.startswith("python") and not _PYTHONS_OWN.search(" ".join(command))
+        if is_program and not is_recorded(folder, process):
+            record_process(
+                folder, process, command_name(command), None, "still running when the script ended"
+            )
+
+
+def _command(process: int) -> list[str]:
+    """Return the command line of a process; empty if it has just ended."""
+    try:
+        line = (Path("/proc") / str(process) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return line.decode(errors="replace").split("\0")[:-1]
 
 
 class UnfollowedProcesses:
@@ -32,15 +63,13 @@ class UnfollowedProcesses:
         for process in descendants(self._script):
             if process in self._known:
                 continue
-            folder = Path("/proc") / str(process)
             try:
-                maps = (folder / "maps").read_text(errors="replace")
-                command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                maps = (Path("/proc") / str(process) / "maps").read_text(errors="replace")
             except OSError:  # it has just ended
                 continue
             is_followed = str(self._settings.ghost.build.library) in maps
             if is_followed or _TORCH in maps:
                 self._known.add(process)
             if not is_followed and _TORCH in maps:
-                record_process(Path(self._settings.folder), process, command_name(command), None)
+                record_process(Path(self._settings.folder), process, command_name(_command(process)), None)
         self._looked = time.monotonic()

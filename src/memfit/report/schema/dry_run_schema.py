@@ -102,7 +102,7 @@ class ChildProcessJson(msgspec.Struct, frozen=True):
     peak: Figure | None
     """The most bytes that it was seen to hold, CUDA context included; None if memfit could not follow it."""
     exception: str
-    """What ended it, or what it ran out of, if memfit saw it."""
+    """What ended it, what it ran out of, or that it still ran, if memfit saw it."""
 
 
 class DryRunJson(msgspec.Struct, frozen=True):

@@ -88,6 +88,9 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
 
 def _child(child: ChildProcess) -> str:
     """Return that a process which the script started used the GPU, what it held, and how it failed."""
+    if child.peak is None and child.exception:
+        why = escaped(_first_line(child.exception))
+        return f"Not included: {escaped(child.name)}, which the script started: {why}."
     if child.peak is None:
         return (
             f"Not included: {escaped(child.name)}, which the script started, loads PyTorch where memfit "
