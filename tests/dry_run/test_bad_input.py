@@ -49,7 +49,7 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "No script given"),
         (("--memory", "12", "script.py"), 2, "'12' has no unit, so it means 12 bytes. If you mean GiB,"),
-        (("notebook.ipynb",), 2, "jupyter nbconvert --to script notebook.ipynb. Then delete"),
+        (("notebook.ipynb",), 2, "jupyter nbconvert --to python notebook.ipynb. Then delete"),
         (("script.py",), 3, "without using the GPU"),
     ],
 )

@@ -38,15 +38,15 @@ def test_launchers_set_their_environment():
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("torchrun --nproc-per-node 2 x.py --lr 1", "run memfit dry-run torchrun x.py --lr 1."),
-        ("torchrun --nnodes=1:4 -m pkg.train", "run memfit dry-run torchrun -m pkg.train."),
+        ("torchrun --nproc-per-node 2 x.py --lr 1", "write torchrun x.py --lr 1 in its place."),
+        ("torchrun --nnodes=1:4 -m pkg.train", "write torchrun -m pkg.train in its place."),
         (
             "accelerate launch --num_processes 8 x.py",
             "accelerate launch --num_processes 8: memfit runs only one",
         ),
         (
             "accelerate launch --multi_gpu --mixed_precision bf16 x.py",
-            "run memfit dry-run accelerate launch --mixed_precision=bf16 x.py.",
+            "write accelerate launch --mixed_precision=bf16 x.py in its place.",
         ),
         ("accelerate launch --config_file c.yaml x.py", "does not support this option"),
         ("torchrun --standalone", "the script is missing"),
@@ -87,6 +87,12 @@ def test_a_script_that_joins_a_group_of_two_is_refused_and_does_not_wait(dry_run
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "WORLD_SIZE": "2", "RANK": "0"}
         torch.distributed.init_process_group("gloo")
     """
-    run = dry_run(script)
-    assert run.code == 3
-    assert "The script joins a process group of 2, but memfit runs only one process." in run.err
+    stored = """
+        import torch
+        from torch import distributed
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=2)
+    """
+    for joins in (script, stored):
+        run = dry_run(joins)
+        assert run.code == 3
+        assert "The script joins a process group of 2, but memfit runs only one process." in run.err

@@ -36,7 +36,7 @@ def check_script(path: Path) -> None:
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{path} is a notebook, not a script. Convert it: pip install nbconvert && jupyter nbconvert "
-            f"--to script {path}. Then delete the lines that call get_ipython(), and run memfit on "
+            f"--to python {path}. Then delete IPython's own lines (%, ! and get_ipython), and run memfit on "
             f"{path.with_suffix('.py')}."
         )
     if not is_package(path):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
 
@@ -90,19 +91,29 @@ def check_process_groups(refuse: Callable[[str], object]) -> None:
     """
     from torch.distributed import distributed_c10d
 
-    original = distributed_c10d.rendezvous  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
-        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+    def check(size: int) -> None:
         if size > 1:
             refuse(
                 f"The script joins a process group of {size}, but memfit runs only one process. The script "
                 "would wait for the others. Have it join a group of one: WORLD_SIZE=1 and RANK=0."
             )
-        return original(url, rank, world_size, **more)
+
+    find_peers: Callable[..., Any] = distributed_c10d.rendezvous  # type: ignore[attr-defined]
+    make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
+
+    @functools.wraps(find_peers)
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **more: Any) -> Any:
+        in_url = dict(parse_qsl(urlsplit(url).query)).get("world_size", "")
+        check(world_size if world_size > 0 else int(in_url or os.environ.get("WORLD_SIZE", "1")))
+        return find_peers(url, rank, world_size, **more)
+
+    @functools.wraps(make_group)
+    def new_process_group(group_size: int, *args: Any, **more: Any) -> Any:  # the script may pass a store
+        check(group_size)
+        return make_group(group_size, *args, **more)
 
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
+    distributed_c10d._new_process_group_helper = new_process_group
 
 
 def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:
@@ -121,14 +132,14 @@ def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -
     for key in _UNREAD:
         if key in options:
             raise UsageError(
-                f"{name} --{key}: memfit does not support this option. Run memfit dry-run {alone}."
+                f"{name} --{key}: memfit does not support this option. Write {alone} in its place."
             )
     several = [f"--{key} {options[key]}" for key in _PROCESSES if _is_several(options.get(key, "1"))]
     several += [f"--{key}" for key in _SEVERAL if key in options]
     if several:
         raise UsageError(
-            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, run memfit "
-            f"dry-run {alone}."
+            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, write "
+            f"{alone} in its place."
         )
     variables = {_VARIABLES[key]: value for key, value in options.items() if key in _VARIABLES}
     return LaunchedScript(tuple(rest), starts, variables)

@@ -237,6 +237,8 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
 
 def _died(status: int, *, on_ghost: bool) -> str:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    if status == -signal.SIGKILL:
+        how += ", as happens when this machine runs out of memory,"
     gap = (
         " If the process crashed inside a CUDA library call, the ghost does not support that call (memfit "
         "doctor --gaps lists the unsupported calls that are known)."

@@ -134,8 +134,9 @@ def _uncertain(result: DryRun) -> str:
     """Return, on a line of its own, why a tight fit may fail; empty otherwise."""
     if result.verdict != "tight":
         return ""
+    again = "run out of memory once more" if result.caught else "not fit"
     return (
-        "\nThe run may not fit: the size of the CUDA context is assumed. The real size may be up to "
+        f"\nThe run may {again}: the size of the CUDA context is assumed. The real size may be up to "
         f"{format_bytes(result.uncertainty)} larger. To measure it on your GPU, run memfit doctor --context."
     )
 
