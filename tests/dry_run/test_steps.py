@@ -1,5 +1,6 @@
 """When a dry run ends the script, and whether memory grows from step to step."""
 
+from memfit.trace.trace_file import read_trace
 from support.scripts import TRAIN, figures
 
 
@@ -132,3 +133,19 @@ def test_a_leak_is_distinguished_from_steady_memory(dry_run):
     assert run.answer["growth"]["bytes_per_step"] == 4 << 20
     line = int(run.answer["growth"]["line"].rpartition(":")[2])
     assert "a leak" in (run.folder / "script.py").read_text().splitlines()[line - 1]
+
+
+def test_the_batch_size_is_that_of_training_not_of_an_evaluation_after_it(dry_run):
+    script = """
+        import torch
+        from torch.utils.data import DataLoader
+        model = torch.nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for batch in DataLoader(torch.ones(12, 4), batch_size=4):
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+        for batch in DataLoader(torch.ones(12, 4), batch_size=6):
+            model(batch.cuda())
+    """
+    run = dry_run(script, options=("--to-end", "-o", "run.memfit"))
+    assert read_trace(run.folder / "run.memfit").loader.size == 4

@@ -38,7 +38,7 @@ from memfit.run.unfollowed import record_running
 
 if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
-    from memfit.records import Trace
+    from memfit.records import LoaderBatchSize, Trace
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
@@ -110,6 +110,7 @@ class ScriptProcess:
         self._steps_reported = 0
         self._record: ChildRecord | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
+        self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._options.install()
         self._loaders.install()
 
@@ -218,6 +219,7 @@ class ScriptProcess:
         self._parent.progress(completed)
         if completed > self._steps_reported:
             self._steps_reported = completed
+            self._loader = self._loaders.last  # not that of an evaluation
             self._backend.stepped()
 
     def _enough(self) -> bool:
@@ -237,7 +239,9 @@ class ScriptProcess:
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
         children = read_children(Path(self._settings.folder))
-        return replace(trace, options=self._options.found(), loader=self._loaders.last, children=children)
+        return replace(
+            trace, options=self._options.found(), loader=self._loader or self._loaders.last, children=children
+        )
 
     def _save(self, trace: "Trace") -> str:
         """Write a trace to its file or, if that fails, to the temporary folder; return why it failed."""
