@@ -51,7 +51,9 @@ def test_a_dry_run_under_a_setting_equals_its_replay(trace, tmp_path):
     )
     smallest = predicted["smallest_capacity"]
     assert dry_run(tmp_path, "--memory", smallest, conf=CONF)["out_of_memory"] is None
-    assert dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)["out_of_memory"] is not None
+    # With less, a workspace of cuDNN fails, which the replay takes for the script's: PyTorch does without it.
+    less = dry_run(tmp_path, "--memory", smallest - (2 << 20), conf=CONF)
+    assert any("workspaces that cuDNN suggested did not fit" in note["text"] for note in less["notes"])
 
 
 def test_every_setting_has_a_row_and_a_cost(trace):

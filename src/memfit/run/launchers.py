@@ -108,12 +108,15 @@ def check_process_groups(refuse: Callable[[str], object]) -> None:
         return find_peers(url, rank, world_size, **more)
 
     @functools.wraps(make_group)
-    def new_process_group(group_size: int, *args: Any, **more: Any) -> Any:  # the script may pass a store
-        check(group_size)
-        return make_group(group_size, *args, **more)
+    def new_process_group(
+        group_size: int, group_rank: int, ranks: list[int], backend: object, *args: Any, **more: Any
+    ) -> Any:  # the script may pass a store
+        if str(backend) != "fake":  # PyTorch's own stand-in waits for nobody
+            check(group_size)
+        return make_group(group_size, group_rank, ranks, backend, *args, **more)
 
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
-    distributed_c10d._new_process_group_helper = new_process_group
+    distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
 
 
 def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -> LaunchedScript:
