@@ -7,7 +7,7 @@ sends SIGINT to the whole group, as a terminal does. The command must then end w
 130 and without a traceback; a second after the signal, neither a process nor a file of it may be left. Prints
 a table, and exits with 1 if a command broke a rule. Run it on a machine that is otherwise idle.
 
-Moments before memfit's first line are drawn again: what Python does while it starts is not memfit's.
+Moments before memfit's first line and after its last are drawn again: what Python does then is not memfit's.
 """
 
 import argparse
@@ -43,6 +43,8 @@ COMMANDS = {
     "pack": ("pack", "--csv", "out.csv", "run.memfit"),
     "replay": ("replay", "--alloc-conf", "expandable_segments:True", "--json", "out.json", "run.memfit"),
 }
+_ENDING = 0.05
+"""Seconds that Python takes to end after memfit's last line: a command that then exits with 0 had ended."""
 _MARK = "MEMFIT_INTERRUPTED_BY"
 """An environment variable of each command, which all its descendants inherit."""
 _HARMLESS = {"work", "tmp"} | {
@@ -95,9 +97,10 @@ def interrupt(name: str, moment: float, inputs: Path) -> Interruption | None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return Interruption(name, moment, 60.0, ("did not end",))
-        if _hit_python(process.returncode, error):
-            return None
         seconds = time.monotonic() - pressed
+        was_ending = process.returncode == 0 and seconds < _ENDING
+        if was_ending or _hit_python(process.returncode, error):
+            return None
         while _left(Path(folder)) and time.monotonic() - pressed < LIMIT:
             time.sleep(0.02)
         faults = (*_faults(process.returncode, error), *_left(Path(folder)))
