@@ -111,7 +111,7 @@ def check_process_groups(refuse: Callable[[str], object]) -> None:
     def new_process_group(
         group_size: int, group_rank: int, ranks: list[int], backend: object, *args: Any, **more: Any
     ) -> Any:  # the script may pass a store
-        if str(backend) != "fake":  # PyTorch's own stand-in waits for nobody
+        if str(backend) != "fake":  # PyTorch's own fake backend needs no other process
             check(group_size)
         return make_group(group_size, group_rank, ranks, backend, *args, **more)
 

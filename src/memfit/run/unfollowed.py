@@ -16,10 +16,8 @@ from memfit.run.process_tree import descendants
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""
 _TORCH = "/libtorch_cuda.so"
-
-
-_PYTHONS_OWN = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]")
-"""Commands of helper processes that Python and PyTorch start by themselves."""
+_HELPERS = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]")
+"""Commands of the processes that Python and PyTorch start as helpers."""
 
 
 def record_running(settings: ChildSettings, script: int) -> None:
@@ -31,7 +29,7 @@ def record_running(settings: ChildSettings, script: int) -> None:
         command = _command(process)
         if not command or command == own:  # a fork, such as a worker of a loader
             continue
-        is_program = Path(command[0]).name.startswith("python") and not _PYTHONS_OWN.search(" ".join(command))
+        is_program = Path(command[0]).name.startswith("python") and not _HELPERS.search(" ".join(command))
         if is_program and not is_recorded(folder, process):
             record_process(
                 folder, process, command_name(command), None, "still running when the script ended"
