@@ -145,6 +145,30 @@ def test_the_smallest_capacity_is_found_from_above():
     assert not replay(found, AllocatorConfig(), total=size - 2 * MIB, taken=2 * MIB).fits
 
 
+def test_after_so_many_replays_the_strides_to_the_smallest_capacity_double():
+    """Each of 100 cached blocks is released alone, so every stride of 2 MiB takes a replay."""
+    events = []
+    for number in range(100):
+        block = (0x10000000 + (number << 32), (40 + 2 * number) * MIB)
+        events += [(Action.SEGMENT_ALLOC, *block), (Action.ALLOC, *block), *freed(*block)]
+    found = read_requests(trace_of(events))
+    tried: list[int] = []
+
+    def size(exhaustive, **more):
+        tried.clear()
+        return smallest_capacity(
+            found, AllocatorSetting(), taken=0, version=(2, 14), exhaustive=exhaustive,
+            on_replay=tried.append, **more,
+        )  # fmt: skip
+
+    assert size(2000) == 238 * MIB
+    assert len(tried) > 50
+    assert size(0) == 238 * MIB
+    assert len(tried) < 25
+    assert size(0, fails_at=400 * MIB) == 402 * MIB
+    assert size(0, fails_at=1 << 40) == (1 << 40) + 2 * MIB
+
+
 def test_only_a_setting_that_gains_is_recommended():
     def row(reserved, seconds=0.0, *, fits=True, conf="expandable_segments:True"):
         failure = None if fits else FailedMalloc(0, 1, 0)

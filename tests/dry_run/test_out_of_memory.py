@@ -27,9 +27,11 @@ def test_out_of_memory_is_a_result(dry_run):
     assert failure["shortfall"] > 0
     assert failure["shortfall"] <= failure["requested"] + (2 << 20)
     assert "OUT OF MEMORY" in run.out
-    needed = dry_run(script, options=("--memory", "12GiB")).answer["peak"]["process"]
-    assert run.answer["in_all"]["bytes"] == needed > 1200 << 20
-    assert f"Needs up to {needed / (1 << 30):.2f} GiB; this GPU has 1.17 GiB." in run.out
+    needed = run.answer["in_all"]["bytes"]
+    assert needed > 1200 << 20
+    assert dry_run(script, options=("--memory", str(needed))).answer["out_of_memory"] is None
+    assert dry_run(script, options=("--memory", str(needed - (2 << 20)))).answer["verdict"] == "out of memory"
+    assert f"Needs {needed / (1 << 30):.2f} GiB; this GPU has 1.17 GiB." in run.out
     assert "1TiB" not in run.out
     assert dry_run(script, options=("--memory", "1200MiB", "--fail")).code == 1
     assert dry_run(script, options=("--memory", "12GiB", "--fail")).code == 0

@@ -11,8 +11,8 @@ from memfit.errors import UsageError
 from memfit.records import AllocatorSetting, CallRates, SettingOutcome
 from memfit.units import MIB
 
-MOST_REPLAYS = 2000
-"""Limit of the search for one smallest capacity."""
+EXHAUSTIVE = 2000
+"""Replays of one search that descend by 2 MiB, before its strides double."""
 NEGLIGIBLE = 1e-3
 """Seconds a step that a setting may cost and still be recommended; the report names the cost."""
 
@@ -67,6 +67,8 @@ def smallest_capacity(
     *,
     taken: int,
     version: tuple[int, int],
+    fails_at: int = 0,
+    exhaustive: int = EXHAUSTIVE,
     on_replay: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Return the bytes of the smallest device on which a trace fits, as it does on every larger one.
@@ -74,19 +76,22 @@ def smallest_capacity(
     The search goes down from unlimited memory in steps of 2 MiB. If a replay never used more than *n* bytes,
     it is the same on every device of at least *n* bytes: those are skipped. Success need not be monotone,
     because a smaller device makes the allocator release its cache and place blocks differently, so the
-    search does not bisect: the first failure ends it.
+    search does not bisect: the first failure ends it. Only after ``exhaustive`` replays do the strides
+    double, and then a failure is followed by bisection; larger devices that were not tried may then fail.
 
     Args:
         asked: what ``read_requests(trace)`` returned.
         setting: the settings to replay under.
         taken: bytes that the context and other processes hold.
         version: of PyTorch, major and minor.
+        fails_at: bytes of a device on which the trace is known not to fit.
+        exhaustive: how many replays descend in steps of 2 MiB.
         on_replay: called with each capacity tried.
     """
     config = setting_config(setting)
     fraction = config.per_process_memory_fraction
-    capacity, runs_on = _unlimited(asked, taken), 0
-    for _ in range(MOST_REPLAYS):
+
+    def enough_for(capacity: int) -> int | None:
         on_replay(capacity)
         done = replay(
             asked,
@@ -97,11 +102,27 @@ def smallest_capacity(
             empty_cache_each_step=setting.empty_cache_each_step,
         )
         if not done.fits:
-            break
+            return None
         # With a fraction, devices are skipped only if that share of them holds the bytes used.
         enough = done.most_taken if fraction is None else math.ceil(done.most_taken / fraction)
-        runs_on = min(capacity, _granules(enough))
-        capacity = runs_on - GRANULE
+        return min(capacity, _granules(enough))
+
+    too_small = max(fails_at, taken) // GRANULE * GRANULE
+    runs_on = math.ceil(_unlimited(asked, taken) / (fraction or 1))
+    runs_on = max(enough_for(runs_on) or runs_on, too_small + GRANULE)
+    stride, tried, failed = GRANULE, 0, False
+    while (range_left := runs_on - too_small) > GRANULE:
+        tried += 1
+        if failed:
+            stride = range_left // 2 // GRANULE * GRANULE
+        elif tried > exhaustive:
+            stride *= 2
+        capacity = max(runs_on - stride, too_small + GRANULE)
+        enough = enough_for(capacity)
+        if enough is None:
+            too_small, failed = capacity, True
+        else:
+            runs_on = max(enough, too_small + GRANULE)
     return runs_on
 
 

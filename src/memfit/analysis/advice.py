@@ -14,6 +14,7 @@ from dataclasses import replace
 from memfit.analysis.advice_attempt import MOST_RUNS, AdviceAttempt, Trials
 from memfit.analysis.advice_candidates import STRATEGIES, AdviceCandidate, candidates
 from memfit.analysis.batch_size_search import largest_that_fits
+from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.analysis.summary import summarize
 from memfit.errors import INTERRUPTED, MemfitError
@@ -50,7 +51,23 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
-    return replace(found, in_all=total.peak_process, bound=total.bound or found.bound)
+    in_all = needed_beyond(found.device, unlimited.trace, total)
+    return replace(found, in_all=in_all, bound=total.bound or found.bound)
+
+
+def needed_beyond(device: DeviceUse, trace: Trace, found: DryRun) -> Figure:
+    """Return the bytes of the process on the smallest GPU on which a run fits.
+
+    Args:
+        device: a GPU that is too small.
+        trace: of the run with unlimited memory.
+        found: its summary.
+    """
+    try:
+        needs = ReplayedRun.of(trace, found).needs(device.total.bytes, fails=True)
+    except MemfitError:  # memfit has no model of that allocator
+        return found.peak_process
+    return _process(needs, device)
 
 
 def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _what: None) -> DryRun:
@@ -90,9 +107,13 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         yield replace(answer, untried=first)
         return
     room = max(trace.device.total.bytes - answer.uncertainty, 0)  # a fit that may fail is not enough
-    search = _Search(Trials(first, run, room), trace.device, room)
+    fails = answer.verdict in _FAILED or bool(answer.caught)
+    trials = Trials(first, run, trace.device.total.bytes, room, fails=fails)
+    search = _Search(trials, trace.device, room)
     bound = summarize(first.trace).bound if answer.verdict in _FAILED else None
-    answer = replace(answer, in_all=search.needs(search.unchanged), bound=bound or answer.bound)
+    answer = replace(
+        answer, in_all=_process(search.unchanged.needs, trace.device), bound=bound or answer.bound
+    )
     yield answer
     for best in search.best():
         yield replace(
@@ -115,7 +136,7 @@ class _Search:
     def __init__(self, trials: Trials, device: DeviceUse, room: int) -> None:
         self.trials = trials
         self.unchanged = trials.unchanged()
-        self._context = device.context
+        self._device = device
         self._room = room - device.context.bytes - device.in_use
         self._fails = self.unchanged.fits is False
 
@@ -142,11 +163,8 @@ class _Search:
 
     def _next_base(self, bases: list[AdviceAttempt]) -> AdviceAttempt | None:
         """Return the cheapest of the attempts that save about as much as the best; None without any."""
-        most = max(map(self._saved, bases), default=0)
-        return next((one for one in bases if self._saved(one) >= _NEARLY * most), None)
-
-    def _saved(self, then: AdviceAttempt) -> int:
-        return self.unchanged.reserved.bytes - then.reserved.bytes
+        most = max((_saved(self.unchanged, one) for one in bases), default=0)
+        return next((one for one in bases if _saved(self.unchanged, one) >= _NEARLY * most), None)
 
     def _on_top_of(self, base: AdviceAttempt, group: tuple[AdviceCandidate, ...]) -> Iterator[AdviceAttempt]:
         """Yield the first of the alternatives that helps; of smaller batches, the largest that fits."""
@@ -161,8 +179,8 @@ class _Search:
                 return
 
     def _helps(self, then: AdviceAttempt, base: AdviceAttempt) -> bool:
-        saved = base.reserved.bytes - then.reserved.bytes
-        return saved >= _WORTH * self.needs(self.unchanged).bytes or bool(then.fits and not base.fits)
+        worth = _saved(base, then) >= _WORTH * _process(self.unchanged.needs, self._device).bytes
+        return worth or bool(then.fits and not base.fits)
 
     def _without_idle(self, then: AdviceAttempt) -> AdviceAttempt:
         """Return a set that is enough without the changes that it does not need."""
@@ -172,14 +190,9 @@ class _Search:
                 return self._without_idle(fewer)
         return then
 
-    def needs(self, attempt: AdviceAttempt) -> Figure:
-        """Return the bytes of the process at its peak."""
-        reserved, context = attempt.reserved, self._context
-        return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
-
     def advice(self, tried: AdviceAttempt) -> Advice:
         """Return a set of changes as advice."""
-        before, after = self.unchanged.reserved, tried.reserved
+        before, after = self.unchanged.needs, tried.needs
         how = [one.how for one in tried.made if one.how]
         if tried.change.strategies:
             plan = ", ".join(f"memfit.{STRATEGIES[one]}()" for one in tried.change.strategies)
@@ -191,7 +204,7 @@ class _Search:
             where=next((one.where for one in tried.made if one.where), ""),
             costs="; ".join(one.costs or self._costs(tried) for one in tried.made),
             saves=Figure(before.bytes - after.bytes, worst(before.provenance, after.provenance)),
-            needs=self.needs(tried),
+            needs=_process(after, self._device),
             fits=tried.fits,
         )
 
@@ -229,8 +242,18 @@ class _Search:
         return None
 
 
+def _process(reserved: Figure, device: DeviceUse) -> Figure:
+    """Return the bytes of a process that has so many reserved."""
+    context = device.context
+    return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
+
+
 def _size(attempt: AdviceAttempt) -> int:
-    return attempt.reserved.bytes
+    return attempt.needs.bytes
+
+
+def _saved(before: AdviceAttempt, then: AdviceAttempt) -> int:
+    return before.needs.bytes - then.needs.bytes
 
 
 def _changes(attempt: AdviceAttempt) -> int:

@@ -5,29 +5,13 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
-from memfit.allocator.config import AllocatorConfig, environment_settings, script_settings
-from memfit.allocator.replay import replay
-from memfit.allocator.requests import Requests, read_requests
-from memfit.allocator.setting_outcomes import setting_config
+from memfit.allocator.config import AllocatorConfig
 from memfit.analysis.advice_candidates import AdviceCandidate, RunFacts
-from memfit.analysis.allocator_comparison import torch_version
-from memfit.analysis.location import least_certain
+from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult
 from memfit.analysis.summary import summarize
-from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
-from memfit.records import (
-    ARENA,
-    AllocatorSetting,
-    CallRates,
-    DryRun,
-    Figure,
-    Provenance,
-    Replay,
-    ScriptEnd,
-    Trace,
-    worst,
-)
+from memfit.records import ARENA, CallRates, Figure, ScriptEnd
 
 MOST_RUNS = 12
 """Reruns of a script at most, besides the one with unlimited memory."""
@@ -37,6 +21,8 @@ MOST_RUNS = 12
 class _Outcome:
     """What a run needs under allocator settings."""
 
+    needs: Figure
+    """Bytes that PyTorch reserves at its peak on the device, or on the smallest device on which it fits."""
     reserved: Figure
     """Peak of reserved bytes with unlimited memory."""
     seconds: float | None
@@ -64,6 +50,8 @@ class AdviceAttempt:
     facts: RunFacts
     models: tuple[str, ...]
     """Models that strategies were applied to: the class of each, and the line that creates its optimizer."""
+    needs: Figure
+    """Bytes that PyTorch reserves at its peak on the device, or on the smallest device on which it fits."""
     reserved: Figure
     """Peak of reserved bytes with unlimited memory."""
     seconds: float | None
@@ -78,16 +66,20 @@ class Trials:
     Args:
         first: the unchanged run, with unlimited memory if it does not fit.
         run: reruns the script.
-        room: bytes of the device that the process and others may take; 0 if it is unknown.
+        total: bytes of the device; 0 if they are unknown.
+        room: bytes of it that the process and others may take.
+        fails: whether the unchanged run is known not to fit the device.
 
     Raises:
         MemfitError: the run used another allocator than PyTorch's own, or its history is incomplete.
     """
 
-    def __init__(self, first: TrialResult, run: RunScript, room: int) -> None:
+    def __init__(self, first: TrialResult, run: RunScript, total: int, room: int, *, fails: bool) -> None:
         self._run_script = run
+        self._total = total
         self._room = room
-        self._runs: dict[ScriptChange, _Run | None] = {ScriptChange(): _summarized(first, room)}
+        unchanged = _summarized(first, total, room, fails=fails)
+        self._runs: dict[ScriptChange, _Run | None] = {ScriptChange(): unchanged}
         self._runs_left = MOST_RUNS
         self.failed: ScriptEnd | None = None
         """How the first rerun that failed ended."""
@@ -119,7 +111,14 @@ class Trials:
         if run is None or outcome is None:
             return None
         return AdviceAttempt(
-            made, change, run.facts, run.models, outcome.reserved, outcome.seconds, outcome.fits
+            made,
+            change,
+            run.facts,
+            run.models,
+            outcome.needs,
+            outcome.reserved,
+            outcome.seconds,
+            outcome.fits,
         )
 
     def _run(self, change: ScriptChange, what: str) -> _Run | None:
@@ -129,7 +128,7 @@ class Trials:
         self._runs_left -= 1
         tried = self._run_script(change, what)
         if isinstance(tried, TrialResult):
-            return _summarized(tried, self._room)
+            return _summarized(tried, self._total, self._room)
         self.reruns = tried is not None
         self.failed = self.failed or tried
         return None
@@ -139,39 +138,24 @@ def _together(made: tuple[AdviceCandidate, ...]) -> ScriptChange:
     return reduce(or_, (one.change for one in made), ScriptChange())
 
 
-def _summarized(tried: TrialResult, room: int) -> _Run:
+def _summarized(tried: TrialResult, total: int, room: int, *, fails: bool = False) -> _Run:
     if AllocatorConfig.read(tried.trace.settings).backend == ARENA:
         raise UsageError(
             "memfit cannot try allocator settings: they have no effect in a script that uses memfit.arena."
         )
-    asked, found = read_requests(tried.trace), summarize(tried.trace)
-    facts = RunFacts.of(tried.trace, found)
-    settings = {"", facts.conf}
-    outcomes = {conf: _outcome(tried.trace, found, asked, conf, room) for conf in settings}
+    run = ReplayedRun.of(tried.trace, summarize(tried.trace))
+    facts = RunFacts.of(tried.trace, run.found)
+    outcomes = {"": _outcome(run, total, room, fails=fails)}
+    if facts.conf and not (fails and run.on(total).fits):  # a replay that differs from the run proves nothing
+        outcomes[facts.conf] = _outcome(replace(run, conf=facts.conf), total, room)
     return _Run(facts, tried.models, outcomes)
 
 
-def _outcome(trace: Trace, found: DryRun, asked: Requests, conf: str, room: int) -> _Outcome:
-    roomy = _replay(trace, asked, conf, NO_LIMIT)
-    sure = least_certain(note for note in trace.notes if note.sizes)
-    seen = not conf and roomy.peak_reserved == found.peak_reserved  # in the run itself, not in a model
-    calls = roomy.calls_per_step
+def _outcome(run: ReplayedRun, total: int, room: int, *, fails: bool = False) -> _Outcome:
+    calls = run.unlimited.calls_per_step
     return _Outcome(
-        Figure(roomy.peak_reserved, sure if seen else worst(sure, Provenance.SIMULATED)),
+        run.needs(total, fails=fails),
+        run.reserved(),
         CallRates().seconds(calls) if calls is not None else None,
-        _replay(trace, asked, conf, room).fits if room else None,
-    )
-
-
-def _replay(trace: Trace, asked: Requests, conf: str, total: int) -> Replay:
-    device = trace.device
-    setting = AllocatorSetting(
-        conf or environment_settings(trace.settings), script=script_settings(trace.settings)
-    )
-    return replay(
-        asked,
-        setting_config(setting),
-        total=total,
-        taken=device.context.bytes + device.in_use,
-        version=torch_version(trace),
+        (not fails and run.on(room).fits) if room else None,
     )

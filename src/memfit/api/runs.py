@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.advice import find_advice, find_total
+from memfit.analysis.advice import find_advice, find_total, needed_beyond
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
 from memfit.errors import OutputError
-from memfit.records import DryRun, Trace
+from memfit.records import DeviceUse, DryRun, Trace
 from memfit.report.estimate import Estimate
 from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
@@ -253,12 +253,13 @@ def estimate(  # noqa: PLR0913 - one parameter an option
 
     run_job = functools.partial(_run_module, in_use=in_use, steps=steps, values=values)
     run = GhostRunner(pack(training_step(model, inputs, loss, optimizer, steps)), run_job)
-    first = run(gpu, memory)
-    # The total of a model that does not fit takes one more run, with unlimited memory.
-    return Estimate(first, first if first.verdict in ("fits", "tight") else run(gpu, NO_LIMIT), run)
+    first = unlimited = run(gpu, memory)
+    if first.verdict not in ("fits", "tight"):  # its total takes one more run, with unlimited memory
+        unlimited = run(gpu, NO_LIMIT, beyond=first.device)
+    return Estimate(first, unlimited, run)
 
 
-def _run_module(
+def _run_module(  # noqa: PLR0913 - one parameter an option
     module: str,
     arguments: Sequence[str],
     *,
@@ -267,9 +268,16 @@ def _run_module(
     in_use: int,
     steps: int,
     values: str,
+    beyond: DeviceUse | None = None,
 ) -> DryRun:
-    """Run a module once on the ghost, with the options of ``estimate``, which finds the total itself."""
+    """Run a module once on the ghost, with the options of ``estimate``.
+
+    If ``beyond`` is a GPU that is too small, the result says what the model needs (``in_all``).
+    """
     options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
     command = script_command(module, arguments, options, None)
-    recorded = run_script(command, options, ghost_settings(options), None, lambda _: None)
-    return summarize(recorded.trace)
+    trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
+    found = summarize(trace)
+    if beyond is None:
+        return found
+    return dataclasses.replace(found, in_all=needed_beyond(beyond, trace, found))

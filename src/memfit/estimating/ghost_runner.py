@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memfit.errors import TargetError
 from memfit.estimating.serialise import PackedModel
-from memfit.records import DryRun, Note, Provenance
+from memfit.records import DeviceUse, DryRun, Note, Provenance
 
 _LOSS_CALL = (
     "memfit called the loss as loss(model, inputs); such a loss must run the forward itself. To use a loss "
@@ -23,8 +23,10 @@ class GhostRunner:
     dry_run: Callable[..., DryRun]
     """Runs a module on the ghost with the options of the estimate."""
 
-    def __call__(self, gpu: str, memory: int | None) -> DryRun:
+    def __call__(self, gpu: str, memory: int | None, *, beyond: DeviceUse | None = None) -> DryRun:
         """Run on a GPU, by name, with so many bytes; None for that GPU's own memory.
+
+        If ``beyond`` is a GPU that is too small, the result says what the model needs (``in_all``).
 
         Raises:
             TargetError: the model, the loss or the optimizer failed on the ghost.
@@ -33,7 +35,7 @@ class GhostRunner:
         with tempfile.NamedTemporaryFile(prefix="memfit-", suffix=".job") as file:
             Path(file.name).write_bytes(self.model.data)
             script = "memfit.estimating.training_script"
-            result = self.dry_run(script, [file.name], gpu=gpu, memory=memory)
+            result = self.dry_run(script, [file.name], gpu=gpu, memory=memory, beyond=beyond)
         if result.end.reason == "interrupted":
             raise KeyboardInterrupt
         if result.end.reason == "exception":

@@ -64,7 +64,7 @@ class Advice:
     saves: Figure
     """Bytes of the process at its peak, compared with ``DryRun.in_all``."""
     needs: Figure
-    """Bytes of the process at its peak, with these changes."""
+    """Bytes of the process at its peak with these changes, found as ``DryRun.in_all`` is."""
     fits: bool | None
     """Whether the run then fits its device by more than ``DryRun.uncertainty``; None without a device."""
 
@@ -98,7 +98,8 @@ class DryRun:
     advice_remarks: tuple[str, ...] = ()
     """Sentences about the advice, such as what a sample of a batch takes."""
     in_all: Figure | None = None
-    """Bytes of the process at its peak with unlimited memory, if known: the baseline of the advice."""
+    """Bytes of the process at its peak, if known: on this device, or on the smallest device on which the run
+    fits (PyTorch releases what it caches there). The baseline of the advice."""
     uncertainty: int = 0
     """Bytes that the process may need beyond ``peak_process``, because terms of it are assumed."""
     caught: int = 0

@@ -25,7 +25,11 @@ class Estimate(Printable):
 
     @property
     def total(self) -> Figure:
-        """Bytes that the process needs at its peak, the CUDA context included."""
+        """Bytes of the process at its peak, the CUDA context included.
+
+        They are those with unlimited memory if the model does not fit; ``unlimited.in_all`` is the memory of
+        the smallest GPU on which it fits.
+        """
         return self.unlimited.peak_process
 
     @property
@@ -46,6 +50,6 @@ class Estimate(Printable):
         return done.verdict == "fits"
 
     def show(self, console: Console) -> None:
-        """Print the summary, with the total it needs with unlimited memory."""
-        whole = replace(self.run, in_all=self.total, bound=self.unlimited.bound or self.run.bound)
+        """Print the summary."""
+        whole = replace(self.run, in_all=self.unlimited.in_all, bound=self.unlimited.bound or self.run.bound)
         print_summary(whole, console, hints=False)

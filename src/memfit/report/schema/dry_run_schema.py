@@ -139,7 +139,8 @@ class DryRunJson(msgspec.Struct, frozen=True):
     values are assumed to be the largest possible: the operator that most of the peak follows from. For
     ``out of memory`` and ``does not fit``, only ``in_all`` is an upper bound."""
     in_all: Figure | None
-    """Bytes of the process at its peak with unlimited memory; savings count from it. Null if unknown."""
+    """Bytes of the process at its peak on this device; if the run does not fit, on the smallest device on
+    which it does. Savings count from it. Null if unknown."""
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
     untried: ScriptEndJson | None

@@ -41,9 +41,9 @@ def outcome(result: DryRun, one: Advice) -> str:
     """Return how the run then fits its device, as a verdict does; empty without a device."""
     if one.fits is None:
         return ""
+    if one.fits:
+        return "fits"
     left = result.device.total.bytes - result.device.in_use - one.needs.bytes
-    if one.fits:  # what it needs is with unlimited memory, in which PyTorch keeps all that it caches
-        return "fits" if left >= 0 else "fits: PyTorch releases cached memory"
     return "tight" if left >= 0 else "does not fit"
 
 

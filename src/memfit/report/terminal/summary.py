@@ -222,10 +222,9 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         )
     if result.in_all is not None:
         needed = result.in_all.bytes + result.device.in_use
-        # With less than that, PyTorch releases what it caches, so that the script may fit a smaller GPU, too.
-        limit = "at most" if result.bound else "up to"
+        at_most = "at most " * bool(result.bound)
         total = format_gib(result.device.total.bytes)
-        remarks.append(f"Needs {limit} {format_gib(needed)}; this GPU has {total}.")
+        remarks.append(f"Needs {at_most}{format_gib(needed)}; this GPU has {total}.")
     elif result.untried is not None:
         remarks.append(
             "How much memory the script needs in total is unknown: a second run, with unlimited memory, did "

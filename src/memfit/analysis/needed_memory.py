@@ -1,0 +1,95 @@
+"""How much memory a run needs: what it takes on a GPU, or the smallest GPU on which it fits, by replay."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from memfit.allocator.config import environment_settings, script_settings
+from memfit.allocator.replay import replay
+from memfit.allocator.requests import Requests, read_requests
+from memfit.allocator.setting_outcomes import setting_config, smallest_capacity
+from memfit.analysis.allocator_comparison import torch_version
+from memfit.analysis.location import least_certain
+from memfit.devices import NO_LIMIT
+from memfit.records import AllocatorSetting, DryRun, Figure, Provenance, Replay, Trace, worst
+
+
+@dataclass(frozen=True)
+class ReplayedRun:
+    """A run's requests, replayed under other allocator settings and on other GPUs."""
+
+    trace: Trace
+    found: DryRun
+    """Its summary."""
+    asked: Requests
+    """What ``read_requests(trace)`` returned."""
+    conf: str = ""
+    """``PYTORCH_ALLOC_CONF``; empty for the run's own."""
+
+    @classmethod
+    def of(cls, trace: Trace, found: DryRun) -> "ReplayedRun":
+        """Read a run's requests.
+
+        Raises:
+            MemfitError: its history is incomplete, or the allocator was not PyTorch's own.
+        """
+        return cls(trace, found, read_requests(trace))
+
+    @cached_property
+    def unlimited(self) -> Replay:
+        """The replay with unlimited memory."""
+        return self.on(NO_LIMIT)
+
+    def on(self, total: int) -> Replay:
+        """Replay the run on a GPU with so many bytes."""
+        return replay(
+            self.asked,
+            setting_config(self._setting),
+            total=total,
+            taken=self._taken,
+            version=torch_version(self.trace),
+        )
+
+    def reserved(self) -> Figure:
+        """Return the peak of reserved bytes with unlimited memory."""
+        return Figure(self.unlimited.peak_reserved, self._provenance(self.unlimited))
+
+    def needs(self, total: int, *, fails: bool = False) -> Figure:
+        """Return the bytes that PyTorch reserves at its peak, on a GPU or on the smallest that is enough.
+
+        With less memory PyTorch releases what it caches, so the smallest GPU may have less than the run takes
+        with unlimited memory.
+
+        Args:
+            total: bytes of the GPU; 0 if they are unknown, and then its memory counts as unlimited.
+            fails: whether the run is known not to fit it.
+        """
+        done = self.unlimited if not total else None if fails else self.on(total)
+        if done is not None and done.fits:
+            return Figure(done.most_taken - self._taken, self._provenance(done))
+        smallest = smallest_capacity(
+            self.asked,
+            self._setting,
+            taken=self._taken,
+            version=torch_version(self.trace),
+            fails_at=total,
+            exhaustive=0,
+        )
+        return Figure(smallest - self._taken, worst(self._sure, Provenance.SIMULATED))
+
+    @property
+    def _setting(self) -> AllocatorSetting:
+        settings = self.trace.settings
+        return AllocatorSetting(self.conf or environment_settings(settings), script=script_settings(settings))
+
+    @property
+    def _taken(self) -> int:
+        return self.trace.device.context.bytes + self.trace.device.in_use
+
+    @property
+    def _sure(self) -> Provenance:
+        return least_certain(note for note in self.trace.notes if note.sizes)
+
+    def _provenance(self, done: Replay) -> Provenance:
+        """Return how certain a replay is: it may be what the run itself did, or what memfit's model does."""
+        seen = not self.conf and done.peak_reserved == self.found.peak_reserved
+        return self._sure if seen else worst(self._sure, Provenance.SIMULATED)
