@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.allocator.timeline import timeline
-from memfit.analysis.size_bounds import deciding_bound
+from memfit.analysis.size_bounds import size_bounds
 from memfit.analysis.summary import summarize
 from memfit.records import Action, Frame, Mark, MarkKind, Note, Provenance, ScriptEnd, SizeBound
 from support.traces import BASE, Event, trace_of
@@ -18,9 +18,9 @@ FRAMES = (
 )
 IN_HEADS, IN_POOL, IN_SCRIPT = 0, 1, 2
 STACKS = ((0, 2), (1, 0, 2), (2,))
-HEADS = SizeBound("nonzero", "/home/ada/train.py:3, in vision/heads.py:120")
-POOL = SizeBound("unique", "/home/ada/train.py:3, in vision/pool.py:9")
-SCRIPT = SizeBound("nonzero", "/home/ada/train.py:2")
+HEADS = SizeBound("nonzero", "/home/ada/train.py:3, in vision/heads.py:120", 0)
+POOL = SizeBound("unique", "/home/ada/train.py:3, in vision/pool.py:9", 0)
+SCRIPT = SizeBound("nonzero", "/home/ada/train.py:2", 0)
 
 
 def run(blocks, bounds, *, ends=(), failed=False):
@@ -50,30 +50,37 @@ def replace_action(event, action):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "bounds", "ends", "decides"),
+    ("blocks", "bounds", "ends", "held"),
     [
-        ([(MIB, IN_SCRIPT)], [], (), None),
-        ([(MIB, IN_SCRIPT)], [(2, SCRIPT)], (), None),  # after the peak
-        ([(MIB, IN_SCRIPT), (MIB, IN_SCRIPT)], [(2, SCRIPT)], (), SCRIPT),
+        ([(MIB, IN_SCRIPT)], [], (), ()),
+        ([(MIB, IN_SCRIPT)], [(2, SCRIPT)], (), ()),  # after the peak
+        ([(MIB, IN_SCRIPT), (MIB, IN_SCRIPT)], [(2, SCRIPT)], (), ((SCRIPT, 1),)),
         # The pool has returned when the larger block is allocated.
-        ([(MIB, IN_POOL), (9 * MIB, IN_HEADS)], [(1, HEADS), (1, POOL)], (), HEADS),
-        ([(9 * MIB, IN_POOL), (MIB, IN_HEADS)], [(1, HEADS), (1, POOL)], (), POOL),
+        ([(MIB, IN_POOL), (9 * MIB, IN_HEADS)], [(1, HEADS), (1, POOL)], (), ((HEADS, 9), (POOL, 1))),
+        ([(9 * MIB, IN_POOL), (MIB, IN_HEADS)], [(1, HEADS), (1, POOL)], (), ((POOL, 9), (HEADS, 1))),
         # Of a step, only what was allocated after the bound.
         (
             [(MIB, IN_HEADS), (8 * MIB, IN_SCRIPT), (2 * MIB, IN_SCRIPT)],
             [(1, HEADS), (3, SCRIPT)],
             (),
-            SCRIPT,
+            ((SCRIPT, 2), (HEADS, 1)),
         ),
-        ([(MIB, IN_HEADS), (8 * MIB, IN_HEADS)], [(1, HEADS)], (2,), HEADS),
+        ([(MIB, IN_HEADS), (8 * MIB, IN_HEADS)], [(1, HEADS)], (2,), ((HEADS, 1),)),
         # A bound of an earlier step holds nothing; the latest is named for lack of a better one.
-        ([(MIB, IN_SCRIPT), (8 * MIB, IN_SCRIPT)], [(1, SCRIPT), (1, POOL)], (1, 2), POOL),
+        (
+            [(MIB, IN_SCRIPT), (8 * MIB, IN_SCRIPT)],
+            [(1, SCRIPT), (1, POOL)],
+            (1, 2),
+            ((POOL, 0), (SCRIPT, 0)),
+        ),
     ],
 )
-def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, decides):
+def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, held):
     trace = run(blocks, bounds, ends=ends)
-    assert deciding_bound(trace, timeline(trace), len(blocks)) == decides
-    assert summarize(trace).bound == decides
+    bounds = tuple(replace(bound, bytes=mib * MIB) for bound, mib in held)
+    assert size_bounds(trace, timeline(trace), len(blocks)) == bounds
+    assert summarize(trace).bounds == bounds
+    assert summarize(trace).bound == (bounds[0] if bounds else None)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +94,8 @@ def test_the_last_bound_in_code_that_still_runs_decides(blocks, bounds, ends, de
 def test_a_failure_after_a_bound_may_not_happen_in_a_real_run(bounds, verdict):
     answer = summarize(run([(MIB, IN_HEADS), (9 * MIB, IN_POOL)], bounds, failed=True))
     assert answer.verdict == verdict
-    assert answer.bound == (POOL if verdict == "may not fit" else None)  # the request that failed counts
+    pool = replace(POOL, bytes=9 * MIB)  # the request that failed counts
+    assert answer.bound == (pool if verdict == "may not fit" else None)
 
 
 def test_a_mark_without_its_note_is_skipped():

@@ -16,7 +16,11 @@ def test_an_upper_bound_is_named_with_its_operator_and_line(dry_run):
     assert "needs at most" in run.out.splitlines()[1]
     assert "At most: the size of nonzero depends on GPU values" in run.out
     assert "--values script.py:4=… sets it" in run.out
-    assert run.answer["upper_bound"] == {"operator": "nonzero", "where": f"{run.folder / 'script.py'}:4"}
+    assert run.answer["upper_bound"] == {
+        "operator": "nonzero",
+        "where": f"{run.folder / 'script.py'}:4",
+        "bytes": 805306368,
+    }
 
 
 def test_an_upper_bound_that_does_not_fit_may_fit(dry_run):

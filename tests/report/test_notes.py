@@ -6,19 +6,23 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.records import Figure, Note, Provenance, Term
+from memfit.records import Figure, Note, Provenance, SizeBound, Term
 from memfit.report.terminal.notes import note_lines
 
 READ = "The script read a GPU value, so it returned {}."
 ONE = Note(Provenance.ASSUMED, READ.format(1.0), "/s/train.py:10")
 GRAPHS = Note(Provenance.EXACT, "torch.compile made 2 graphs.")
-UPPER = Note(Provenance.ASSUMED, "nonzero is assumed to find 9 elements.", "/s/train.py:7", sizes=True)
+UPPER = Note(Provenance.ASSUMED, "nonzero finds 9 elements.", "/s/train.py:7", sizes=True, bound="nonzero")
+UNKNOWN = replace(UPPER, bound="")
 CUDNN = Note(Provenance.SIMULATED, "The sizes are those of cuDNN 9.", sizes=True, workspaces=True)
 
 
-def shown(answer, *notes, full=False, hints=True):
+ASSUMPTION = "1 assumption; --notes lists it."
+
+
+def shown(answer, *notes, full=False, hints=True, bounds=()):
     console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
-    for line in note_lines(replace(answer, notes=notes), full=full, hints=hints):
+    for line in note_lines(replace(answer, notes=notes, bounds=bounds), full=full, hints=hints):
         console.print(line)
     return console.file.getvalue().splitlines()
 
@@ -41,20 +45,34 @@ def test_a_run_without_notes_says_nothing(answer):
     assert shown(answer) == shown(answer, full=True) == []
 
 
-def test_a_note_that_sizes_depend_on_is_shown_in_full(answer):
-    assert shown(answer, ONE, UPPER) == [
-        "note (assumed): nonzero is assumed to find 9 elements.  (/s/train.py:7)",
+@pytest.mark.parametrize(("held", "in_full"), [(0, False), (74, False), (75, True)])
+def test_a_note_on_an_upper_bound_is_shown_if_more_than_a_hundredth_follows_from_it(answer, held, in_full):
+    small = replace(answer, peak_process=Figure(7450, Provenance.ASSUMED))
+    lines = shown(small, UPPER, bounds=(SizeBound("nonzero", UPPER.where, held),))
+    assert lines == [f"note (assumed): {UPPER.text}  ({UPPER.where})" if in_full else ASSUMPTION]
+
+
+def test_notes_that_are_alike_have_their_effect_together(answer):
+    small, other = replace(answer, peak_process=Figure(7450, Provenance.ASSUMED)), "/s/train.py:31"
+    bounds = (SizeBound("nonzero", UPPER.where, 40), SizeBound("nonzero", other, 40))
+    (line,) = shown(small, UPPER, replace(UPPER, where=other), bounds=bounds)
+    assert line == f"note (assumed): {UPPER.text}  (2 places: {UPPER.where}, 31)"
+
+
+def test_a_note_whose_effect_on_sizes_is_unknown_is_shown_in_full(answer):
+    assert shown(answer, ONE, UNKNOWN) == [
+        "note (assumed): nonzero finds 9 elements.  (/s/train.py:7)",
         "1 more assumption; --notes lists it.",
     ]
 
 
 def test_notes_that_differ_in_numbers_and_places_alone_are_one_with_a_range(answer):
-    larger = replace(UPPER, text=UPPER.text.replace("9", "1,024"), where="/s/train.py:31")
-    smaller = replace(UPPER, text=UPPER.text.replace("9", "3"))
-    line = "note (assumed): nonzero is assumed to find 3 to 1,024 elements.  (2 places: /s/train.py:7, 31)"
-    assert shown(answer, UPPER, larger, smaller) == [line]
+    larger = replace(UNKNOWN, text=UPPER.text.replace("9", "1,024"), where="/s/train.py:31")
+    smaller = replace(UNKNOWN, text=UPPER.text.replace("9", "3"))
+    line = "note (assumed): nonzero finds 3 to 1,024 elements.  (2 places: /s/train.py:7, 31)"
+    assert shown(answer, UNKNOWN, larger, smaller) == [line]
     other = replace(larger, text=larger.text.replace("nonzero", "unique"))
-    assert len(shown(answer, UPPER, other)) == 2
+    assert len(shown(answer, UNKNOWN, other)) == 2
 
 
 @pytest.mark.parametrize(("workspaces", "in_full"), [(75, True), (76, True), (74, False), (0, False)])
@@ -62,11 +80,7 @@ def test_a_note_on_simulated_workspaces_is_shown_if_they_exceed_a_hundredth(answ
     terms = (Term("workspaces", Figure(workspaces, Provenance.SIMULATED)), *answer.terms)
     small = replace(answer, terms=terms, peak_process=Figure(7450, Provenance.ASSUMED))
     lines = shown(small, CUDNN)
-    assert lines == (
-        ["note (simulated): The sizes are those of cuDNN 9."]
-        if in_full
-        else ["1 assumption; --notes lists it."]
-    )
+    assert lines == (["note (simulated): The sizes are those of cuDNN 9."] if in_full else [ASSUMPTION])
 
 
 def test_workspaces_that_activations_include_or_that_are_assumed_have_no_known_bound(answer):
@@ -86,7 +100,7 @@ def test_all_notes_are_listed_by_their_effect_with_the_lines_of_each_file(answer
     places = "/s/train.py:10, 31; /s/model.py:5; layers.0"
     assert shown(answer, *notes, full=True) == [
         "Notes that the figures depend on:",
-        "  assumed    nonzero is assumed to find 9 elements.  (/s/train.py:7)",
+        "  assumed    nonzero finds 9 elements.  (/s/train.py:7)",
         "Assumptions whose effect on the figures is unknown:",
         f"  assumed    The script read a GPU value, so it returned 1.0.  (4 places: {places})",
         "Remarks:",
@@ -94,10 +108,12 @@ def test_all_notes_are_listed_by_their_effect_with_the_lines_of_each_file(answer
     ]
 
 
-def test_more_than_eight_notes_are_counted(answer):
-    notes = [replace(UPPER, text=f"note {number}") for number in range(10)]
-    lines = shown(answer, *notes, GRAPHS)
-    assert len(lines) == 9
+def test_of_more_than_eight_notes_those_with_the_largest_effect_are_shown(answer):
+    words = "abcdefghij"
+    notes = [replace(UPPER, text=f"note {word}", where=f"/s/{word}.py:1") for word in words]
+    bounds = tuple(SizeBound("nonzero", note.where, (number + 1) << 30) for number, note in enumerate(notes))
+    lines = shown(answer, *notes, GRAPHS, bounds=bounds)
+    assert [line.split()[3] for line in lines[:-1]] == list("jihgfedc")
     assert lines[-1] == "2 more assumptions and 1 remark; --notes lists them."
     assert sum("note " in line for line in shown(answer, *notes, full=True)) == 10
 

@@ -3,7 +3,7 @@
 import builtins
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import msgspec
 import pytest
@@ -78,25 +78,25 @@ def test_out_of_memory_shows_where_and_how_much(answer):
 
 
 def test_an_upper_bound_names_the_size_it_rests_on(answer):
-    bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120")
-    lines = printed(replace(answer, bound=bound), width=300).splitlines()
+    bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120", 9)
+    lines = printed(replace(answer, bounds=(bound,)), width=300).splitlines()
     assert (
         lines[0]
         == "FITS for 3 training steps   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
     )
     assert lines[1].startswith("At most: the size of nonzero depends on GPU values")
     assert (
-        "largest possible (/somewhere/train.py:3, in vision/heads.py:120). --values heads.py:120=… sets"
-        in lines[1]
+        "largest possible; about 9 B of the peak depends on it (/somewhere/train.py:3, in vision/"
+        "heads.py:120). --values heads.py:120=… sets" in lines[1]
     )
     failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
     failed = replace(
-        answer, bound=bound, out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
+        answer, bounds=(bound,), out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
     )
     text = printed(failed)
     assert text.startswith("MAY NOT FIT   on a GPU of 80.00 GiB: 3.0 GiB requested")
     assert "Needs at most 8.50 GiB; this GPU has 80.00 GiB." in text
-    assert json.loads(to_json(failed))["upper_bound"] == {"operator": "nonzero", "where": bound.where}
+    assert json.loads(to_json(failed))["upper_bound"] == asdict(bound)
 
 
 def test_growth_names_the_line(answer):

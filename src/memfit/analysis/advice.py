@@ -52,7 +52,7 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
     in_all = needed_beyond(found.device, unlimited.trace, total)
-    return replace(found, in_all=in_all, bound=total.bound or found.bound)
+    return replace(found, in_all=in_all, bounds=total.bounds or found.bounds)
 
 
 def needed_beyond(device: DeviceUse, trace: Trace, found: DryRun) -> Figure:
@@ -110,9 +110,9 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     fails = answer.verdict in _FAILED or bool(answer.caught)
     trials = Trials(first, run, trace.device.total.bytes, room, fails=fails)
     search = _Search(trials, trace.device, room)
-    bound = summarize(first.trace).bound if answer.verdict in _FAILED else None
+    bounds = summarize(first.trace).bounds if answer.verdict in _FAILED else ()
     answer = replace(
-        answer, in_all=_process(search.unchanged.needs, trace.device), bound=bound or answer.bound
+        answer, in_all=_process(search.unchanged.needs, trace.device), bounds=bounds or answer.bounds
     )
     yield answer
     for best in search.best():

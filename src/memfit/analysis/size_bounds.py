@@ -8,6 +8,7 @@ that found the size is still running: here heads.py:120 decides.
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +20,14 @@ _Marks = list[tuple[int, int]]
 """(position, number from 1 among all marks of the trace) of some marks, in order."""
 
 
-def deciding_bound(trace: Trace, line: Timeline, event: int) -> SizeBound | None:
-    """Return the size that most of what is allocated at an event follows from; None if there is none before.
+def size_bounds(trace: Trace, line: Timeline, event: int) -> tuple[SizeBound, ...]:
+    """Return the sizes found before an event, with the bytes that follow from each; the most first.
 
     Each block, and a request that fails at the event, counts for the last bound of a file on its stack.
     """
     moments = _moments(trace, event)
     if not moments:
-        return None
+        return ()
     upto = slice(event + 1)
     alive = (trace.events.action[upto] == Action.ALLOC) & (line.freed_by[upto] > event)
     alive[event] |= trace.events.action[event] == Action.OOM
@@ -40,8 +41,9 @@ def deciding_bound(trace: Trace, line: Timeline, event: int) -> SizeBound | None
     follows = last.max(axis=0, initial=0) > 0
     held = np.zeros(len(moments), np.int64)
     np.add.at(held, last.argmax(axis=0)[follows], trace.events.size[blocks[follows]])
-    latest = max(range(len(moments)), key=lambda row: list(moments.values())[row][-1])
-    return list(moments)[int(held.argmax()) if held.any() else latest]
+    found_last = {bound: marks[-1] for bound, marks in moments.items()}
+    bounds = [replace(bound, bytes=size) for bound, size in zip(moments, held.tolist(), strict=True)]
+    return tuple(sorted(bounds, key=lambda one: (one.bytes, found_last[replace(one, bytes=0)]), reverse=True))
 
 
 def _moments(trace: Trace, event: int) -> dict[SizeBound, _Marks]:
@@ -51,7 +53,7 @@ def _moments(trace: Trace, event: int) -> dict[SizeBound, _Marks]:
         index = trace.marks[number - 1].index
         if position <= event and index < len(trace.notes):
             note = trace.notes[index]
-            moments.setdefault(SizeBound(note.bound, note.where), []).append((position, number))
+            moments.setdefault(SizeBound(note.bound, note.where, 0), []).append((position, number))
     return moments
 
 

@@ -20,7 +20,7 @@ from memfit.analysis.overall_peak import (
     highest,
     overall_peak,
 )
-from memfit.analysis.size_bounds import deciding_bound
+from memfit.analysis.size_bounds import size_bounds
 from memfit.records import (
     DEFAULT_POOL,
     Action,
@@ -69,9 +69,9 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
     sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
-    bound = deciding_bound(trace, line, _deciding_event(trace, line, peak))
+    bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
     return DryRun(
-        verdict=_verdict(trace, failed, process.bytes, is_bound=bound is not None),
+        verdict=_verdict(trace, failed, process.bytes, is_bound=bool(bounds)),
         device=trace.device,
         steps=steps,
         peak_allocated=allocated,
@@ -95,7 +95,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
         uncertainty=_uncertainty(context),
         caught=len(caught_failures(trace)),
         children=trace.children,
-        bound=bound,
+        bounds=bounds,
     )
 
 

@@ -34,6 +34,8 @@ class SizeBound:
     operator: str
     where: str
     """As in ``Note``."""
+    bytes: int
+    """Those allocated at the peak that follow from it, as far as memfit can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,14 @@ class DryRun:
     after the last one; ``out_of_memory`` describes the first."""
     children: tuple[ChildProcess, ...] = ()
     """Processes that the script started and that used the GPU, too: the figures do not include them."""
-    bound: SizeBound | None = None
-    """Not None if the peaks are upper bounds: the size, of those that depend on GPU values and are set to the
-    largest possible, that most of the peak follows from."""
+    bounds: tuple[SizeBound, ...] = ()
+    """Not empty if the peaks are upper bounds: the sizes that depend on GPU values and are set to the largest
+    possible; the one that most of the peak follows from first."""
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""
+
+    @property
+    def bound(self) -> SizeBound | None:
+        """The size that most of the peak follows from, if the peaks are upper bounds."""
+        return self.bounds[0] if self.bounds else None

@@ -51,5 +51,7 @@ class Estimate(Printable):
 
     def show(self, console: Console) -> None:
         """Print the summary."""
-        whole = replace(self.run, in_all=self.unlimited.in_all, bound=self.unlimited.bound or self.run.bound)
+        whole = replace(
+            self.run, in_all=self.unlimited.in_all, bounds=self.unlimited.bounds or self.run.bounds
+        )
         print_summary(whole, console, hints=False)

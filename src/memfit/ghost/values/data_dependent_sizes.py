@@ -88,7 +88,7 @@ def _answer_by_ghost(
             chosen = values.choose("count", name)
             found = count_of(chosen.value, upper)
             if chosen.value == "upper":
-                text = f"{name} finds at most {upper:,} elements, and is assumed to find all of them"
+                text = f"{name} is assumed to find as many as possible, {upper:,} elements"
             else:
                 text = f"the user assumes that {name} finds {found:,} of at most {upper:,} elements"
             _note(values, name, found, text, chosen.given, is_bound=chosen.value == "upper")

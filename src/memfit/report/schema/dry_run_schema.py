@@ -83,6 +83,8 @@ class SizeBoundJson(msgspec.Struct, frozen=True):
     operator: str
     where: str
     """``file:line``; ``file:line, in package/file:line`` for a line that called a package."""
+    bytes: int
+    """Those allocated at the peak that follow from it, as far as memfit can tell."""
 
 
 class ScriptEndJson(msgspec.Struct, frozen=True):

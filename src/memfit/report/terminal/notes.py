@@ -3,6 +3,7 @@
 Notes that differ in their places and numbers alone are one note, with several places and a range of numbers.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,9 +15,9 @@ from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 
 _SHARE = 0.01
-"""A note is shown in full if it may change the peak of the process by more than this share."""
+"""A note is shown in full if more than this share of the process at its peak may depend on it."""
 _MOST = 8
-"""Notes shown in full."""
+"""Notes shown in full; of those whose effect is known, the largest."""
 _WIDTH = max(map(len, Provenance))
 _NUMBER = re.compile(r"(?<=\s)[0-9][0-9,]*(?=\s)")
 
@@ -32,8 +33,10 @@ def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
     if full:
         yield from _all_lines(result)
         return
-    notes = _places_by_note(result.notes)
-    shown = [note for note in notes if _may_change_figures(note, result)][:_MOST]
+    notes = _folded(result.notes)
+    effects = {note: _effect(alike, result) for note, alike in notes.items()}
+    worth_showing = [note for note in notes if effects[note] > _SHARE * result.peak_process.bytes]
+    shown = sorted(worth_showing, key=effects.__getitem__, reverse=True)[:_MOST]
     for note in shown:
         yield Text(f"note ({note.provenance}): {escaped(note.text)}{_in_places(notes[note])}")
     rest = [note for note in notes if note not in shown]
@@ -41,15 +44,13 @@ def note_lines(result: DryRun, *, full: bool, hints: bool) -> Iterator[Text]:
         yield Text(_count(rest, more=bool(shown), hints=hints), style="dim")
 
 
-def _places_by_note(notes: Iterable[Note]) -> dict[Note, list[str]]:
-    """Return each note once, without its place, and all places that it refers to."""
+def _folded(notes: Iterable[Note]) -> dict[Note, list[Note]]:
+    """Return each note once, with ranges of its numbers and without its place, and all that are like it."""
     alike: dict[Note, list[Note]] = {}
     for note in notes:
         alike.setdefault(replace(note, text=_NUMBER.sub("0", note.text), where=""), []).append(note)
     return {
-        replace(members[0], text=_with_ranges([note.text for note in members]), where=""): list(
-            dict.fromkeys(escaped(short_path(note.where)) for note in members if note.where)
-        )
+        replace(members[0], text=_with_ranges([note.text for note in members]), where=""): members
         for members in alike.values()
     }
 
@@ -70,17 +71,20 @@ def _with_ranges(texts: list[str]) -> str:
     return _NUMBER.sub(as_range, texts[0])
 
 
-def _may_change_figures(note: Note, result: DryRun) -> bool:
-    """Return whether the peak may depend on a note by more than ``_SHARE``.
+def _effect(notes: list[Note], result: DryRun) -> float:
+    """Return how many bytes of the peak may depend on notes that are alike; infinity if that is unknown.
 
-    A note on something other than sizes, such as a value that the script read, has an unknown effect: it may
-    have changed what the script did. Only sizes that cuDNN itself gives have a known bound: the workspaces'
-    bytes.
+    Known are sizes set to their upper bounds, and the workspaces whose sizes cuDNN itself gives.
     """
-    if not note.sizes or not note.workspaces or note.activations or note.provenance is Provenance.ASSUMED:
-        return note.sizes
-    workspaces = sum(term.figure.bytes for term in result.terms if term.name == "workspaces")
-    return workspaces > _SHARE * result.peak_process.bytes
+    note = notes[0]
+    if not note.sizes:
+        return 0
+    if note.bound:
+        at = {one.where for one in notes}
+        return sum(one.bytes for one in result.bounds if one.operator == note.bound and one.where in at)
+    if note.workspaces and not note.activations and note.provenance is not Provenance.ASSUMED:
+        return sum(term.figure.bytes for term in result.terms if term.name == "workspaces")
+    return math.inf
 
 
 def _count(notes: list[Note], *, more: bool, hints: bool) -> str:
@@ -94,7 +98,7 @@ def _count(notes: list[Note], *, more: bool, hints: bool) -> str:
 
 
 def _all_lines(result: DryRun) -> Iterator[Text]:
-    notes = _places_by_note(result.notes)
+    notes = _folded(result.notes)
     groups: dict[str, list[Note]] = {
         "Notes that the figures depend on:": [note for note in notes if note.sizes],
         "Assumptions whose effect on the figures is unknown:": [
@@ -109,12 +113,14 @@ def _all_lines(result: DryRun) -> Iterator[Text]:
             yield Text(f"  {note.provenance:<{_WIDTH}}  {escaped(note.text)}{_in_places(notes[note])}")
 
 
-def _in_places(places: list[str]) -> str:
-    """Return places in parentheses, with the lines of each file together.
+def _in_places(notes: list[Note]) -> str:
+    """Return the places of notes in parentheses, with the lines of each file together.
 
-    >>> _in_places(["train.py:10", "model.py:5", "train.py:31"])
+    >>> places = ("train.py:10", "model.py:5", "train.py:31")
+    >>> _in_places([Note(Provenance.EXACT, "A remark.", place) for place in places])
     '  (3 places: train.py:10, 31; model.py:5)'
     """
+    places = list(dict.fromkeys(escaped(short_path(note.where)) for note in notes if note.where))
     lines: dict[str, list[str]] = {}
     for place in places:
         file, colon, line = place.rpartition(":")

@@ -187,9 +187,11 @@ def _bound(result: DryRun, *, hints: bool) -> str:
     if result.bound is None:
         return ""
     where = result.bound.where
+    amount = format_bytes(result.bound.bytes)
+    follows = f"; about {amount} of the peak depends on it" if result.bound.bytes else ""
     text = (
         f"\nAt most: the size of {escaped(result.bound.operator)} depends on GPU values, and is assumed to "
-        f"be the largest possible ({escaped(short_path(where))})."
+        f"be the largest possible{follows} ({escaped(short_path(where))})."
     )
     key = innermost_line(where) or result.bound.operator
     options = f" --values {escaped(key)}=… sets it; --values count=1 gives the least of all such sizes."
