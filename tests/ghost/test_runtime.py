@@ -136,6 +136,18 @@ def test_pinned_memory_and_data_loader_workers_run(on_ghost):
     assert out == f"{sum(range(256)):.1f}\n"
 
 
+def test_offloaded_tensors_take_no_host_memory(on_ghost):
+    out = on_ghost("""
+        import resource
+        kept = [torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True) for _ in range(8)]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for each in kept:
+            each.copy_(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10 << 10, kept[5].sum().item())
+    """)
+    assert out == "True 0\n"
+
+
 def test_the_profiler_runs(on_ghost):
     out = on_ghost(
         SMALL_NET

@@ -1,6 +1,8 @@
 /* Known bytes of device memory, and the attributes of pointers. */
 #include "checks.h"
 
+#include <sys/mman.h>
+
 /* ---- Remembered bytes ------------------------------------------------------------------------ */
 
 void remembered_copies(void)
@@ -237,4 +239,37 @@ void host_and_device_pointers(void)
     CHECK(cudaFreeHost(managed) == SUCCESS && cudaFreeHost(NULL) == SUCCESS);
     CHECK(cudaFree(memory) == SUCCESS && type_of(memory) == 0);
     CHECK(ghost_counter("used") == 0);
+}
+
+static size_t resident_pages(void *from, size_t size)
+{
+    static unsigned char present[64 << 10];
+    size_t count = 0, pages = size / 4096;
+    CHECK(pages <= sizeof present && mincore(from, size, present) == 0);
+    for (size_t page = 0; page < pages; page++)
+        count += present[page] & 1;
+    return count;
+}
+
+void pinned_memory_takes_no_pages(void)
+{
+    const size_t size = 64 << 20, skipped = 100;
+    configure(GIB);
+    char *pinned, *memory = allocated(size);
+    unsigned char *registered = malloc(size);
+    CHECK(registered && cudaHostAlloc((void **)&pinned, size, 0) == SUCCESS);
+    memset(pinned, 7, size);
+    CHECK(resident_pages(pinned, size) == size / 4096);
+    CHECK(cudaMemcpy(pinned + skipped, memory, size - 2 * skipped, 2) == SUCCESS);
+    CHECK(resident_pages(pinned, size) == 2); /* the first and the last */
+    CHECK(pinned[skipped - 1] == 7 && pinned[skipped] == 0 && pinned[size / 2] == 0);
+    CHECK(pinned[size - skipped - 1] == 0 && pinned[size - skipped] == 7 && pinned[4096] == 0);
+
+    CHECK(cudaHostRegister(registered, size, 0) == SUCCESS); /* may be shared with another process */
+    memset(registered, 7, size);
+    CHECK(cudaMemcpy(registered, memory, size, 2) == SUCCESS);
+    CHECK(registered[0] == 0 && registered[size - 1] == 0);
+    CHECK(cudaHostUnregister(registered) == SUCCESS && cudaFreeHost(pinned) == SUCCESS);
+    free(registered);
+    cudaFree(memory);
 }

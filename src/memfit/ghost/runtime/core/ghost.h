@@ -299,6 +299,7 @@ bool mapping_range(uint64_t address, uint64_t *start, uint64_t *size);
 enum { UNREGISTERED = 0, HOST = 1, DEVICE = 2, MANAGED = 3 };
 /* The type of an address that is not the ghost's; its device is written if CUDA knows the address. */
 int host_memory_type(const void *pointer, int *device);
+void zero_host_memory(unsigned char *to, uint64_t size);
 bool free_managed(void *pointer); /* false: it is not managed memory, and was left alone */
 
 /* copies.c: a device-to-device copy whose ranges are known (collectives over one rank). */

@@ -44,7 +44,7 @@ static void copy_to_device(uint64_t to, const void *from, uint64_t size)
 static void copy_to_host(unsigned char *to, uint64_t from, uint64_t size)
 {
     last_read_known = false;
-    memset(to, 0, size);
+    zero_host_memory(to, size);
     if (answering && size <= sizeof answer) {
         uint64_t most = size == 0 ? 0 : UINT64_MAX >> (64 - 8 * size + 1);
         uint64_t value = answer < most ? answer : most;
@@ -59,7 +59,7 @@ static void copy_to_host(unsigned char *to, uint64_t from, uint64_t size)
         return;
     last_read_known = recall_copy(to, from, size);
     if (!last_read_known)
-        memset(to, 0, size); /* part of it may have been on record */
+        zero_host_memory(to, size); /* part of it may have been on record */
 }
 
 /* The addresses show the direction: device addresses are the ghost's own. */

@@ -7,10 +7,13 @@
 #include "core/ghost.h"
 
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 
 #include "array.h"
 
 #define PAGE 4096
+#define LARGE (1 << 20)
 
 struct host_range {
     uint64_t start, size;
@@ -131,6 +134,26 @@ int host_memory_type(const void *pointer, int *device)
         *device = found->device;
     ghost_unlock();
     return type;
+}
+
+/* Zero what a copy from the device would fill. Pages of pinned memory are given back to the kernel, and read as
+ * zeros: offloaded tensors of a large GPU would not fit this machine's memory. */
+void zero_host_memory(unsigned char *to, uint64_t size)
+{
+    if (size >= LARGE) {
+        ghost_lock();
+        const struct host_range *found = containing((uint64_t)to);
+        bool ours = found && found->owned && (uint64_t)to + size <= found->start + found->size;
+        ghost_unlock();
+        uint64_t before = (PAGE - (uint64_t)to % PAGE) % PAGE;
+        uint64_t pages = (size - before) / PAGE * PAGE;
+        if (ours && madvise(to + before, pages, MADV_DONTNEED) == 0) {
+            memset(to, 0, before);
+            memset(to + before + pages, 0, size - before - pages);
+            return;
+        }
+    }
+    memset(to, 0, size);
 }
 
 /* ---- Managed memory -------------------------------------------------------------------------- */
