@@ -135,15 +135,19 @@ def test_children_that_leave_early_are_recorded_with_what_they_held_and_how_they
     assert "(at least 0.50 GiB), and failed: out of memory: 1,000.0 GiB requested" in run.out
 
 
-def test_a_program_that_exits_with_a_message_or_ends_by_itself_is_recorded(dry_run, tmp_path):
+def test_a_program_that_exits_with_a_message_ends_by_itself_or_runs_out_is_recorded(dry_run, tmp_path):
     use = "import sys, torch\ntorch.ones(1, device='cuda')\n"
     (tmp_path / "stops.py").write_text(use + "sys.exit('no configuration')\n")
     (tmp_path / "goes_on.py").write_text(use + "try: sys.exit(2)\nexcept SystemExit: pass\n"
         "torch.ones(1, device='cuda', requires_grad=True).sum().backward()\n")  # fmt: skip
-    run = dry_run(
-        PARENT + "    for name in ('stops.py', 'goes_on.py'): subprocess.run([sys.executable, name])\n"
-    )
-    assert sorted(failure for _, failure in children_of(run).values()) == ["", "no configuration"]
+    (tmp_path / "runs_out.py").write_text(use + "torch.empty(1000 << 30, dtype=torch.uint8, device='cuda')\n")
+    names = ("stops.py", "goes_on.py", "runs_out.py")
+    run = dry_run(PARENT + f"    for name in {names}: subprocess.run([sys.executable, name])\n")
+    assert sorted(failure for _, failure in children_of(run).values()) == [
+        "",
+        "no configuration",
+        "out of memory: 1,000.0 GiB requested, 78.8 GiB free",
+    ]
 
 
 def test_a_child_that_outlives_the_script_and_a_fork_that_cannot_use_cuda_are_named(dry_run, tmp_path):

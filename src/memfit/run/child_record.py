@@ -71,7 +71,8 @@ class ChildRecord:
             return
         end = end_of(error)
         if end.exit_code:
-            self._failure = end.exception or self._shortage or f"exit code {end.exit_code}"
+            raised = "" if end.reason == "out of memory" else end.exception
+            self._failure = raised or self._shortage or end.exception or f"exit code {end.exit_code}"
         self.end()
 
     def _ran_out(self, _device: int, requested: int, _total: int, free: int) -> None:
