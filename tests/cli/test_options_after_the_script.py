@@ -16,11 +16,33 @@ def refusal(capsys, *tokens):
 
 def test_both_orders_are_shown(capsys):
     assert refusal(capsys, "dry-run", "gan.py", "--gpu", "T4", "--lr=0.1", "--fail") == (
-        "memfit: --gpu --fail must come before the script, like all options of memfit dry-run. Write:\n"
+        "memfit: --gpu and --fail must come before the script, like all options of memfit dry-run. Write:\n"
         "    memfit dry-run --gpu T4 --fail gan.py --lr=0.1\n"
         "If the script itself has these options, write -- before the script:\n"
         "    memfit dry-run -- gan.py --gpu T4 --lr=0.1 --fail\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "advised", "names"),
+    [
+        (
+            "{} --gpu T4 --steps 9 -b 8 --fail",
+            "--gpu T4 --fail -- {} --steps 9 -b 8",
+            "--gpu and --steps may",
+        ),
+        ("{} --gpu 1 --steps 9", "-- {} --gpu 1 --steps 9", "--gpu and --steps may"),
+        ("{} --fail --gpu=T4 --lr 1 -- --steps 9", "--fail --gpu=T4 -- {} --lr 1 -- --steps 9", "--gpu may"),
+        ("{} --gpu", "-- {} --gpu", "--gpu may"),
+        ("torchrun {} --fail --steps 9", "--fail -- torchrun {} --steps 9", "--steps may"),
+    ],
+)
+def test_options_that_the_script_has_too_stay_with_it_in_the_example(tmp_path, capsys, typed, advised, names):
+    script = tmp_path / "cnn.py"
+    script.write_text("""parser.add_argument("--gpu"); parser.add_argument('--steps', type=int)""")
+    err = refusal(capsys, "dry-run", *typed.format(script).split())
+    assert err.startswith(f"memfit: {names} be meant for memfit dry-run or for the script")
+    assert err.endswith(f". For example:\n    memfit dry-run {advised.format(script)}\n")
 
 
 def test_a_script_in_place_of_a_command_gets_the_command(capsys):
