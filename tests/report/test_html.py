@@ -89,6 +89,15 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
     assert "--advise" not in Elements(report(trace, advice=())).text
 
 
+@pytest.mark.parametrize("end", [ScriptEnd("out of memory", 1), ScriptEnd("end", 0)])
+def test_a_run_that_does_not_fit_leaves_nothing_whether_or_not_it_caught_the_error(end):
+    trace = run()
+    failed = [Event(Action.SEGMENT_ALLOC, BASE, 20 * MIB), Event(Action.OOM, 1000, 5 * GIB)]
+    text = Elements(report(replace(trace_of(failed, device=trace.device), end=end))).text
+    assert "5.0 GiB more requested" in text
+    assert "leaves" not in text
+
+
 @pytest.mark.parametrize(
     ("untried", "words"),
     [

@@ -21,8 +21,6 @@ from memfit.errors import INTERRUPTED, MemfitError
 from memfit.records import Advice, DeviceUse, DryRun, Figure, OptionPurpose, ScriptEnd, Trace, worst
 from memfit.units import format_bytes
 
-_FAILED = ("out of memory", "does not fit", "may not fit")
-"""The verdicts on a run that needs more memory than its GPU has."""
 _UNLIMITED = "with unlimited memory"
 _MOST = 3
 _WORTH = 0.01
@@ -95,7 +93,7 @@ def find_advice(trace: Trace, found: DryRun, run: RunScript = lambda _change, _w
 
 def _needs_more(found: DryRun) -> bool:
     """Return whether a run with unlimited memory tells what the script needs."""
-    return found.verdict in _FAILED and found.end.reason != "interrupted"
+    return found.ran_out and found.end.reason != "interrupted"
 
 
 def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
@@ -107,10 +105,10 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
         yield replace(answer, untried=first)
         return
     room = max(trace.device.total.bytes - answer.uncertainty, 0)  # a fit that may fail is not enough
-    fails = answer.verdict in _FAILED or bool(answer.caught)
+    fails = answer.ran_out or bool(answer.caught)
     trials = Trials(first, run, trace.device.total.bytes, room, fails=fails)
     search = _Search(trials, trace.device, room)
-    bounds = summarize(first.trace).bounds if answer.verdict in _FAILED else ()
+    bounds = summarize(first.trace).bounds if answer.ran_out else ()
     answer = replace(
         answer, in_all=_process(search.unchanged.needs, trace.device), bounds=bounds or answer.bounds
     )

@@ -117,6 +117,11 @@ class DryRun:
     not be rerun, or not with the change to be tried)."""
 
     @property
+    def ran_out(self) -> bool:
+        """Whether memory ran out, and the script did not recover from it."""
+        return self.verdict in ("out of memory", "does not fit", "may not fit")
+
+    @property
     def bound(self) -> SizeBound | None:
         """The size that most of the peak follows from, if the peaks are upper bounds."""
         return self.bounds[0] if self.bounds else None

@@ -58,7 +58,7 @@ def ladder(result: DryRun) -> str:
 
 def _left(result: DryRun) -> str:
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
-    if result.end.reason == "out of memory" and result.out_of_memory is not None:
+    if result.ran_out and result.out_of_memory is not None:
         return f"{format_bytes(result.out_of_memory.requested)} more requested"
     return f"leaves {format_gib(left)}" if left >= 0 else f"short {format_gib(-left)}"
 
