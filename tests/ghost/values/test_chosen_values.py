@@ -13,6 +13,10 @@ def test_bulk_copies_return_the_chosen_value_and_those_of_booleans_the_chosen_bo
         "torch.zeros(1 << 17, device=d).cpu().any().item()": False,
         "x.to('cpu', torch.complex64)[0, 0].real.item()": 0.0,
         "whole.to('cpu', torch.uint8).tolist()": [0] * 5,
+        "x.numpy(force=True).max().item()": 0.0,
+        "(rows := torch.zeros(2, 10), rows.__setitem__(1, x[0]))[0].tolist()": [[0.0] * 10] * 2,
+        "(rows := torch.zeros(2, 10), rows.__setitem__(..., x[0]))[0].sum().item()": 0.0,
+        "(ones := torch.zeros(3), ones.__setitem__(1, x.sum()))[0].tolist()": [0.0, 1.0, 0.0],
     }
     check(evaluate, reads)
     chosen = [
@@ -24,6 +28,10 @@ def test_bulk_copies_return_the_chosen_value_and_those_of_booleans_the_chosen_bo
         False,
         -1.5,
         [0] * 5,
+        -1.5,
+        [[0.0] * 10, [-1.5] * 10],
+        -30.0,
+        [0.0, 1.0, 0.0],  # one element is read as item() reads it
     ]  # uint8 holds no -1; zeros are known
     check(evaluate, dict(zip(reads, chosen, strict=True)), options="copy=-1.5,bool=true")
 

@@ -2,7 +2,7 @@
 
     full  ones  zeros  *_like  new_*  fill_  zero_      record the value
     mask[indices] = ...  scatter_                       count the elements that may have changed
-    to  cpu  copy_  tolist                              replace the values that arrive on the CPU
+    to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
     _foreach_*_  _fused_*_                              forget: they write without incrementing versions
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
@@ -54,7 +54,8 @@ def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     for name, value in _METHODS.items():
         setattr(torch.Tensor, name, _recording(getattr(torch.Tensor, name), value, values))
     _track_indexed_writes(values)
-    _answer_copies(values, ghost)
+    _answer_copies(_copies_answered(values, ghost))
+    _convert_copies()
     _forget_exposed(values)
     _forget_uncounted(values)
 
@@ -125,8 +126,11 @@ def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
     setattr(torch, name, wrapper)
 
 
-def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
-    """Propagate known values through ``to()``; answer a copy of one element to the CPU like ``item()``."""
+def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch.Tensor]:
+    """Return the function that propagates a known value to a copy, or puts one into a copy on the CPU.
+
+    One element is answered as ``item()`` answers it.
+    """
 
     def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         known = values.known.get(source)
@@ -141,6 +145,10 @@ def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
                 values.fill_copy(source, copy, known)
         return copy
 
+    return arrived
+
+
+def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
     def wrap(name: str) -> None:
         method = getattr(torch.Tensor, name)
 
@@ -162,6 +170,27 @@ def _answer_copies(values: AssumedValues, ghost: Ghost) -> None:
         return arrived(src, result) if from_ghost and self.shape == src.shape else result
 
     torch.Tensor.copy_ = call_copy  # type: ignore[assignment,method-assign]
+    setitem = torch.Tensor.__setitem__
+
+    @functools.wraps(setitem)
+    def call_setitem(self: torch.Tensor, index: Any, value: Any) -> None:
+        setitem(self, index, value)
+        if self.is_cpu and isinstance(value, torch.Tensor) and value.is_cuda and is_plain(value):
+            with torch.no_grad():
+                arrived(value, self[index])
+
+    torch.Tensor.__setitem__ = call_setitem  # type: ignore[assignment,method-assign]
+
+
+def _convert_copies() -> None:
+    """Have the conversions to lists and arrays copy with ``cpu()`` first."""
+    numpy = torch.Tensor.numpy
+
+    @functools.wraps(numpy)
+    def call_numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        return numpy(self.cpu() if force and is_plain(self) and self.is_cuda else self, force=force)
+
+    torch.Tensor.numpy = call_numpy  # type: ignore[assignment,method-assign]
     tolist = torch.Tensor.tolist
 
     @functools.wraps(tolist)
