@@ -50,13 +50,16 @@ class Prediction:
         level = np.concatenate(
             (np.zeros(1, np.int64), line.allocated)
         )  # before each event, and after the last
-        resets = [0, *(mark.position for mark in trace.marks if mark.kind is MarkKind.RESET_PEAK)]
-        steps = []
-        for mark in trace.marks:
-            if mark.kind is MarkKind.TRAINING_STEP:
-                since = max(reset for reset in resets if reset <= mark.position)
-                peak = level[since : mark.position + 1].max()
-                steps.append(StepMemory(int(peak), int(level[mark.position])))
+        # A reset at the position of a step counts as before it.
+        order = sorted(trace.marks, key=lambda mark: (mark.position, mark.kind is MarkKind.TRAINING_STEP))
+        steps, since, peak = [], 0, 0
+        for mark in order:
+            if mark.kind is MarkKind.RESET_PEAK:
+                since, peak = mark.position, 0
+            elif mark.kind is MarkKind.TRAINING_STEP:
+                peak = max(peak, int(level[since : mark.position + 1].max()))
+                since = mark.position
+                steps.append(StepMemory(peak, int(level[mark.position])))
         if not steps:
             raise UsageError(
                 "The trace passed as 'prediction' contains no complete training step. Pass the trace of a "
