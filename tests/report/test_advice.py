@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.records import Advice, Figure, Provenance, ScriptEnd
+from memfit.records import Advice, Figure, Provenance, ScriptEnd, SizeBound
 from memfit.report.terminal.advice import advice_lines
 
 GIB = 1 << 30
@@ -63,6 +63,12 @@ def test_a_combination_lists_its_changes_and_the_place(answer):
         "    costs no time",
         "One sample takes 2 GiB.",
     ]
+
+
+def test_advice_for_an_upper_bound_says_at_most(answer):
+    bounded = replace(answer, bounds=(SizeBound("nonzero", "train.py:3", 9),))
+    (_, line, *_) = printed(bounded, [advice("a", needs=SMALL)])
+    assert "needs at most   70.0 GiB" in line
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from memfit.records import Category, DryRun, Figure, Provenance
 from memfit.report.html.page_facts import PageFacts
 from memfit.report.html.payload import Payload
 from memfit.report.html.texts import PageTexts
-from memfit.report.terminal.advice import NONE, heading, outcome
+from memfit.report.terminal.advice import NONE, heading, needs, outcome
 from memfit.report.terminal.summary import MACHINES, growth, in_words, subject, untried, verdict
 from memfit.units import GIB, MIB, format_bytes, format_gib
 
@@ -160,7 +160,7 @@ def advice(result: DryRun, words: PageTexts) -> str:
         return rest
     items = [
         f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
-        f'<span class="provenance">{one.saves.provenance}</span> · needs {format_bytes(one.needs.bytes)}'
+        f'<span class="provenance">{one.saves.provenance}</span> · {needs(result)} {format_bytes(one.needs.bytes)}'
         f"{' · ' * (one.fits is not None)}{outcome(result, one)} "
         + "".join(
             f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line

@@ -16,9 +16,10 @@ def heading(result: DryRun) -> str:
     """Describe what the advice achieves, and the total it starts from if the summary does not show that."""
     total = ""
     if result.in_all is not None and result.caught:
-        total = f"To run without a caught error, the script needs {format_bytes(result.in_all.bytes)}. "
+        amount = format_bytes(result.in_all.bytes)
+        total = f"To run without a caught error, the script {needs(result)} {amount}. "
     elif result.out_of_memory is None and result.in_all not in (None, result.peak_process):
-        total = f"Unchanged, the run needs {format_bytes(result.in_all.bytes)}. "
+        total = f"Unchanged, the run {needs(result)} {format_bytes(result.in_all.bytes)}. "
     return f"{total}{_achieved(result)}"
 
 
@@ -47,6 +48,11 @@ def outcome(result: DryRun, one: Advice) -> str:
     return "tight" if left >= 0 else "does not fit"
 
 
+def needs(result: DryRun) -> str:
+    """Return the verb before what a script needs, which says so if that is an upper bound."""
+    return "needs at most" if result.bound else "needs"
+
+
 def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
     """Yield a result's advice as lines, in order; each piece is an alternative to the others.
 
@@ -64,7 +70,7 @@ def advice_lines(result: DryRun, untried: str) -> Iterator[Text]:
             f"  {number} {escaped(one.changes[0]):<{width}}  saves {format_bytes(one.saves.bytes):>10}"
         )
         line.append(f" {one.saves.provenance:<9}", style="dim")
-        line.append(f"  needs {format_bytes(one.needs.bytes):>10}")
+        line.append(f"  {needs(result)} {format_bytes(one.needs.bytes):>10}")
         line.append(f"  {outcome(result, one)}", style="bold green" if one.fits else "")
         yield line
         for change in one.changes[1:]:
