@@ -160,7 +160,8 @@ def advice(result: DryRun, words: PageTexts) -> str:
         return rest
     items = [
         f"<li><b>{_text(words, ' + '.join(one.changes))}</b> saves {format_bytes(one.saves.bytes)} "
-        f'<span class="provenance">{one.saves.provenance}</span> · {needs(result)} {format_bytes(one.needs.bytes)}'
+        f'<span class="provenance">{one.saves.provenance}</span> · '
+        f"{needs(result)} {format_bytes(one.needs.bytes)}"
         f"{' · ' * (one.fits is not None)}{outcome(result, one)} "
         + "".join(
             f'<code class="long">{_text(words, line)}</code> ' for line in (*one.how, one.where) if line
