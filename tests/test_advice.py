@@ -77,7 +77,7 @@ def followed(script, piece):
         elif how.startswith("DataLoader("):
             script = script.replace(", batch):", f", {re.search('[0-9]+', how)[0]}):")
         else:
-            script = script.replace("    print(", f"    import memfit; {how}\n    print(")
+            script = script.replace("    print(", f"    {how}\n    print(")
     return script, environment
 
 
@@ -147,7 +147,8 @@ def test_advice_works_for_a_compiled_loop_that_does_not_call_its_model(dry_run):
     (how,) = piece["how"]
     line = next(number for number, text in enumerate(script.splitlines(), 1) if "optim." in text)
     assert how == (
-        f"memfit.apply(model, [memfit.Checkpointing()])  # after creating Net (optimizer: script.py:{line})"
+        "import memfit; memfit.apply(model, [memfit.Checkpointing()])  "
+        f"# after creating Net (optimizer: script.py:{line})"
     )
     script, _ = followed(script, piece)
     rerun = dry_run(script, *LONG, options=once, env=environment).answer

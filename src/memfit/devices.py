@@ -173,6 +173,12 @@ def find_device(name: str) -> Device:
     card, _, profile = name.partition(":")
     device = _by_key().get(_key(card))
     if device is None:
+        if re.fullmatch(r"(cuda:?)?[0-9]{0,2}", name):
+            raise UnknownDeviceError(
+                f"--gpu takes the model of a GPU, such as RTX-3090, not the index of a device ({name}). "
+                "`memfit gpus` lists all models. If --gpu is the script's own option, write "
+                f"it after the script: memfit dry-run --gpu RTX-3090 -- SCRIPT --gpu {name}"
+            )
         nearest = ", ".join(_nearest(card))
         raise UnknownDeviceError(
             f"memfit has no GPU named {card!r}. Nearest: {nearest}. `memfit gpus` lists all GPUs that memfit "

@@ -74,8 +74,9 @@ def test_a_combination_is_offered_only_if_no_single_change_is_enough():
     results = {"": 400, "checkpointing": 300, "offload": 310, "checkpointing offload": 200}
     answer, tried = advice_for(too_large(350), results)
     assert rows(answer) == [(f"{CHECKPOINT} + {OFFLOAD}", 200, 300, True)]
-    assert answer.advice[0].how == (
-        "memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # after creating Net",
+    (how,) = answer.advice[0].how
+    assert how == (
+        "import memfit; memfit.apply(model, [memfit.Checkpointing(), memfit.Offload()])  # after creating Net"
     )
     assert tried[-1] == "checkpointing offload"
     answer, _ = advice_for(too_large(420), results)
@@ -130,8 +131,8 @@ def test_advice_names_the_models_it_applies_to():
     results = iter((TrialResult(trace(300), ("Net",)), TrialResult(trace(100), ("Net", "Net"))))
     first = trace(400)
     assert [piece.how for piece in find_advice(first, summarize(first), lambda *_: next(results)).advice] == [
-        ("memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",),
-        ("memfit.apply(model, [memfit.Offload()])  # after creating each of Net, Net",),
+        ("import memfit; memfit.apply(model, [memfit.Checkpointing()])  # after creating Net",),
+        ("import memfit; memfit.apply(model, [memfit.Offload()])  # after creating each of Net, Net",),
     ]
 
 
@@ -240,7 +241,9 @@ def test_advice_for_a_script_that_caught_an_error_starts_from_a_run_without_one(
     )
     assert tried[0] == in_words(ScriptChange())
     assert rows(answer) == [(CHECKPOINT, 250, 250, True)]
-    assert heading(answer) == "To run without a caught error, the script needs 500.0 MiB. This is enough:"
+    assert heading(answer) == (
+        "The script handles its out-of-memory errors. To run without one, it needs 500.0 MiB. This is enough:"
+    )
 
 
 def test_an_interrupt_keeps_the_advice_found_so_far():

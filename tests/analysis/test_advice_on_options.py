@@ -122,7 +122,7 @@ def test_the_scripts_own_options_are_used_where_it_has_them():
     assert [(piece.changes, piece.how) for piece in answer.advice] == [
         (("gradient checkpointing",), ("add --grad-checkpointing to the script's options",)),
         (("bf16",), ("add --mixed_precision bf16 to the script's options",)),
-        ((OFFLOAD,), ("memfit.apply(model, [memfit.Offload()])  # after creating Net",)),
+        ((OFFLOAD,), ("import memfit; memfit.apply(model, [memfit.Offload()])  # after creating Net",)),
     ]
 
 

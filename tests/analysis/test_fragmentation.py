@@ -73,10 +73,12 @@ def test_a_hole_and_the_blocks_that_pin_it():
     assert not hole.expandable
     before, after = hole.pins
     assert (before.address, before.size, before.category) == (BASE, 4 * MIB, "unknown")
-    assert before.born == ScriptLocation(1, Phase.FORWARD, "layers.0", "", "/somewhere/train.py:3")
+    assert before.born == ScriptLocation(1, Phase.FORWARD, "layers.0", "", "/somewhere/train.py:3", "main")
     assert before.freed is None
     assert (after.address, after.size, after.category) == (BASE + 12 * MIB, 8 * MIB, "gradient")
-    assert after.born == ScriptLocation(1, Phase.BACKWARD, "layers.0", "MmBackward0", "/somewhere/train.py:7")
+    assert after.born == ScriptLocation(
+        1, Phase.BACKWARD, "layers.0", "MmBackward0", "/somewhere/train.py:7", "main"
+    )
     assert after.freed == ScriptLocation(2, Phase.OPTIMIZER, "", "", "")
 
 

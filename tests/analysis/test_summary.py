@@ -1,6 +1,7 @@
 """Summaries of traces small enough to check by hand."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -260,6 +261,23 @@ def test_what_a_failed_attempt_held_is_no_part_of_what_the_next_one_needs():
     recovered = summarize(trace(*events, marks=step_ends(1 + len(events))))
     assert (recovered.verdict, recovered.caught) == ("fits", 1)
     assert recovered.peak_allocated == 512
+
+
+def test_what_failed_attempts_left_cached_does_not_make_a_fit_tight():
+    """They fill a GPU of any size; PyTorch releases its cache when memory is short."""
+    events = (alloc(0, MIB), oom(30 * MIB, MIB), *free(0, MIB), alloc(0, 512), *free(0, 512))
+    found = trace(*events, marks=step_ends(1 + len(events)))
+    full = found.device.context.bytes + 2 * MIB  # the context and the only segment
+    for caught, total, expected in (
+        (True, full, "fits"),
+        (True, found.device.context.bytes, "tight"),
+        (False, full, "does not fit"),
+    ):
+        device = replace(found.device, total=replace(found.device.total, bytes=total))
+        device = replace(device, context=replace(device.context, provenance=Provenance.MEASURED))
+        marks = step_ends(1 + len(events)) if caught else ()
+        result = summarize(replace(found, device=device, marks=marks))
+        assert (result.verdict, result.peak_process.bytes) == (expected, full)
 
 
 def test_steps_before_a_caught_failure_count():

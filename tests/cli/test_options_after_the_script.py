@@ -45,6 +45,18 @@ def test_options_that_the_script_has_too_stay_with_it_in_the_example(tmp_path, c
     assert err.endswith(f". For example:\n    memfit dry-run {advised.format(script)}\n")
 
 
+def test_two_dashes_after_the_script_belong_before_it(capsys):
+    assert refusal(capsys, "dry-run", "--fail", "cnn.py", "--", "--gpu", "0") == (
+        "memfit: Write -- before the script, not after it:\n    memfit dry-run --fail -- cnn.py --gpu 0\n"
+    )
+
+
+@pytest.mark.parametrize("python", ["python", "python3.11"])
+def test_python_before_the_script_is_left_out(capsys, python):
+    assert "No such script: missing.py" in refusal(capsys, "dry-run", python, "missing.py", "-x")
+    assert "--fail missing.py\n" in refusal(capsys, "dry-run", python, "missing.py", "--fail")
+
+
 def test_a_script_in_place_of_a_command_gets_the_command(capsys):
     expected = "memfit: No such command: train.py. To run a script, write memfit dry-run train.py --lr 1\n"
     assert refusal(capsys, "train.py", "--lr", "1") == expected

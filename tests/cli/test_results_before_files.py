@@ -45,9 +45,9 @@ def exit_code(*tokens):
 
 
 FILES = [
-    (("explain", "run.memfit", "--html", "a", "--csv", "b"), "FITS for 3 training steps   needs "),
-    (("explain", "run.memfit", "--snapshot", "a", "--chrome", "b"), "FITS for 3 training steps   needs "),
-    (("explain", "run.memfit", "--json", "a"), "FITS for 3 training steps   needs "),
+    (("explain", "run.memfit", "--html", "a", "--csv", "b"), "FITS SO FAR   needs "),
+    (("explain", "run.memfit", "--snapshot", "a", "--chrome", "b"), "FITS SO FAR   needs "),
+    (("explain", "run.memfit", "--json", "a"), "FITS SO FAR   needs "),
     (("diff", "run.memfit", "run.memfit", "--json", "a"), "before  peak in: step 1"),
     (("replay", "run.memfit", "--json", "a"), "PYTORCH_ALLOC_CONF"),
     (("pack", "table.csv", "--json", "a", "--csv", "b"), "PACKED   "),
@@ -91,7 +91,7 @@ def test_an_interruption_while_files_are_written_says_so(monkeypatch, capsys):
     monkeypatch.setattr(os, "fsync", interrupt)
     assert exit_code("explain", "run.memfit", "--csv", "a") == 130
     out, err = capsys.readouterr()
-    assert out.startswith("FITS for 3 training steps   needs ")
+    assert out.startswith("FITS SO FAR   needs ")
     assert err == "memfit: interrupted; not all files were written.\n"
 
 
@@ -109,7 +109,7 @@ def test_a_dry_run_prints_its_verdict_although_its_files_cannot_be_written(dry_r
     script = "import os; os.rmdir('out')\n" + textwrap.dedent(TRAIN) + "for _ in range(3): step()\n"
     done = dry_run(script, options=("-o", "out/run.memfit", "--html", "out/a.html"))
     assert done.code == 3
-    assert done.out.startswith("FITS for 3 training steps   needs ")
+    assert done.out.startswith("FITS SO FAR   needs ")
     assert json.loads((tmp_path / "answer.json").read_text())["verdict"] == "fits"
     assert [line.split(": ")[-2:] for line in done.err.splitlines()[-2:]] == [
         [

@@ -49,7 +49,8 @@ def test_a_sigterm_to_memfit_ends_the_script_as_well(tmp_path):
         (("-o", "no/such/folder/run.memfit", "script.py"), 2, "does not exist"),
         ((), 2, "No script given"),
         (("--memory", "12", "script.py"), 2, "'12' has no unit, so it means 12 bytes. If you mean GiB,"),
-        (("notebook.ipynb",), 2, "jupyter nbconvert --to python notebook.ipynb. Then delete"),
+        (("notebook.ipynb",), 2, "jupyter nbconvert --to python notebook.ipynb\n    sed -i "),
+        (("--gpu", "0", "script.py"), 2, "-- SCRIPT --gpu 0"),
         (("script.py",), 3, "without using the GPU"),
     ],
 )
@@ -67,6 +68,11 @@ def test_bad_input_gets_one_error(dry_run, tmp_path, options, code, words):
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.memfit*"))
+
+
+def test_a_script_that_torchrun_starts_is_run_through_it(dry_run):
+    run = dry_run("import os, torch; torch.ones(1, device=int(os.environ['LOCAL_RANK']))")
+    assert run.err.strip().endswith("If torchrun starts it, write memfit dry-run torchrun script.py")
 
 
 def test_a_closed_stdout_loses_no_file_and_prints_no_error(dry_run):

@@ -31,7 +31,7 @@ def test_out_of_memory_is_a_result(dry_run):
     assert needed > 1200 << 20
     assert dry_run(script, options=("--memory", str(needed))).answer["out_of_memory"] is None
     assert dry_run(script, options=("--memory", str(needed - (2 << 20)))).answer["verdict"] == "out of memory"
-    assert f"Needs {needed / (1 << 30):.2f} GiB; this GPU has 1.17 GiB." in run.out
+    assert f"needs {needed / (1 << 30):.2f} GiB; this GPU has 1.17 GiB\n" in run.out
     assert "1TiB" not in run.out
     assert dry_run(script, options=("--memory", "1200MiB", "--fail")).code == 1
     assert dry_run(script, options=("--memory", "12GiB", "--fail")).code == 0
@@ -109,7 +109,7 @@ def test_a_script_that_reduces_its_batch_fits(dry_run):
     assert run.code == 0
     assert (run.answer["verdict"], run.answer["caught"], run.answer["steps"]) == ("fits", 2, 4)
     assert "batch 65536" in run.out
-    assert "FITS after 2 caught out-of-memory errors (script.py:9)   needs" in run.out
+    assert "FITS after 2 caught out-of-memory errors (script.py:9)   takes" in run.out
     alone = dry_run(script.replace("1 << 20", "1 << 16"), options=("--memory", "2GiB"))
     assert alone.answer["caught"] == 0
     assert run.answer["peak"]["allocated"] == alone.answer["peak"]["allocated"]

@@ -26,8 +26,7 @@ def test_an_upper_bound_is_named_with_its_operator_and_line(dry_run):
 def test_an_upper_bound_that_does_not_fit_may_fit(dry_run):
     run = dry_run(SCRIPT, options=("--memory", "1536MiB", "--fail"))
     assert (run.answer["verdict"], run.code) == ("may not fit", 1), run.err
-    assert "MAY NOT FIT   on a GPU of 1.50 GiB" in run.out
-    assert "Needs at most " in run.out
+    assert "MAY NOT FIT   needs at most 1.56 GiB; this GPU has 1.50 GiB" in run.out
 
 
 def test_a_size_that_the_user_gives_is_no_upper_bound(dry_run):

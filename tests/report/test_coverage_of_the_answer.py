@@ -7,17 +7,23 @@ import pytest
 from memfit.records import ScriptEnd
 from memfit.report.terminal.summary import verdict
 
-LATER_PARTS = (
-    "Later parts of the script, such as evaluation or larger batches, were not run and may need more. "
-    "To run more, pass --steps N or --to-end."
-)
+COVERS = "This result covers {}. Not run: {}; they may need more. To run more, pass --to-end or --steps N."
+LATER = "later parts, such as evaluation or larger batches"
 
 
 @pytest.mark.parametrize(
     ("end", "steps", "first", "second"),
     [
-        (ScriptEnd("steps", 0), 3, "FITS for 3 training steps   needs ", LATER_PARTS),
-        (ScriptEnd("steps", 0), 1, "FITS for 1 training step   needs ", LATER_PARTS),
+        (ScriptEnd("steps", 0), 3, "FITS SO FAR   needs ", COVERS.format("3 training steps", LATER)),
+        (ScriptEnd("steps", 0), 1, "FITS SO FAR   needs ", COVERS.format("1 training step", LATER)),
+        (
+            ScriptEnd("steps", 0, evaluation="/somewhere/train.py:8"),
+            3,
+            "FITS SO FAR   needs ",
+            COVERS.format(
+                "3 training steps", "the evaluation in /somewhere/train.py:8, and other later parts"
+            ),
+        ),
         (ScriptEnd("end", 0), 1, "FITS   needs ", "This result covers the whole run: 1 training step."),
         (ScriptEnd("end", 0), 0, "FITS   needs ", "This result covers the whole run."),
     ],
@@ -44,9 +50,9 @@ def test_an_incomplete_run_names_how_the_script_ended(end, line, answer):
 
 def test_a_tight_verdict_names_the_term_that_is_not_certain(answer):
     first, second, third = verdict(replace(answer, verdict="tight", uncertainty=400 << 20)).plain.splitlines()
-    assert first.startswith("TIGHT for 3 training steps   needs ")
+    assert first.startswith("TIGHT SO FAR   needs ")
     assert second == (
         "The run may not fit: the size of the CUDA context is assumed. The real size may be up to 400.0 MiB "
         "larger. To measure it on your GPU, run memfit doctor --context."
     )
-    assert third == LATER_PARTS
+    assert third == COVERS.format("3 training steps", LATER)

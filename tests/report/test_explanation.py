@@ -26,7 +26,7 @@ def explanation():
 
 
 def test_a_table_that_was_asked_for_comes_first(explanation):
-    assert printed(explanation).startswith("FITS for 3 training steps   needs ")
+    assert printed(explanation).startswith("FITS SO FAR   needs ")
     by_module = printed(explanation, GroupBy.MODULE)
     assert by_module.startswith("Allocated, by module: step 1 ")
     assert "FITS" not in by_module

@@ -82,7 +82,7 @@ def test_an_out_of_memory_run_shows_the_total_it_needs():
     in_all = Figure(3 * GIB, Provenance.EXACT)
     for advice in ((), (CHECKPOINT,)):
         text = Elements(report(trace, advice=advice, in_all=in_all)).text
-        assert "Needs 3.00 GiB; this GPU has 0.25 GiB." in text
+        assert "needs 3.00 GiB; this GPU has 0.25 GiB" in text
         assert "Unchanged, the run needs" not in text
     assert "3.00 GiB; this GPU" not in Elements(report(trace)).text
     assert "To find changes that make the script fit, run again with --advise" in Elements(report(trace)).text

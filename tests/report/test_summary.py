@@ -40,7 +40,7 @@ def printed(answer, width=100, *, terminal=False):
 
 def test_the_summary_has_verdict_peak_and_terms(answer):
     text = printed(answer)
-    assert "FITS for 3 training steps   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
+    assert "FITS SO FAR   needs 8.50 GiB of 80.00 GiB   leaves 71.50 GiB" in text
     assert "step 2 · backward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12" in text
     assert "7,680 MiB" in text
     assert "Steady after step 2: step 3 left memory as it was." in text
@@ -60,9 +60,9 @@ def test_a_printable_result_returns_its_text_in_a_notebook(answer, monkeypatch):
 def test_every_result_prints_itself():
     trace = run()
     for found, first in (
-        (api.summarize(trace), "FITS for 3 training steps   needs"),
-        (api.explain(trace), "FITS for 3 training steps   needs"),
-        (api.explain(trace).summary, "FITS for 3 training steps   needs"),
+        (api.summarize(trace), "FITS SO FAR   needs"),
+        (api.explain(trace), "FITS SO FAR   needs"),
+        (api.explain(trace).summary, "FITS SO FAR   needs"),
         (api.diff(trace, trace), "before  peak in: step 1"),
         (api.replay(trace, ["expandable_segments:True"]), "PYTORCH_ALLOC_CONF        fits"),
     ):
@@ -72,18 +72,36 @@ def test_every_result_prints_itself():
 
 def test_out_of_memory_shows_where_and_how_much(answer):
     failure = OutOfMemory(replace(answer.peak_place, phase=Phase.FORWARD), 3 * GIB, GIB, 2 * GIB)
-    text = printed(replace(answer, verdict="out of memory", out_of_memory=failure))
-    assert "OUT OF MEMORY   on a GPU of 80.00 GiB: 3.0 GiB requested, 1.0 GiB free, short by 2.0 GiB" in text
-    assert "Ran out in: step 2 · forward · layers.3.mlp" in text
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure)
+    first, second, third, *_ = printed(failed, 300).splitlines()
+    assert first == "OUT OF MEMORY   on a GPU of 80.00 GiB"
+    where = "step 2 · forward · layers.3.mlp · MmBackward0 · /somewhere/train.py:12"
+    assert second == f"Ran out in: {where}"
+    assert third == "3.0 GiB requested, 1.0 GiB free."
+    first, *_ = printed(replace(failed, in_all=Figure(90 * GIB, Provenance.SIMULATED))).splitlines()
+    assert first == "OUT OF MEMORY   needs 91.00 GiB; this GPU has 80.00 GiB"
+    assert "Steady" not in printed(failed)
+
+
+def test_outside_modules_the_place_names_the_function(answer):
+    place = replace(answer.peak_place, module="", op="", function="evaluate")
+    failure = OutOfMemory(place, 3 * GIB, GIB, 2 * GIB)
+    text = printed(replace(answer, verdict="out of memory", out_of_memory=failure), 300)
+    assert "Ran out in: step 2 · backward · /somewhere/train.py:12 in evaluate" in text
+
+
+@pytest.mark.parametrize(("cached", "says"), [(2 * GIB, True), (2 * GIB - 1, False)])
+def test_cached_memory_that_would_be_enough_is_named_as_fragmented(answer, cached, says):
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB, cached)
+    text = printed(replace(answer, verdict="out of memory", out_of_memory=failure), 300)
+    words = "; PyTorch caches 2.0 GiB more, in pieces that are too small (fragmentation)."
+    assert (words in text) == says
 
 
 def test_an_upper_bound_names_the_size_it_rests_on(answer):
     bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120", 9)
     lines = printed(replace(answer, bounds=(bound,)), width=300).splitlines()
-    assert (
-        lines[0]
-        == "FITS for 3 training steps   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
-    )
+    assert lines[0] == "FITS SO FAR   needs at most 8.50 GiB of 80.00 GiB   leaves at least 71.50 GiB"
     assert lines[1].startswith("At most: the size of nonzero depends on GPU values")
     assert (
         "largest possible; about 9 B of the peak depends on it (/somewhere/train.py:3, in vision/"
@@ -94,8 +112,7 @@ def test_an_upper_bound_names_the_size_it_rests_on(answer):
         answer, bounds=(bound,), out_of_memory=failure, verdict="may not fit", in_all=answer.peak_process
     )
     text = printed(failed)
-    assert text.startswith("MAY NOT FIT   on a GPU of 80.00 GiB: 3.0 GiB requested")
-    assert "Needs at most 8.50 GiB; this GPU has 80.00 GiB." in text
+    assert text.startswith("MAY NOT FIT   needs at most 8.50 GiB; this GPU has 80.00 GiB")
     assert json.loads(to_json(failed))["upper_bound"] == asdict(bound)
 
 

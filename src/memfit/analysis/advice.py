@@ -195,7 +195,7 @@ class _Search:
         if tried.change.strategies:
             plan = ", ".join(f"memfit.{STRATEGIES[one]}()" for one in tried.change.strategies)
             models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
-            how.append(f"memfit.apply(model, [{plan}])  # after creating {models}")
+            how.append(f"import memfit; memfit.apply(model, [{plan}])  # after creating {models}")
         return Advice(
             changes=tuple(one.what for one in tried.made),
             how=tuple(how),
@@ -223,7 +223,7 @@ class _Search:
         if self._fails and self.trials.reruns and not self.unchanged.facts.batch_size:
             yield (
                 "memfit did not try a smaller batch: it found no option of the script and no DataLoader that "
-                "sets the batch size. memfit diff shows what a sample takes, from runs with two batch sizes."
+                "sets the batch size. Try it yourself: write a smaller batch size into the script."
             )
         if self.trials.refused:
             yield f"memfit stopped after {MOST_RUNS} runs; other combinations may save more."

@@ -133,7 +133,7 @@ def _smaller_batches(trace: Trace) -> Iterator[AdviceCandidate]:
             OptionPurpose.BATCH_SIZE,
             ScriptChange(),
             f"batch size {size} instead of {now}",
-            costs=f"each update sees {size} samples instead of {now}",
+            costs=f"each update sees {size} sample{'s' * (size != 1)} instead of {now}",
             batch_size=size,
         )
         if own:

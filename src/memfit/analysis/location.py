@@ -5,7 +5,18 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from memfit.records import Action, Label, MarkKind, Note, Phase, Provenance, ScriptLocation, Trace, worst
+from memfit.records import (
+    Action,
+    Frame,
+    Label,
+    MarkKind,
+    Note,
+    Phase,
+    Provenance,
+    ScriptLocation,
+    Trace,
+    worst,
+)
 
 NOWHERE = Label(Phase.SETUP, "", "", -1)
 """The label of an event without one."""
@@ -18,13 +29,14 @@ def location_at(trace: Trace, event: int) -> ScriptLocation:
     event += int(recorded[0]) if len(recorded) else 0
     if not len(trace.events):
         return ScriptLocation(0, Phase.SETUP, "", "", "")
-    label = _label(trace, event)
+    label, frame = _label(trace, event), _frame(trace, event)
     return ScriptLocation(
         step=step_of(trace, event, label.phase),
         phase=label.phase,
         module=label.module,
         op=label.op,
         line=line_of(trace, event),
+        function=frame.function if frame is not None and frame.function != "<module>" else "",
     )
 
 
@@ -69,12 +81,14 @@ def line_of(trace: Trace, event: int) -> str:
 
     In the backward, where Python has no frame, the forward's.
     """
-    stack = stack_of(trace, event)
-    if stack < 0:
-        return ""
-    frames = [trace.frames[index] for index in trace.stacks[stack]]
-    frame = next((frame for frame in frames if frame.user), frames[0] if frames else None)
+    frame = _frame(trace, event)
     return f"{frame.file}:{frame.line}" if frame is not None else ""
+
+
+def _frame(trace: Trace, event: int) -> Frame | None:
+    stack = stack_of(trace, event)
+    frames = [trace.frames[index] for index in trace.stacks[stack]] if stack >= 0 else []
+    return next((frame for frame in frames if frame.user), frames[0] if frames else None)
 
 
 def stack_of(trace: Trace, event: int) -> int:

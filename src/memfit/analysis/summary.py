@@ -65,13 +65,15 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     allocated = int(line.allocated[peak]) if len(line.allocated) else 0
     reserved = _reserved(trace, line)
     context = trace.device.context
-    failed = _out_of_memory(trace)
+    failed = _out_of_memory(trace, line)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
     sure = least_certain(note for note in trace.notes if note.sizes)
     process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
+    # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
+    needed = allocated + context.bytes if len(caught_failures(trace)) else process.bytes
     bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
     return DryRun(
-        verdict=_verdict(trace, failed, process.bytes, is_bound=bool(bounds)),
+        verdict=_verdict(trace, failed, needed, is_bound=bool(bounds)),
         device=trace.device,
         steps=steps,
         peak_allocated=allocated,
@@ -120,7 +122,7 @@ def _uncertainty(context: Figure) -> int:
     return round(_CONTEXT_SPREAD * context.bytes) if context.provenance is Provenance.ASSUMED else 0
 
 
-def _verdict(trace: Trace, failed: OutOfMemory | None, process: int, *, is_bound: bool) -> str:
+def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound: bool) -> str:
     if trace.end.reason == "out of memory":
         return "may not fit" if is_bound else "out of memory"
     if failed is not None and not len(caught_failures(trace)):
@@ -129,7 +131,7 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, process: int, *, is_bound
     device = trace.device
     if ended_early or trace.children or not device.total.bytes:
         return "unknown"
-    left = device.total.bytes - device.in_use - process
+    left = device.total.bytes - device.in_use - needed
     return "tight" if left < _uncertainty(device.context) else "fits"
 
 
@@ -149,7 +151,7 @@ def _by_category(
     return [Term(name, figure) for name, figure in (none | found).items()]
 
 
-def _out_of_memory(trace: Trace) -> OutOfMemory | None:
+def _out_of_memory(trace: Trace, line: Timeline) -> OutOfMemory | None:
     failures = failed_allocations(trace)
     if not len(failures):
         return None
@@ -164,6 +166,7 @@ def _out_of_memory(trace: Trace) -> OutOfMemory | None:
         requested,
         free,
         max(0, (segment_size(requested, config) if config.has_segments else requested) - free),
+        int(line.reserved[event] - line.allocated[event]),
     )
 
 

@@ -12,6 +12,7 @@ from memfit.errors import UnknownDeviceError, UsageError
 from memfit.run.launchers import LAUNCHERS
 
 _RUN_A_SCRIPT = ("dry-run", "record")
+_PYTHON = re.compile(r"python[0-9.]*")
 _LONGEST_SCRIPT = 1 << 20
 """Bytes of a script that is searched for its options."""
 
@@ -47,6 +48,8 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
         position += 1 + (0 if inline else values_taken.get(name, 0))
     if position >= len(tokens) or tokens[position] == "--":
         return tokens
+    if _PYTHON.fullmatch(tokens[position]) and "".join(tokens[position + 1 : position + 2]).endswith(".py"):
+        tokens = [*tokens[:position], *tokens[position + 1 :]]  # memfit runs the script itself
     if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
         values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)
@@ -63,6 +66,10 @@ def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, in
         script: the position of the script in it.
         values_taken: for the name of each of memfit's options, how many values follow it.
     """
+    following = tokens[script + 1 : script + 3]
+    if following[:1] == ["--"] and following[1:] and following[1].partition("=")[0] in values_taken:
+        example = shlex.join([*tokens[:script], "--", tokens[script], *tokens[script + 2 :]])
+        raise UsageError(f"Write -- before the script, not after it:\n    memfit {example}")
     scripts_own = _options_of(tokens[script:], values_taken)
     moved: list[str] = []
     rest: list[str] = []

@@ -25,6 +25,8 @@ class OutOfMemory:
     """Bytes the device still had free."""
     shortfall: int
     """Bytes missing, if nothing in the allocator's cache could be reused: ``segment size - free``."""
+    cached: int = 0
+    """Bytes that the allocator had reserved and not allocated, in pieces too small for the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,8 @@ class ScriptEnd:
     """The exception as Python prints it below the traceback; for ``sys.exit(message)``, the message."""
     where: str = ""
     """``file:line`` of the innermost user frame of the exception, or empty."""
+    evaluation: str = ""
+    """With ``steps``: ``file:line`` of an evaluation in the user's code that did not run, or empty."""
 
     @property
     def gave_up(self) -> bool:
@@ -320,3 +322,5 @@ class ScriptLocation:
     op: str
     line: str
     """``file:line``, or empty."""
+    function: str = ""
+    """The function that contains the line; empty for the script's top level."""

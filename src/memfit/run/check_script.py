@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 import tokenize
 import traceback
 import warnings
@@ -35,9 +36,9 @@ def check_script(path: Path) -> None:
     check_ordinary(path)
     if path.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook, not a script. Convert it: pip install nbconvert && jupyter nbconvert "
-            f"--to python {path}. Then delete IPython's own lines (%, ! and get_ipython), and run memfit on "
-            f"{path.with_suffix('.py')}."
+            f"{path} is a notebook, not a script. Convert it, and delete IPython's own lines:\n"
+            f"    pip install nbconvert && jupyter nbconvert --to python {shlex.quote(str(path))}\n"
+            f"    sed -i '/^ *[%!]/d; /get_ipython/d' {shlex.quote(str(path.with_suffix('.py')))}"
         )
     if not is_package(path):
         _check_source(path)

@@ -23,6 +23,7 @@ import msgspec
 
 from memfit.errors import MemfitError, TargetError
 from memfit.ghost.patching.after_import import after_import
+from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
 from memfit.recording.script_options import ScriptOptions
 from memfit.records import ScriptEnd
@@ -111,6 +112,7 @@ class ScriptProcess:
         self._record: ChildRecord | None = None  # of a process beside the script's
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
+        self._evaluations = Evaluations()
         self._options.install()
         self._loaders.install()
 
@@ -130,6 +132,7 @@ class ScriptProcess:
             end_now=lambda: self.finish(ScriptEnd("steps", 0)),
         )
         recorder.install()
+        self._evaluations.install()
         if self._settings.ghost is not None:
             folder = Path(self._settings.folder)
             os.register_at_fork(after_in_child=lambda: record_failing_fork(folder))
@@ -236,6 +239,8 @@ class ScriptProcess:
             return None
         from memfit.versions import versions
 
+        if end.reason == "steps":
+            end = replace(end, evaluation=self._evaluations.not_run())
         all_versions = versions() | self._backend.versions()
         trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
         children = read_children(Path(self._settings.folder))

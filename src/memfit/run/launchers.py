@@ -141,8 +141,8 @@ def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -
     several += [f"--{key}" for key in _SEVERAL if key in options]
     if several:
         raise UsageError(
-            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, write "
-            f"{alone} in its place."
+            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, "
+            f"write {alone} in its place. The buffers of NCCL are not included."
         )
     variables = {_VARIABLES[key]: value for key, value in options.items() if key in _VARIABLES}
     return LaunchedScript(tuple(rest), starts, variables)

@@ -11,6 +11,7 @@ it takes longer than a moment to end, this process kills it with all that it sta
 """
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -226,13 +227,19 @@ def _never_used(name: str, end: ScriptEnd, children: tuple[ChildProcess, ...]) -
             "Run memfit dry-run on the script that trains."
         )
     if end.reason == "exception":
-        return f"{name} failed before it used the GPU: {end.exception}"
+        launch = f" If torchrun starts it, write memfit dry-run torchrun {name}" * _lacks_rank(end.exception)
+        return f"{name} failed before it used the GPU: {end.exception}{launch}"
     if end.exit_code:
         return f"{name} ended with exit code {end.exit_code} before it used the GPU."
     return (
         f"{name} finished without using the GPU, so there is nothing to measure. "
         "Check whether the script runs on the CPU by default."
     )
+
+
+def _lacks_rank(exception: str) -> bool:
+    """Return whether a script missed a variable that torchrun sets."""
+    return bool(re.search(r"\b(LOCAL_)?(RANK|WORLD_SIZE)\b", exception))
 
 
 def _died(status: int, *, on_ghost: bool) -> str:

@@ -48,6 +48,8 @@ class OutOfMemoryJson(msgspec.Struct, frozen=True):
     requested: int
     free: int
     shortfall: int
+    cached: int
+    """Bytes that the allocator had reserved and not allocated, in pieces too small for the request."""
 
 
 class TermJson(msgspec.Struct, frozen=True):
@@ -94,6 +96,9 @@ class ScriptEndJson(msgspec.Struct, frozen=True):
     exit_code: int
     exception: str
     where: str
+    evaluation: str
+    """With the reason ``steps``: ``file:line`` of an evaluation in the user's code that did not run, or
+    empty."""
 
 
 class ChildProcessJson(msgspec.Struct, frozen=True):
@@ -190,7 +195,9 @@ def public_dry_run(result: DryRun) -> DryRunJson:
 def _failure(failure: OutOfMemory | None) -> OutOfMemoryJson | None:
     if failure is None:
         return None
-    return OutOfMemoryJson(*_where(failure.place), failure.requested, failure.free, failure.shortfall)
+    return OutOfMemoryJson(
+        *_where(failure.place), failure.requested, failure.free, failure.shortfall, failure.cached
+    )
 
 
 def _where(place: ScriptLocation) -> tuple[int, str, str, str, str]:

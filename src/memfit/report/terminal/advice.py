@@ -17,7 +17,9 @@ def heading(result: DryRun) -> str:
     total = ""
     if result.in_all is not None and result.caught:
         amount = format_bytes(result.in_all.bytes)
-        total = f"To run without a caught error, the script {needs(result)} {amount}. "
+        total = (
+            f"The script handles its out-of-memory errors. To run without one, it {needs(result)} {amount}. "
+        )
     elif result.out_of_memory is None and result.in_all not in (None, result.peak_process):
         total = f"Unchanged, the run {needs(result)} {format_bytes(result.in_all.bytes)}. "
     return f"{total}{_achieved(result)}"

@@ -4,13 +4,14 @@ Text from a trace is printed with its control characters escaped, so that a modu
 colour the terminal nor move its cursor.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ChildProcess, DryRun, Machine, ScriptEnd, ScriptLocation
+from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd, ScriptLocation
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
@@ -55,7 +56,8 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
     console.print()
     console.print(_peak(result.peak_place))
     console.print(_table(result, console.width))
-    console.print(growth(result))
+    if (grown := growth(result)).plain:
+        console.print(grown)
     for line in note_lines(result, full=notes, hints=hints):
         console.print(line)
     if result.advice is not None:
@@ -71,7 +73,8 @@ def verdict(result: DryRun, *, hints: bool = True) -> Text:
         return Text(f"SNAPSHOT   {format_gib(result.peak_reserved)} reserved at most", style="bold")
     if result.verdict in ("fits", "tight"):
         text = Text(result.verdict.upper(), style=f"bold {'green' if result.verdict == 'fits' else 'yellow'}")
-        text.append(f"{_of_first_steps(result)}{_after_caught(result)}   {_needs(result)}", style="not bold")
+        text.append(" SO FAR" * (result.end.reason == "steps"))
+        text.append(f"{_after_caught(result)}   {_needs(result)}", style="not bold")
         below = f"{_uncertain(result)}{_bound(result, hints=hints)}\n{_covers(result, hints=hints)}"
         return text.append(below, style="not bold default")
     if result.verdict == "unknown":
@@ -113,17 +116,15 @@ def _after_caught(result: DryRun) -> str:
     return f" after {errors}" + f" ({where})" * bool(where)
 
 
-def _of_first_steps(result: DryRun) -> str:
-    """Return after how many steps memfit ended the script; empty if the script ended by itself."""
-    return f" for {_steps(result)}" if result.end.reason == "steps" else ""
-
-
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     if result.end.reason != "steps":
         return f"This result covers the whole run{f': {_steps(result)}' * bool(result.steps)}."
-    text = "Later parts of the script, such as evaluation or larger batches, were not run and may need more."
-    return f"{text} To run more, pass --steps N or --to-end." if hints else text
+    later = "later parts, such as evaluation or larger batches"
+    if result.end.evaluation:
+        later = f"the evaluation in {escaped(short_path(result.end.evaluation))}, and other later parts"
+    text = f"This result covers {_steps(result)}. Not run: {later}; they may need more."
+    return f"{text} To run more, pass --to-end or --steps N." if hints else text
 
 
 def _steps(result: DryRun) -> str:
@@ -171,6 +172,9 @@ def _first_line(text: str) -> str:
 
 
 def _needs(result: DryRun) -> str:
+    if result.caught:  # its attempts fill the GPU, whatever its size
+        cached = result.peak_reserved - result.peak_allocated
+        return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
     at_least = " at least" if result.bound else ""
     return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
@@ -206,37 +210,48 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
-    text.append(
-        f"   on a GPU of {format_gib(result.device.total.bytes)}: "
-        f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free",
-        style="not bold",
+    total = format_gib(result.device.total.bytes)
+    if result.in_all is not None:
+        needed = format_gib(result.in_all.bytes + result.device.in_use)
+        text.append(
+            f"   needs {'at most ' * bool(result.bound)}{needed}; this GPU has {total}", style="not bold"
+        )
+    else:
+        text.append(f"   on a GPU of {total}", style="not bold")
+    asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
+    lines = (
+        f"Ran out in: {in_words(failure.place)}",
+        f"{asked}{_fragmented(failure)}.",
+        _bound(result, hints=hints).strip(),
+        " ".join(_remarks(result, failure, hints=hints)),
     )
-    if failure.shortfall:
-        text.append(f", short by {format_bytes(failure.shortfall)}", style="not bold")
-    text.append(f"\nRan out in: {in_words(failure.place)}", style="not bold default")
-    remarks = []
+    return text.append("".join(f"\n{line}" for line in lines if line), style="not bold default")
+
+
+def _fragmented(failure: OutOfMemory) -> str:
+    """Return that the allocator had enough memory, but in pieces; empty if it had not."""
+    if failure.free + failure.cached < failure.requested:
+        return ""
+    more = format_bytes(failure.cached)
+    return f"; PyTorch caches {more} more, in pieces that are too small (fragmentation)"
+
+
+def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[str]:
     if result.end.reason != "out of memory":
-        remarks.append("The script caught the error and continued.")
+        yield "The script caught the error and continued."
     elif not failure.shortfall:
-        remarks.append(
+        yield (
             "The device had free memory, but the process reached its limit: the script or "
             "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
-    if result.in_all is not None:
-        needed = result.in_all.bytes + result.device.in_use
-        at_most = "at most " * bool(result.bound)
-        total = format_gib(result.device.total.bytes)
-        remarks.append(f"Needs {at_most}{format_gib(needed)}; this GPU has {total}.")
-    elif result.untried is not None:
-        remarks.append(
+    if result.in_all is None and result.untried is not None:
+        yield (
             "How much memory the script needs in total is unknown: a second run, with unlimited memory, did "
             "not complete."
         )
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
-        remarks.append(f"To find changes that make the script fit, {run} with --advise.")
-    lines = ["", " ".join(remarks)] if remarks else []
-    return text.append(_bound(result, hints=hints) + "\n".join(lines), style="not bold default")
+        yield f"To find changes that make the script fit, {run} with --advise."
 
 
 def _is_snapshot(result: DryRun) -> bool:
@@ -259,14 +274,15 @@ def subject(result: DryRun) -> Text:
 
 
 def in_words(place: ScriptLocation) -> str:
-    """Return where the script was, in one line."""
+    """Return where the script was, in one line; outside modules, with the function."""
+    function = f" in {escaped(place.function)}" if place.function and not place.module else ""
     step = f"step {place.step}" if place.step else ""
     parts = [
         step,
         place.phase,
         escaped(place.module),
         escaped(place.op),
-        escaped(short_path(place.line)),
+        f"{escaped(short_path(place.line))}{function}",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -309,7 +325,7 @@ def _bar(share: float) -> str:
 
 
 def growth(result: DryRun) -> Text:
-    """Return whether memory grows from step to step."""
+    """Return whether memory grows from step to step; empty for a run that ran out, unless it leaks."""
     growth = result.growth
     if growth.leak:
         where = f", held by {escaped(short_path(growth.line))}" if growth.line else ""
@@ -318,6 +334,8 @@ def growth(result: DryRun) -> Text:
             f"after {result.steps} steps{where}.",
             style="yellow",
         )
+    if result.ran_out:
+        return Text()
     if growth.bytes_per_step:
         more = "more" if growth.bytes_per_step > 0 else "less"
         return Text(

@@ -1,0 +1,82 @@
+"""Find an evaluation in the script's code that did not run: a ``model.eval()`` that was not called.
+
+Training steps alone do not show what an evaluation needs, so the answer names its line.
+"""
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memfit.user_frame import is_user_file
+
+_LONGEST = 1 << 20
+"""Bytes of a source file that is searched."""
+_MOST_FILES = 100
+
+
+class Evaluations:
+    """The lines that have called ``eval()`` of a module, from ``install`` on."""
+
+    def __init__(self) -> None:
+        self._called: set[tuple[str, int]] = set()
+        self._script = ""
+
+    def install(self) -> None:
+        """Note each call of ``eval()``; torch has been imported."""
+        import torch
+
+        # Once a module has run, Python has removed it (runpy.run_module).
+        self._script = getattr(sys.modules["__main__"], "__file__", None) or ""
+        original = torch.nn.Module.eval
+
+        @functools.wraps(original)
+        def noted(module: torch.nn.Module) -> Any:
+            caller = sys._getframe(1)
+            self._called.add((caller.f_code.co_filename, caller.f_lineno))
+            return original(module)
+
+        torch.nn.Module.eval = noted  # type: ignore[assignment,method-assign]
+
+    def not_run(self) -> str:
+        """Return the first ``file:line`` in the script, or in modules beside it, that was not called."""
+        return next(
+            (
+                f"{file}:{lines[0]}"
+                for file in _user_files(self._script)
+                for lines in _calls_of_eval(file)
+                if not any((file, line) in self._called for line in lines)
+            ),
+            "",
+        )
+
+
+def _user_files(script: str) -> Iterator[str]:
+    """Yield the source files of the script and of the user's modules that it has imported."""
+    files = [script, *(getattr(module, "__file__", None) for module in list(sys.modules.values()))]
+    found = dict.fromkeys(file for file in files if file and file.endswith(".py") and is_user_file(file))
+    yield from list(found)[:_MOST_FILES]
+
+
+def _calls_of_eval(file: str) -> list[range]:
+    """Return the lines of each call of a method ``eval`` without arguments; of others, it evaluates text."""
+    try:
+        if Path(file).stat().st_size > _LONGEST:
+            return []
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    return sorted(
+        (
+            range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and not node.args and not node.keywords and _is_eval(node.func)
+        ),
+        key=lambda lines: lines[0],
+    )
+
+
+def _is_eval(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr == "eval"
