@@ -17,6 +17,7 @@ from memfit.devices import find_device, refusal
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.patching.after_import import after_import
+from memfit.ghost.settle_collectives import settle_collectives
 from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.records import DeviceUse, Figure, Machine, Provenance
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from memfit.recording.recorder import Recorder
 
 _LOADER = "transformers.modeling_utils"
+_STEPS_SETTLED = 5  # DistributedDataParallel replaces its buckets after the first
 READING_INTERVAL = 0.5  # seconds between two readings of a card: NVML takes milliseconds
 
 
@@ -71,6 +73,7 @@ class GhostBackend:
         self._recorder: Recorder | None = None
         self._values: AssumedValues | None = None
         self._host: RandomFillSkipper | None = None
+        self._steps = 0
         context = settings.device.context.bytes
         self.ghost = load(settings.build)
         self.ghost.configure(
@@ -131,9 +134,12 @@ class GhostBackend:
         return refusal(find_device(self._settings.device.name), built_for, torch.__version__) or ""
 
     def stepped(self) -> None:
-        """Drop the values known in the step: they are of no use in the next."""
+        """Drop the values known in the step, which are of no use in the next, and settle its collectives."""
         if self._values is not None:
             self._values.stepped()
+        self._steps += 1
+        if self._steps <= _STEPS_SETTLED:
+            settle_collectives()
 
     def hint(self) -> str:
         """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""
