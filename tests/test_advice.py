@@ -168,7 +168,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: when the script was run again without input, script.py failed" in run.out
     assert "How much memory the script needs in total is unknown: a second run," in run.out
-    assert run.err.count("memfit runs the script again, without terminal input") == 1
+    assert run.err.count("memfit: running the script again, without terminal input") == 1
 
 
 def test_explain_reruns_nothing_and_tries_settings_only(dry_run):

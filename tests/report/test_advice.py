@@ -48,7 +48,10 @@ def test_the_heading_names_what_the_changes_achieve(answer, found, words):
 
 def test_changes_of_a_run_that_fits_lower_its_peak(answer):
     found = (advice("a", needs=SMALL),)
-    for several, words in ((found, "This lowers the peak."), (found * 2, "Each of these lowers the peak on")):
+    for several, words in (
+        (found, "This lowers the peak of the 3 training steps."),
+        (found * 2, "Each of these lowers the peak of the 3 training steps on its own."),
+    ):
         lines = list(advice_lines(replace(answer, advice=several), ""))
         assert lines[1].plain.startswith(f"What to do next. {words}")
 

@@ -98,6 +98,15 @@ def test_cached_memory_that_would_be_enough_is_named_as_fragmented(answer, cache
     assert (words in text) == says
 
 
+@pytest.mark.parametrize(("needed", "says"), [(82 * GIB, True), (82 * GIB + 1, False)])
+def test_fragmentation_is_named_only_if_it_holds_all_that_is_missing(answer, needed, says):
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, 2 * GIB, 1 * GIB, cached=2 * GIB)
+    needs = Figure(needed, Provenance.SIMULATED)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    failed = replace(failed, device=replace(answer.device, in_use=0))
+    assert ("(fragmentation)" in printed(failed, 300)) == says
+
+
 def test_an_upper_bound_names_the_size_it_rests_on(answer):
     bound = SizeBound("nonzero", "/somewhere/train.py:3, in vision/heads.py:120", 9)
     lines = printed(replace(answer, bounds=(bound,)), width=300).splitlines()

@@ -29,7 +29,7 @@ Output = tuple[Path | None, Callable[[Path], object]]
 """A file, and what writes it; None for an option that was not given."""
 
 RERUNS = (
-    "memfit: memfit runs the script again, without terminal input and with its output hidden, to find what "
+    "memfit: running the script again, without terminal input and with its output hidden, to find what "
     "it needs or what lowers that. Each run writes the script's output files again."
 )
 

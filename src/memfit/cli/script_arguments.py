@@ -91,10 +91,9 @@ def _refuse_misplaced(tokens: list[str], script: int, values_taken: dict[str, in
     command, before, after = f"memfit {tokens[0]}", tokens[:script], tokens[script:]
     rest += tokens[position:]
     if both := [name for name, is_the_scripts in names.items() if is_the_scripts]:
-        such = "such an option" if len(both) == 1 else "such options"
         raise UsageError(
-            f"{_listed(both)} may be meant for {command} or for the script, which seems to have {such}, too. "
-            "Write the options of memfit first, then --, then the script with its own options. For example:\n"
+            f"{command} and the script both seem to have {_listed(both)}. Write the options of memfit first, "
+            "then --, then the script with its own options. For example:\n"
             f"    memfit {shlex.join([*before, *moved, '--', tokens[script], *rest])}"
         )
     raise UsageError(

@@ -20,7 +20,11 @@ def heading(result: DryRun) -> str:
         total = (
             f"The script handles its out-of-memory errors. To run without one, it {needs(result)} {amount}. "
         )
-    elif result.out_of_memory is None and result.in_all not in (None, result.peak_process):
+    elif (
+        result.out_of_memory is None
+        and result.in_all is not None
+        and result.in_all.bytes != result.peak_process.bytes
+    ):
         total = f"Unchanged, the run {needs(result)} {format_bytes(result.in_all.bytes)}. "
     return f"{total}{_achieved(result)}"
 
@@ -29,7 +33,8 @@ def _achieved(result: DryRun) -> str:
     found = result.advice or ()
     several = len(found) > 1
     if result.verdict in ("fits", "unknown") and not result.caught:
-        return "Each of these lowers the peak on its own." if several else "This lowers the peak."
+        peak = "the peak" if result.end.reason != "steps" else f"the peak of the {steps_in_words(result)}"
+        return f"Each of these lowers {peak} on its own." if several else f"This lowers {peak}."
     if any(outcome(result, one) == "tight" for one in found):
         return "No change is certain to be enough, because the CUDA context is assumed. These save the most:"
     if not any(one.fits for one in found):
@@ -38,6 +43,11 @@ def _achieved(result: DryRun) -> str:
         together = "Each of these combinations is:" if several else "Together, these are:"
         return f"No single change is enough. {together}"
     return "Each of these is enough on its own:" if several else "This is enough:"
+
+
+def steps_in_words(result: DryRun) -> str:
+    """Return how many training steps were run."""
+    return f"{result.steps} training step{'s' * (result.steps != 1)}"
 
 
 def outcome(result: DryRun, one: Advice) -> str:

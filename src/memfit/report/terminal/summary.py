@@ -15,7 +15,7 @@ from memfit.records import ChildProcess, DryRun, Machine, OutOfMemory, ScriptEnd
 from memfit.report.escape import escaped
 from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
-from memfit.report.terminal.advice import advice_lines
+from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.notes import note_lines
 from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
@@ -119,16 +119,12 @@ def _after_caught(result: DryRun) -> str:
 def _covers(result: DryRun, *, hints: bool) -> str:
     """Return which part of the script the answer covers."""
     if result.end.reason != "steps":
-        return f"This result covers the whole run{f': {_steps(result)}' * bool(result.steps)}."
+        return f"This result covers the whole run{f': {steps_in_words(result)}' * bool(result.steps)}."
     later = "later parts, such as evaluation or larger batches"
     if result.end.evaluation:
         later = f"the evaluation in {escaped(short_path(result.end.evaluation))}, and other later parts"
-    text = f"This result covers {_steps(result)}. Not run: {later}; they may need more."
+    text = f"This result covers {steps_in_words(result)}. Not run: {later}; they may need more."
     return f"{text} To run more, pass --to-end or --steps N." if hints else text
-
-
-def _steps(result: DryRun) -> str:
-    return f"{result.steps} training step{'s' * (result.steps != 1)}"
 
 
 def _uncertain(result: DryRun) -> str:
@@ -221,16 +217,19 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
     asked = f"{format_bytes(failure.requested)} requested, {format_bytes(failure.free)} free"
     lines = (
         f"Ran out in: {in_words(failure.place)}",
-        f"{asked}{_fragmented(failure)}.",
+        f"{asked}{_fragmented(result, failure)}.",
         _bound(result, hints=hints).strip(),
         " ".join(_remarks(result, failure, hints=hints)),
     )
     return text.append("".join(f"\n{line}" for line in lines if line), style="not bold default")
 
 
-def _fragmented(failure: OutOfMemory) -> str:
-    """Return that the allocator had enough memory, but in pieces; empty if it had not."""
-    if failure.free + failure.cached < failure.requested:
+def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
+    """Return that PyTorch had as much memory as is missing, but in pieces; empty if it had not."""
+    missing = failure.requested - failure.free
+    if result.in_all is not None:  # requests that would have followed may need more
+        missing = max(missing, result.in_all.bytes + result.device.in_use - result.device.total.bytes)
+    if failure.cached < missing:
         return ""
     more = format_bytes(failure.cached)
     return f"; PyTorch caches {more} more, in pieces that are too small (fragmentation)"
@@ -266,7 +265,7 @@ def subject(result: DryRun) -> Text:
         escaped(" ".join(result.command[:1])),
         escaped(result.device.name),
         f"torch {escaped(result.versions.get('torch', '?'))}",
-        f"{result.device.machine}, {_steps(result)}",
+        f"{result.device.machine}, {steps_in_words(result)}",
     ]
     if result.device.in_use:
         parts.append(f"{format_gib(result.device.in_use)} in use by others")
