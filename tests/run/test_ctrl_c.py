@@ -140,3 +140,25 @@ def test_ctrl_c_that_a_library_reports_as_its_own_error_is_an_interruption():
     error.__context__ = KeyboardInterrupt()
     end = end_of(error)
     assert (end.reason, end.exit_code) == ("interrupted", 130)
+
+
+@pytest.mark.process
+def test_ctrl_c_in_a_finaliser_is_raised_once_more():
+    """Python itself would print 'Exception ignored in' and go on."""
+    script = """
+        import os, signal, time
+        from memfit.cli.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
+        class Finalised:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+        ctrl_c_ends_at_once()
+        try:
+            with CtrlCRaises():
+                Finalised()
+                time.sleep(30)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

@@ -8,8 +8,10 @@ Without this, Python prints a traceback for a Ctrl-C before main() and after it.
 nothing: Ctrl-C may come during its import, too.
 """
 
+import _thread
 import os
 import signal
+import sys
 
 from memfit.errors import INTERRUPTED
 
@@ -25,15 +27,30 @@ def ctrl_c_ends_at_once() -> None:
 
 
 class CtrlCRaises:
-    """Makes Ctrl-C raise ``KeyboardInterrupt`` inside a block, if it ends the process at once outside."""
+    """Makes Ctrl-C raise ``KeyboardInterrupt`` inside a block, if it ends the process at once outside.
+
+    Python reports an exception in a finaliser and goes on. There, ``KeyboardInterrupt`` is raised once more.
+    """
 
     def __enter__(self) -> None:
         """Begin the block."""
         self._ended = signal.getsignal(signal.SIGINT) is _end
+        self._report = sys.unraisablehook
         if self._ended:
+            sys.unraisablehook = self._raise_again
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_error: object) -> None:
         """End the block."""
         if self._ended:
             signal.signal(signal.SIGINT, _end)
+            sys.unraisablehook = self._report
+
+    def _raise_again(self, ignored: "sys.UnraisableHookArgs") -> None:
+        if isinstance(ignored.exc_value, KeyboardInterrupt):
+            import threading
+
+            # From another thread: raised here, it would be ignored as well.
+            threading.Timer(0.001, _thread.interrupt_main).start()
+        else:
+            self._report(ignored)
