@@ -8,7 +8,6 @@ Without this, Python prints a traceback for a Ctrl-C before main() and after it.
 nothing: Ctrl-C may come during its import, too.
 """
 
-import _thread
 import os
 import signal
 import sys
@@ -51,6 +50,7 @@ class CtrlCRaises:
             import threading
 
             # From another thread: raised here, it would be ignored as well.
-            threading.Timer(0.001, _thread.interrupt_main).start()
+            main = threading.main_thread().ident
+            threading.Timer(0.001, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             self._report(ignored)
