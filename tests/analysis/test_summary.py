@@ -235,6 +235,14 @@ def test_the_last_failure_is_reported_if_it_ended_the_script():
     assert result.out_of_memory.place.line == "train.py:3"
 
 
+def test_expandable_segments_grow_by_whole_handles():
+    """Of 18 MiB free, 16 are not enough: a handle has 20."""
+    failed = trace(oom(16 * MIB, 18 * MIB), end=ScriptEnd("out of memory", 1, "OutOfMemoryError"))
+    expandable = dataclasses.replace(failed, settings={"conf": "expandable_segments:True"})
+    assert summarize(failed).out_of_memory.shortfall == 0
+    assert summarize(expandable).out_of_memory.shortfall == 2 * MIB
+
+
 def test_the_first_failure_is_reported_if_the_script_continued():
     result = summarize(trace(oom(4 * MIB, MIB), oom(30 * MIB, 3 * MIB), end=ScriptEnd("end", 0)))
     assert result.verdict == "does not fit"

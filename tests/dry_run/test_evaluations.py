@@ -34,7 +34,7 @@ LINE = 1 + SCRIPT.splitlines().index("        model  # a call over several lines
 def test_an_evaluation_that_was_not_reached_is_named(dry_run):
     run = dry_run(SCRIPT)
     assert run.answer["end"]["evaluation"] == f"{run.folder / 'script.py'}:{LINE}"
-    assert f"Not run: the evaluation in script.py:{LINE}, and other later parts" in run.out
+    assert f"Not run: the eval() in script.py:{LINE}, perhaps an evaluation, and other later parts" in run.out
 
 
 def test_an_evaluation_that_ran_is_not_named(dry_run):
@@ -50,4 +50,22 @@ def test_evaluations_are_found_in_modules_and_in_modules_that_the_script_imports
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "memfit", "dry-run", "-m", "script"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert f"Not run: the evaluation in script.py:{LINE}" in done.stdout
+    assert f"Not run: the eval() in script.py:{LINE}" in done.stdout
+
+
+def test_an_evaluation_in_other_words_is_not_named(dry_run):
+    """The call of ``eval`` of an override, through a wrapper, or by ``train(False)`` in a helper."""
+    script = """
+        import torch
+        class Net(torch.nn.Linear):
+            def eval(self):
+                return self.train(False)
+        model = Net(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(6):
+            model.eval()
+            model.train()
+            model(torch.ones(1, 8, device="cuda")).sum().backward()
+            optimizer.step()
+    """
+    assert dry_run(script).answer["end"]["evaluation"] == ""

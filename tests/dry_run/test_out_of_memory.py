@@ -86,6 +86,41 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     assert "How much memory the script needs in total is unknown: a second run," in run.out
 
 
+def test_a_script_that_sizes_itself_by_its_gpu_does_so_with_unlimited_memory_too(dry_run):
+    script = """
+        import torch
+        free, total = torch.cuda.mem_get_info()
+        assert total == torch.cuda.get_device_properties(0).total_memory == 3000 << 20
+        cache = torch.empty(free // 2, dtype=torch.uint8, device="cuda")
+        more = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+        print(torch.cuda.mem_get_info())
+    """
+    run = dry_run(script, options=("--memory", "3000MiB"))
+    context = 512 << 20
+    in_all = run.answer["in_all"]["bytes"]
+    assert run.answer["verdict"] == "out of memory"
+    assert 0 <= in_all - (context + ((3000 << 20) - context) // 2 + (2 << 30)) <= 4 << 20
+    limited = script.replace("free, total", "torch.cuda.set_per_process_memory_fraction(0.5); free, total")
+    assert dry_run(limited, options=("--memory", "3000MiB")).answer["in_all"]["bytes"] > in_all
+
+
+def test_a_script_that_leaves_by_os_exit_has_a_result(dry_run):
+    script = """
+        import os, sys, torch
+        kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        try:
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            pass
+        os._exit(int(sys.argv[1]))
+    """
+    for code in (0, 1):
+        run = dry_run(script, str(code))
+        assert (run.code, run.answer["verdict"]) == (3 * code, "does not fit")
+        assert run.answer["end"]["exit_code"] == code
+        assert run.answer["peak"]["allocated"] == 1 << 30
+
+
 def test_a_script_that_reduces_its_batch_fits(dry_run):
     """Its second attempt holds more memory when it fails than the third ever does."""
     script = """

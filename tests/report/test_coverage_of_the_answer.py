@@ -21,7 +21,8 @@ LATER = "later parts, such as evaluation or larger batches"
             3,
             "FITS SO FAR   needs ",
             COVERS.format(
-                "3 training steps", "the evaluation in /somewhere/train.py:8, and other later parts"
+                "3 training steps",
+                "the eval() in /somewhere/train.py:8, perhaps an evaluation, and other later parts",
             ),
         ),
         (ScriptEnd("end", 0), 1, "FITS   needs ", "This result covers the whole run: 1 training step."),

@@ -83,6 +83,13 @@ def test_out_of_memory_shows_where_and_how_much(answer):
     assert "Steady" not in printed(failed)
 
 
+def test_a_need_that_rounds_to_the_size_of_the_gpu_is_shown_in_mib(answer):
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB)
+    needs = Figure(80 * GIB + (2 << 20) - answer.device.in_use, Provenance.SIMULATED)
+    failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
+    assert printed(failed).startswith("OUT OF MEMORY   needs 81,922 MiB; this GPU has 81,920 MiB")
+
+
 def test_outside_modules_the_place_names_the_function(answer):
     place = replace(answer.peak_place, module="", op="", function="evaluate")
     failure = OutOfMemory(place, 3 * GIB, GIB, 2 * GIB)
@@ -94,13 +101,13 @@ def test_outside_modules_the_place_names_the_function(answer):
 def test_cached_memory_that_would_be_enough_is_named_as_fragmented(answer, cached, says):
     failure = OutOfMemory(answer.peak_place, 3 * GIB, GIB, 2 * GIB, cached)
     text = printed(replace(answer, verdict="out of memory", out_of_memory=failure), 300)
-    words = "; PyTorch caches 2.0 GiB more, in pieces that are too small (fragmentation)."
+    words = "; PyTorch caches 2.0 GiB more, in blocks that this request cannot use (fragmentation)."
     assert (words in text) == says
 
 
 @pytest.mark.parametrize(("needed", "says"), [(82 * GIB, True), (82 * GIB + 1, False)])
 def test_fragmentation_is_named_only_if_it_holds_all_that_is_missing(answer, needed, says):
-    failure = OutOfMemory(answer.peak_place, 3 * GIB, 2 * GIB, 1 * GIB, cached=2 * GIB)
+    failure = OutOfMemory(answer.peak_place, 3 * GIB, 2 * GIB, GIB, cached=2 * GIB)
     needs = Figure(needed, Provenance.SIMULATED)
     failed = replace(answer, verdict="out of memory", out_of_memory=failure, in_all=needs)
     failed = replace(failed, device=replace(answer.device, in_use=0))

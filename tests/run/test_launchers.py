@@ -15,6 +15,7 @@ ELASTIC = "torch.distributed.run"
     ("typed", "module", "command"),
     [
         ("torchrun x.py --lr 1", False, "x.py --lr 1"),
+        ("torchrun --nproc_per_node=1 -- x.py --lr 1", False, "x.py --lr 1"),
         ("/env/bin/torchrun --standalone --nproc-per-node=gpu x.py", False, "x.py"),
         (f"{ELASTIC} --nnodes 1:1 --nproc_per_node 1 x.py -m", True, "x.py -m"),
         ("accelerate launch --mixed_precision bf16 --quiet x.py", False, "x.py"),

@@ -73,6 +73,24 @@ def segment_size(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
     return -(-rounded // ROUND_LARGE) * ROUND_LARGE
 
 
+def device_request(size: int, config: AllocatorConfig = _DEFAULTS) -> int:
+    """Return the bytes of the device that PyTorch needs when no cached block serves a request.
+
+    Args:
+        size: bytes as requested.
+        config: the settings in force.
+
+    >>> device_request(16 * MIB), device_request(16 * MIB, AllocatorConfig.of("expandable_segments:True"))
+    (16777216, 20971520)
+    """
+    if not config.has_segments:
+        return size
+    whole = segment_size(size, config)
+    if not config.expandable_segments or whole == SMALL_SEGMENT:
+        return whole
+    return -(-whole // config.large_segment_size) * config.large_segment_size
+
+
 def should_split(rounded: int, remainder: int, config: AllocatorConfig = _DEFAULTS) -> bool:
     """Return whether the remainder of a block becomes a free block of its own.
 

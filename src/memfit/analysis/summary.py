@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from memfit.allocator.config import AllocatorConfig
 from memfit.allocator.initial_state import initial_state
-from memfit.allocator.rounding import segment_size
+from memfit.allocator.rounding import device_request
 from memfit.allocator.timeline import disagreement, timeline
 from memfit.analysis.attribution import attribute
 from memfit.analysis.breakdown import CATEGORY_NAMES, ROUNDING, breakdown_at, category_provenance
@@ -165,7 +165,7 @@ def _out_of_memory(trace: Trace, line: Timeline) -> OutOfMemory | None:
         replace(place, line=place.line or trace.end.where),
         requested,
         free,
-        max(0, (segment_size(requested, config) if config.has_segments else requested) - free),
+        max(0, device_request(requested, config) - free),
         int(line.reserved[event] - line.allocated[event]),
     )
 

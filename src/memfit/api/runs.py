@@ -135,7 +135,8 @@ def run_on_ghost(
     command = script_command(script, arguments, options, output)
     recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
     result = summarize(recorded.trace)
-    run = trial_runner(command, dataclasses.replace(options, memory=NO_LIMIT), on_progress)
+    unlimited = dataclasses.replace(options, memory=NO_LIMIT)
+    run = trial_runner(command, unlimited, result.device.total.bytes, on_progress)
     result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
     return FinishedRun(recorded.trace, result, recorded.unsaved)
 
@@ -276,7 +277,8 @@ def _run_module(  # noqa: PLR0913 - one parameter an option
     """
     options = RunOptions(module=True, steps=steps, gpu=gpu, memory=memory, in_use=in_use, values=values)
     command = script_command(module, arguments, options, None)
-    trace = run_script(command, options, ghost_settings(options), None, lambda _: None).trace
+    shown = None if beyond is None else beyond.total.bytes
+    trace = run_script(command, options, ghost_settings(options, shown), None, lambda _: None).trace
     found = summarize(trace)
     if beyond is None:
         return found

@@ -1,4 +1,4 @@
-"""Find an evaluation in the script's code that did not run: a ``model.eval()`` that was not called.
+"""Find what may be an evaluation in the script's code and did not run: a call of ``eval()``.
 
 Training steps alone do not show what an evaluation needs, so the answer names its line.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memfit.user_frame import is_user_file
+from memfit.user_frame import is_user_file, lines_outwards
 
 _LONGEST = 1 << 20
 """Bytes of a source file that is searched."""
@@ -18,27 +18,27 @@ _MOST_FILES = 100
 
 
 class Evaluations:
-    """The lines that have called ``eval()`` of a module, from ``install`` on."""
+    """The lines that led to ``train(False)`` of a module, as ``eval()`` does, from ``install`` on."""
 
     def __init__(self) -> None:
         self._called: set[tuple[str, int]] = set()
         self._script = ""
 
     def install(self) -> None:
-        """Note each call of ``eval()``; torch has been imported."""
+        """Note each call; torch has been imported."""
         import torch
 
         # Once a module has run, Python has removed it (runpy.run_module).
         self._script = getattr(sys.modules["__main__"], "__file__", None) or ""
-        original = torch.nn.Module.eval
+        original = torch.nn.Module.train
 
         @functools.wraps(original)
-        def noted(module: torch.nn.Module) -> Any:
-            caller = sys._getframe(1)
-            self._called.add((caller.f_code.co_filename, caller.f_lineno))
-            return original(module)
+        def noted(module: torch.nn.Module, mode: bool = True) -> Any:
+            if not mode:
+                self._called.update(lines_outwards(sys._getframe(1)))
+            return original(module, mode)
 
-        torch.nn.Module.eval = noted  # type: ignore[assignment,method-assign]
+        torch.nn.Module.train = noted  # type: ignore[assignment,method-assign]
 
     def not_run(self) -> str:
         """Return the first ``file:line`` in the script, or in modules beside it, that was not called."""

@@ -242,7 +242,7 @@ class ScriptEnd:
     where: str = ""
     """``file:line`` of the innermost user frame of the exception, or empty."""
     evaluation: str = ""
-    """With ``steps``: ``file:line`` of an evaluation in the user's code that did not run, or empty."""
+    """With ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not run, or empty."""
 
     @property
     def gave_up(self) -> bool:

@@ -100,6 +100,10 @@ class GhostBackend:
             forward_lines=recorder.labelled_lines,
             fallback_where=recorder.place,
         )
+        if self._settings.shown_memory is not None:
+            from memfit.ghost.shown_memory import show_memory
+
+            show_memory(self._settings.shown_memory)
         caches = cache_folder("compiled")
         torch_compile.install(self.ghost, caches, recorder.note, labelled=recorder.book.doing)
         after_import("torch._inductor.fx_passes.joint_graph", self._follow_folding)

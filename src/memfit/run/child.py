@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memfit.records import LoaderBatchSize, Trace
 
 PROGRESS_INTERVAL = 0.1  # seconds between two lines of progress
+_exit = os._exit  # the script sees another: ScriptProcess._leave
 THREAD_TIMEOUT = 5.0  # seconds that the threads of an ended script get to finish
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -113,6 +114,7 @@ class ScriptProcess:
         self._options, self._loaders = ScriptOptions(), LoaderBatchSizes()
         self._loader: LoaderBatchSize | None = None  # that of the last training step
         self._evaluations = Evaluations()
+        self._leaving: set[int] = set()  # threads that have called os._exit
         self._options.install()
         self._loaders.install()
 
@@ -133,6 +135,7 @@ class ScriptProcess:
         )
         recorder.install()
         self._evaluations.install()
+        os._exit = self._leave
         if self._settings.ghost is not None:
             folder = Path(self._settings.folder)
             os.register_at_fork(after_in_child=lambda: record_failing_fork(folder))
@@ -153,6 +156,13 @@ class ScriptProcess:
             self._record = ChildRecord(Path(self._settings.folder), context)
             self._record.begin()
 
+    def _leave(self, status: int) -> NoReturn:
+        """End this process as ``os._exit`` does; the script's, with its trace."""
+        if self._is_the_script() and threading.get_ident() not in self._leaving:
+            self._leaving.add(threading.get_ident())
+            self.finish(ScriptEnd("end", status), run_exit_handlers=False)
+        _exit(status)
+
     def _is_the_script(self) -> bool:
         """Return whether this is the script's process, not a fork of it or one that it started."""
         return os.getpid() == self._pid
@@ -164,7 +174,7 @@ class ScriptProcess:
 
     def _refuse(self, why: str, exit_code: int) -> NoReturn:
         self._parent.end(ScriptEnd("refused", exit_code, why), traced=False)
-        os._exit(exit_code)
+        _exit(exit_code)
 
     def script(self) -> ScriptEnd:
         """Run the script and return how it ended; its traceback goes to standard error."""
@@ -182,7 +192,7 @@ class ScriptProcess:
         _join_threads(None)  # Python waits for them too; one of them may be the training
         return ScriptEnd("steps" if self._enough() else "end", 0)
 
-    def finish(self, end: ScriptEnd) -> None:
+    def finish(self, end: ScriptEnd, *, run_exit_handlers: bool = True) -> None:
         """Write the trace, let the script's exit handlers run, and exit.
 
         The interpreter is not finalised: autograd's device thread may still be dropping its last
@@ -191,7 +201,7 @@ class ScriptProcess:
         if os.getpid() != self._pid:  # a fork of the script ends here
             if self._record is not None:
                 self._record.end()
-            os._exit(end.exit_code)
+            _exit(end.exit_code)
         _flush()
         if end.reason == "interrupted":
             self._parent.interrupted()
@@ -202,12 +212,13 @@ class ScriptProcess:
         except MemfitError as error:
             self._refuse(str(error), error.exit_code)
         self._parent.end(end, traced=trace is not None, unsaved=unsaved)
-        _join_threads(THREAD_TIMEOUT)
-        atexit._run_exitfuncs()
+        if run_exit_handlers:
+            _join_threads(THREAD_TIMEOUT)
+            atexit._run_exitfuncs()
         _flush()
         if end.reason == "interrupted":
             kill_descendants(self._pid)
-        os._exit(end.exit_code)
+        _exit(end.exit_code)
 
     def _changed(self) -> None:
         if self._recorder is None:
@@ -280,7 +291,7 @@ def main() -> None:
         backend = CardBackend() if settings.ghost is None else GhostBackend(settings.ghost, settings.options)
     except MemfitError as error:
         ParentPipe(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
-        os._exit(error.exit_code)
+        _exit(error.exit_code)
     process = ScriptProcess(tuple(command), settings, backend)
     after_import("torch", process.begin)
     if settings.ghost is not None:
@@ -298,7 +309,7 @@ def _end_with_parent(progress: int) -> None:
     parent = select.poll()
     parent.register(progress, select.POLLERR)  # the parent alone holds the end that reads
     if parent.poll(0):
-        os._exit(TargetError.exit_code)
+        _exit(TargetError.exit_code)
 
 
 def _join_threads(timeout: float | None) -> None:

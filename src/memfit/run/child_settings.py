@@ -18,6 +18,8 @@ class GhostSettings(msgspec.Struct, frozen=True):
     device: DeviceUse
     visible_devices: int
     """How many such devices the script sees. memfit records the first."""
+    shown_memory: int | None = None
+    """Bytes of a device that PyTorch tells the script of; None for all of its memory."""
 
 
 class ChildSettings(msgspec.Struct, frozen=True):

@@ -153,6 +153,8 @@ def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
     options: dict[str, str] = {}
     position = 0
     while position < len(tokens) and tokens[position].startswith("-"):
+        if tokens[position] == "--":
+            return options, tokens[position + 1 :]
         name, inline, value = tokens[position].partition("=")
         name = name.lstrip("-").replace("-", "_")
         position += 1

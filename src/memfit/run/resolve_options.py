@@ -17,8 +17,10 @@ from memfit.run.options import RunOptions
 from memfit.units import format_bytes
 
 
-def ghost_settings(options: RunOptions) -> GhostSettings:
+def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> GhostSettings:
     """Check the options that concern the GPU, and build the ghost.
+
+    The script is told of ``shown_memory``, in bytes, which it may size itself by; by default, of all.
 
     Raises:
         UsageError: an option is out of range, or leaves no memory to measure in.
@@ -47,6 +49,7 @@ def ghost_settings(options: RunOptions) -> GhostSettings:
         stands_for=GhostDevice.of(device, total.bytes),
         device=DeviceUse(device.name, total, context, in_use),
         visible_devices=visible_devices,
+        shown_memory=shown_memory,
     )
 
 

@@ -20,10 +20,13 @@ _INJECTOR = "memfit.strategies.inject_plan"
 
 
 def trial_runner(
-    command: tuple[str, ...], options: RunOptions, on_progress: Callable[[Progress], None]
+    command: tuple[str, ...], options: RunOptions, shown_memory: int, on_progress: Callable[[Progress], None]
 ) -> RunScript:
-    """Return the function with which ``find_advice`` runs a script under a change."""
-    ghost = ghost_settings(options)
+    """Return the function with which ``find_advice`` runs a script under a change.
+
+    The script is told of ``shown_memory``, in bytes, as if its GPU were not unlimited.
+    """
+    ghost = ghost_settings(options, shown_memory)
 
     def run(change: ScriptChange, what: str) -> TrialResult | ScriptEnd:
         def show(progress: Progress) -> None:

@@ -97,8 +97,8 @@ class ScriptEndJson(msgspec.Struct, frozen=True):
     exception: str
     where: str
     evaluation: str
-    """With the reason ``steps``: ``file:line`` of an evaluation in the user's code that did not run, or
-    empty."""
+    """With the reason ``steps``: ``file:line`` of a call of ``eval()`` in the user's code that did not
+    run, or empty."""
 
 
 class ChildProcessJson(msgspec.Struct, frozen=True):

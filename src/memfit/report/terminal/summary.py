@@ -122,7 +122,8 @@ def _covers(result: DryRun, *, hints: bool) -> str:
         return f"This result covers the whole run{f': {steps_in_words(result)}' * bool(result.steps)}."
     later = "later parts, such as evaluation or larger batches"
     if result.end.evaluation:
-        later = f"the evaluation in {escaped(short_path(result.end.evaluation))}, and other later parts"
+        where = escaped(short_path(result.end.evaluation))
+        later = f"the eval() in {where}, perhaps an evaluation, and other later parts"
     text = f"This result covers {steps_in_words(result)}. Not run: {later}; they may need more."
     return f"{text} To run more, pass --to-end or --steps N." if hints else text
 
@@ -208,7 +209,10 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")
     total = format_gib(result.device.total.bytes)
     if result.in_all is not None:
-        needed = format_gib(result.in_all.bytes + result.device.in_use)
+        needs = result.in_all.bytes + result.device.in_use
+        needed = format_gib(needs)
+        if needed == total:
+            needed, total = (f"{size / MIB:,.0f} MiB" for size in (needs, result.device.total.bytes))
         text.append(
             f"   needs {'at most ' * bool(result.bound)}{needed}; this GPU has {total}", style="not bold"
         )
@@ -225,14 +229,14 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
 
 
 def _fragmented(result: DryRun, failure: OutOfMemory) -> str:
-    """Return that PyTorch had as much memory as is missing, but in pieces; empty if it had not."""
-    missing = failure.requested - failure.free
+    """Return that PyTorch had as much memory as is missing, but not for this request; empty if it had not."""
+    missing = failure.shortfall
     if result.in_all is not None:  # requests that would have followed may need more
         missing = max(missing, result.in_all.bytes + result.device.in_use - result.device.total.bytes)
-    if failure.cached < missing:
+    if not failure.shortfall or failure.cached < missing:
         return ""
     more = format_bytes(failure.cached)
-    return f"; PyTorch caches {more} more, in pieces that are too small (fragmentation)"
+    return f"; PyTorch caches {more} more, in blocks that this request cannot use (fragmentation)"
 
 
 def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[str]:
