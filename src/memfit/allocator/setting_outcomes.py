@@ -114,7 +114,7 @@ def smallest_capacity(
     while (range_left := runs_on - too_small) > GRANULE:
         tried += 1
         if failed:
-            stride = range_left // 2 // GRANULE * GRANULE
+            stride = max(GRANULE, range_left // 2 // GRANULE * GRANULE)
         elif tried > exhaustive:
             stride *= 2
         capacity = max(runs_on - stride, too_small + GRANULE)

@@ -34,8 +34,9 @@ class Evaluations:
 
         @functools.wraps(original)
         def noted(module: torch.nn.Module, mode: bool = True) -> Any:
-            if not mode:
-                self._called.update(lines_outwards(sys._getframe(1)))
+            caller = sys._getframe(1)
+            if not mode and caller.f_code is not original.__code__:  # which sets each submodule likewise
+                self._called.update(lines_outwards(caller))
             return original(module, mode)
 
         torch.nn.Module.train = noted  # type: ignore[assignment,method-assign]
