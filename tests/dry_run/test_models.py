@@ -30,9 +30,9 @@ def test_mask_rcnn_trains_on_as_many_proposals_as_its_sampler_takes(dry_run):
     run = dry_run(MASK_RCNN, options=("--steps", "5"))
     assert run.code == 0, run.err
     assert f"allocated {run.answer['peak']['allocated']}" in run.out
-    found = [note["text"] for note in run.answer["notes"] if "nonzero finds" in note["text"]]
-    assert any("at most 64 elements, and" in text for text in found)  # of about a thousand per image
-    assert any("at most 128 elements, and" in text for text in found)  # of both
+    found = [note["text"] for note in run.answer["notes"] if "nonzero is assumed" in note["text"]]
+    assert any("as many as possible, 64 elements" in text for text in found)  # of about a thousand per image
+    assert any("as many as possible, 128 elements" in text for text in found)  # of both
     assert "roi_heads.py" in run.answer["upper_bound"]["where"]
 
 

@@ -15,8 +15,11 @@ def settle_collectives() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return
+    nccl = getattr(c10d, "ProcessGroupNCCL", None)
+    if nccl is None:  # a PyTorch without it
+        return
     for group in list(c10d._world.pg_map):
         for device in group._device_types:
-            wait = getattr(group._get_backend(device), "_wait_for_pending_works", None)
-            if wait is not None:
-                wait()
+            backend = group._get_backend(device)
+            if isinstance(backend, nccl):
+                backend._wait_for_pending_works()

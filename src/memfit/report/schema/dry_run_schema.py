@@ -35,6 +35,8 @@ class PeakJson(msgspec.Struct, frozen=True):
     module: str
     op: str
     line: str
+    function: str
+    """The function that contains the line; empty for the script's top level."""
 
 
 class OutOfMemoryJson(msgspec.Struct, frozen=True):
@@ -45,6 +47,8 @@ class OutOfMemoryJson(msgspec.Struct, frozen=True):
     module: str
     op: str
     line: str
+    function: str
+    """The function that contains the line; empty for the script's top level."""
     requested: int
     free: int
     shortfall: int
@@ -200,8 +204,8 @@ def _failure(failure: OutOfMemory | None) -> OutOfMemoryJson | None:
     )
 
 
-def _where(place: ScriptLocation) -> tuple[int, str, str, str, str]:
-    return place.step, place.phase, place.module, place.op, place.line
+def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str]:
+    return place.step, place.phase, place.module, place.op, place.line, place.function
 
 
 def public_note(note: Note) -> NoteJson:
