@@ -271,7 +271,7 @@ def test_figures_carry_their_provenance():
 
 
 def test_what_a_run_needs_is_the_memory_of_the_smallest_gpu_on_which_it_fits():
-    """With unlimited memory it takes 700 MiB, of which PyTorch releases 200 where memory is short."""
+    """With unlimited memory, the run takes 700 MiB. Where memory is short, PyTorch releases 200 of them."""
     short, unlimited = too_large(450), trace(400, cached=200)
     assert summarize(unlimited).peak_process.bytes == 700 * MIB
     answer, _ = advice_for(short, {"": unlimited, "checkpointing": trace(300, cached=200), "offload": FAILED})

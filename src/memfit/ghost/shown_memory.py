@@ -1,6 +1,6 @@
-"""Tell the script of less memory than the ghost has: it may size its batch or its caches by what there is.
+"""Report less memory to the script than the ghost has: the script may choose its batch or caches by it.
 
-PyTorch itself goes on to see all: ``set_per_process_memory_fraction`` takes its share of that.
+PyTorch's C++ code still sees all of it: ``set_per_process_memory_fraction`` takes its share of that.
 """
 
 import functools

@@ -19,7 +19,7 @@ class GhostSettings(msgspec.Struct, frozen=True):
     visible_devices: int
     """How many such devices the script sees. memfit records the first."""
     shown_memory: int | None = None
-    """Bytes of a device that PyTorch tells the script of; None for all of its memory."""
+    """Bytes that PyTorch reports to the script as the device's memory; None for the real figure."""
 
 
 class ChildSettings(msgspec.Struct, frozen=True):

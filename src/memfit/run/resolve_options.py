@@ -20,7 +20,7 @@ from memfit.units import format_bytes
 def ghost_settings(options: RunOptions, shown_memory: int | None = None) -> GhostSettings:
     """Check the options that concern the GPU, and build the ghost.
 
-    The script is told of ``shown_memory``, in bytes, which it may size itself by; by default, of all.
+    PyTorch reports ``shown_memory`` bytes to the script, which may choose sizes by them; by default, all.
 
     Raises:
         UsageError: an option is out of range, or leaves no memory to measure in.

@@ -24,7 +24,7 @@ def trial_runner(
 ) -> RunScript:
     """Return the function with which ``find_advice`` runs a script under a change.
 
-    The script is told of ``shown_memory``, in bytes, as if its GPU were not unlimited.
+    The memory of the GPU is unlimited, but PyTorch reports ``shown_memory`` bytes to the script.
     """
     ghost = ghost_settings(options, shown_memory)
 
