@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import memfit
-from memfit.errors import INTERRUPTED
+from memfit.ctrl_c import INTERRUPTED
 
 LIMIT = 1.0  # seconds from Ctrl-C until everything must have gone
 SCRIPT = """
@@ -41,7 +41,7 @@ COMMANDS = {
     "dry-run --advise": ("dry-run", "--advise", "-o", "out.memfit", "train.py"),
     "explain": ("explain", "--html", "out.html", "--csv", "out.csv", "run.memfit"),
     "pack": ("pack", "--csv", "out.csv", "run.memfit"),
-    "replay": ("replay", "--alloc-conf", "expandable_segments:True", "--json", "out.json", "run.memfit"),
+    "replay": ("replay", "--memory", "24GiB", "--json", "out.json", "run.memfit"),
 }
 _ENDING = 0.05
 """Seconds that Python takes to end after memfit's last line: a command that then exits with 0 had ended."""
@@ -72,10 +72,17 @@ class Interruption:
 
 
 def span(name: str, inputs: Path) -> float:
-    """Return the seconds of a command's uninterrupted run."""
+    """Return the seconds of a command's uninterrupted run.
+
+    Raises:
+        RuntimeError: if the command fails: an interruption of it would show little.
+    """
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        _start(name, inputs, Path(folder)).communicate()
+        process = _start(name, inputs, Path(folder))
+        _, error = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"memfit {' '.join(COMMANDS[name])} exits with {process.returncode}: {error}")
         return time.monotonic() - started
 
 

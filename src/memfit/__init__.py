@@ -10,8 +10,6 @@ True
 
 # ruff: noqa: I001 - one statement a module, aliases and all
 
-import importlib
-
 TYPE_CHECKING = False  # of typing, whose import would delay the command's first reaction to Ctrl-C
 _NAMES_OF_MODULE = {
     "memfit.api": (
@@ -105,4 +103,6 @@ def __getattr__(name: str) -> object:
     # Imported on first use, so that ``import memfit`` and ``memfit --help`` stay fast.
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    from importlib import import_module
+
+    return getattr(import_module(_MODULE_OF_NAME[name]), name)

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-from memfit.cli.ctrl_c import ctrl_c_ends_at_once
+from memfit.ctrl_c import ctrl_c_ends_at_once
 
 
 def main() -> None:

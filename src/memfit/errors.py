@@ -15,9 +15,6 @@
 A message says what failed, where, and what to do about it.
 """
 
-INTERRUPTED = 130
-"""The exit code of a program ended by Ctrl-C."""
-
 
 class MemfitError(Exception):
     """The base class of memfit's exceptions; ``exit_code`` is the exit code of the command line."""

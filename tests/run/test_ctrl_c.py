@@ -63,7 +63,7 @@ def test_ctrl_c_at_random_moments_leaves_nothing_behind(tmp_path):
     block = [Event(Action.ALLOC, BASE, 512), *freed(BASE, 512)]
     history = [Event(Action.SEGMENT_ALLOC, BASE, 2 << 20), *block]
     write_trace(trace_of(history, segments=[segment(BASE, 2 << 20, "small")]), tmp_path / "run.memfit")
-    spans = dict.fromkeys(interrupts.COMMANDS, 0.5) | {"dry-run": 3.0, "dry-run --advise": 4.0}
+    spans = {name: interrupts.span(name, tmp_path) for name in interrupts.COMMANDS}
     found = list(interrupts.interruptions(spans, 20, 0, tmp_path))
     assert not [one for one in found if one.faults]
 
@@ -147,7 +147,7 @@ def test_ctrl_c_in_a_finaliser_is_raised_once_more():
     """Python itself would print 'Exception ignored in' and go on."""
     script = """
         import os, signal, time
-        from memfit.cli.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
+        from memfit.ctrl_c import CtrlCRaises, ctrl_c_ends_at_once
         class Finalised:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGINT)

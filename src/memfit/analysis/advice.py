@@ -17,7 +17,8 @@ from memfit.analysis.batch_size_search import largest_that_fits
 from memfit.analysis.needed_memory import ReplayedRun
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.analysis.summary import summarize
-from memfit.errors import INTERRUPTED, MemfitError
+from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import MemfitError
 from memfit.records import Advice, DeviceUse, DryRun, Figure, OptionPurpose, ScriptEnd, Trace, worst
 from memfit.units import format_bytes
 

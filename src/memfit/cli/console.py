@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from memfit.atomic_files import write_bytes
 from memfit.cli.options import json_file
-from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError
+from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import MemfitError, OutputError, TargetError
 from memfit.report.escape import escaped
 
 if TYPE_CHECKING:

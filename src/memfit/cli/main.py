@@ -14,7 +14,6 @@ from cyclopts import App, CycloptsError
 
 from memfit.cli import dry_run, record
 from memfit.cli.allocator import allocator
-from memfit.cli.ctrl_c import CtrlCRaises
 from memfit.cli.diff import diff
 from memfit.cli.doctor import doctor
 from memfit.cli.explain import explain
@@ -22,7 +21,8 @@ from memfit.cli.gpus import gpus
 from memfit.cli.pack import pack
 from memfit.cli.replay import replay
 from memfit.cli.script_arguments import separate_script
-from memfit.errors import INTERRUPTED, MemfitError, UsageError
+from memfit.ctrl_c import INTERRUPTED, CtrlCRaises
+from memfit.errors import MemfitError, UsageError
 from memfit.versions import __version__
 
 _BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE ended

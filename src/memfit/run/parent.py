@@ -24,7 +24,8 @@ from pathlib import Path
 import msgspec
 
 from memfit.atomic_files import check_outputs
-from memfit.errors import INTERRUPTED, MemfitError, OutputError, TargetError, UsageError
+from memfit.ctrl_c import INTERRUPTED
+from memfit.errors import MemfitError, OutputError, TargetError, UsageError
 from memfit.python_command import python_code
 from memfit.records import ChildProcess, ScriptEnd, Trace
 from memfit.run.check_script import check_script

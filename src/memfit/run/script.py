@@ -10,7 +10,7 @@ import traceback
 import types
 from pathlib import Path
 
-from memfit.errors import INTERRUPTED
+from memfit.ctrl_c import INTERRUPTED
 from memfit.records import ScriptEnd
 from memfit.run.check_script import is_package
 

@@ -11,13 +11,14 @@ nothing: Ctrl-C may come during its import, too.
 import os
 import sys
 
-from memfit.errors import INTERRUPTED
-
 TYPE_CHECKING = False  # of typing, whose import would take too long
 if TYPE_CHECKING:
     import signal
 else:
     import _signal as signal  # what signal itself adds to it imports enum, which takes milliseconds
+
+INTERRUPTED = 130
+"""The exit code of a program ended by Ctrl-C."""
 
 
 def _end(_number: int, _frame: object) -> None:
