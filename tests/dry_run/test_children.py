@@ -103,6 +103,23 @@ def test_a_child_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
     assert "which the script started, loads PyTorch where memfit cannot follow it" in run.out
 
 
+def test_a_detached_process_that_memfit_cannot_follow_is_named(dry_run, tmp_path):
+    (tmp_path / "worker.py").write_text(
+        "import pathlib, time, torch\npathlib.Path('up').touch()\ntime.sleep(3)\n"
+    )
+    script = """
+        import os, subprocess, sys, time, torch
+        command = f"setsid nohup {sys.executable} -I worker.py > log 2>&1 &"
+        subprocess.run(command, shell=True, check=True)
+        while not os.path.exists("up"): time.sleep(0.1)
+        time.sleep(1)
+        torch.ones(1, device="cuda")
+    """
+    run = dry_run(script)
+    assert run.answer["verdict"] == "unknown"
+    assert [name.partition(" ")[2] for name in children_of(run)] == ["-I worker.py"]
+
+
 def test_children_that_leave_early_are_recorded_with_what_they_held_and_how_they_failed(dry_run):
     script = """
         import multiprocessing, os, signal, sys, torch

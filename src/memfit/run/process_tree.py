@@ -1,4 +1,8 @@
-"""The processes that a process started, and those that they started in turn."""
+"""The processes that a process started, and those that they started in turn.
+
+A process that detaches itself, such as a daemon, has no parent among them; it still has the environment variables
+that it inherited.
+"""
 
 import os
 import signal
@@ -36,3 +40,13 @@ def descendants(ancestor: int) -> Iterator[int]:
         found = children.get(to_visit.pop(), [])
         to_visit += found
         yield from (process for process in found if process not in zombies)
+
+
+def with_environment(text: str) -> Iterator[int]:
+    """Yield the user's processes that started with environment variables in which a text occurs."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.fsencode(text) in (folder / "environ").read_bytes():
+                yield int(folder.name)
+        except OSError:  # it has just ended, or is another user's
+            continue

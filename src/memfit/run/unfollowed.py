@@ -3,6 +3,8 @@
 A process starts without memfit's ``sitecustomize`` under ``python -I``, with an environment of its own, or in
 another Python. Its memory map shows which CUDA runtime it has loaded. A process that outlives the script is
 not followed either.
+
+Not found is one that does both: detaches itself, and drops the environment variables that it inherited.
 """
 
 import re
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from memfit.run.child_settings import ChildSettings
 from memfit.run.children import command_name, is_recorded, record_process
-from memfit.run.process_tree import descendants
+from memfit.run.process_tree import descendants, with_environment
 
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""
@@ -25,7 +27,7 @@ def record_running(settings: ChildSettings, script: int) -> None:
     folder, own = Path(settings.folder), _command(script)
     if settings.ghost is None:
         return
-    for process in descendants(script):
+    for process in _started(script, settings):
         command = _command(process)
         if not command or command == own:  # a fork, such as a worker of a loader
             continue
@@ -34,6 +36,12 @@ def record_running(settings: ChildSettings, script: int) -> None:
             record_process(
                 folder, process, command_name(command), None, "still running when the script ended"
             )
+
+
+def _started(script: int, settings: ChildSettings) -> set[int]:
+    """Return the processes that the script has started, also those that have detached themselves from it."""
+    inherits = settings.folder  # on PYTHONPATH
+    return set(descendants(script)) | set(with_environment(inherits))
 
 
 def _command(process: int) -> list[str]:
@@ -58,7 +66,7 @@ class UnfollowedProcesses:
         """Record those that run now; at most twice a second."""
         if self._settings.ghost is None or time.monotonic() - self._looked < _INTERVAL:
             return
-        for process in descendants(self._script):
+        for process in _started(self._script, self._settings):
             if process in self._known:
                 continue
             try:
