@@ -1,7 +1,7 @@
 """The processes that a process started, and those that they started in turn.
 
-A process that detaches itself, such as a daemon, has no parent among them; it still has the environment variables
-that it inherited.
+A process that detaches itself, such as a daemon, has no parent among them; it still has the environment
+variables that it inherited.
 """
 
 import os

@@ -18,8 +18,8 @@ from memfit.run.process_tree import descendants, with_environment
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""
 _TORCH = "/libtorch_cuda.so"
-_HELPERS = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]")
-"""Commands of the processes that Python and PyTorch start as helpers."""
+_HELPERS = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]|from memfit\.")
+"""Commands of the processes that Python, PyTorch and memfit start as helpers."""
 
 
 def record_running(settings: ChildSettings, script: int) -> None:

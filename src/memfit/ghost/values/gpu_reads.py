@@ -29,7 +29,7 @@ from memfit.ghost.patching import kernel_overrides as kernels
 from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import override_sized_ops
-from memfit.ghost.values.known_values import Known, Number, is_plain
+from memfit.ghost.values.known_values import Known, Number, Selection, is_plain
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
@@ -123,7 +123,7 @@ def _answer_checks(overrides: Overrides, values: AssumedValues, inputs: KnownInp
 
     def agree(run: Kernel, a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> object:
         known = RULES["eq.Tensor"](inputs, a, b)
-        if known is not None and known.exceptions:
+        if isinstance(known, Selection) or (known is not None and known.exceptions):
             known = None
         if known is None and a.dtype == torch.bool and not a.dim():
             # How PyTorch tests a boolean scalar (``is_scalar_tensor_true``, ATen, 2.14): ``b`` is True.
@@ -165,7 +165,7 @@ def _track(overrides: Overrides, inputs: KnownInputs, op: str, rule: Propagation
     @overrides.add(op, "AutogradCUDA")
     def track(run: Kernel, *args: object, **options: object) -> object:
         known = rule(inputs, *args, **options)
-        if op.endswith(".Tensor") and not all(isinstance(arg, torch.Tensor) for arg in args):
+        if op.endswith(".Tensor") and any(isinstance(arg, bool | int | float | complex) for arg in args):
             # A number that C++ had wrapped in a tensor arrives unwrapped; only the packet wraps it again.
             with torch._C._AutoDispatchBelowAutograd():
                 result = packet(*args, **options)

@@ -40,6 +40,41 @@ class Basis(IntEnum):
     CHECKED = 2  # assumed: checks on values pass, and searches find nothing
 
 
+class TensorState(NamedTuple):
+    """A tensor as it was at one moment."""
+
+    tensor: TensorWeakRef
+    storage: int
+    address: int  # of the storage's memory; it changes if the storage is resized
+    part: tuple[object, ...]  # see ``_part``
+    version: int
+    dtype: torch.dtype
+
+    def is_unchanged(self, storage: int, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has this storage, and nothing has been written to it since."""
+        if (
+            self.storage != storage
+            or self.version != tensor._version
+            or self.dtype != tensor.dtype
+            or self.address != storage_start(tensor)
+            or tensor.is_neg()
+        ):
+            return False
+        noted = self.tensor()
+        return noted is not None and storage_id(noted) == storage
+
+
+class Selection(NamedTuple):
+    """Indices into a vector: all but ``others`` of them are those of elements that hold one value.
+
+    Rules: ``selections.py``.
+    """
+
+    source: TensorState
+    value: Number
+    others: int = 0
+
+
 class Known(NamedTuple):
     """The value of every element of a tensor, a number of exceptions aside."""
 
@@ -47,6 +82,8 @@ class Known(NamedTuple):
     basis: Basis = Basis.FILLED
     exceptions: int = 0
     """The largest number of elements that may differ: those written by index since."""
+    selection: Selection | None = None
+    """The indices of the exceptions, if something is known of them; of a vector only."""
 
 
 def known_number(number: object) -> Known | None:
@@ -54,13 +91,10 @@ def known_number(number: object) -> Known | None:
     return Known(number) if isinstance(number, bool | int | float) else None
 
 
-class _KnownTensor(NamedTuple):
-    tensor: TensorWeakRef
-    address: int  # of the storage's memory; it changes if the storage is resized
-    part: tuple[object, ...]  # see ``_part``
-    version: int
-    dtype: torch.dtype
-    known: Known
+class _Entry(NamedTuple):
+    state: TensorState
+    fact: Known | Selection
+    """Of a tensor's elements: their value, or as indices."""
 
 
 class KnownValues:
@@ -70,14 +104,14 @@ class KnownValues:
     >>> flag = torch.zeros(3)
     >>> values.put(flag, Known(0.0))
     >>> values.get(flag[1:])
-    Known(value=0.0, basis=<Basis.FILLED: 0>, exceptions=0)
+    Known(value=0.0, basis=<Basis.FILLED: 0>, exceptions=0, selection=None)
     >>> _ = flag.add_(1)
     >>> values.get(flag) is None
     True
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _KnownTensor] = {}
+        self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
         self._sweep_at = 1024
 
@@ -97,55 +131,78 @@ class KnownValues:
         >>> values.mostly(mask[:4]).exceptions, values.get(mask) is None
         (3, True)
         """
-        storage = _storage_id(tensor)
-        entry = self._entries.get(storage)
-        if (
-            entry is None
-            or entry.version != tensor._version
-            or entry.dtype != tensor.dtype
-            or entry.address != storage_start(tensor)
-            or not _covers(entry.part, _part(tensor))
-            or tensor.is_neg()
-        ):
+        entry = self._entry(tensor)
+        if entry is None or not isinstance(entry.fact, Known):
             return None
-        noted = entry.tensor()
-        return entry.known if noted is not None and _storage_id(noted) == storage else None
+        same_indices = entry.state.part == _part(tensor)
+        return entry.fact if same_indices else entry.fact._replace(selection=None)
 
-    def put(self, tensor: torch.Tensor, known: Known | None, *, fresh: bool = False) -> None:
-        """Record that every element of ``tensor`` now holds ``known``; with None, that it is unknown.
+    def selection(self, tensor: torch.Tensor) -> Selection | None:
+        """Return what is known of the elements of ``tensor`` as indices, or None."""
+        entry = self._entry(tensor)
+        return entry.fact if entry is not None and isinstance(entry.fact, Selection) else None
+
+    def state(self, tensor: torch.Tensor) -> TensorState | None:
+        """Return the state of ``tensor`` now; None if a later write to it might not be noticed."""
+        storage = storage_id(tensor)
+        if not storage or storage in self._exposed:
+            return None
+        return TensorState(
+            TensorWeakRef(tensor),
+            storage,
+            storage_start(tensor),
+            _part(tensor),
+            tensor._version,
+            tensor.dtype,
+        )
+
+    def is_in_state(self, tensor: torch.Tensor, state: TensorState) -> bool:
+        """Return whether ``tensor`` is the one of which ``state`` was taken, and holds the same values."""
+        storage = storage_id(tensor)
+        return (
+            storage not in self._exposed
+            and state.is_unchanged(storage, tensor)
+            and state.part == _part(tensor)
+        )
+
+    def _entry(self, tensor: torch.Tensor) -> _Entry | None:
+        storage = storage_id(tensor)
+        entry = self._entries.get(storage)
+        if entry is None or not _covers(entry.state.part, _part(tensor)):
+            return None
+        return entry if entry.state.is_unchanged(storage, tensor) else None
+
+    def put(self, tensor: torch.Tensor, fact: Known | Selection | None, *, fresh: bool = False) -> None:
+        """Record the value or the selection that ``tensor`` now holds; with None, that it is unknown.
 
         The value is rounded to the tensor's dtype; a value out of range is not recorded. Empty tensors,
         subclasses and fake tensors are skipped.
 
         Args:
             tensor: any tensor.
-            known: its value.
+            fact: what is known of its elements.
             fresh: the tensor was just created, so nothing else can reference its storage.
         """
-        storage = _storage_id(tensor)
+        storage = storage_id(tensor)
         self._entries.pop(storage, None)
         if fresh:
             self._exposed.discard(storage)
-        if known is None or not storage or storage in self._exposed:
+        if fact is None or not tensor.numel():
             return
-        if known.exceptions >= tensor.numel():
-            return
-        value = rounded(known.value, tensor.dtype)
-        if value is not None:
-            self._entries[storage] = _KnownTensor(
-                TensorWeakRef(tensor),
-                storage_start(tensor),
-                _part(tensor),
-                tensor._version,
-                tensor.dtype,
-                known._replace(value=value),
-            )
+        if isinstance(fact, Known):
+            value = rounded(fact.value, tensor.dtype)
+            if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
+                return
+            fact = fact._replace(value=value)
+        state = self.state(tensor)
+        if state is not None:
+            self._entries[storage] = _Entry(state, fact)
             self._sweep()
 
     def expose(self, tensor: torch.Tensor) -> None:
         """Forget ``tensor``'s storage for good: it may be written without a new version from now on."""
         self.forget(tensor)
-        self._exposed.add(_storage_id(tensor))
+        self._exposed.add(storage_id(tensor))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -153,12 +210,14 @@ class KnownValues:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the value of ``tensor`` and the weak reference to it."""
-        self._entries.pop(_storage_id(tensor), None)
+        self._entries.pop(storage_id(tensor), None)
 
     def _sweep(self) -> None:
         """Drop the entries of dead tensors, once the number of entries has doubled."""
         if len(self._entries) >= self._sweep_at:
-            self._entries = {key: entry for key, entry in self._entries.items() if entry.tensor() is not None}
+            self._entries = {
+                key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
+            }
             self._sweep_at = 1024 + 2 * len(self._entries)
 
 
@@ -206,7 +265,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Return an ID of the storage of an ordinary tensor with a version counter; 0 for any other tensor."""
     if not is_plain(tensor) or tensor.is_inference():
         return 0

@@ -6,6 +6,7 @@
     reductions    all any sum                           all() of unknown values True, any() False: checked
     finiteness    isfinite isnan isinf                  True, False, False: finite
     membership    isin                                  False: checked (no token ends the text)
+    selections    nonzero tensor[indices] cat           what the indices select (``selections.py``)
     grad scaler   _amp_*                                gradients are finite; the scale is exact
 
 A rule reads the arguments before PyTorch's own kernel runs; its result is recorded once the kernel has made
@@ -23,7 +24,16 @@ from typing import Any
 
 import torch
 
-from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, known_number, rounded
+from memfit.ghost.values.known_values import (
+    Basis,
+    Known,
+    KnownValues,
+    Number,
+    Selection,
+    known_number,
+    rounded,
+)
+from memfit.ghost.values.selections import found_by_nonzero, indexed, union, where_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,8 @@ class KnownInputs:
         return known_number(operand)
 
 
-PropagationRule = Callable[..., Known | None]
-"""``rule(inputs, *arguments, **keywords)`` returns the value of the op's first result, or None."""
+PropagationRule = Callable[..., Known | Selection | None]
+"""``rule(inputs, *arguments, **keywords)`` returns what is known of the op's first result, or None."""
 
 
 def _unchanged(inputs: KnownInputs, tensor: torch.Tensor, *_: object, **__: object) -> Known | None:
@@ -63,8 +73,11 @@ def _broadcast(known: Known, operand: object, operands: Sequence[object]) -> Kno
     if not known.exceptions or not isinstance(operand, torch.Tensor):
         return known
     shapes = [other.shape for other in operands if isinstance(other, torch.Tensor)]
-    elements = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    return known._replace(exceptions=known.exceptions * (elements // operand.numel()))
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if shape == operand.shape:
+        return known
+    repeats = math.prod(shape) // operand.numel()
+    return known._replace(exceptions=known.exceptions * repeats, selection=None)
 
 
 def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
@@ -75,6 +88,8 @@ def _operands(inputs: KnownInputs, *operands: object) -> list[Known | None]:
 
 def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, b: Any) -> Known | None:
     left, right = _operands(inputs, a, b)
+    if left is None and right is not None and function is operator.eq and not isinstance(b, torch.Tensor):
+        return where_equal(inputs.known, a, right.value)
     if left is None or right is None:
         return None
     dtype = torch.result_type(a, b)  # 0.1 rounds differently in half than in float
@@ -83,7 +98,8 @@ def _compare(function: Callable[[Any, Any], bool], inputs: KnownInputs, a: Any, 
 
 
 def _combined(value: Number, left: Known, right: Known) -> Known:
-    return Known(value, max(left.basis, right.basis), left.exceptions + right.exceptions)
+    where = union((side.exceptions, side.selection) for side in (left, right))
+    return Known(value, max(left.basis, right.basis), left.exceptions + right.exceptions, where)
 
 
 def _logic(
@@ -155,6 +171,28 @@ def _sum(
     return Known(known.value * tensor.numel(), known.basis)
 
 
+def _nonzero(inputs: KnownInputs, mask: torch.Tensor) -> Selection | None:
+    return found_by_nonzero(inputs.known, mask)
+
+
+def _index(inputs: KnownInputs, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
+    return indexed(inputs.known, tensor, indices)
+
+
+def _cat(inputs: KnownInputs, tensors: Sequence[torch.Tensor], *_: object) -> Known | Selection | None:
+    """Join vectors: of indices, or of elements that mostly hold the same value."""
+    if any(tensor.dim() != 1 for tensor in tensors):
+        return None
+    joined = union((tensor.numel(), inputs.known.selection(tensor)) for tensor in tensors)
+    if joined is not None:
+        return joined
+    known = [inputs.mostly(tensor) for tensor in tensors if tensor.numel()]
+    facts = [fact for fact in known if fact is not None]
+    if len({fact.value for fact in facts}) != 1 or len(facts) != len(known):
+        return None
+    return Known(facts[0].value, max(fact.basis for fact in facts), sum(fact.exceptions for fact in facts))
+
+
 def unscaled(inputs: KnownInputs, _gradients: object, found_inf: torch.Tensor, _inv_scale: object) -> Known:
     """Return ``found_inf`` after unscaling: finite gradients leave it unchanged, initially 0."""
     before = inputs.of(found_inf)
@@ -223,6 +261,9 @@ RULES: Mapping[str, PropagationRule] = {
     "isfinite": partial(_test, math.isfinite, True),
     "isnan": partial(_test, math.isnan, False),
     "isinf": partial(_test, math.isinf, False),
+    "index.Tensor": _index,
+    "cat": _cat,
+    "nonzero": _nonzero,
     "isin.Tensor_Tensor": _assume_absent,
     "isin.Tensor_Scalar": _assume_absent,
 }

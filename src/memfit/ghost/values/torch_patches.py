@@ -23,6 +23,7 @@ from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.assumed_values import AssumedValues
 from memfit.ghost.values.known_values import Known, is_plain, known_number
+from memfit.ghost.values.selections import union
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""
@@ -92,7 +93,11 @@ def _track_indexed_writes(values: AssumedValues) -> None:
             result = method(self, *args, **options)
             count = written(self, *args, **options) if known is not None else None
             if known is not None and count is not None:
-                values.known.put(self, known._replace(exceptions=known.exceptions + count))
+                at = args[0] if self.dim() == 1 and isinstance(args[0], torch.Tensor) else None
+                new = None if at is None else values.known.selection(at)
+                where = union([(known.exceptions, known.selection), (count, new)])
+                fact = known._replace(exceptions=known.exceptions + count, selection=where)
+                values.known.put(self, fact)
             return result
 
         setattr(torch.Tensor, name, call)
