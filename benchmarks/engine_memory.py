@@ -151,7 +151,7 @@ def engine_of(  # noqa: PLR0913 - each is a setting
     offload: bool = False,
 ) -> Engine:
     """Return the engine of a strategy."""
-    plan: list[Any] = [Accumulation(parts)] if parts > 1 else []
+    plan: list[Any] = [Accumulation(parts_per_batch=parts)] if parts > 1 else []
     scale = LossScale(**SCALE) if "fp16" in (autocast, cast) else None
     if autocast or cast:
         plan.append(Precision(autocast or cast, not cast, scale, master_weights=masters))

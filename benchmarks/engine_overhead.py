@@ -91,7 +91,7 @@ def compare(
     hand = by_hand(model, torch.optim.AdamW(model.parameters()), steps)
     engine = memfit.Engine(
         other,
-        memfit.Accumulation(steps),
+        memfit.Accumulation(parts_per_batch=steps),
         optimizer=torch.optim.AdamW(other.parameters()),
         loss=loss_of,
         max_grad_norm=1.0,

@@ -35,7 +35,7 @@ def train(folder: Path) -> None:
     data = torch.randn(SAMPLES, 8)
     engine = memfit.Engine(
         model,
-        [memfit.Precision("fp16"), memfit.Accumulation(2)],
+        [memfit.Precision("fp16"), memfit.Accumulation(parts_per_batch=2)],
         optimizer=torch.optim.AdamW(model.parameters()),
         loss=lambda model, batch: model(batch).float().square().mean(),
         callbacks=[memfit.Saving(folder / "run")],

@@ -29,7 +29,7 @@ def new_engine(seed: int, steps: int) -> memfit.Engine:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return memfit.Engine(model, memfit.Accumulation(steps), optimizer=optimizer)
+    return memfit.Engine(model, memfit.Accumulation(batches_per_update=steps), optimizer=optimizer)
 
 
 def train(engine: memfit.Engine, batches: list[Any], until: int | None = None) -> memfit.Engine:

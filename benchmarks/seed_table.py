@@ -41,7 +41,7 @@ def settings(names: list[str]) -> list[Any]:
     """Return the settings of strategies."""
     every = {
         "precision": memfit.Precision("fp16"),
-        "accumulation": memfit.Accumulation(gradient_accumulation_steps=2),
+        "accumulation": memfit.Accumulation(parts_per_batch=2),
         "checkpointing": memfit.Checkpointing("Bottleneck"),
     }
     return [every[name] for name in names]

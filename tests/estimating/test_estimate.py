@@ -94,6 +94,28 @@ def test_peaks_equal_those_of_the_script_to_the_byte(setup, forward, optimizer, 
 
 
 @pytest.mark.process
+def test_precision_applied_on_the_cpu_takes_effect_on_the_gpu():
+    def model():
+        return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.GELU())))
+
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x):
+            with torch.autocast("cuda", torch.bfloat16):
+                return self.inner(x)
+
+    inputs = torch.ones(4096, 1024)
+    applied = memfit.apply(model(), memfit.Precision("bf16"))
+    found, by_hand, plain = (
+        memfit.estimate(each, inputs).run.peak_allocated for each in (applied, ByHand(), model())
+    )
+    assert found == by_hand < plain
+
+
+@pytest.mark.process
 def test_the_users_objects_are_unchanged_and_the_breakdown_adds_up():
     model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(), nn.BatchNorm1d(1024)).train()
     model[1].eval()

@@ -277,9 +277,9 @@ def test_running_out_of_memory_in_a_recomputation_leaves_no_trace():
         return {**model.state_dict(), "loss": torch.tensor([float(result.loss) for result in results])}
 
     settings = Checkpointing("Short")
-    plan = Plan(accumulation=Accumulation(2), checkpointing=settings)
+    plan = Plan(accumulation=Accumulation(parts_per_batch=2), checkpointing=settings)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-    assert_equal(stepped(plan), stepped(Plan(accumulation=Accumulation(2))))
+    assert_equal(stepped(plan), stepped(Plan(accumulation=Accumulation(parts_per_batch=2))))
     # Plain training runs out of memory in the first forward, checkpointed training in its recomputation.
     assert_equal(stepped(Plan(checkpointing=settings), left=2), stepped(Plan(), left=1))
 

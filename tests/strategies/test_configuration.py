@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.errors import FileFormatError, MemfitError, UsageError
+from memfit.errors import MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.configuration import ALIASES, STRATEGIES, Configuration, configure
-from memfit.strategies.legacy_settings import HOOKS, READERS, parse_mem_param
+from memfit.strategies.legacy_settings import HOOKS, READERS
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
 
 FP16 = Precision("fp16", loss_scale=LossScale("static", 512.0))
+CUMULATIVE = Accumulation(batches_per_update=4, remainder="carry")
 DYNAMIC = Precision("fp16", loss_scale=LossScale("dynamic", 512.0))
 
 
@@ -41,26 +42,42 @@ def hook(kind, **settings):
         ({"precision": "fp16", "loss_scale": {"init_scale": 512, "mode": "dynamic"}}, Plan(DYNAMIC)),
         ({"fp16": True}, Plan(Precision("fp16"))),
         ({"bf16": True, "fp16": False}, Plan(Precision("bf16"))),
-        # Frameworks' names for the steps of a window
+        # Frameworks' names for the batches of an update, and what each does with those that remain
         *(
-            ({name: 4}, Plan(accumulation=Accumulation(4)))
-            for name in (
-                "gradient_accumulation_steps",
-                "accumulate_grad_batches",
-                "accumulative_counts",
-                "mini_steps",
-                "grad_accumulation_step",
-                "accumulation",
+            ({name: 4}, Plan(accumulation=Accumulation(batches_per_update=4, remainder=remainder)))
+            for name, remainder in (
+                ("gradient_accumulation_steps", "step"),
+                ("accumulate_grad_batches", "step"),
+                ("accumulative_counts", "carry"),
+                ("mini_steps", "carry"),
+                ("grad_accumulation_step", "carry"),
+                ("accumulate_step", "carry"),
+                ("iter_size", "carry"),
+                ("batches_per_update", None),
             )
         ),
+        (
+            {"mini_steps": 4, "remainder": "drop"},
+            Plan(accumulation=Accumulation(batches_per_update=4, remainder="drop")),
+        ),
+        ({"parts_per_batch": 4}, Plan(accumulation=Accumulation(parts_per_batch=4))),
         (
             {
                 "micro_batch_size": 8,
                 "global_batch_size": 32,
-                "partial_window": "drop",
+                "batches_per_update": 4,
+                "remainder": "drop",
                 "gradient_dtype": "float64",
             },
-            Plan(accumulation=Accumulation(4, 8, 32, "drop", "float64")),
+            Plan(
+                accumulation=Accumulation(
+                    batches_per_update=4,
+                    micro_batch_size=8,
+                    global_batch_size=32,
+                    remainder="drop",
+                    gradient_dtype="float64",
+                )
+            ),
         ),
         # MMCV
         ({"fp16": {"loss_scale": 512.0}}, Plan(FP16)),
@@ -69,15 +86,18 @@ def hook(kind, **settings):
         ({"fp16": {"loss_scale": {"init_scale": 512.0, "mode": "dynamic"}}}, Plan(DYNAMIC)),
         ({"fp16": None, "optimizer_config": {}}, Plan()),
         (hook("Fp16OptimizerHook"), Plan(FP16)),
-        (hook("GradientCumulativeOptimizerHook", cumulative_iters=4), Plan(accumulation=Accumulation(4))),
+        (
+            hook("GradientCumulativeOptimizerHook", cumulative_iters=4),
+            Plan(accumulation=CUMULATIVE),
+        ),
         (
             hook("GradientCumulativeFp16OptimizerHook", cumulative_iters=4, loss_scale="dynamic"),
-            Plan(Precision("fp16"), accumulation=Accumulation(4)),
+            Plan(Precision("fp16"), accumulation=CUMULATIVE),
         ),
         (
             {"fp16": {"loss_scale": "dynamic"}}
             | hook("GradientCumulativeFp16OptimizerHook", cumulative_iters=4),
-            Plan(Precision("fp16"), accumulation=Accumulation(4)),
+            Plan(Precision("fp16"), accumulation=CUMULATIVE),
         ),
         ({"with_cp": True}, Plan(checkpointing=Checkpointing())),
         (
@@ -130,13 +150,13 @@ def test_clipping_is_not_a_strategy_but_is_configured_too(given, norm):
 
 
 def test_every_setting_is_echoed_with_the_field_it_became():
-    over = "(micro-batches are the loader's batches in engine.windows, and parts of them in engine.fit)"
     given = {"fp16": {}, "optimizer_config": {"grad_clip": {"max_norm": 35}}, "mini_steps": 4, "bf16": False}
     assert str(configure(given)).splitlines() == [
         "fp16                                         ->  precision.dtype='fp16'",
         "fp16                                         ->  precision.loss_scale=512.0 (MMCV's default)",
         "optimizer_config.grad_clip={'max_norm': 35}  ->  max_grad_norm=35",
-        f"mini_steps=4                                 ->  accumulation.gradient_accumulation_steps=4 {over}",
+        "mini_steps=4                                 ->  accumulation.batches_per_update=4",
+        f"{'mini_steps=4':43}  ->  accumulation.remainder='carry' (the way of MindSpore)",
         "bf16=False                                   ->  nothing to set: this is memfit's default",
     ]
 
@@ -146,6 +166,10 @@ def test_every_setting_is_echoed_with_the_field_it_became():
     [
         ({"precison": "bf16"}, "'precison' is not a setting. Nearest: precision"),
         ({"gradient_accumulation_step": 4}, "Nearest: gradient_accumulation_steps"),
+        (
+            {"accumulation": 4},
+            "does not say which field it sets. .* parts_per_batch=4 or batches_per_update=4",
+        ),
         ({"zzz": 1}, "Known: precision, .*mem_param"),
         ({"precision": {"dtyp": "bf16"}}, "'dtyp' is not a field of precision. Nearest: dtype"),
         (hook("GradientCumulativOptimizerHook"), "Nearest: GradientCumulativeOptimizerHook"),
@@ -288,67 +312,6 @@ def test_every_alias_is_the_name_of_a_field():
     assert not (ALIASES.keys() | STRATEGIES.keys()) & READERS.keys()
 
 
-def test_a_toml_file_is_read(tmp_path):
-    path = tmp_path / "train.toml"
-    path.write_text(
-        'precision = "bf16"\ngradient_accumulation_steps = 4\nmax_grad_norm = 1.0\n'
-        '[checkpointing]\nmodules = ["a"]\n'
-    )
-    expected = Plan(Precision("bf16"), accumulation=Accumulation(4), checkpointing=Checkpointing("a"))
-    for given in (path, str(path)):
-        assert configure(given).plan == expected
-        assert configure(given).max_grad_norm == 1.0
-
-
-@pytest.mark.parametrize(
-    "content", [b"precision = ", b"\xff\xfe", b"mini_steps = 1" + b"0" * 5000, b"a=[" * 10**4]
-)
-def test_files_that_are_not_toml_are_refused(content, tmp_path):
-    path = tmp_path / "train.toml"
-    path.write_bytes(content)
-    with pytest.raises(FileFormatError, match=r"Cannot read settings from .*train\.toml"):
-        configure(path)
-
-
-NETWORK = """
-name: "example_net"
-mem_param {  # multiloading
-  optimize_train: true
-  optimize_test: false;
-  exclude_blob: "fc1"
-  exclude_blob: 'fc2'
-}
-layer { name: "data" type: "Input" }
-"""
-
-
-def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
-    fields = {"optimize_train": True, "optimize_test": False, "exclude_blob": ["fc1", "fc2"]}
-    assert len(configure({"mem_param": {"exclude_blob": "fc1"}}).echo) == 1
-    assert parse_mem_param(NETWORK) == fields
-    assert parse_mem_param('optimize_train: true exclude_blob: "fc1"')["exclude_blob"] == ["fc1"]
-    path = tmp_path / "net.prototxt"
-    path.write_text(NETWORK)
-    for given in (path, {"mem_param": NETWORK}, {"mem_param": fields}):
-        found = configure(given)
-        assert found.plan == Plan()
-        assert [effect.split(":")[0] for _, effect in found.echo] == ["nothing to set"] * 3
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("layer { name: 'a' }", "it has 0"),
-        ("mem_param { } mem_param { }", "it has 2"),
-        ("mem_param { optimize_train true }", "Cannot parse mem_param at 'optimize_train true'"),
-        ("mem_param { optimize_train: tru }", "optimize_train must be true or false, not 'tru'"),
-    ],
-)
-def test_invalid_caffe_text_is_refused(text, words):
-    with pytest.raises(UsageError, match=words):
-        configure({"mem_param": text})
-
-
 def engine(plan, **options):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -357,7 +320,7 @@ def engine(plan, **options):
 
 @pytest.mark.parametrize("wrap", [dict, configure])
 def test_the_engine_accepts_a_configuration_as_its_plan(wrap):
-    run = engine(wrap({"mini_steps": 2, "max_grad_norm": 0.5}))
+    run = engine(wrap({"parts_per_batch": 2, "max_grad_norm": 0.5}))
     before = run.model.weight.detach().clone()
     result = run.step(torch.ones(4, 4))
     assert result.micro_step == 2

@@ -169,7 +169,7 @@ def test_the_engine_enables_the_decorators_and_gradients_arrive():
         return y.sum()
 
     before = head.linear.weight.detach().clone()
-    Engine(head, [Precision("bf16"), Accumulation(2)], optimizer=optimizer, loss=loss).step(X)
+    Engine(head, [Precision("bf16"), Accumulation(parts_per_batch=2)], optimizer=optimizer, loss=loss).step(X)
     assert seen == [({"scores": FP32, "labels": FP32}, FP32)] * 2
     assert not torch.equal(head.linear.weight, before)
 

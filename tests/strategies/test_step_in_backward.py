@@ -278,7 +278,7 @@ def test_distributed_data_parallel_is_refused():
 @pytest.mark.parametrize(
     ("accumulation", "precision", "words"),
     [
-        (Accumulation(2), None, "every micro-batch would cause"),
+        (Accumulation(parts_per_batch=2), None, "every micro-batch would cause"),
         (Accumulation(micro_batch_size=4), None, "every micro-batch would cause"),
         (None, Precision("fp16"), "Loss scaling"),
         (None, Precision("bf16", autocast=False, master_weights=True), "master_weights"),
@@ -290,6 +290,8 @@ def test_settings_that_need_all_gradients_at_once_are_refused(accumulation, prec
         Plan(precision, IN_BACKWARD, accumulation=accumulation)
 
 
-@pytest.mark.parametrize(("accumulation", "precision"), [(None, None), (Accumulation(1), Precision("bf16"))])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"), [(None, None), (Accumulation(parts_per_batch=1), Precision("bf16"))]
+)
 def test_settings_that_need_one_gradient_at_a_time_are_accepted(accumulation, precision):
     assert Plan(precision, IN_BACKWARD, accumulation=accumulation).optimizer_state == IN_BACKWARD

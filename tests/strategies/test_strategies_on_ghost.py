@@ -234,3 +234,18 @@ def test_recomputations_draw_the_same_numbers_on_every_gpu(dry_run):
         assert [
             line for line in warned if "0 draws random numbers, but preserve_rng_state is False" in line
         ] or not (ours and not preserve)
+
+
+def test_autocast_follows_a_model_that_moves_to_the_gpu_after_apply(dry_run):
+    script = """
+        import copy, torch, memfit
+        from torch import nn
+        model = memfit.apply(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), memfit.Precision("bf16"))
+        x = torch.ones(2, 8)
+        print(model(x).dtype, end=" ")
+        model.cuda()
+        print(model(x.cuda()).dtype, copy.deepcopy(model)(x.cuda()).dtype, end=" ")
+        print(memfit.revert(model)(x.cuda()).dtype)
+    """
+    run = dry_run(script)
+    assert run.out.startswith("torch.bfloat16 torch.bfloat16 torch.bfloat16 torch.float32\n"), run.err

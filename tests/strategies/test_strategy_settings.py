@@ -15,36 +15,51 @@ from memfit.strategies.precision import LossScale, Precision
 @pytest.mark.parametrize(
     ("given", "steps", "micro", "whole"),
     [
-        ({"gradient_accumulation_steps": 4}, 4, None, None),
+        ({"parts_per_batch": 4}, 4, None, None),
         ({"micro_batch_size": 8, "global_batch_size": 32}, 4, 8, 32),
-        ({"gradient_accumulation_steps": 4, "global_batch_size": 32}, 4, 8, 32),
-        ({"gradient_accumulation_steps": 4, "micro_batch_size": 8}, 4, 8, 32),
-        ({"gradient_accumulation_steps": 4, "micro_batch_size": 8, "global_batch_size": 32}, 4, 8, 32),
+        ({"parts_per_batch": 4, "global_batch_size": 32}, 4, 8, 32),
+        ({"parts_per_batch": 4, "micro_batch_size": 8}, 4, 8, 32),
+        ({"parts_per_batch": 4, "micro_batch_size": 8, "global_batch_size": 32}, 4, 8, 32),
     ],
 )
 def test_two_sizes_determine_the_third(given, steps, micro, whole):
     found = Accumulation(**given)
-    assert found.gradient_accumulation_steps == steps
+    assert found.parts_per_batch == steps
     assert (found.micro_batch_size, found.global_batch_size) == (micro, whole)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Accumulation(4, 8, 33), "must be gradient_accumulation_steps=4 times micro_batch_size=8"),
+        (
+            lambda: Accumulation(parts_per_batch=4, micro_batch_size=8, global_batch_size=33),
+            "must be parts_per_batch=4 times micro_batch_size=8",
+        ),
         (
             lambda: Accumulation(micro_batch_size=8, global_batch_size=30),
             "global_batch_size must be a multiple of micro_batch_size=8, not 30",
         ),
         (
-            lambda: Accumulation(4, global_batch_size=30),
-            "must be a multiple of gradient_accumulation_steps=4",
+            lambda: Accumulation(parts_per_batch=4, global_batch_size=30),
+            "must be a multiple of parts_per_batch=4",
         ),
-        (lambda: Accumulation(global_batch_size=30), "set micro_batch_size or gradient_accumulation_steps"),
-        (lambda: Accumulation(0), "'gradient_accumulation_steps' must be an integer of at least 1, not 0"),
-        (lambda: Accumulation(2.0), "'gradient_accumulation_steps' must be an integer or None, not 2.0"),
-        (lambda: Accumulation(True), "'gradient_accumulation_steps' must be an integer or None, not True"),
-        (lambda: Accumulation(2, partial_window="keep"), "must be one of flush, carry, drop, not 'keep'"),
+        (
+            lambda: Accumulation(global_batch_size=30),
+            "set micro_batch_size, parts_per_batch or batches_per_update too",
+        ),
+        (
+            lambda: Accumulation(parts_per_batch=0),
+            "'parts_per_batch' must be an integer of at least 1, not 0",
+        ),
+        (lambda: Accumulation(parts_per_batch=2.0), "'parts_per_batch' must be an integer or None, not 2.0"),
+        (
+            lambda: Accumulation(parts_per_batch=True),
+            "'parts_per_batch' must be an integer or None, not True",
+        ),
+        (
+            lambda: Accumulation(parts_per_batch=2, remainder="keep"),
+            "must be one of step, carry, drop, not 'keep'",
+        ),
         (lambda: LossScale.of("static"), "must be a number, 'dynamic' or a dict"),
         (lambda: LossScale.of({"init_scal": 2.0}), r"no field 'init_scal'. Its fields are .*init_scale"),
         (lambda: LossScale.of(-1.0), "'init_scale' must be finite and more than 0, not -1.0"),
@@ -75,10 +90,10 @@ def test_two_sizes_determine_the_third(given, steps, micro, whole):
             "must be one of foreach, fused, for-loop, not 'best'",
         ),
         (
-            lambda: Accumulation(2, gradient_dtype=torch.float32),
+            lambda: Accumulation(parts_per_batch=2, gradient_dtype=torch.float32),
             "'gradient_dtype' must be a string or None, not torch.float32",
         ),
-        (lambda: Accumulation("4"), "'gradient_accumulation_steps' must be an integer or None, not '4'"),
+        (lambda: Accumulation(parts_per_batch="4"), "'parts_per_batch' must be an integer or None, not '4'"),
         (lambda: LossScale.of(10**400), "'init_scale' must be .*not 1000"),
         (lambda: LossScale.of({1: 2, "a": 3}), r"no field '1', 'a'"),
         (lambda: Plan(precision="bf16"), r"plan: 'precision' must be Precision\(...\) or None, not 'bf16'"),

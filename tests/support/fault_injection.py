@@ -11,7 +11,7 @@ import copy
 import linecache
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +27,9 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
+from memfit.train.gathered_batches import BatchGroup, gathered
 
-BATCHES = 3
+BATCHES = 8
 TRAIN = str(Path(memfit.train.__file__).parent)
 
 
@@ -135,6 +136,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 with float32 masters": {"precision": MASTERS},
     "fp16 with float32 masters, scheduler": {"precision": FP16_MASTERS, "scheduler": _decay},
     "accumulation, uneven": {"steps": 2, "size": 7},
+    "batches gathered": {"gathered": 2, "size": 7},
+    "batches gathered, in a window of the last epoch": {"gathered": 3, "carried": 1, "model": _noisy},
+    "gathered sums of bf16": {"gathered": 3, "carried": 1, "precision": Precision("bf16", autocast=False)},
     "accumulation of sums of bf16": {"steps": 2, "precision": Precision("bf16", autocast=False)},
     "losses weighted by labels": {"steps": 2, "loss": _sum},
     "AdamW, stepped in backward": {"optimizer_state": OptimizerState(step_in_backward=True)},
@@ -154,13 +158,20 @@ def batches(size: int = 8, device: str = "cpu") -> list[Any]:
     ]
 
 
-def build(case: str, *, protect: str = "always", device: str = "cpu") -> tuple[Engine, list[Any]]:
-    """Return the engine and the batches of a case."""
+def build(
+    case: str, *, protect: str = "always", device: str = "cpu", by_hand: bool = False
+) -> tuple[Engine, list[Any]]:
+    """Return the engine and the batches of a case; with ``by_hand`` for a loop that gathers them itself."""
     given = CASES[case]
     torch.manual_seed(0)
     model = given.get("model", _mlp)().to(device)
     steps = given.get("steps", 1)
-    plan: list[Any] = [Accumulation(steps)] if steps > 1 else []
+    gathered = given.get("gathered", steps if by_hand else 1)
+    plan: list[Any] = []
+    if gathered > 1:
+        plan += [Accumulation(batches_per_update=gathered, remainder="carry")]
+    elif steps > 1:
+        plan += [Accumulation(parts_per_batch=steps)]
     plan += [given[name] for name in ("precision", "optimizer_state") if name in given]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*BatchNorm layers")
@@ -191,7 +202,7 @@ def same(left: Any, right: Any) -> bool:
     """Return whether two pictures are equal, bit for bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
+    if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
@@ -225,6 +236,23 @@ def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
     in_backward._step = call_and_step
 
 
+def updates(engine: Engine, data: list[Any], carried: int) -> Iterator[Any]:
+    """Return what each update is made of: a batch, or a group of batches after some of an earlier epoch."""
+    settings = engine.plan.accumulation
+    if settings is None or not settings.gathers:
+        return engine.through(data)
+    for group in gathered(engine._ledger, settings, data[:carried]):
+        engine._full_batch.gather(group.window, group.left, closes=False)
+    return gathered(engine._ledger, settings, data[carried:])
+
+
+def update(engine: Engine, batches: Any) -> Any:
+    """Make one update from what ``updates`` yields."""
+    if isinstance(batches, BatchGroup):
+        return engine._full_batch.gather(batches.window, batches.left, closes=True)
+    return engine.step(batches)
+
+
 class Sweep:
     """Inject faults before the operations of one step of a case.
 
@@ -242,7 +270,7 @@ class Sweep:
         update_starts: list[int] = []
         with self._fault(None) as counter:
             call_before_update(engine, lambda: update_starts.append(counter.count))
-            engine.step(batch)
+            update(engine, batch)
         self.places, self.update = counter.count, update_starts[0]
         """Number of operations (or lines), and the index of the first at which parameters change."""
         self._after = picture(engine)
@@ -250,16 +278,16 @@ class Sweep:
         self._in_parts = None
         if engine._ledger.update.in_backward is None:  # a step in backward cannot be split
             engine, data, batch = self._begin(finer=2)
-            engine.step(batch)
+            update(engine, batch)
             self._in_parts = picture(engine)
             data.close()
 
     def _begin(self, finer: int = 1) -> tuple[Engine, Any, Any]:
         """Return an engine before the step, its data, and the step's batch."""
         engine, data = build(self._case, protect=self._protect)
-        walk = engine.through(data)
+        walk = updates(engine, data, CASES[self._case].get("carried", 0))
         for _ in range(self._step):
-            engine.step(next(walk))
+            update(engine, next(walk))
         if finer > 1:  # split only this step; a plan that accumulates would split the earlier ones too
             engine._full_batch.finer = finer
         return engine, walk, next(walk)
@@ -274,7 +302,7 @@ class Sweep:
         before = picture(engine)
         try:
             with self._fault(at):
-                result = engine.step(batch)
+                result = update(engine, batch)
         except TornUpdateError:
             assert self._error is torch.OutOfMemoryError
             return self._torn(engine, batch, at)
@@ -285,7 +313,7 @@ class Sweep:
             if self._fault is Interrupt and not differing(picture(engine), self._after):
                 return "made, and interrupted afterwards"
             assert not differing(picture(engine), before)
-            engine.step(batch)
+            update(engine, batch)
             assert not differing(picture(engine), self._after)
             return "reported"
         finally:
@@ -301,7 +329,7 @@ class Sweep:
         if self._fault is not Interrupt:  # an Interrupt may also hit just before the update or its accounting
             assert self._protect != "always"
             assert at >= self.update
-        for refused in (engine.state_dict, lambda: engine.step(batch)):
+        for refused in (engine.state_dict, lambda: update(engine, batch)):
             with pytest.raises(TornUpdateError, match="was interrupted"):
                 refused()
         return "torn, and says so"

@@ -61,7 +61,7 @@ class Combination:
     steps: int = 3
     """Optimizer steps."""
     door: str = "step"
-    """``step``, ``windows``, ``resumed``, ``retried``; ``applied``: the handwritten loop."""
+    """``step``, ``fit``, ``windows``, ``resumed``, ``retried``; ``applied``: the handwritten loop."""
 
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
         """Train with the engine."""
@@ -84,6 +84,9 @@ class Combination:
                 engine.step(batch)
             return _results(model, seen)
         loader = [part for batch in batches for part in _parts(batch, self.parts)]
+        if self.door == "fit":
+            engine.fit(loader)
+            return _results(model, seen)
         if self.door == "resumed":
             self._through(engine, loader, until=self.parts + 1)
             saved = engine.state_dict()
@@ -118,7 +121,7 @@ class Combination:
         optimizer = make(_trained(model))
         seen: list[torch.Tensor] = []
         _watch(optimizer, seen)
-        mean_of_means = self.door in ("windows", "resumed")
+        mean_of_means = self.door in ("fit", "windows", "resumed")
         _loop(model, optimizer, batches, network, parts or self.parts, self.clip, mean_of_means)
         return _results(model, seen)
 
@@ -129,13 +132,17 @@ EXACT: dict[str, Combination] = {
     "SGD with momentum": Combination(optimizer=Momentum),
     "foreach": Combination((OptimizerState("foreach"),), by_hand=partial(AdamW, foreach=True)),
     "fused": Combination((OptimizerState("fused"),), by_hand=partial(AdamW, fused=True)),
-    "accumulation of 2": Combination((Accumulation(2),), 2),
-    "accumulation of 4, clipped": Combination((Accumulation(4),), 4, 0.1),
-    "windows of 2": Combination((Accumulation(2),), 2, door="windows"),
-    "windows of 4, clipped": Combination((Accumulation(4),), 4, 0.1, door="windows"),
-    "resumed inside a window": Combination((Accumulation(2),), 2, door="resumed"),
+    "accumulation of 2": Combination((Accumulation(parts_per_batch=2),), 2),
+    "accumulation of 4, clipped": Combination((Accumulation(parts_per_batch=4),), 4, 0.1),
+    "windows of 2": Combination((Accumulation(batches_per_update=2),), 2, door="windows"),
+    "windows of 4, clipped": Combination((Accumulation(batches_per_update=4),), 4, 0.1, door="windows"),
+    "fit gathering 2": Combination((Accumulation(batches_per_update=2),), 2, door="fit"),
+    "fit gathering 3, clipped, checkpointed": Combination(
+        (Accumulation(batches_per_update=3), Checkpointing("blocks.*")), 3, 0.1, door="fit"
+    ),
+    "resumed inside a window": Combination((Accumulation(batches_per_update=2),), 2, door="resumed"),
     "retried when memory ran out": Combination((), 2, door="retried"),
-    "accumulation, retried": Combination((Accumulation(2),), 4, 0.1, door="retried"),
+    "accumulation, retried": Combination((Accumulation(parts_per_batch=2),), 4, 0.1, door="retried"),
     "checkpointed": Combination((Checkpointing("blocks.*"),)),
     "checkpointed, every other, applied": Combination((Checkpointing("blocks.*", every=2),), door="applied"),
     "checkpointed, reentrant": Combination((Checkpointing("blocks.*", use_reentrant=True),)),
@@ -145,27 +152,38 @@ EXACT: dict[str, Combination] = {
         (OptimizerState(step_in_backward=True), Checkpointing("blocks.*"), Offload(min_bytes=0))
     ),
     "accumulated, checkpointed, offloaded, clipped, foreach": Combination(
-        (Accumulation(2), Checkpointing("blocks.*"), Offload(min_bytes=0), OptimizerState("foreach")),
+        (
+            Accumulation(parts_per_batch=2),
+            Checkpointing("blocks.*"),
+            Offload(min_bytes=0),
+            OptimizerState("foreach"),
+        ),
         2,
         0.1,
         by_hand=partial(AdamW, foreach=True),
     ),
     "the same, windows, resumed": Combination(
-        (Accumulation(2), Checkpointing("blocks.*"), Offload(min_bytes=0)), 2, 0.1, door="resumed"
+        (Accumulation(batches_per_update=2), Checkpointing("blocks.*"), Offload(min_bytes=0)),
+        2,
+        0.1,
+        door="resumed",
     ),
     "the same, retried": Combination(
-        (Accumulation(2), Checkpointing("blocks.*"), Offload(min_bytes=0)), 4, 0.1, door="retried"
+        (Accumulation(parts_per_batch=2), Checkpointing("blocks.*"), Offload(min_bytes=0)),
+        4,
+        0.1,
+        door="retried",
     ),
 }
 OneStep = partial(Combination, optimizer=Momentum, steps=1)
 CLOSE: dict[str, Combination] = {
-    "accumulation of 2 = whole batch": OneStep((Accumulation(2),)),
-    "accumulation of 4 = whole batch": OneStep((Accumulation(4),)),
-    "of 3, clipped = whole batch": OneStep((Accumulation(3),), clip=0.1),
+    "accumulation of 2 = whole batch": OneStep((Accumulation(parts_per_batch=2),)),
+    "accumulation of 4 = whole batch": OneStep((Accumulation(parts_per_batch=4),)),
+    "of 3, clipped = whole batch": OneStep((Accumulation(parts_per_batch=3),), clip=0.1),
     "of single samples = whole batch": OneStep((Accumulation(micro_batch_size=1),)),
     "retried = whole batch": OneStep((), door="retried"),
     "checkpointed, of 2, retried = whole batch": OneStep(
-        (Accumulation(2), Checkpointing("blocks.*")), door="retried"
+        (Accumulation(parts_per_batch=2), Checkpointing("blocks.*")), door="retried"
     ),
 }
 

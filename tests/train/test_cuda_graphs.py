@@ -65,7 +65,7 @@ def engine(steps=2, *, cuda_graphs, schedule=False, **options):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if schedule else None
     return memfit.Engine(
         model,
-        memfit.Accumulation(steps),
+        memfit.Accumulation(parts_per_batch=steps),
         optimizer=optimizer,
         loss=loss,
         scheduler=scheduler,
@@ -171,7 +171,7 @@ def test_on_the_ghost_two_graphs_are_captured_and_replayed(dry_run):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine = memfit.Engine(
             model,
-            [memfit.Accumulation(4), memfit.Precision("bf16")],
+            [memfit.Accumulation(parts_per_batch=4), memfit.Precision("bf16")],
             optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
             loss=lambda model, data: model(data).float().square().mean(),

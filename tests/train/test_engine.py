@@ -60,7 +60,7 @@ def same(left, right):
 
 def test_the_last_window_is_divided_by_its_own_length():
     ours, plain = net(), net()
-    run = engine(ours, accumulation=Accumulation(gradient_accumulation_steps=K))
+    run = engine(ours, accumulation=Accumulation(batches_per_update=K))
     through(run, data())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     batches = data()
@@ -74,7 +74,7 @@ def test_the_last_window_is_divided_by_its_own_length():
     assert same(state(ours), state(plain))
 
 
-ADAMW = {"accumulation": Accumulation(gradient_accumulation_steps=K), "optimizer": torch.optim.AdamW}
+ADAMW = {"accumulation": Accumulation(batches_per_update=K), "optimizer": torch.optim.AdamW}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_batch_in_parts_equals_the_whole_batch(steps):
     batch = data(1, size=16)[0]
     whole, parts = net(), net()
     result = engine(whole, max_grad_norm=0.5).step(batch)
-    in_parts = engine(parts, max_grad_norm=0.5, accumulation=Accumulation(steps)).step(batch)
+    in_parts = engine(parts, max_grad_norm=0.5, accumulation=Accumulation(parts_per_batch=steps)).step(batch)
     assert in_parts.micro_step == steps
     assert in_parts.loss == pytest.approx(result.loss, rel=1e-6)
     assert in_parts.grad_norm == pytest.approx(result.grad_norm, rel=1e-6)
@@ -123,7 +123,7 @@ def test_micro_batches_are_weighted_by_their_tokens():
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
     whole, parts = net(), net()
     mean_loss(whole, (x, y)).backward()
-    run = engine(parts, lr=1.0, accumulation=Accumulation(2))
+    run = engine(parts, lr=1.0, accumulation=Accumulation(batches_per_update=2))
     before = state(parts)
     for part in (slice(0, 1), slice(1, 8)):
         run.backward(mean_loss(parts, (x[part], y[part])), weight=len(x[part]))
@@ -138,7 +138,10 @@ def test_a_window_with_a_gradient_that_is_not_finite_is_skipped():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     run = Engine(
         model,
-        [Accumulation(2), Precision("fp16", loss_scale=LossScale("dynamic", init_scale=8.0))],
+        [
+            Accumulation(batches_per_update=2),
+            Precision("fp16", loss_scale=LossScale("dynamic", init_scale=8.0)),
+        ],
         optimizer=optimizer,
         scheduler=scheduler,
     )
@@ -167,7 +170,7 @@ def test_bf16_gradients_are_summed_in_float32():
         expected += model.weight.grad[0].double() / k
         naive += model.weight.grad[0] / k
     model.zero_grad()
-    run = engine(model, lr=0.0, accumulation=Accumulation(k))
+    run = engine(model, lr=0.0, accumulation=Accumulation(batches_per_update=k))
     seen = {}
     run.optimizer.register_step_pre_hook(lambda *_: seen.update(grad=model.weight.grad.clone()))
     sums = run._ledger.update.sums
@@ -222,7 +225,7 @@ def test_a_batch_that_never_fits_leaves_the_state_unchanged():
 
 
 def test_a_window_left_open_is_an_error():
-    run = engine(net(), accumulation=Accumulation(K))
+    run = engine(net(), accumulation=Accumulation(batches_per_update=K))
     windows = run.windows(data(8))
     for batch in next(windows):
         run.backward(mean_loss(run.model, batch))
@@ -232,23 +235,22 @@ def test_a_window_left_open_is_an_error():
     assert run.flush().updated
 
 
-@pytest.mark.parametrize(("partial", "updates", "left"), [("flush", 3, 0), ("drop", 2, 0), ("carry", 2, 2)])
-def test_partial_windows_are_flushed_carried_or_dropped(partial, updates, left):
+@pytest.mark.parametrize(("remainder", "updates"), [("step", 3), ("drop", 2), ("carry", 2)])
+def test_remaining_batches_step_carry_on_or_are_dropped(remainder, updates):
     """Rows 4 and 5: also a loader that is shorter than a window."""
-    run = engine(net(), accumulation=Accumulation(K, partial_window=partial))
+    run = engine(net(), accumulation=Accumulation(batches_per_update=K, remainder=remainder))
     through(run, data(10))
     assert run.optimizer_step == updates
-    assert run.micro_step == 10 - (0 if partial == "flush" else 2)
+    assert run.micro_step == 10 - 2 * (remainder == "drop")
     through(run, data(2))
-    assert run.optimizer_step == updates + (partial != "drop")
-    if left:
+    assert run.optimizer_step == updates + (remainder != "drop")
+    if remainder == "carry":
         through(run, data(3))
-        with pytest.raises(UsageError, match="3 micro-batches from an earlier epoch still need"):
-            run.state_dict()
+        assert run.flush().optimizer_step == 4
 
 
 def test_weights_are_given_for_all_or_none():
-    run = engine(net(), accumulation=Accumulation(K))
+    run = engine(net(), accumulation=Accumulation(batches_per_update=K))
     batch = data(1)[0]
     run.backward(mean_loss(run.model, batch), weight=3)
     with pytest.raises(UsageError, match="have a weight and others do not"):
@@ -258,7 +260,7 @@ def test_weights_are_given_for_all_or_none():
 
 
 def test_a_micro_batch_without_a_backward_is_an_error():
-    run = engine(net(), accumulation=Accumulation(K))
+    run = engine(net(), accumulation=Accumulation(batches_per_update=K))
     micros = iter(next(run.windows(data(8))))
     next(micros)
     with pytest.raises(UsageError, match="must be called exactly once"):
@@ -272,16 +274,18 @@ def test_a_loss_may_be_a_sum_with_its_weight():
     batch = data(1, size=10)[0]
     whole, parts = net(), net()
     engine(whole).step(batch)
-    assert engine(parts, loss=summed, accumulation=Accumulation(4)).step(batch).micro_step == 4
+    assert (
+        engine(parts, loss=summed, accumulation=Accumulation(parts_per_batch=4)).step(batch).micro_step == 4
+    )
     for name, value in state(parts).items():
         torch.testing.assert_close(value, state(whole)[name], rtol=1e-6, atol=1e-7)
 
 
 def test_resuming_with_less_data_is_refused(tmp_path):
-    run = engine(net(), accumulation=Accumulation(K))
+    run = engine(net(), accumulation=Accumulation(batches_per_update=K))
     through(run, data(20), until=10)
     run.save(tmp_path / "state")
-    resumed = engine(net(), accumulation=Accumulation(K))
+    resumed = engine(net(), accumulation=Accumulation(batches_per_update=K))
     resumed.load(tmp_path / "state")
     with pytest.raises(UsageError, match="after 8 batches of an epoch, but this loader has only 5"):
         through(resumed, data(5))
@@ -308,7 +312,7 @@ def test_a_shuffled_loader_resumes_with_the_same_samples(stopped, tmp_path):
             through(run, loader, until)
         return run
 
-    options = {"accumulation": Accumulation(gradient_accumulation_steps=4)}
+    options = {"accumulation": Accumulation(batches_per_update=4)}
     torch.manual_seed(3)
     whole = train(engine(net(dropout=0.3), **options))
     torch.manual_seed(3)

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 import memfit
 from memfit.errors import UsageError
 
-SUMS = (memfit.Precision("bf16", autocast=False), memfit.Accumulation(2))
+SUMS = (memfit.Precision("bf16", autocast=False), memfit.Accumulation(parts_per_batch=2))
 MASTERS = (memfit.Precision("bf16", autocast=False, master_weights=True),)
 IN_BACKWARD = (memfit.OptimizerState(step_in_backward=True),)
 
@@ -109,7 +109,7 @@ def test_losses_of_low_precision_are_summed_in_float32(dtype):
     run = engine(
         model,
         memfit.Precision(dtype, autocast=False, master_weights=True),
-        memfit.Accumulation(1024),
+        memfit.Accumulation(parts_per_batch=1024),
         lr=0.0,
         loss=lambda model, data: loss(model, data).to(model[0].weight.dtype),
     )
@@ -136,7 +136,7 @@ def test_a_micro_batch_of_weight_0_adds_nothing():
         return F.cross_entropy(model(data[0]), data[1], reduction="sum"), (data[1] != -100).sum()
 
     ours, plain = net(), net()
-    result = engine(ours, memfit.Accumulation(2), loss=tokens).step((x, y))
+    result = engine(ours, memfit.Accumulation(parts_per_batch=2), loss=tokens).step((x, y))
     reference = engine(plain, loss=tokens).step((x[4:], y[4:]))
     assert same(ours, plain)
     assert result.loss == reference.loss
@@ -147,7 +147,10 @@ def test_a_micro_batch_of_weight_0_adds_nothing():
 
 def test_a_hand_written_loop_continues_after_a_failed_backward():
     ours, plain = net(), net()
-    run, reference = engine(ours, memfit.Accumulation(2)), engine(plain, memfit.Accumulation(2))
+    run, reference = (
+        engine(ours, memfit.Accumulation(batches_per_update=2)),
+        engine(plain, memfit.Accumulation(batches_per_update=2)),
+    )
     run.backward(loss(ours, batch()))
     with pytest.raises(RuntimeError, match="does not require grad"):
         run.backward(torch.ones(()))
@@ -197,7 +200,7 @@ def test_an_engine_is_freed_with_its_last_reference():
     gc.disable()
     try:
         model = net()
-        run = engine(model, memfit.Accumulation(2), memfit.Precision("bf16"))
+        run = engine(model, memfit.Accumulation(parts_per_batch=2), memfit.Precision("bf16"))
         run.step(batch())
         references = weakref.ref(run), weakref.ref(model)
         del run, model
@@ -260,7 +263,7 @@ def test_fit_with_other_data_after_a_stop_begins_with_their_first_batch():
 
 @pytest.mark.parametrize("done", [1, 2, 3, 4])
 def test_a_window_with_a_loss_scale_resumes_after_any_micro_batch(done):
-    plan = memfit.Precision("fp16"), memfit.Accumulation(4)
+    plan = memfit.Precision("fp16"), memfit.Accumulation(batches_per_update=4)
     saved = {}
 
     def train(run, at=None):
@@ -281,19 +284,18 @@ def test_a_window_with_a_loss_scale_resumes_after_any_micro_batch(done):
 
 
 def test_a_loader_whose_batch_size_contradicts_the_settings_is_refused():
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=8)
-    settings = memfit.Accumulation(micro_batch_size=8, global_batch_size=32)
+    def data(size):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=size)
+
+    divided = memfit.Accumulation(micro_batch_size=8, global_batch_size=32)
     with pytest.raises(UsageError, match="The loader's batch_size is 8, but global_batch_size=32"):
-        engine(net(), settings).fit(data)
-    run = engine(net(), settings)
-    for window in run.windows(data):
-        for part in window:
-            run.backward(loss(run.model, part))
-    assert run.optimizer_step == 2
-    whole = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(64)), batch_size=32)
-    with pytest.raises(UsageError, match="The loader's batch_size is 32, but micro_batch_size=8"):
-        next(engine(net(), settings).windows(whole))
-    assert engine(net(), settings).fit(whole).micro_step == 8
+        engine(net(), divided).fit(data(8))
+    assert engine(net(), divided).fit(data(32)).micro_step == 8
+    gathered = memfit.Accumulation(batches_per_update=4, micro_batch_size=8)
+    for entry in (lambda run, loader: next(run.windows(loader)), memfit.Engine.fit):
+        with pytest.raises(UsageError, match="The loader's batch_size is 32, but micro_batch_size=8"):
+            entry(engine(net(), gathered), data(32))
+    assert engine(net(), gathered).fit(data(8)).optimizer_step == 2
 
 
 def test_data_without_a_length_are_accepted():
@@ -320,7 +322,7 @@ def test_a_batch_of_any_type_is_trained_undivided():
     engine(plain).step(batch())
     assert same(ours, plain)
     with pytest.raises(UsageError, match="Cannot determine the number of samples"):
-        engine(net(), memfit.Accumulation(2), loss=of_odd).step(Odd(*batch()))
+        engine(net(), memfit.Accumulation(parts_per_batch=2), loss=of_odd).step(Odd(*batch()))
 
 
 class Counted(nn.Linear):

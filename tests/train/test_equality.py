@@ -36,7 +36,7 @@ def test_sums_in_another_order_are_equal_up_to_rounding(dtype, network):
 def test_a_wrong_run_is_detected():
     """Two micro-batches do not equal three; and batch norms, for which nothing is claimed, see only parts."""
     network = Network("images", ("convolution", "batch norm"), (False, False), False, False, False, 8, 1)
-    mismatched = Combination((Accumulation(2),), 3)
+    mismatched = Combination((Accumulation(parts_per_batch=2),), 3)
     ours, plain = mismatched.ours(network, torch.float32), mismatched.plain(network, torch.float32)
     assert not all(map(torch.equal, ours.gradients, plain.gradients))
     assert error("accumulation of 2 = whole batch", network, torch.float64) > 1e-3

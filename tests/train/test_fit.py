@@ -46,7 +46,7 @@ def loader(batches=3, size=4):
 
 def test_events_are_called_in_order():
     diary = Diary()
-    engine(memfit.Accumulation(2), callbacks=[diary]).fit(loader(1), epochs=2)
+    engine(memfit.Accumulation(parts_per_batch=2), callbacks=[diary]).fit(loader(1), epochs=2)
     window = ["window_begin", "micro_step_end", "micro_step_end"]
     window += ["optimizer_step_begin", "optimizer_step_end", "window_end"]
     epoch = ["epoch_begin", *window, "epoch_end"]
@@ -128,13 +128,13 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
 
     def train(*extra):
         torch.manual_seed(7)
-        run = engine(memfit.Accumulation(2), callbacks=[*callbacks(), *extra], loss=noisy)
+        run = engine(memfit.Accumulation(parts_per_batch=2), callbacks=[*callbacks(), *extra], loss=noisy)
         run.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
         return run
 
     whole = train()
     train(Stops())
-    resumed = engine(memfit.Accumulation(2), callbacks=callbacks(), loss=noisy)
+    resumed = engine(memfit.Accumulation(parts_per_batch=2), callbacks=callbacks(), loss=noisy)
     resumed.load(tmp_path / "run")
     assert resumed.optimizer_step == stopped
     resumed.fit(torch.utils.data.DataLoader(torch.cat(loader()), batch_size=4, shuffle=True), epochs=3)
@@ -146,7 +146,7 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
 def test_row_30_the_bar_names_what_it_counts():
     text = io.StringIO()
     bar = memfit.ProgressBar(Console(file=text, force_terminal=True, width=160))
-    engine(memfit.Accumulation(2), callbacks=[bar]).fit(loader(), epochs=2)
+    engine(memfit.Accumulation(parts_per_batch=2), callbacks=[bar]).fit(loader(), epochs=2)
     shown = text.getvalue()
     assert "epoch 2/2" in shown
     assert "3/3" in shown
@@ -167,7 +167,7 @@ def test_a_long_rereading_of_an_epoch_shows_a_bar(monkeypatch):
 
 
 def test_a_window_left_open_at_the_end_of_a_block_is_an_error():
-    run = engine(memfit.Accumulation(4))
+    run = engine(memfit.Accumulation(batches_per_update=4))
     with pytest.raises(UsageError, match="called for 1 of its 4 micro-batches"), run:
         run.backward(run.model(loader(1)[0]).square().mean())
     with pytest.raises(ZeroDivisionError), run:
@@ -202,10 +202,13 @@ def test_a_job_may_have_factories_of_its_optimizer_and_scheduler():
 
 
 def test_a_compiled_model_trains_like_the_original():
-    plain, ours = engine(memfit.Accumulation(2)), engine(memfit.Accumulation(2))
+    plain, ours = (
+        engine(memfit.Accumulation(parts_per_batch=2)),
+        engine(memfit.Accumulation(parts_per_batch=2)),
+    )
     compiled = memfit.Engine(
         torch.compile(ours.model, backend="aot_eager"),
-        memfit.Accumulation(2),
+        memfit.Accumulation(parts_per_batch=2),
         optimizer=torch.optim.AdamW(ours.model.parameters(), lr=0.1),
         loss=lambda model, data: model(data).square().mean(),
     )

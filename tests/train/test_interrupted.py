@@ -107,7 +107,7 @@ def windows(run, data, until=0, *, backward=False):
 @pytest.mark.parametrize("until", [1, 2, 3, 4])
 def test_an_interrupted_forward_is_repeated_but_not_a_completed_backward(until, backward):
     data = torch.utils.data.DataLoader(RandomSamples(), 4)
-    plan = memfit.Accumulation(2)
+    plan = memfit.Accumulation(batches_per_update=2)
     whole = windows(engine(plan), data)
     run = engine(plan)
     with pytest.raises(KeyboardInterrupt):
@@ -119,7 +119,7 @@ def test_an_interrupted_forward_is_repeated_but_not_a_completed_backward(until, 
 
 def test_an_interrupted_resume_inside_a_window_is_repeated():
     data = torch.utils.data.DataLoader(RandomSamples(), 4)
-    plan = memfit.Accumulation(3)
+    plan = memfit.Accumulation(batches_per_update=3)
     whole = windows(engine(plan), data)
     run = engine(plan)
     with pytest.raises(KeyboardInterrupt):
@@ -170,7 +170,7 @@ def test_an_update_whose_scheduler_raised_is_made_and_counted():
 
 
 def test_a_window_whose_scheduler_raised_is_not_repeated():
-    run = engine(memfit.Accumulation(2), scheduler=one_cycle)
+    run = engine(memfit.Accumulation(batches_per_update=2), scheduler=one_cycle)
     data = list(torch.randn(8, 4, 6))
     with pytest.raises(ValueError, match="Tried to step 4 times"):
         windows(run, data)

@@ -49,7 +49,7 @@ def window_gradients(weights, *plan):
     seen, model = Seen(), net()
     run = memfit.Engine(
         model,
-        [*plan, memfit.Accumulation(len(weights))],
+        [*plan, memfit.Accumulation(batches_per_update=len(weights))],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         callbacks=[seen],
     )
@@ -115,7 +115,7 @@ def four_parts(steps, plan):
     seen, model = Seen(), net()
     run = memfit.Engine(
         model,
-        [plan, memfit.Accumulation(steps)],
+        [plan, memfit.Accumulation(batches_per_update=steps)],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         callbacks=[seen],
     )

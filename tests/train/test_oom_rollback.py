@@ -55,7 +55,7 @@ def test_a_batch_whose_entries_a_loss_removes_is_retried_with_them(kind):
     ours, plain = linear(), linear()
     data = kind({"x": torch.randn(8, 4), "labels": torch.randn(8, 1)})
     result = engine(ours, short_once(popped)).step(data)
-    engine(plain, popped, memfit.Accumulation(2)).step(data)
+    engine(plain, popped, memfit.Accumulation(parts_per_batch=2)).step(data)
     assert (result.updated, result.retried) == (True, 1)
     assert torch.equal(ours.weight, plain.weight)
     assert data.keys() == {"x", "labels"}
@@ -91,7 +91,7 @@ def test_a_batch_of_an_unknown_type_raises_pytorchs_error():
 
 
 def test_a_batch_without_samples_is_refused():
-    run = engine(linear(), square, memfit.Accumulation(2))
+    run = engine(linear(), square, memfit.Accumulation(parts_per_batch=2))
     with pytest.raises(UsageError, match="The batch has no samples"):
         run.step(torch.ones(0, 4))
     assert run.step(torch.ones(8, 4)).updated
@@ -225,5 +225,5 @@ def test_a_buffer_that_was_none_is_restored_to_none():
     assert model.lazy is None
     ours, plain, data = linear(Buffered), linear(Buffered), torch.randn(8, 4)
     assert engine(ours, short_once(square)).step(data).retried == 1
-    engine(plain, square, memfit.Accumulation(2)).step(data)
+    engine(plain, square, memfit.Accumulation(parts_per_batch=2)).step(data)
     assert torch.equal(ours.weight, plain.weight)

@@ -72,7 +72,11 @@ def test_conflicts_are_refused_when_the_engine_is_created():
     """Row 29."""
     with pytest.raises(UsageError, match="step_in_backward and max_grad_norm cannot be combined"):
         engine(IN_BACKWARD, max_grad_norm=1.0)
-    for other in (Accumulation(2), Precision("fp16"), Precision("bf16", autocast=False, master_weights=True)):
+    for other in (
+        Accumulation(parts_per_batch=2),
+        Precision("fp16"),
+        Precision("bf16", autocast=False, master_weights=True),
+    ):
         with pytest.raises(UsageError, match="step_in_backward"):
             engine([IN_BACKWARD, other])
 

@@ -46,7 +46,7 @@ def test_a_hand_written_loop_gets_an_error_for_an_interrupted_window(case):
     """Partial gradients are neither counted, nor saved, nor corrected and clipped twice."""
 
     def window(engine, at=None):
-        for batch in build(case)[1][: CASES[case].get("steps", 1)]:
+        for batch in build(case, by_hand=True)[1][: CASES[case].get("steps", 1)]:
             with engine.autocast():
                 loss = loss_of(engine.model, batch)
             with Fault(at) as fault:
@@ -54,11 +54,11 @@ def test_a_hand_written_loop_gets_an_error_for_an_interrupted_window(case):
             at = None if at is None else at - fault.count
         return fault.count
 
-    reference = build(case)[0]
+    reference = build(case, by_hand=True)[0]
     window(reference)
     places = window(reference)
     for at in range(0, places, 17):
-        engine = build(case)[0]
+        engine = build(case, by_hand=True)[0]
         window(engine)
         saved = copy.deepcopy(engine.state_dict())
         with pytest.raises(torch.OutOfMemoryError):

@@ -37,7 +37,7 @@ def engine(net, *plan, optimizer=torch.optim.AdamW, **options):
 def test_master_weights_equal_those_of_a_handwritten_loop(steps):
     """Bit for bit: float32 sums of bf16 gradients, an optimizer on float32 copies, rounded once."""
     ours, plain = model(), model()
-    run = engine(ours, pure(), memfit.Accumulation(steps))
+    run = engine(ours, pure(), memfit.Accumulation(parts_per_batch=steps))
     masters = [nn.Parameter(parameter.detach().clone()) for parameter in plain.parameters()]
     plain.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
@@ -125,16 +125,16 @@ def test_a_run_resumes_in_another_precision_from_full_parameters(first, second, 
 
 
 def test_neither_precision_nor_accumulation_may_change_inside_a_window():
-    run = engine(model(), memfit.Precision("fp16"), memfit.Accumulation(4))
+    run = engine(model(), memfit.Precision("fp16"), memfit.Accumulation(batches_per_update=4))
     data = batches(1)[0]
     run.backward(loss(run.model, data))
     saved = run.state_dict()
     for plan, words in (
         (
-            [memfit.Precision("fp16"), memfit.Accumulation(2)],
+            [memfit.Precision("fp16"), memfit.Accumulation(batches_per_update=2)],
             "inside an accumulation window of 4 micro-batches",
         ),
-        ([memfit.Precision("bf16"), memfit.Accumulation(4)], "the loss scale differs"),
+        ([memfit.Precision("bf16"), memfit.Accumulation(batches_per_update=4)], "the loss scale differs"),
     ):
         other = engine(model(), *plan)
         with pytest.raises(UsageError, match=words):
@@ -142,7 +142,7 @@ def test_neither_precision_nor_accumulation_may_change_inside_a_window():
         assert other.micro_step == 0
     for data in batches(3):
         run.backward(loss(run.model, data))
-    changed = engine(model(), memfit.Accumulation(2))
+    changed = engine(model(), memfit.Accumulation(parts_per_batch=2))
     changed.load_state_dict(run.state_dict())  # between windows: both may
     assert changed.step(data).optimizer_step == 2
 
@@ -181,7 +181,7 @@ def test_apply_changes_the_precision_and_revert_restores_it():
     memfit.apply(net, memfit.Precision("bf16", autocast=False))
     assert memfit.revert(net)[0].weight.dtype == torch.float32
     with pytest.raises(UsageError, match="cannot use Accumulation, which applies to the training loop"):
-        memfit.apply(net, memfit.Accumulation(2))
+        memfit.apply(net, memfit.Accumulation(parts_per_batch=2))
 
 
 def test_revert_restores_the_float32_copies():

@@ -64,7 +64,7 @@ def test_row_01_micro_batches_are_weighted_by_their_tokens():
         return F.cross_entropy(model(data[0]), data[1], reduction="sum"), (data[1] != -100).sum()
 
     seen = Seen()
-    engine(net(), memfit.Accumulation(2), loss=tokens, callbacks=[seen]).step((x, y))
+    engine(net(), memfit.Accumulation(parts_per_batch=2), loss=tokens, callbacks=[seen]).step((x, y))
     assert_close(seen.gradients, gradients(net(), (x, y)))
     naive = [
         (left + right) / 2
@@ -79,7 +79,9 @@ def test_row_01_micro_batches_are_weighted_by_their_tokens():
 def test_row_02_the_divisor_has_one_owner(size, steps):
     data = batch(4)
     reference = engine(net(), max_grad_norm=100.0).step(data)
-    run = engine(net(), memfit.Accumulation(steps, micro_batch_size=size), max_grad_norm=100.0)
+    run = engine(
+        net(), memfit.Accumulation(parts_per_batch=steps, micro_batch_size=size), max_grad_norm=100.0
+    )
     result = run.step(data)
     assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-6)
     assert result.loss == pytest.approx(reference.loss, rel=1e-6)
@@ -111,7 +113,7 @@ def test_row_03_tensors_saved_for_backward_do_not_grow_with_the_window(weighted)
             return F.cross_entropy(out, data[1])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            engine(net(), memfit.Accumulation(steps), loss=loss).step(batch(8))
+            engine(net(), memfit.Accumulation(parts_per_batch=steps), loss=loss).step(batch(8))
         return peak
 
     assert peak_alive(8) == peak_alive(2) > 0
@@ -120,17 +122,17 @@ def test_row_03_tensors_saved_for_backward_do_not_grow_with_the_window(weighted)
 def test_row_04_a_partial_window_is_divided_by_its_own_length():
     batches = [batch(4, seed) for seed in range(5)]
     seen = Seen()
-    run = engine(net(), memfit.Accumulation(2), lr=0.0, callbacks=[seen])
+    run = engine(net(), memfit.Accumulation(batches_per_update=2), lr=0.0, callbacks=[seen])
     for window in run.windows(batches):
         for data in window:
             run.backward(mean_loss(run.model, data))
     assert_close(seen.gradients, gradients(net(), batches[4]))
 
 
-@pytest.mark.parametrize(("policy", "updates"), [("flush", 1), ("drop", 0), ("carry", 0)])
+@pytest.mark.parametrize(("policy", "updates"), [("step", 1), ("drop", 0), ("carry", 0)])
 def test_row_05_a_loader_shorter_than_a_window_is_a_partial_window(policy, updates):
     seen = Seen()
-    run = engine(net(), memfit.Accumulation(4, partial_window=policy), lr=0.0, callbacks=[seen])
+    run = engine(net(), memfit.Accumulation(batches_per_update=4, remainder=policy), lr=0.0, callbacks=[seen])
     batches = [batch(4, seed) for seed in range(3)]
     for window in run.windows(batches):
         for data in window:
@@ -153,9 +155,9 @@ def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
                     return run
         return run
 
-    first = train(engine(net(), memfit.Accumulation(4)), until=6)
+    first = train(engine(net(), memfit.Accumulation(batches_per_update=4)), until=6)
     seen = Seen()
-    second = engine(net(3), memfit.Accumulation(4), callbacks=[seen])
+    second = engine(net(3), memfit.Accumulation(batches_per_update=4), callbacks=[seen])
     second.load_state_dict(first.state_dict())
     before = None
 
@@ -176,7 +178,7 @@ def test_row_06_the_last_window_after_a_resume_is_counted_from_the_data():
 
 
 def test_row_07_a_resume_inside_a_window_keeps_its_gradients():
-    run, resumed, plain = (engine(net(), memfit.Accumulation(4)) for _ in range(3))
+    run, resumed, plain = (engine(net(), memfit.Accumulation(batches_per_update=4)) for _ in range(3))
     data = [batch(4, seed) for seed in range(4)]
     for part in data[:2]:
         run.backward(mean_loss(run.model, part))
@@ -197,12 +199,12 @@ def test_row_08_a_resume_continues_with_the_next_samples():
         return model(data).square().mean()
 
     loader = torch.arange(12.0).repeat_interleave(12).reshape(12, 2, 6)
-    first = engine(net(), memfit.Accumulation(2), loss=loss, lr=0.01)
+    first = engine(net(), memfit.Accumulation(parts_per_batch=2), loss=loss, lr=0.01)
     for data in first.through(loader):
         first.step(data)
         if first.batch == 5:
             break
-    second = engine(net(), memfit.Accumulation(2), loss=loss, lr=0.01)
+    second = engine(net(), memfit.Accumulation(parts_per_batch=2), loss=loss, lr=0.01)
     second.load_state_dict(first.state_dict())
     assert (second.micro_step, second.optimizer_step) == (10, 5)
     second.fit(loader)
@@ -215,7 +217,11 @@ def test_rows_09_and_10_the_scheduler_steps_once_per_update():
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     run = memfit.Engine(
-        model, memfit.Accumulation(4), optimizer=optimizer, loss=mean_loss, scheduler=scheduler
+        model,
+        memfit.Accumulation(parts_per_batch=4),
+        optimizer=optimizer,
+        loss=mean_loss,
+        scheduler=scheduler,
     )
     rates = []
     for _ in range(3):
@@ -248,7 +254,11 @@ def test_row_11_the_scheduler_waits_if_an_update_is_skipped():
 def test_row_12_gradients_are_unscaled_once():
     seen = Seen()
     run = engine(
-        net(), fp16(init_scale=1024.0), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=100.0
+        net(),
+        fp16(init_scale=1024.0),
+        memfit.Accumulation(parts_per_batch=4),
+        callbacks=[seen],
+        max_grad_norm=100.0,
     )
     result = run.step(batch(8))
     for found, expected in zip(seen.gradients, gradients(net(), batch(8)), strict=True):
@@ -257,7 +267,7 @@ def test_row_12_gradients_are_unscaled_once():
 
 
 def test_row_12_a_full_window_accepts_no_more():
-    run = engine(net(), memfit.Accumulation(2))
+    run = engine(net(), memfit.Accumulation(batches_per_update=2))
     window = next(run.windows([batch(4), batch(4)]))
     for data in window:
         run.backward(mean_loss(run.model, data))
@@ -271,7 +281,9 @@ def test_row_13_gradients_are_clipped_once_per_window():
     expected = gradients(net(), data)
     norm = torch.stack([gradient.norm() for gradient in expected]).norm()
     seen = Seen()
-    result = engine(net(), memfit.Accumulation(4), callbacks=[seen], max_grad_norm=0.1).step(data)
+    result = engine(net(), memfit.Accumulation(parts_per_batch=4), callbacks=[seen], max_grad_norm=0.1).step(
+        data
+    )
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert_close(seen.gradients, [gradient * (0.1 / norm) for gradient in expected])
 
@@ -282,7 +294,12 @@ def test_rows_14_15_17_one_infinite_micro_batch_skips_its_window_and_no_other(at
     model = net()
     before = [parameter.clone() for parameter in model.parameters()]
     run = engine(
-        model, fp16(init_scale=8.0), memfit.Accumulation(4), loss=infinite({at}), lr=0.0, callbacks=[seen]
+        model,
+        fp16(init_scale=8.0),
+        memfit.Accumulation(parts_per_batch=4),
+        loss=infinite({at}),
+        lr=0.0,
+        callbacks=[seen],
     )
     skipped = run.step(batch(8))
     assert (skipped.updated, skipped.loss_scale) == (False, 8.0)
@@ -300,9 +317,9 @@ def test_row_24_the_warning_about_batch_norm_names_alternatives():
         UserWarning,
         match=r"BatchNorm layers such as 1 .* each micro-batch of a window.*GroupNorm.*eval.*SyncBatch",
     ):
-        engine(net(norm=nn.BatchNorm1d(8)), memfit.Accumulation(2))
-    engine(net(norm=nn.GroupNorm(2, 8)), memfit.Accumulation(2))
-    engine(net(norm=nn.BatchNorm1d(8)).eval(), memfit.Accumulation(2))
+        engine(net(norm=nn.BatchNorm1d(8)), memfit.Accumulation(parts_per_batch=2))
+    engine(net(norm=nn.GroupNorm(2, 8)), memfit.Accumulation(parts_per_batch=2))
+    engine(net(norm=nn.BatchNorm1d(8)).eval(), memfit.Accumulation(parts_per_batch=2))
     engine(net(norm=nn.BatchNorm1d(8)))
 
 

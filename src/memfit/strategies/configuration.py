@@ -1,7 +1,7 @@
 """Settings from a dict or a TOML file, under memfit's names and those of older systems.
 
     precision = "bf16"                       the strategy's first field
-    gradient_accumulation_steps = 4          a field of one strategy, under its own name
+    batches_per_update = 4                   a field of one strategy, under its own name
     [checkpointing]                          a strategy's fields
     modules = ["layers.*"]
     fp16 = { loss_scale = 512.0 }            an older name, see legacy_settings.py
@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input
-from memfit.strategies.legacy_settings import NOTHING, OVER_BATCHES, READERS, GivenSetting
+from memfit.strategies.legacy_settings import NOTHING, READERS, GivenSetting
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
 from memfit.strategies.suggestions import unknown_name_error
@@ -32,22 +32,17 @@ ALIASES = {
     "gradient_checkpointing": "checkpointing",
     "loss_scale": "precision.loss_scale",
     "master_weights": "precision.master_weights",
-    "gradient_accumulation_steps": "accumulation.gradient_accumulation_steps",
+    "parts_per_batch": "accumulation.parts_per_batch",
+    "batches_per_update": "accumulation.batches_per_update",
     "micro_batch_size": "accumulation.micro_batch_size",
     "global_batch_size": "accumulation.global_batch_size",
-    "partial_window": "accumulation.partial_window",
+    "remainder": "accumulation.remainder",
     "gradient_dtype": "accumulation.gradient_dtype",
     "step_in_backward": "optimizer_state.step_in_backward",
     "max_grad_norm": "max_grad_norm",
-    "accumulate_grad_batches": "accumulation.gradient_accumulation_steps",  # Lightning
-    "accumulative_counts": "accumulation.gradient_accumulation_steps",  # MMEngine
-    "mini_steps": "accumulation.gradient_accumulation_steps",  # MindSpore
-    "grad_accumulation_step": "accumulation.gradient_accumulation_steps",  # MindSpore
 }
 """Names with one meaning: a strategy, a field of one, or the engine's ``max_grad_norm``."""
 
-_OVER_BATCHES = ("accumulate_grad_batches", "accumulative_counts", "mini_steps", "grad_accumulation_step")
-"""Names from systems that accumulate over a loader's batches."""
 _MAX_DEPTH = 32
 _MAX_FILE = 1 << 20  # bytes of a file of settings
 """Levels of dicts and lists that are read; real settings have about four."""
@@ -112,7 +107,8 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     fp16                           ->  precision.dtype='fp16'
     fp16.loss_scale=512.0          ->  precision.loss_scale=512.0
     with_cp=True                   ->  checkpointing
-    gradient_accumulation_steps=4  ->  accumulation.gradient_accumulation_steps=4
+    gradient_accumulation_steps=4  ->  accumulation.batches_per_update=4
+    gradient_accumulation_steps=4  ->  accumulation.remainder='step' (the way of HuggingFace's Trainer)
     """
     entries = given if isinstance(given, Mapping) else _file(given)
     _expect_plain(entries, "the configuration", _MAX_DEPTH)
@@ -202,7 +198,7 @@ def _read(name: str, given: Any) -> Iterator[GivenSetting]:
     elif given is None:
         yield GivenSetting(f"{name}=None", None, note=NOTHING)
     else:
-        yield _setting(f"{name}={given!r}", target, given, OVER_BATCHES if name in _OVER_BATCHES else "")
+        yield _setting(f"{name}={given!r}", target, given)
 
 
 def _strategy(name: str, strategy: str, given: Any) -> Iterator[GivenSetting]:
@@ -217,12 +213,17 @@ def _strategy(name: str, strategy: str, given: Any) -> Iterator[GivenSetting]:
             if field not in known:
                 raise unknown_name_error(f"a field of {name}", field, known)
             yield _setting(f"{name}.{field}={value!r}", f"{strategy}.{field}", value)
+    elif fields(STRATEGIES[strategy])[0].kw_only:
+        raise UsageError(
+            f"{name}={given!r} does not say which field it sets. Name it, for example {known[0]}={given!r} "
+            f"or {known[1]}={given!r}."
+        )
     else:
         yield _setting(f"{name}={given!r}", f"{strategy}.{known[0]}", given)
 
 
-def _setting(given: str, target: str, value: Any, note: str = "") -> GivenSetting:
-    return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value, note)
+def _setting(given: str, target: str, value: Any) -> GivenSetting:
+    return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value)
 
 
 def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, GivenSetting]:

@@ -33,7 +33,6 @@ class GivenSetting:
 Reader = Callable[[str, Any], Iterator[GivenSetting]]
 
 NOTHING = "this is memfit's default"
-OVER_BATCHES = "micro-batches are the loader's batches in engine.windows, and parts of them in engine.fit"
 # Fields of hooks that only control how several ranks exchange gradients.
 _OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
 
@@ -49,6 +48,21 @@ def flag(target: str, value: Any = None) -> Reader:
             yield GivenSetting(
                 f"{name}={given!r}", None, value, NOTHING, denies="" if given is None else target
             )
+
+    return read
+
+
+def gathering(remainder: str, origin: str) -> Reader:
+    """Return the reader of a number of batches per update, from a system that treats the remainder so."""
+
+    def read(name: str, given: Any) -> Iterator[GivenSetting]:
+        if given is None:
+            yield GivenSetting(f"{name}=None", None, note=NOTHING)
+            return
+        yield GivenSetting(f"{name}={given!r}", "accumulation.batches_per_update", given)
+        yield GivenSetting(
+            f"{name}={given!r}", "accumulation.remainder", remainder, f"the way of {origin}", is_default=True
+        )
 
     return read
 
@@ -105,16 +119,10 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
             raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":
             yield _grad_clip(f"{name}.{field}", value)
+        elif field == "cumulative_iters":
+            yield from gathering("carry", "MMCV")(f"{name}.{field}", value)
         else:
-            yield GivenSetting(
-                given, _FIELDS[field], value, OVER_BATCHES if field == "cumulative_iters" else ""
-            )
-
-
-_FIELDS = {
-    "loss_scale": "precision.loss_scale",
-    "cumulative_iters": "accumulation.gradient_accumulation_steps",
-}
+            yield GivenSetting(given, "precision.loss_scale", value)
 
 
 def _grad_clip(name: str, given: Any) -> GivenSetting:
@@ -231,6 +239,13 @@ def expect(name: str, given: Any, kind: Any, what: str) -> Any:
 
 
 READERS: dict[str, Reader] = {
+    "gradient_accumulation_steps": gathering("step", "HuggingFace's Trainer"),
+    "accumulate_grad_batches": gathering("step", "Lightning"),
+    "accumulative_counts": gathering("carry", "MMEngine"),
+    "mini_steps": gathering("carry", "MindSpore"),
+    "grad_accumulation_step": gathering("carry", "MindSpore"),
+    "accumulate_step": gathering("carry", "MindSpore"),
+    "iter_size": gathering("carry", "Caffe"),
     "fp16": fp16,
     "bf16": flag("precision.dtype", "bf16"),
     "optimizer_config": optimizer_config,

@@ -29,7 +29,7 @@ class Plan:
     Raises:
         UsageError: two of them cannot be combined; the message says why, and what to do instead.
 
-    >>> Plan(accumulation=Accumulation(4)).accumulation.gradient_accumulation_steps
+    >>> Plan(accumulation=Accumulation(parts_per_batch=4)).accumulation.steps
     4
     """
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
-from memfit.strategies.mechanisms.wrap_forward import wrap_forward
+from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward
 from memfit.strategies.precision_decorators import mark
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -148,7 +148,7 @@ class Precision:
             if self.dtype != "fp32":
                 undo.callback(mark(model, self.torch_dtype, autocast=self.autocast))
             if self.autocast:
-                undo.callback(wrap_forward(model, _InContext(self, device_type(model))))
+                undo.callback(wrap_forward(model, self, _AutocastForward))
             else:
                 undo.callback(_cast(model, self.torch_dtype))
             return undo.pop_all().close
@@ -159,14 +159,12 @@ def device_type(model: nn.Module) -> str:
     return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _InContext:
-    precision: Precision
-    device: str
+class _AutocastForward(WrappedForward):
+    """Runs a forward in the context of a precision, on the device where the model is by then."""
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.precision.context(self.device):
-            return forward(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.around.context(device_type(self.module)):
+            return self.__wrapped__(*args, **kwargs)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:

@@ -6,8 +6,10 @@ open ── backward ── backward ── ... ── close: optimizer_update.p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
@@ -15,6 +17,15 @@ from memfit.train.data.loader_position import Position
 from memfit.train.oom_rollback import StepSnapshot
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
 from memfit.train.step_result import StepResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowCopy:
+    """An open window as it was, with its gradients on the host."""
+
+    window: Window
+    micro_step: int
+    gradients: list[tuple[nn.Parameter, torch.Tensor]]
 
 
 class AccumulationLedger:
@@ -29,6 +40,8 @@ class AccumulationLedger:
         self.update, self.notify = update, notify
         self.position = Position()
         self.window: Window | None = None
+        self.resumed_window: Window | None = None
+        """The window inside which a state was saved, until its data are read again."""
         self.micro_step = 0
         self.optimizer_step = 0
         self._micro_step_before = 0  # when the window was opened
@@ -45,13 +58,15 @@ class AccumulationLedger:
         self.notify("on_window_begin")
         return window
 
-    def backward(self, window: Window, loss: torch.Tensor, weight: float | None) -> None:
-        """Run backward from a micro-batch's mean loss."""
+    def backward(
+        self, window: Window, loss: torch.Tensor, weight: float | None, *, completes: bool = True
+    ) -> None:
+        """Run backward from a micro-batch's mean loss; ``completes`` as for ``Window.add``."""
         self.expect_uninterrupted()
         try:
             if (factor := window.make_room(weight)) != 1.0:
                 self.update.multiply(factor)
-            root = window.add(loss, weight)
+            root = window.add(loss, weight, completes=completes)
             if root is not None:
                 root = self.update.scaler.scaled(root)
                 root.backward()  # type: ignore[no-untyped-call]
@@ -98,14 +113,26 @@ class AccumulationLedger:
         self.update.clear()
         self.window = None
 
-    def roll_back(self, snapshot: StepSnapshot | None) -> None:
-        """Undo the open window; a window that is already closed stays."""
+    def copy_window(self) -> "WindowCopy | None":
+        """Copy the open window, as ``roll_back`` needs it; None if it has no gradients yet."""
+        if self.window is None or not self.window.done:
+            return None
+        gradients = [(each, tensor.to("cpu", copy=True)) for each, tensor in self.update.gradients()]
+        return WindowCopy(_copy(self.window), self.micro_step, gradients)
+
+    def roll_back(self, snapshot: StepSnapshot | None, before: "WindowCopy | None" = None) -> None:
+        """Undo the open window, or what was added to it since a copy; a window that is closed stays."""
         if self.window is None:
             return
         self.micro_step = self._micro_step_before
         self.drop()
         if snapshot is not None:
             snapshot.restore()
+        if before is not None:
+            self.window, self.micro_step = _copy(before.window), before.micro_step
+            self.update.take_gradients()
+            for parameter, gradient in before.gradients:
+                self.update.set_gradient(parameter, gradient)
 
     def expect_closed(self) -> None:
         """Raise an error if a window is open."""
@@ -124,3 +151,7 @@ class AccumulationLedger:
                 "interrupted. Drop the window with engine.drop() and continue with the next window, or load "
                 "a saved state."
             )
+
+
+def _copy(window: Window) -> Window:
+    return replace(window, loss=None if window.loss is None else window.loss.clone())

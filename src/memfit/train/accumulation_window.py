@@ -32,17 +32,22 @@ class Window:
     """Whether weights were given."""
     by_hand: bool = False
     """Whether the caller's own loop feeds it: it closes when it is full, or by ``flush``."""
-    whole: bool = False
-    """Whether it is a whole batch's: ``step`` holds the remaining parts."""
+    holds_parts: bool = False
+    """Whether the engine holds parts of a batch that are still to be processed: they cannot be saved."""
     interrupted: bool = False
     """Whether a backward or the update began and did not complete: gradients are incomplete."""
     loss: torch.Tensor | None = None
     """Sum of the losses divided by their divisors, detached."""
 
-    def add(self, loss: torch.Tensor, weight: float | None) -> torch.Tensor | None:
+    def add(self, loss: torch.Tensor, weight: float | None, *, completes: bool = True) -> torch.Tensor | None:
         """Count a micro-batch's mean loss; return the root of its backward, None if its weight is 0.
 
         The window is ``interrupted`` until that backward completes.
+
+        Args:
+            loss: the mean over the micro-batch.
+            weight: as for ``Engine.backward``.
+            completes: whether this completes one of the planned micro-batches, which may be split further.
 
         Raises:
             UsageError: only some micro-batches have weights, a weight is invalid, or the window is full.
@@ -68,7 +73,7 @@ class Window:
         self.interrupted = True
         if self.total is None and share:
             self.total = share * self.planned
-        self.done += 1
+        self.done += completes
         self.weight += share
         if not share or self.total is None:
             return None

@@ -2,7 +2,7 @@
 
     on_fit_begin
       on_epoch_begin
-        on_window_begin             a batch of ``step``, or the next window of ``windows``
+        on_window_begin             a batch that is divided, or the first of those that are gathered
           on_micro_step_end(loss)   after each backward
           on_retry(parts)           memory ran out: the window starts again, in this many parts
           on_optimizer_step_begin   gradients are final: summed, unscaled, clipped
@@ -37,6 +37,10 @@ class TrainingRun(Protocol):
     @property
     def batch(self) -> int:
         """Batches of this epoch that are done."""
+
+    @property
+    def batches_per_update(self) -> int:
+        """Batches that make one update."""
 
     @property
     def is_whole(self) -> bool:

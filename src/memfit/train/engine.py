@@ -4,8 +4,9 @@
              micro-batch ── forward ── backward ├─> correct -> unscale -> clip -> step -> scheduler
              micro-batch ── forward ── backward ┘   once       once      once    if all gradients are finite
 
-There are three ways to train. ``fit`` trains for epochs. ``step(batch)`` splits a batch itself, and into
-smaller parts when memory runs out. ``windows(loader)`` supports a training loop of your own.
+There are three ways to train. ``fit`` trains for epochs. ``step(batch)`` makes an update from one batch, and
+divides it if the plan says so. ``windows(loader)`` supports a training loop of your own, and gathers batches.
+When memory runs out, ``fit`` and ``step`` divide batches further.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -29,6 +30,7 @@ from memfit.train.data.loader_batch_size import expect_batches_of
 from memfit.train.data.split_batch import batch_size, split
 from memfit.train.engine_setup import job_of, set_up
 from memfit.train.full_batch import FullBatchStepper
+from memfit.train.gathered_batches import MicroBatches, gathered
 from memfit.train.job import Job, Loss
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
@@ -62,7 +64,7 @@ class Engine:
         >>> model = nn.Linear(4, 1)
         >>> engine = Engine(
         ...     model,
-        ...     Accumulation(gradient_accumulation_steps=4),
+        ...     Accumulation(parts_per_batch=4),
         ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         ...     loss=lambda model, batch: model(batch).square().mean(),
         ... )
@@ -109,8 +111,7 @@ class Engine:
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, job.loss or _no_loss, size, split, retry=retry
         )
-        self._accumulation = self.plan.accumulation or Accumulation(gradient_accumulation_steps=1)
-        self._resumed_window: Window | None = None
+        self._accumulation = self.plan.accumulation or Accumulation()
 
     @property
     def micro_step(self) -> int:
@@ -155,14 +156,16 @@ class Engine:
     # ---- Epochs --------------------------------------------------------------------------------------
 
     def fit(self, loader: Iterable[Any], epochs: int = 1) -> StepResult | None:
-        """Train up to a total number of epochs, one optimizer step per batch.
+        """Train up to a total number of epochs.
+
+        Each batch makes an update or, with ``batches_per_update``, each group of batches.
 
         Args:
             loader: a ``DataLoader``, or any iterable that can be iterated once per epoch.
             epochs: in total: a resumed run trains those that are left.
 
         Returns:
-            The result of the last batch; None if there was none.
+            The result of the last update; None if there was none.
         """
         result, notify = None, self._ledger.notify
         self.epochs = epochs
@@ -172,9 +175,9 @@ class Engine:
         notify("on_fit_begin")
         try:
             while self.epoch < epochs and not self._stopped:
+                self._ledger.position.begin_epoch()
                 notify("on_epoch_begin")
-                for batch in self.through(loader):
-                    result = self.step(batch)
+                for result in self._updates(loader):
                     if self._stopped:
                         return result
                 if self.epoch and not self.batch:
@@ -189,11 +192,23 @@ class Engine:
             notify("on_fit_end")
         return result
 
+    def _updates(self, loader: Iterable[Any]) -> Iterator[StepResult]:
+        """Train for one epoch, and yield the result of each update."""
+        if not self._accumulation.gathers:
+            for batch in self.through(loader):
+                yield self.step(batch)
+            return
+        ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
+        for group in gathered(self._ledger, self._accumulation, loader, self._batches_left):
+            result = self._full_batch.gather(group.window, group.left, closes=group.fills or ends)
+            if result is not None:
+                yield result
+
     def _resume_inside_epoch(self, loader: Iterable[Any]) -> None:
         """Have ``fit`` continue where it stopped inside an epoch, as from a saved state."""
         position = self._ledger.position
         if position.began is not None and position.loader is loader:
-            position.load_state_dict(position.state_dict(0), position.random_state())
+            position.load_state_dict(position.state_dict(), position.random_state())
 
     def stop(self) -> None:
         """End ``fit`` after the current batch."""
@@ -204,14 +219,20 @@ class Engine:
 
         After ``load_state_dict`` the first call continues where the state was saved: pass the same data.
         """
-        expect_batches_of(self._accumulation, loader, full=True)
-        for (batch,) in self._ledger.position.groups(loader, 1, "flush"):
+        self._accumulation.expect_divided("engine.through")
+        expect_batches_of(self._accumulation, loader)
+        for (batch,) in self._ledger.position.groups(loader, 1, "step"):
             yield batch
 
     @property
     def batch(self) -> int:
-        """Batches of this epoch, or micro-batches with ``windows``, that are done."""
+        """Batches of this epoch that are done."""
         return self._ledger.position.consumed
+
+    @property
+    def batches_per_update(self) -> int:
+        """Batches that make one update."""
+        return self._accumulation.batches_per_update or 1
 
     # ---- Whole batches -------------------------------------------------------------------------------
 
@@ -227,27 +248,37 @@ class Engine:
                 optimizer state and random numbers are restored.
             TornUpdateError: memory ran out inside the optimizer's step, and there is no copy to restore.
         """
+        self._accumulation.expect_divided("engine.step")
         self._ledger.expect_closed()
         return self._full_batch.step(batch)
 
     # ---- A loop of your own --------------------------------------------------------------------------
 
-    def windows(self, loader: Iterable[Any]) -> Iterator["MicroBatches"]:
-        """Yield the windows of one epoch; each yields its micro-batches.
+    def windows(self, loader: Iterable[Any]) -> Iterator[MicroBatches]:
+        """Yield the windows of one epoch, which gather batches; each yields these as its micro-batches.
 
         All micro-batches of a window are fetched before the first is yielded, so that the last window, which
         may be shorter, is divided by its actual number. After ``load_state_dict`` the first call continues
-        where the state was saved: pass the same data.
+        where the state was saved: pass the same data. With ``remainder="carry"`` the last window may stay
+        open: the next epoch continues it, or ``flush`` makes an update of it.
         """
-        ledger, settings = self._ledger, self._accumulation
         self._expect_no_graphs()
-        expect_batches_of(settings, loader, full=False)
-        steps = settings.gradient_accumulation_steps or 1
-        for group in ledger.position.groups(loader, steps, settings.partial_window):
-            ledger.expect_closed()
-            resumed, self._resumed_window = self._resumed_window, None
-            yield MicroBatches(self, ledger.open(resumed or Window(len(group))), group)
-            ledger.expect_closed()
+        self._accumulation.expect_gathered("engine.windows")
+        ledger, carries = self._ledger, self._accumulation.remainder == "carry"
+        for group in gathered(ledger, self._accumulation, loader):
+            window, closes = group.window, group.fills or not carries
+            done = window.done + len(group.left)
+            if ledger.window is None:
+                ledger.open(window)
+            yield MicroBatches(group, ledger, self.flush, closes=closes)
+            if closes or window.done != done:
+                ledger.expect_closed()
+
+    def _batches_left(self) -> int | None:
+        """Return how many batches ``fit`` will still take; None if its loader has no length."""
+        if self.batches is None:
+            return None
+        return (self.epochs - self.epoch) * self.batches - self.batch
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> StepResult | None:
         """Run backward from a micro-batch's loss.
@@ -264,8 +295,8 @@ class Engine:
         window = ledger.window
         self._expect_no_graphs()
         if window is None:
-            planned = self._accumulation.gradient_accumulation_steps or 1
-            window = ledger.open(Window(planned, by_hand=True))
+            self._accumulation.expect_gathered("engine.backward")
+            window = ledger.open(Window(self._accumulation.steps, by_hand=True))
         ledger.backward(window, loss, weight)
         ledger.position.confirm()
         return ledger.close(window) if window.by_hand and window.done == window.planned else None
@@ -315,7 +346,7 @@ class Engine:
         """
         parts = self._parts()
         engine_state.load_state(parts, saved)
-        self.epoch, self._resumed_window = parts.epoch, parts.resumed_window
+        self.epoch = parts.epoch
 
     def _parts(self) -> EngineParts:
         return EngineParts(
@@ -328,7 +359,6 @@ class Engine:
             self._ledger,
             self._full_batch,
             self.epoch,
-            self._resumed_window,
         )
 
     def save(self, path: str | Path) -> None:
@@ -363,29 +393,3 @@ def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
     raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")
-
-
-class MicroBatches:
-    """The micro-batches of one window; call ``engine.backward`` once for each."""
-
-    def __init__(self, engine: Engine, window: Window, items: list[Any]) -> None:
-        self._engine, self._window, self._items = engine, window, items
-        self.result: StepResult | None = None
-        """The window's result, after the backward of its last micro-batch."""
-
-    def __len__(self) -> int:
-        """Return their number, including those that went backward before a state was saved."""
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches; after the last one, update."""
-        for item in self._items[self._window.done :]:
-            done = self._window.done
-            self._engine._ledger.position.hand_out()
-            yield item
-            if self._window.done != done + 1:
-                raise UsageError(
-                    "engine.backward must be called exactly once for each micro-batch of an accumulation "
-                    "window."
-                )
-        self.result = self._engine.flush()

@@ -82,7 +82,7 @@ def _set_up(
     job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
 ) -> OptimizerUpdate:
     model, precision = job.model, plan.precision or Precision("fp32")
-    accumulation = plan.accumulation or Accumulation(gradient_accumulation_steps=1)
+    accumulation = plan.accumulation or Accumulation()
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
     apply_to_model(model, plan)
     given = job.optimizer

@@ -1,13 +1,14 @@
-"""Steps on full batches: split into micro-batches, and split again, with the same result, when out of memory.
+"""Updates from batches: a divided one, or several; divided further, with the same result, when out of memory.
 
-batch ─┬─ part ── forward ── backward          out of memory: buffers and random numbers are restored,
-       ├─ part ── forward ── backward    or    gradients dropped, and the same batch is processed again
+batch ─┬─ part ── forward ── backward          out of memory: buffers, random numbers and gradients are
+       ├─ part ── forward ── backward    or    restored, and the same batches are processed again
        └─ part ── forward ── backward          in twice as many parts
 """
 
 import copy
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.plan import Plan
-from memfit.train.accumulation_ledger import AccumulationLedger
+from memfit.train.accumulation_ledger import AccumulationLedger, WindowCopy
 from memfit.train.accumulation_window import Window
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
@@ -59,59 +60,97 @@ class FullBatchStepper:
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from a batch."""
+        result = self._train([batch], None, closes=True)
+        if result is None:
+            raise AssertionError  # a window that closes has a result
+        return result
+
+    def gather(self, window: Window, batches: list[Any], *, closes: bool) -> StepResult | None:
+        """Add whole batches to a window, and update from it if that closes it."""
+        return self._train(batches, window, closes=closes)
+
+    def _train(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
+        """Process a batch in a window of its parts, or several in the window that gathers them."""
         ledger, retried = self._ledger, 0
         # The size of a batch that is not divided is not needed, and may not be known.
-        accumulation = self._plan.accumulation
-        divided = self.finer > 1 or (accumulation is not None and accumulation.several)
-        samples = self._size(batch) if divided else None
-        seen = [(tensor, version_of(tensor)) for tensor in tensors_in(batch)] if self._retry else []
+        samples = [self._size(batch) for batch in batches] if self._divides else None
+        seen = _versions(batches) if self._retry else []
         snapshot = self._snapshots.take() if self._retry else None
+        if gathered is not None and gathered.done and ledger.window is None:
+            ledger.open(gathered)  # a run that resumed inside it
+        before = ledger.copy_window() if self._retry else None
         graphs = ledger.update.graphs
         with nullcontext() if graphs is None else graphs.window():
             try:
-                window = self._process(batch, samples, self.finer, snapshot)
+                window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:
-                    _expect_unchanged(batch, seen)
-                    samples = self._size(batch)
+                    _expect_unchanged(batches, seen)
+                    samples = [self._size(batch) for batch in batches]
                     retried += 1
-                    ledger.notify(
-                        "on_retry", len(parts(self._plan.accumulation, samples, self.finer << retried))
+                    ledger.notify("on_retry", sum(map(len, self._sizes(samples, self.finer << retried))))
+                    window = self._process(
+                        batches, gathered, samples, self.finer << retried, snapshot, before
                     )
-                    window = self._process(batch, samples, self.finer << retried, snapshot)
                 self.finer <<= retried
                 if snapshot is not None and not retried:  # restoring writes, too
                     self._snapshots.record_writes(snapshot)
-                return ledger.close(window, retried)
+                return ledger.close(window, retried) if closes else None
             except BaseException:
-                ledger.roll_back(snapshot)
+                ledger.roll_back(snapshot, before)
                 raise
 
+    @property
+    def _divides(self) -> bool:
+        accumulation = self._plan.accumulation
+        return self.finer > 1 or (
+            accumulation is not None and accumulation.several and not accumulation.gathers
+        )
+
+    def _sizes(self, samples: list[int], finer: int) -> list[list[int]]:
+        """Return the sizes of each batch's parts."""
+        return [parts(self._plan.accumulation, number, finer) for number in samples]
+
     def _process(
-        self, batch: Any, samples: int | None, finer: int, snapshot: StepSnapshot | None
+        self,
+        batches: list[Any],
+        gathered: Window | None,
+        samples: list[int] | None,
+        finer: int,
+        snapshot: StepSnapshot | None,
+        before: WindowCopy | None,
     ) -> Window | None:
-        """Run forward and backward on the parts of a batch; on the whole batch if ``samples`` is None.
+        """Run forward and backward on the parts of batches; on whole batches if ``samples`` is None.
 
         Returns:
             None if memory ran out and smaller parts may fit: everything is restored, and the exception is
             gone with all that its frames held.
         """
-        sizes = [1] if samples is None else parts(self._plan.accumulation, samples, finer)
+        sizes = [[1]] * len(batches) if samples is None else self._sizes(samples, finer)
         try:
-            window = self._ledger.open(Window(len(sizes), whole=True))
-            batches = [_shallow_copy(batch)] if len(sizes) == 1 else self._split(batch, sizes)
-            for part, size in zip(batches, sizes, strict=True):
-                self._micro_step(window, part, sum(sizes), size)
+            window = self._window(gathered, len(sizes[0]) if sizes else 0)
+            for batch, own in zip(batches, sizes, strict=True):
+                divided = [_shallow_copy(batch)] if len(own) == 1 else self._split(batch, own)
+                for number, (part, size) in enumerate(zip(divided, own, strict=True), 1):
+                    if gathered is None:
+                        self._micro_step(window, part, sum(own), size)
+                    else:
+                        window.holds_parts = number < len(own)
+                        share = size / sum(own)
+                        self._micro_step(
+                            window, part, window.planned, share, completes=not window.holds_parts
+                        )
         except Exception as error:
             if finer > self.finer:
                 error.add_note(
-                    f"The batch was divided into {len(sizes)} parts, because memory ran out in an earlier "
-                    "attempt."
+                    f"The batch was divided into {sum(map(len, sizes))} parts, because memory ran out in an "
+                    "earlier attempt."
                 )
             if snapshot is None or self._ledger.update.in_backward or not is_out_of_memory(error):
                 raise
-            if samples is None and not self._has_size(batch, error):
+            if samples is None and not self._have_sizes(batches, error):
                 raise
-            if (self._size(batch) if samples is None else max(sizes)) == 1:
+            largest = map(self._size, batches) if samples is None else map(max, sizes)
+            if max(largest, default=1) == 1:
                 raise
             if snapshot.lost:
                 error.add_note(
@@ -120,28 +159,43 @@ class FullBatchStepper:
                     "changed, so it cannot restore these."
                 )
                 raise
-            self._ledger.roll_back(snapshot)
+            self._ledger.roll_back(snapshot, before)
             warn_of_batch_norms(
                 self._model,
                 "each part of a batch",
-                stacklevel=5,
+                stacklevel=6,
                 because="Memory ran out, so memfit divides batches from here on. ",
             )
             return None
         return window
 
-    def _has_size(self, batch: Any, error: Exception) -> bool:
+    def _window(self, gathered: Window | None, parts: int) -> Window:
+        """Return the open window for an attempt: of a batch's parts, or one that gathers batches."""
+        if gathered is None:
+            return self._ledger.open(Window(parts, holds_parts=True))
+        return self._ledger.window or self._ledger.open(replace(gathered))
+
+    def _have_sizes(self, batches: list[Any], error: Exception) -> bool:
         try:
-            self._size(batch)
+            for batch in batches:
+                self._size(batch)
         except UsageError as why:
             error.add_note(f"The batch cannot be retried in smaller parts. {why}")
             return False
         return True
 
-    def _micro_step(self, window: Window, part: Any, total: int, size: int) -> None:
+    def _micro_step(
+        self, window: Window, part: Any, total: int, size: float, *, completes: bool = True
+    ) -> None:
+        """Run forward and backward on a part, whose mean loss counts for ``size`` of ``total``."""
         graphs = self._ledger.update.graphs
-        if graphs is not None and self._replay_graph(graphs, window, part, total, size):
-            return
+        if graphs is not None:
+            replayed = self._replay_graph(graphs, part, total / size)
+            if replayed is not None:
+                window.total = float(total)
+                window.add(replayed, float(size), completes=completes)
+                self._ledger.count(window, replayed)
+                return
         loss = self._loss(part)
         if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
             raise UsageError(
@@ -150,18 +204,17 @@ class FullBatchStepper:
             )
         if isinstance(loss, tuple):
             weight = float(loss[1])
-            self._ledger.backward(window, loss[0] / weight if weight else loss[0], weight)
+            mean = loss[0] / weight if weight else loss[0]
         else:
-            window.total = float(total)
-            self._ledger.backward(window, loss, float(size))
+            window.total, mean, weight = float(total), loss, float(size)
+        self._ledger.backward(window, mean, weight, completes=completes)
 
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:
         with self._plan.autocast(self._model):
             return self._loss_of(self._model, part)
 
-    def _replay_graph(self, graphs: StepGraphs, window: Window, part: Any, total: int, size: int) -> bool:
-        """Run forward and backward as a CUDA graph; return False if they must run without one."""
-        divisor = total / size
+    def _replay_graph(self, graphs: StepGraphs, part: Any, divisor: float) -> torch.Tensor | None:
+        """Run forward and backward as a CUDA graph; return None if they must run without one."""
 
         def backward(part: Any) -> torch.Tensor:
             loss = self._loss(part)
@@ -173,13 +226,7 @@ class FullBatchStepper:
             (loss if divisor == 1.0 else loss / divisor).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        loss = graphs.accumulate(backward, part, divisor)
-        if loss is None:
-            return False
-        window.total = float(total)
-        window.add(loss, float(size))
-        self._ledger.count(window, loss)
-        return True
+        return graphs.accumulate(backward, part, divisor)
 
 
 def _shallow_copy(batch: Any) -> Any:
@@ -187,8 +234,12 @@ def _shallow_copy(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 
-def _expect_unchanged(batch: Any, seen: list[tuple[torch.Tensor, int]]) -> None:
-    now = [(tensor, version_of(tensor)) for tensor in tensors_in(batch)]
+def _versions(batches: list[Any]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, version_of(tensor)) for batch in batches for tensor in tensors_in(batch)]
+
+
+def _expect_unchanged(batches: list[Any], seen: list[tuple[torch.Tensor, int]]) -> None:
+    now = _versions(batches)
     if len(now) != len(seen) or any(
         tensor is not other or version != before
         for (tensor, version), (other, before) in zip(now, seen, strict=True)
@@ -200,17 +251,18 @@ def _expect_unchanged(batch: Any, seen: list[tuple[torch.Tensor, int]]) -> None:
 
 
 def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[int]:
-    """Return the sizes of a batch's micro-batches, ``finer`` times as many as the settings ask for.
+    """Return the sizes of a batch's parts, ``finer`` times as many as the settings ask for.
 
-    >>> parts(Accumulation(micro_batch_size=4), 10, 1), parts(Accumulation(2), 10, 2)
+    >>> parts(Accumulation(micro_batch_size=4), 10, 1), parts(Accumulation(parts_per_batch=2), 10, 2)
     ([4, 4, 2], [3, 3, 2, 2])
     """
     if not samples:
         raise UsageError("The batch has no samples.")
-    accumulation = accumulation or Accumulation(1)
+    if accumulation is None or accumulation.gathers:
+        return even_sizes(samples, finer)
     micro = accumulation.micro_batch_size
     if micro is None:
-        return even_sizes(samples, (accumulation.gradient_accumulation_steps or 1) * finer)
+        return even_sizes(samples, accumulation.steps * finer)
     micro = max(1, micro // finer)
     rest = samples % micro
     return [micro] * (samples // micro) + [rest] * (rest > 0)

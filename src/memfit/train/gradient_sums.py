@@ -65,9 +65,13 @@ class GradientSums:
         """Return a parameter's sum, in the sums' dtype; None if it had no gradient."""
         return self._sums.get(parameter)
 
+    def items(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """Return the sums so far, each with its parameter."""
+        return self._sums.items()
+
     def set(self, parameter: nn.Parameter, total: torch.Tensor) -> None:
-        """Continue from a saved sum."""
-        self._sums[parameter] = total.to(self._dtype)
+        """Continue from a copied or saved sum."""
+        self._sums[parameter] = total.to(parameter.device, self._dtype, copy=True)
 
     def multiply(self, factor: float) -> None:
         """Multiply the sums so far by a factor."""

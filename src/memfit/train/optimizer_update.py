@@ -9,7 +9,7 @@ If the optimizer steps in backward, all this happens before the window's end: th
 opens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -188,6 +188,23 @@ class OptimizerUpdate:
             self.sums.multiply(factor)
         if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the gradients of a window so far, each with its parameter."""
+        if self.sums is not None:
+            yield from self.sums.items()
+        for parameter in self._with_gradients():
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Continue a window from a copied or saved gradient; CUDA graphs keep the tensor they refer to."""
+        if self.sums is not None and self.sums.has(parameter):
+            self.sums.set(parameter, gradient)
+        elif parameter.grad is None:
+            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+        else:
+            parameter.grad.copy_(gradient)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -1,6 +1,7 @@
 """A progress bar for ``fit`` that names its unit.
 
 epoch 2/5 ━━━━╸━━━━━ 12/26 batches (an optimizer step each) 3.1 per second 0:00:04 left in this epoch
+epoch 2/5 ━━━━╸━━━━━ 12/26 batches (4 per optimizer step) 3.1 per second 0:00:04 left in this epoch
 """
 
 import time
@@ -31,7 +32,7 @@ _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
 
 
 class ProgressBar(Callback):
-    """Shows the progress of ``fit`` in batches: optimizer steps, unless a gradient is not finite.
+    """Shows the progress of ``fit`` in batches, and how many of them make an optimizer step.
 
     Args:
         console: where to draw; the terminal's standard error by default.
@@ -42,7 +43,7 @@ class ProgressBar(Callback):
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("batches (an optimizer step each)  {task.fields[rate]}"),
+            TextColumn("batches ({task.fields[unit]})  {task.fields[rate]}"),
             TimeRemainingColumn(),
             TextColumn("left in this epoch  loss {task.fields[loss]}"),
             console=console or Console(stderr=True),
@@ -56,21 +57,26 @@ class ProgressBar(Callback):
 
     def on_epoch_begin(self, engine: TrainingRun) -> None:
         """Start a bar, at the position of a resumed epoch."""
+        gathered = engine.batches_per_update
         self._task = self._progress.add_task(
-            "", total=engine.batches, epoch=f"{engine.epoch + 1}/{engine.epochs}", rate="", loss="-"
+            "",
+            total=engine.batches,
+            epoch=f"{engine.epoch + 1}/{engine.epochs}",
+            unit="an optimizer step each" if gathered == 1 else f"{gathered} per optimizer step",
+            rate="",
+            loss="-",
         )
-        self._began, self._done = time.monotonic(), 0
+        self._began, self._before = time.monotonic(), engine.batch
 
     def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:
         """Advance the bar."""
         if self._task is None:
             return
-        self._done += 1
         now = time.monotonic()
         self._progress.update(self._task, completed=engine.batch)
         if now - self._shown >= _SECONDS_BETWEEN_LOSSES:
             self._shown = now
-            rate = f"{self._done / max(now - self._began, 1e-9):.1f} per second"
+            rate = f"{(engine.batch - self._before) / max(now - self._began, 1e-9):.1f} per second"
             self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
 
     def on_fit_end(self, engine: TrainingRun) -> None:  # noqa: ARG002

@@ -20,7 +20,8 @@ class WrappedForward:
 
     Args:
         module: held weakly: a model is freed when it is deleted, not when the garbage collector runs.
-        around: a call runs ``around(forward, *args, **kwargs)``; plain data, so that it can be pickled.
+        around: a call runs ``around(forward, *args, **kwargs)``, or uses it as a subclass defines; plain
+            data, so that it can be pickled.
         inner: the forward that the module's ``__dict__`` had; None if it was its class's.
     """
 

@@ -17,26 +17,25 @@ def batch_size_of(loader: Any) -> int | None:
     return given if isinstance(given, int) else None
 
 
-def expect_batches_of(settings: Accumulation, loader: Any, *, full: bool) -> None:
+def expect_batches_of(settings: Accumulation, loader: Any) -> None:
     """Check the loader's batch size, if both it and the settings have one.
 
     Args:
         settings: the settings of accumulation.
         loader: the loader that the script passes to the engine.
-        full: whether the engine takes full batches from the loader, as opposed to micro-batches.
 
     Raises:
         UsageError: the sizes differ.
     """
-    name = "global_batch_size" if full else "micro_batch_size"
+    name = "micro_batch_size" if settings.gathers else "global_batch_size"
     given, expected = batch_size_of(loader), getattr(settings, name)
     if None in (given, expected) or given == expected:
         return
     why = (
-        "engine.fit and engine.step expect full batches, and divide each into micro-batches. "
-        "If your loader returns micro-batches, use engine.windows."
-        if full
-        else "engine.windows takes each batch as one micro-batch. "
-        "If your loader returns full batches, use engine.fit or engine.step."
+        "batches_per_update takes each of the loader's batches as one micro-batch. To divide the loader's "
+        "batches, set parts_per_batch."
+        if settings.gathers
+        else "The engine divides the loader's batches. To make one update from several of them, set "
+        "batches_per_update."
     )
     raise UsageError(f"The loader's batch_size is {given}, but {name}={expected}. They must be equal. {why}")

@@ -12,12 +12,12 @@ numbers are restored after repeating the fetch.
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from memfit.errors import UsageError
 from memfit.random_state import generator_states, get_random_state, set_generator_states, set_random_state
-from memfit.strategies.accumulation import PartialWindow
+from memfit.strategies.accumulation import Remainder
 from memfit.train.data.loader_batch_size import batch_size_of
 from memfit.train.data.loader_generators import generators_of
 from memfit.train.progress_bar import show_rereading
@@ -32,7 +32,7 @@ class Position:
         began: random numbers at the beginning of the epoch; None between epochs.
         before: random numbers before the open window was fetched; None if no window is open.
         batch_size: of the loader's batches, if it has that attribute.
-        carried: micro-batches of the last epoch that start this one.
+        carried: micro-batches of the window with which this epoch began, from earlier epochs.
     """
 
     consumed: int = 0
@@ -41,19 +41,26 @@ class Position:
     batch_size: int | None = None
     loader: Any = None
     """The loader of the epoch, until it ends."""
-    carried: list[Any] = field(default_factory=list)
-    _from_last: int = 0  # micro-batches carried over to this epoch, which come first
+    carried: int = 0
     _iterating: bool = False
     _open: int = 0
     _handed: dict[str, Any] | None = None  # random numbers when a micro-batch was yielded
     _own: list[Any] = field(default_factory=list)  # the loader's generators
     _resumed: tuple[dict[str, Any], dict[str, Any]] | None = None  # position and random numbers
 
-    def groups(self, loader: Iterable[Any], size: int, partial: PartialWindow) -> Iterator[list[Any]]:
-        """Yield the micro-batches of one window after the other; the last depends on ``partial``.
+    def groups(
+        self, loader: Iterable[Any], size: int, remainder: Remainder, carried: int = 0
+    ) -> Iterator[list[Any]]:
+        """Yield the micro-batches of one window after the other; the last group may be smaller.
 
         All of a group is fetched before it is yielded. The first group after ``load_state_dict`` is the one
         that was open when the state was saved, or the next one.
+
+        Args:
+            loader: yields micro-batches.
+            size: of a window.
+            remainder: ``"drop"`` leaves out a last group that is smaller.
+            carried: micro-batches that the first window already has, from earlier epochs.
 
         Raises:
             UsageError: the data are not those with which the state was saved.
@@ -66,16 +73,14 @@ class Position:
         resumed = self._resumed
         self._iterating = True
         try:
-            items, saved, random = self._begin(loader)
+            items, saved, random = self._begin(loader, carried)
             while True:
-                group = self._fetch(items, size)
+                group = self._fetch(items, size - self.carried_into_group)
                 if saved.get("before") is not None:
                     self._restore_random(random)
                 saved, resumed = {}, None
-                if len(group) < size and partial != "flush":
-                    self.carried = group if partial == "carry" else []
-                    break
-                if not group:
+                if not group or (len(group) < size and remainder == "drop"):
+                    self.consumed += len(group)
                     break
                 self._open = len(group)
                 yield group
@@ -87,7 +92,14 @@ class Position:
                 self.load_state_dict(*resumed)
                 set_random_state(resumed[1])
 
-    def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], dict[str, Any], dict[str, Any]]:
+    @property
+    def carried_into_group(self) -> int:
+        """Micro-batches from earlier epochs in the window of the current group."""
+        return 0 if self.consumed else self.carried
+
+    def _begin(
+        self, loader: Iterable[Any], carried: int
+    ) -> tuple[Iterator[Any], dict[str, Any], dict[str, Any]]:
         """Go to the beginning of the next group.
 
         Returns:
@@ -107,12 +119,11 @@ class Position:
         inside = saved.get("began") is not None
         if inside:
             self._restore_random(saved["began"])
-            self.carried = [None] * saved["carried"]  # they went backward before the state was saved
+            carried = saved["carried"]
         elif random and random["own"]:
             _set_loader_generators(self._own, random["own"])
-        self.began, self.consumed, self._from_last = self._random(), 0, len(self.carried)
-        items = iter(chain(self.carried, loader))
-        self.carried = []
+        self.began, self.consumed, self.carried = self._random(), 0, carried
+        items = iter(loader)
         if saved.get("consumed"):
             _warn_of_persistent_workers(loader)
         if inside:
@@ -137,6 +148,11 @@ class Position:
     def confirm(self) -> None:
         """Record that the yielded micro-batch went backward: a resumed run continues after it."""
         self._handed = None
+
+    def begin_epoch(self) -> None:
+        """Count an epoch's batches from 0, unless the epoch is resumed."""
+        if self.began is None and self._resumed is None:
+            self.consumed = 0
 
     def close(self) -> None:
         """Count the last group as done: a run resumed from here starts with the next."""
@@ -165,31 +181,13 @@ class Position:
         set_random_state(random)
         _set_loader_generators(self._own, random["own"])
 
-    def state_dict(self, done: int) -> dict[str, Any]:
-        """Return the position as plain values and tensors.
-
-        Args:
-            done: micro-batches of the open window that went backward.
-
-        Raises:
-            UsageError: micro-batches that are carried over to the next epoch wait for their backward, and
-                cannot be saved.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values and tensors."""
         if self._resumed is not None:
             return self._resumed[0]
-        waiting = len(self.carried)
-        if self.began is not None:
-            waiting += max(0, self._from_last - self.consumed - done)
-        if waiting:
-            raise UsageError(
-                f"Cannot save the run: {waiting} micro-batch{'es' * (waiting != 1)} from an earlier epoch "
-                f"still {'need' if waiting != 1 else 'needs'} a backward pass. A saved state cannot contain "
-                "micro-batches. Save after that backward pass, save before an epoch ends, or use "
-                "partial_window='flush'."
-            )
         return {
             "consumed": self.consumed,
-            "carried": self._from_last,
+            "carried": self.carried,
             "began": self.began,
             "before": self.before,
             "batch_size": self.batch_size,
@@ -198,7 +196,8 @@ class Position:
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Have the next ``groups`` continue from a saved position and its random numbers."""
         self.began = self.before = None
-        self.carried, self.consumed, self._open, self._handed = [], state["consumed"], 0, None
+        self.carried, self.consumed = state["carried"], state["consumed"]
+        self._open, self._handed = 0, None
         self._resumed = state, random
 
 

@@ -127,7 +127,7 @@ def _check_inside(parts: EngineParts, state: SavedRun) -> None:
         raise UsageError(
             f"Cannot resume: the state was saved inside an accumulation window of {state['steps']} "
             f"micro-batches, but this engine's windows have {steps} micro-batch{'es' * (steps != 1)}. Set "
-            f"gradient_accumulation_steps={state['steps']}, or resume from a state saved between windows."
+            f"batches_per_update={state['steps']}, or resume from a state saved between windows."
         )
     here = precision_of(parts)
     other = [

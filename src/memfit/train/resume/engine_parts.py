@@ -13,14 +13,13 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.module_patterns import unwrapped
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger
-from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback
 from memfit.train.full_batch import FullBatchStepper
 
 
 @dataclass(slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine; resuming changes them in place, and sets ``epoch`` and ``resumed_window``."""
+    """The parts of an engine; resuming changes them in place, and sets ``epoch``."""
 
     model: nn.Module
     plan: Plan
@@ -31,13 +30,11 @@ class EngineParts:
     ledger: AccumulationLedger
     full_batch: FullBatchStepper
     epoch: int
-    resumed_window: Window | None
-    """The window inside which the state was saved, until its data are read again."""
 
     @property
     def steps(self) -> int:
         """Micro-batches of a window."""
-        return self.accumulation.gradient_accumulation_steps or 1
+        return self.accumulation.steps
 
 
 def named_parameters(parts: EngineParts) -> dict[str, nn.Parameter]:

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.random_state import set_random_state
@@ -37,9 +36,9 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
     ledger = parts.ledger
     if ledger.update.torn:
         raise TornUpdateError(INTERRUPTED)
-    window = ledger.window or parts.resumed_window
+    window = ledger.window or ledger.resumed_window
     ledger.expect_uninterrupted()
-    if window is not None and window.whole:
+    if window is not None and window.holds_parts:
         raise UsageError(
             "Cannot save the run inside engine.step: save it before or after engine.step, or in "
             "a callback's on_window_end."
@@ -62,7 +61,7 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
         "scheduler_class": None if scheduler is None else class_path(scheduler),
         "precision": precision_of(parts),
         "scaler": ledger.update.scaler.state_dict(),
-        "position": ledger.position.state_dict(0 if window is None else window.done),
+        "position": ledger.position.state_dict(),
         "random": ledger.position.random_state(),
         "window": None if window is None else window.state_dict(),
         "gradients": {} if window is None else _gradients(parts),
@@ -113,11 +112,11 @@ def _load_window(parts: EngineParts, state: SavedRun) -> None:
     if window is not None and window.loss is not None:
         window.loss = window.loss.to(next(parts.model.parameters()).device, copy=True)
     inside_epoch = state["position"]["began"] is not None
-    parts.resumed_window, ledger.window = (window, None) if inside_epoch else (None, window)
+    ledger.resumed_window, ledger.window = (window, None) if inside_epoch else (None, window)
     if ledger.window is not None:
         ledger.update.take_gradients()
     for name, gradient in state["gradients"].items():
-        _set_gradient(parts, parameters[name], gradient.to(parameters[name].device, copy=True))
+        ledger.update.set_gradient(parameters[name], gradient)
 
 
 def _load_callbacks(callbacks: Iterable[Callback], states: list[tuple[str, Any]], undo: ExitStack) -> None:
@@ -193,11 +192,3 @@ def _gradients(parts: EngineParts) -> dict[str, torch.Tensor]:
         if gradient is not None:
             found[name] = gradient
     return found
-
-
-def _set_gradient(parts: EngineParts, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    sums = parts.ledger.update.sums
-    if sums is not None and sums.has(parameter):
-        sums.set(parameter, gradient)
-    else:
-        parameter.grad = gradient.to(parameter.dtype)
