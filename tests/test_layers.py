@@ -130,3 +130,8 @@ def test_no_module_imports_from_its_own_package():
         str(file.relative_to(PACKAGE)): names for file in files if (names := imports_of_own_package(file))
     }
     assert found == {}
+
+
+def test_the_package_lists_what_it_offers():
+    """As a console completes ``memfit.``."""
+    assert {*memfit.__all__, "__doc__"} <= {*dir(memfit)}

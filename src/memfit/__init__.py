@@ -99,6 +99,10 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
     from memfit.watching.watch import watch as watch
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     # Imported on first use, so that ``import memfit`` and ``memfit --help`` stay fast.
     if name not in _MODULE_OF_NAME:

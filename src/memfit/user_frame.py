@@ -6,6 +6,7 @@ import re
 import site
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,30 @@ def user_line(start: FrameType | None = None) -> str:
     """
     user, installed = _innermost(lines_outwards(start or sys._getframe(1)))
     return user or installed
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line of the user's code; without one, at the innermost line outside memfit.
+
+    A warning that counts frames (``stacklevel``) names a line of memfit's when a call takes another way.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    outside = user = None
+    while frame is not None and user is None:
+        kind = _kind(frame.f_code.co_filename)
+        user = frame if kind == "user" else None
+        if outside is None and not is_own_file(frame.f_code.co_filename):
+            outside = frame
+        frame = frame.f_back
+    at = user or outside or sys._getframe(1)
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        at.f_code.co_filename,
+        at.f_lineno,
+        at.f_globals.get("__name__", "<unknown>"),
+        at.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def place_of(lines: Iterable[tuple[str, int]]) -> str:

@@ -42,7 +42,7 @@ def changed(tmp_path):
     inject_plan._PlanInjector(Intervention(False, ("checkpointing",), False, None, str(models))).install(
         hooks
     )
-    entry = r"^(\w+) \(optimizer: test_inject_plan\.py:\d+\)$"
+    entry = r"^(\w+) \((?:optimizer|plan): test_inject_plan\.py:\d+\)$"
     yield lambda: re.findall(entry, models.read_text(), re.MULTILINE)
     hooks.remove()
 
@@ -77,6 +77,22 @@ def test_a_plan_that_the_script_applies_stays_the_only_one(changed, early):
     torch.optim.SGD(model.parameters())
     assert checkpointed(model) == [False, True, False]
     assert changed() == []
+
+
+@pytest.mark.parametrize("own", [None, memfit.Precision("bf16"), memfit.Accumulation(parts_per_batch=2)])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_plan_of_the_scripts_engine_is_completed(changed, early, own):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters()) if early else torch.optim.SGD
+    engine = memfit.Engine(model, own, optimizer=optimizer)
+    assert (checkpointed(model), changed()) == ([True] * 3, ["Net"])
+    assert engine.plan == memfit.Engine(Net(), own, optimizer=torch.optim.SGD).plan
+
+
+def test_a_plan_of_the_scripts_engine_keeps_its_settings(changed):
+    model = Net()
+    memfit.Engine(model, memfit.Checkpointing("blocks.1"), optimizer=torch.optim.SGD)
+    assert (checkpointed(model), changed()) == ([False, True, False], [])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """A job is checked like its parts passed separately."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +47,52 @@ def test_an_infinite_norm_is_reported_and_clips_nothing(make):
         result = make(models[-1], max_grad_norm=norm).step(torch.ones(8, 4))
         assert (result.grad_norm is None) == (norm is None)
     assert torch.equal(models[0].weight, models[1].weight)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_clipping_is_pytorchs_over_the_models_parameters_whatever_the_groups(masters):
+    """The last bits of a norm depend on the order in which it is summed."""
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(width, 9) for width in (9,) * 12))
+        decayed = [each for each in model.parameters() if each.ndim > 1]
+        others = [each for each in model.parameters() if each.ndim == 1]
+        return model, torch.optim.SGD([{"params": others}, {"params": decayed[::-1], "lr": 0.5}], lr=0.1)
+
+    for seed in range(20):
+        (plain, by_hand), (ours, optimizer) = build(seed), build(seed)
+        batch = torch.randn(6, 9)
+        plan = [memfit.Precision("bf16", autocast=False, master_weights=True)] if masters else []
+
+        def loss(model, batch):
+            return model(batch.to(model[0].weight.dtype)).float().square().sum()
+
+        engine = memfit.Engine(ours, plan, optimizer=optimizer, loss=loss, max_grad_norm=0.1)
+        result = engine.step(batch)
+        if masters:
+            gradients = copy.deepcopy(plain).bfloat16()
+            loss(gradients, batch).backward()
+            for to, given in zip(plain.parameters(), gradients.parameters(), strict=True):
+                to.grad = given.grad.float()
+        else:
+            loss(plain, batch).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        by_hand.step()
+        assert torch.equal(result.grad_norm_tensor, norm)
+        for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(one.to(other.dtype), other)
+
+
+def test_warnings_name_the_users_line():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    here = test_warnings_name_the_users_line.__code__.co_firstlineno
+    with pytest.warns(UserWarning, match="BatchNorm layers") as found:
+        memfit.Engine(model, memfit.Accumulation(parts_per_batch=2), optimizer=torch.optim.SGD)
+    with pytest.warns(UserWarning, match="saves no memory") as then:
+        memfit.apply(nn.Sequential(nn.Linear(2, 2)), memfit.Checkpointing("0"))
+    places = [(Path(one.filename).name, one.lineno - here) for one in (*found, *then)]
+    assert places == [("test_job.py", 4), ("test_job.py", 6)]
 
 
 @JOB_OR_PARTS

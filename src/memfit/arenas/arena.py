@@ -12,7 +12,6 @@ No live tensor is ever overwritten: an allocation gets its offset only if no liv
 
 import inspect
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +37,7 @@ from memfit.random_state import preserve_python_state
 from memfit.recording.recorder import installed
 from memfit.records import Figure, Provenance, Term, Trace
 from memfit.trace.trace_file import write_trace
+from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
     from memfit.report.terminal.arena import ArenaReport
@@ -106,10 +106,9 @@ def _memory_of(device: str) -> ArenaMemory | None:
         return CpuMemory()
     if installed() is None:
         return CudaMemory()
-    warnings.warn(
+    warn_user(
         "memfit.arena does nothing in this run: memfit is recording the script, and reports the memory that "
         "PyTorch's own allocator uses.",
-        stacklevel=3,
     )
     return None
 
@@ -303,11 +302,10 @@ class Arena:
     def _untracked_kind(self, memory: ArenaMemory) -> StepKind:
         if not self._is_full:
             self._is_full = True
-            warnings.warn(
+            warn_user(
                 f"memfit.arena: the script has more than {MOST_KINDS} kinds of steps. Further kinds use the "
                 "default allocator. Each new combination of the shapes passed to arena.train() counts as "
                 "another kind. Pad batches to a few shapes, or pass fewer tensors.",
-                stacklevel=5,
             )
         return StepKind(memory, "", drops=MOST_DROPS)
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from memfit.card.find import is_rehearsal
 from memfit.errors import UnsuitableEnvironmentError, UsageError
 from memfit.packing.lifetimes import ALIGNMENT
 from memfit.records import DeviceUse, Figure, Machine, Provenance, Term
+from memfit.user_frame import warn_user
 
 _BENCHMARK = (
     "memfit.arena: torch.backends.cudnn.benchmark is on, but PyTorch can time convolutions only with its own "
@@ -50,7 +50,7 @@ class CudaMemory:
         """
         if torch.backends.cudnn.benchmark and not self._has_warned:
             self._has_warned = True
-            warnings.warn(_BENCHMARK, stacklevel=5)
+            warn_user(_BENCHMARK)
         current = torch.cuda.current_device()
         if current != self._index:
             self._index = current

@@ -1,6 +1,5 @@
 """A kind of step: recorded until it repeats, then planned and placed, until its plan no longer matches."""
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +8,7 @@ from memfit.arenas.step_plan import NO_PLAN, StepPlan, plan_step
 from memfit.packing.buffers import Column
 from memfit.records import DeviceUse, Term
 from memfit.units import format_bytes
+from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
     from memfit.report.terminal.arena import StepKindReport
@@ -90,10 +90,9 @@ class StepKind:
             self.handle = native.load().plan_new(len(size), size.ctypes.data, offset.ctypes.data) or 0
         if not self.handle:
             self.drops = MOST_DROPS
-            warnings.warn(
+            warn_user(
                 f"memfit.arena: there is not enough memory for the arena of a {self.name}, which takes "
                 f"{format_bytes(plan.height)}. Steps of this kind use the default allocator.",
-                stacklevel=5,
             )
             return
         self.plan, self.last = plan, None
@@ -129,30 +128,28 @@ class StepKind:
             self._warn_of_overlaps(tally["overlapping"])
             return False
         self.drop_plan()
-        warnings.warn(self._difference(tally), stacklevel=4)
+        warn_user(self._difference(tally))
         return True
 
     def _warn_of_overlaps(self, count: int) -> None:
         if count and not self.has_warned:
             self.has_warned = True
-            warnings.warn(
+            warn_user(
                 f"memfit.arena: in a {self.name}, {count:,} allocation{'s' * (count != 1)} fell back to the "
                 "default allocator. Earlier tensors still occupied the planned places. The script kept "
                 "those tensors longer than in the recorded steps. For example, gradients stay alive during "
                 "an evaluation if the script calls zero_grad only after it. memfit warns only once; the "
                 "arena's report counts all such allocations.",
-                stacklevel=5,
             )
 
     def _warn_of_no_repeat(self) -> None:
         if self.recorded == MANY and not self.has_warned:
             self.has_warned = True
-            warnings.warn(
+            warn_user(
                 f"memfit.arena: memfit cannot plan the steps of the kind '{self.name}'. It recorded {MANY} "
                 "of them, and no two in a row were the same. If the script has several kinds of steps, name "
                 "each kind: train('generator', batch). If the sizes of the steps vary, pass train() the "
                 "tensors whose shapes determine these sizes.",
-                stacklevel=5,
             )
 
     def summary(self) -> "StepKindReport":

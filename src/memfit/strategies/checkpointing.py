@@ -12,7 +12,6 @@ containers work in both modes, a first layer gets gradients in reentrant mode to
 forward changes in place are refused.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from memfit.strategies.mechanisms.module_patterns import class_name, modules_nam
 from memfit.strategies.mechanisms.recompute import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
 from memfit.strategies.mechanisms.wrap_forward import wrap_forward, wrappers
+from memfit.user_frame import warn_user
 
 _OPERATIONS = (activation, batchnorm, conv, dropout, instancenorm, linear, normalization, pooling, sparse)
 
@@ -104,7 +104,7 @@ class Checkpointing:
             )
             undo.callback(wrap_forward(module, settings, CheckpointedForward))
         for message in no_saving_warnings(regions):
-            warnings.warn(message, stacklevel=2)
+            warn_user(message)
 
         return undo.close
 

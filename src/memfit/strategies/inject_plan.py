@@ -2,7 +2,8 @@
 
 The script runs as under ``memfit dry-run``, with its output hidden. When an optimizer takes the parameters of
 a model, the model gets the plan, as if the script had called ``memfit.apply`` just before. Submodules get no
-plan of their own, even if the script calls them directly.
+plan of their own, even if the script calls them directly. A plan that the script itself applies, as with
+``memfit.Engine``, is completed: its own settings stay.
 """
 
 import functools
@@ -11,6 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from memfit.user_frame import innermost_line, user_line
 
 if TYPE_CHECKING:
     from memfit.recording.hooks import InstalledHooks
+    from memfit.strategies.plan import Plan
 
 
 class Intervention(msgspec.Struct, frozen=True):
@@ -70,7 +73,7 @@ def _intervene(change: Intervention) -> None:
 
 
 class _PlanInjector:
-    """Applies a plan to each model whose parameters an optimizer takes, unless the script applies its own."""
+    """Applies a plan to each model whose parameters an optimizer takes, and completes the script's plans."""
 
     def __init__(self, change: Intervention) -> None:
         from memfit.recording.module_names import ModuleNames
@@ -113,15 +116,36 @@ class _PlanInjector:
         name = f"{self._names.full_name(model)} (optimizer: {optimized_at})"
         self._report_models([*self._planned, (weakref.ref(model), name)])
 
-    def _applied(self, original: Callable[..., Any], model: Any, plan: Any) -> Any:
+    def _applied(self, original: Callable[..., Any], model: Any, plan: "Plan") -> Any:
+        """Apply a plan of the script's, and the strategies that it leaves to us."""
         from memfit.strategies.apply import revert
 
         for entry in list(self._planned):
             ours = entry[0]()
-            if ours is not None and model in set(ours.modules()):  # the script has a plan of its own for it
+            if ours is not None and model in set(ours.modules()):
                 revert(ours)
                 self._report_models([other for other in self._planned if other is not entry])
-        return original(model, plan)
+        both = self._completed(plan)
+        if both is None:
+            return original(model, plan)
+        try:
+            result = original(model, both)
+        except UsageError:  # ours does not suit
+            return original(model, plan)
+        name = f"{self._names.full_name(model)} (plan: {innermost_line(user_line())})"
+        self._report_models([*self._planned, (weakref.ref(model), name)])
+        return result
+
+    def _completed(self, plan: "Plan") -> "Plan | None":
+        """Return a plan with those of our strategies that it lacks; None if it has them, or they conflict."""
+        from memfit.strategies.configuration import configure
+
+        lacking = {name: given for name, given in self._plan.items() if getattr(plan, name) is None}
+        try:
+            ours = configure(lacking).plan
+            return replace(plan, **{name: getattr(ours, name) for name in lacking}) if lacking else None
+        except UsageError:
+            return None
 
     def _report_models(self, planned: list[tuple[weakref.ref[Any], str]]) -> None:
         self._planned = planned

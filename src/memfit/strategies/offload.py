@@ -8,7 +8,6 @@ and views of them stay on the device. Values are the same, bit for bit. The cost
 that moves, and time where the bus is slower than the computation. On a CPU offload does nothing, and warns.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from memfit.strategies.mechanisms.module_patterns import modules_named
 from memfit.strategies.mechanisms.recompute import CheckpointedForward
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
 from memfit.strategies.mechanisms.wrap_forward import WrappedForward, wrap_forward, wrappers
+from memfit.user_frame import warn_user
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,12 @@ class OffloadState:
             return
         self._warned = True
         if not self.offloader.saw_movable_device:
-            warnings.warn("offload does nothing here: saved tensors are already on the CPU.", stacklevel=2)
+            warn_user("offload does nothing here: saved tensors are already on the CPU.")
             return
-        warnings.warn(
+        warn_user(
             "offload moved nothing to the host: every saved tensor is smaller than min_bytes "
             f"({self._settings.min_bytes:,} B). Parameters and buffers do not count: they always stay on the "
             "device.",
-            stacklevel=2,
         )
 
 

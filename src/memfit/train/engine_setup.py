@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
+from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
-from memfit.strategies.apply import apply_to_model, on_revert, revert
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
 from memfit.train import master_weights
@@ -72,7 +72,7 @@ def set_up(
         UsageError: the plan does not suit them.
     """
     with ExitStack() as undo:
-        undo.callback(revert, job.model)
+        undo.callback(apply.revert, job.model)
         update = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
         undo.pop_all()
     return update
@@ -84,7 +84,7 @@ def _set_up(
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
-    apply_to_model(model, plan)
+    apply.apply_to_model(model, plan)
     given = job.optimizer
     optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -112,22 +112,23 @@ def _set_up(
             if in_use:
                 raise UsageError(f"cuda_graphs cannot be combined with {what}.")
     if accumulation.several:
-        warn_of_batch_norms(model, "each micro-batch of a window", stacklevel=6)
+        warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
         job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,
         LossScaler(precision.loss_scale, device_type(model)),
         sums,
         masters,
+        model,
         max_grad_norm=max_grad_norm,
         protect=protect,
         graphs=make_step_graphs(optimizer) if cuda_graphs else None,
         in_backward=in_backward,
     )
     for hook in update.hooks():
-        on_revert(model, hook.remove)
+        apply.on_revert(model, hook.remove)
     if masters:
-        on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)
+        apply.on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)
     return update
 
 

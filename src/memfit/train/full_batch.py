@@ -163,7 +163,6 @@ class FullBatchStepper:
             warn_of_batch_norms(
                 self._model,
                 "each part of a batch",
-                stacklevel=6,
                 because="Memory ran out, so memfit divides batches from here on. ",
             )
             return None

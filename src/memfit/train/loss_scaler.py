@@ -1,6 +1,5 @@
 """Loss scaling: PyTorch's own, which also reports whether a gradient was not finite."""
 
-import warnings
 from typing import Annotated, TypedDict
 
 import torch
@@ -8,6 +7,7 @@ from msgspec import Meta
 
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import LossScale
+from memfit.user_frame import warn_user
 
 _LOW = 2.0**-10
 """A loss scale below which no training works: its float16 gradients would overflow unscaled."""
@@ -95,11 +95,10 @@ class LossScaler:
         if self._scaler is None or self._static or self._warned or self._scaler.get_scale() >= _LOW:
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             "Every update is skipped: gradients are not finite even at a loss scale of "
             f"{self._scaler.get_scale():g}. The limited range of float16 is therefore not the cause. Check "
             "the loss itself.",
-            stacklevel=2,
         )
 
     def forget(self) -> None:

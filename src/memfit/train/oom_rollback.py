@@ -6,7 +6,6 @@ optimizer.step       parameters, optimizer state     OptimizerBackup, on the hos
 
 import copy
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.tensors import inner_tensors, version_of
+from memfit.user_frame import warn_user
 
 _MESSAGES = (
     *("DefaultCPUAllocator", "not enough memory"),  # of the CPU's allocator
@@ -64,10 +64,9 @@ class StepSnapshot:
         """Restore everything in place."""
         set_random_state(self.random)
         if self.lost:
-            warnings.warn(
+            warn_user(
                 f"The failed step was undone, except for the buffers {self.lost}. These keep the values that "
                 "the failed step wrote. memfit backs up only buffers that an earlier step has changed.",
-                stacklevel=2,
             )
         with torch.no_grad():
             for (module, name, tensor), content in zip(self.slots, self.contents, strict=True):

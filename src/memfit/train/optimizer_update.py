@@ -44,6 +44,7 @@ class OptimizerUpdate:
         scaler: scales the loss.
         sums: holds the gradients, if the parameters do not.
         masters: the tensors that the optimizer updates in place of parameters.
+        model: its parameters are clipped in its order.
         max_grad_norm: None for no clipping.
         protect: when to copy parameters and states to the host before the step, so that they can be restored
             if memory runs out inside it. ``"auto"``: the first time, when states are allocated, and after
@@ -62,6 +63,7 @@ class OptimizerUpdate:
         scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
+        model: nn.Module,
         *,
         max_grad_norm: float | None,
         protect: Protect,
@@ -77,6 +79,8 @@ class OptimizerUpdate:
             )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.sums, self.masters = sums, masters
+        self._model = list(model.parameters())
+        self._ordered: tuple[tuple[int, ...], list[nn.Parameter]] = (), []
         self._max_grad_norm, self._protect = max_grad_norm, protect
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
@@ -160,7 +164,8 @@ class OptimizerUpdate:
             )
         norm = None
         if self._max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(updated, self._max_grad_norm)
+            clipped = [parameter for parameter in self._in_model_order() if parameter.grad is not None]
+            norm = nn.utils.clip_grad_norm_(clipped, self._max_grad_norm)
         before_step()
         if self.in_backward is None:
             self._backup = self._copy(len(updated))
@@ -246,6 +251,15 @@ class OptimizerUpdate:
         if self._devices and torch.cuda.get_allocator_backend() == "pluggable":
             return None
         return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
+
+    def _in_model_order(self) -> list[nn.Parameter]:
+        """Return the optimizer's parameters in the model's order, on which the norm's last bits depend."""
+        own = list(parameters_of(self.optimizer))
+        ids = tuple(map(id, own))
+        if ids != self._ordered[0]:
+            known = {id(self.masters.get(each, each)): place for place, each in enumerate(self._model)}
+            self._ordered = ids, sorted(own, key=lambda each: known.get(id(each), len(known)))
+        return self._ordered[1]
 
     def _with_gradients(self) -> list[nn.Parameter]:
         return [parameter for parameter in parameters_of(self.optimizer) if parameter.grad is not None]

@@ -10,7 +10,6 @@ restore buffers, so that BatchNorm counts twice (PyTorch issue 96136), nor devic
 restored here, the other generators by ``memfit.random_state``.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memfit.strategies.mechanisms.tensors import version_of, without_dispatch_modes
+from memfit.user_frame import warn_user
 
 Slot = tuple[int, str]
 """A buffer's location: the index of its module in ``region.modules()``, and its name in that module."""
@@ -79,12 +79,11 @@ class BufferTracker:
         # A buffer that was replaced and not written to still has its values.
         snapshot.copies |= {slot: snapshot.found[slot] for slot in late - lost}
         if lost:
-            warnings.warn(
+            warn_user(
                 f"{self.name}: this forward was the first to change "
                 f"{', '.join(sorted(name for _, name in lost))}. memfit copies only buffers that an earlier "
                 "forward has changed. The recomputation of this step therefore reads the new values, not "
                 "those from before the forward. Later steps are correct.",
-                stacklevel=2,
             )
 
 

@@ -6,7 +6,6 @@ module.forward = CheckpointedForward ── checkpoint(CheckpointedCall, *tensor
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from memfit.strategies.mechanisms.recompute_check import OperationComparer, Oper
 from memfit.strategies.mechanisms.selective_checkpointing import selective_contexts
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of, without_dispatch_modes
 from memfit.strategies.mechanisms.wrap_forward import Forward, WrappedForward
+from memfit.user_frame import warn_user
 
 Context = AbstractContextManager[Any]
 
@@ -169,11 +169,10 @@ class CheckpointedCall:
             if before.get((index, name)) is not value
         }
         if new:
-            warnings.warn(
+            warn_user(
                 f"{self._name} stored tensors as attributes of modules ({', '.join(sorted(new))}). Reentrant "
                 "checkpointing records no gradients for these tensors. If the loss uses them, part of the "
                 "gradient is missing. Leave out use_reentrant.",
-                stacklevel=2,
             )
 
     def _first(self, leaves: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,11 +220,10 @@ class CheckpointedCall:
         module, name = self._region.module, self._name
         parts = [part for part, each in module.named_modules() if isinstance(each, _DropoutNd)]
         dropouts = ", ".join(f"{name}.{part}".rstrip(".") for part in parts)
-        warnings.warn(
+        warn_user(
             f"{name} draws random numbers{f' (in {dropouts})' if parts else ''}, but preserve_rng_state is "
             "False. The recomputation draws other random numbers than the forward, so gradients are wrong. "
             "Set preserve_rng_state=True.",
-            stacklevel=2,
         )
 
     def _recompute_contexts(self) -> list[Context]:

@@ -9,7 +9,6 @@ from which the next fetch draws. In a state saved inside a window that fetch was
 numbers are restored after repeating the fetch.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +20,7 @@ from memfit.strategies.accumulation import Remainder
 from memfit.train.data.loader_batch_size import batch_size_of
 from memfit.train.data.loader_generators import generators_of
 from memfit.train.progress_bar import show_rereading
+from memfit.user_frame import warn_user
 
 
 @dataclass(slots=True)
@@ -215,9 +215,8 @@ def _set_loader_generators(generators: list[Any], states: list[Any]) -> None:
 
 def _warn_of_persistent_workers(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
-        warnings.warn(
+        warn_user(
             "A resumed run restarts the loader's persistent workers. From the second epoch after resuming, "
             "the workers' random numbers differ from those in an uninterrupted run. With "
             "persistent_workers=False, these numbers are the same.",
-            stacklevel=5,
         )

@@ -1,6 +1,5 @@
 """Check that a saved run suits an engine, before anything is changed."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from memfit.train.resume.engine_parts import (
     tensors_outside_state_dict,
 )
 from memfit.train.resume.saved_run import SavedRun
+from memfit.user_frame import warn_user
 
 
 def check_compatible(parts: EngineParts, state: SavedRun) -> None:
@@ -103,10 +103,9 @@ def _check_callbacks(parts: EngineParts, state: SavedRun) -> None:
         if name in here:
             here.remove(name)
         elif kept:
-            warnings.warn(
+            warn_user(
                 f"The saved run had a callback {name} with a state of its own. This engine has no "
                 f"callback {name}, so that state is ignored.",
-                stacklevel=6,
             )
 
 
