@@ -9,7 +9,15 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from memfit.errors import UsageError
-from memfit.train.data.split_batch import batch_size, even_sizes, split
+from memfit.train.data.split_batch import BatchSplitter, even_sizes
+
+
+def batch_size(batch):
+    return BatchSplitter().size(batch)
+
+
+def split(batch, sizes):
+    return BatchSplitter().split(batch, sizes)
 
 
 class Pair(NamedTuple):
@@ -224,3 +232,63 @@ def test_as_many_columns_as_samples_are_split_as_columns():
 def test_empty_samples_stay_empty():
     boxes = [[torch.ones(4)], [], [torch.zeros(4), torch.ones(4)]]
     assert split({"x": X[:3], "boxes": boxes}, [2, 1])[0]["boxes"] == boxes[:2]
+
+
+def detection(samples, boxes):
+    """Return images of one size with the given numbers of boxes, as torchvision's loaders collate them."""
+    return [[image(i) for i in range(samples)], [target(i, number) for i, number in enumerate(boxes)]]
+
+
+def test_lists_of_images_and_boxes_are_split_by_sample_in_every_batch():
+    """Where every image has three boxes, the batch alone does not show what its lists hold."""
+    splitter = BatchSplitter()
+    for boxes in ([2, 1], [3, 3, 3], [3, 3, 3, 3], [4, 4, 4, 4], [2, 2]):
+        batch = detection(len(boxes), boxes)
+        assert splitter.size(batch) == len(boxes)
+        parts = splitter.split(batch, [1] * len(boxes))
+        for i, (images, targets) in enumerate(parts):
+            assert ([id(x) for x in images], [id(y) for y in targets]) == (
+                [id(batch[0][i])],
+                [id(batch[1][i])],
+            )
+
+
+def test_a_mask_between_entries_is_not_cut_where_there_are_as_many_samples():
+    splitter = BatchSplitter()
+    for entries in (5, 4, 6):
+        mask = torch.ones(entries, entries, dtype=torch.bool)
+        batch = {
+            "x": torch.zeros(4, entries, 2),
+            "tokens": torch.ones(4, entries, dtype=torch.long),
+            "mask": mask,
+        }
+        for part in splitter.split(batch, [2, 2]):
+            assert (part["mask"] is mask, part["x"].shape[0], part["tokens"].shape[0]) == (True, 2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_may_be_cut_is_asked_for_at_the_first_batch(dtype):
+    batch = {"x": torch.zeros(4, 4, 2), "mask": torch.ones(4, 4, dtype=dtype)}
+    with pytest.raises(UsageError, match=r"batch\['mask'\] is ambiguous. Its 4 rows .* split=lambda"):
+        split(batch, [2, 2])
+
+
+def test_batches_of_unequal_features_and_samples_are_split_without_a_question():
+    assert [len(part[0]) for part in split((torch.zeros(4, 4), torch.zeros(4)), [2, 2])] == [2, 2]
+    tokens = torch.ones(4, 4, dtype=torch.long)
+    assert [len(part["ids"]) for part in split({"ids": tokens, "labels": tokens}, [3, 1])] == [3, 1]
+
+
+def test_a_part_that_had_a_row_per_sample_by_chance_is_reported():
+    splitter = BatchSplitter()
+    splitter.split({"x": torch.zeros(2, 3), "boxes": torch.zeros(2, 4)}, [1, 1])
+    with pytest.raises(
+        UsageError, match=r"batch\['boxes'\] has 5 entries, but in earlier batches it had one per"
+    ):
+        splitter.split({"x": torch.zeros(2, 3), "boxes": torch.zeros(5, 4)}, [1, 1])
+
+
+def test_batches_that_are_not_split_are_learned_from():
+    splitter = BatchSplitter()
+    splitter.observe(detection(2, [2, 1]))
+    assert len(splitter.split(detection(3, [3, 3, 3]), [1, 2])[0][0]) == 1

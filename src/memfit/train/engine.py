@@ -27,7 +27,7 @@ from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.callbacks import Callback, Saving
 from memfit.train.data.loader_batch_size import expect_batches_of
-from memfit.train.data.split_batch import batch_size, split
+from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
 from memfit.train.full_batch import FullBatchStepper
 from memfit.train.gathered_batches import MicroBatches, gathered
@@ -82,8 +82,8 @@ class Engine:
         scheduler: Any = None,
         max_grad_norm: float | None = None,
         callbacks: Iterable[Callback] = (),
-        size: Callable[[Any], int] = batch_size,
-        split: Callable[[Any, list[int]], list[Any]] = split,
+        size: Callable[[Any], int] | None = None,
+        split: Callable[[Any, list[int]], list[Any]] | None = None,
         cuda_graphs: bool = False,
         retry: bool = True,
         protect: Protect = "auto",
@@ -109,7 +109,7 @@ class Engine:
         self._stopped = False
         self._ledger = AccumulationLedger(update, partial(_notify, ref(self)))
         self._full_batch = FullBatchStepper(
-            self._ledger, self.model, self.plan, job.loss or _no_loss, size, split, retry=retry
+            self._ledger, self.model, self.plan, job.loss or _no_loss, BatchSplitter(size, split), retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation()
 

@@ -6,7 +6,7 @@ batch ─┬─ part ── forward ── backward          out of memory: buff
 """
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from memfit.train.accumulation_ledger import AccumulationLedger, WindowCopy
 from memfit.train.accumulation_window import Window
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
-from memfit.train.data.split_batch import even_sizes
+from memfit.train.data.split_batch import BatchSplitter, even_sizes
 from memfit.train.job import Loss
 from memfit.train.oom_rollback import StepSnapshot, StepSnapshots, is_out_of_memory
 from memfit.train.step_result import StepResult
@@ -36,8 +36,7 @@ class FullBatchStepper:
         model: the model passed to ``loss``.
         plan: how batches are divided, and in what precision forwards run.
         loss: ``loss(model, batch)`` returns the loss of a batch or a part of one.
-        size: ``size(batch)`` returns its number of samples.
-        split: ``split(batch, sizes)`` returns its parts.
+        splitter: splits batches.
         retry: whether a batch is started again when memory runs out.
     """
 
@@ -47,13 +46,12 @@ class FullBatchStepper:
         model: nn.Module,
         plan: Plan,
         loss: Loss,
-        size: Callable[[Any], int],
-        split: Callable[[Any, list[int]], list[Any]],
+        splitter: BatchSplitter,
         *,
         retry: bool,
     ) -> None:
         self._ledger, self._model, self._plan = ledger, model, plan
-        self._loss_of, self._size, self._split, self._retry = loss, size, split, retry
+        self._loss_of, self._splitter, self._retry = loss, splitter, retry
         self._snapshots = StepSnapshots(model)
         self.finer = 1
         """Factor on the plan's number of parts: doubled each time memory ran out."""
@@ -73,7 +71,10 @@ class FullBatchStepper:
         """Process a batch in a window of its parts, or several in the window that gathers them."""
         ledger, retried = self._ledger, 0
         # The size of a batch that is not divided is not needed, and may not be known.
-        samples = [self._size(batch) for batch in batches] if self._divides else None
+        samples = [self._splitter.size(batch) for batch in batches] if self._divides else None
+        if samples is None and self._retry:
+            for batch in batches[:1]:
+                self._splitter.observe(batch)
         seen = _versions(batches) if self._retry else []
         snapshot = self._snapshots.take() if self._retry else None
         if gathered is not None and gathered.done and ledger.window is None:
@@ -85,7 +86,7 @@ class FullBatchStepper:
                 window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:
                     _expect_unchanged(batches, seen)
-                    samples = [self._size(batch) for batch in batches]
+                    samples = [self._splitter.size(batch) for batch in batches]
                     retried += 1
                     ledger.notify("on_retry", sum(map(len, self._sizes(samples, self.finer << retried))))
                     window = self._process(
@@ -129,7 +130,7 @@ class FullBatchStepper:
         try:
             window = self._window(gathered, len(sizes[0]) if sizes else 0)
             for batch, own in zip(batches, sizes, strict=True):
-                divided = [_shallow_copy(batch)] if len(own) == 1 else self._split(batch, own)
+                divided = [_shallow_copy(batch)] if len(own) == 1 else self._splitter.split(batch, own)
                 for number, (part, size) in enumerate(zip(divided, own, strict=True), 1):
                     if gathered is None:
                         self._micro_step(window, part, sum(own), size)
@@ -149,7 +150,7 @@ class FullBatchStepper:
                 raise
             if samples is None and not self._have_sizes(batches, error):
                 raise
-            largest = map(self._size, batches) if samples is None else map(max, sizes)
+            largest = map(self._splitter.size, batches) if samples is None else map(max, sizes)
             if max(largest, default=1) == 1:
                 raise
             if snapshot.lost:
@@ -177,7 +178,7 @@ class FullBatchStepper:
     def _have_sizes(self, batches: list[Any], error: Exception) -> bool:
         try:
             for batch in batches:
-                self._size(batch)
+                self._splitter.size(batch)
         except UsageError as why:
             error.add_note(f"The batch cannot be retried in smaller parts. {why}")
             return False

@@ -8,12 +8,12 @@ samples    one entry per sample, as a custom ``collate_fn`` may leave them
 ["a.png", "b.png"]                          plain values: samples
 [(image, 3), (image, 7)]                    numbers inside: samples, since collating makes tensors of them
 [image, image], [{"boxes": b}, {...}]       either: as many entries as the batch has samples, or columns of
-                                            that length; the rest of the batch may decide
+                                            that length; the rest of the batch may decide, or an earlier one
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -21,6 +21,12 @@ import torch
 _ARRAYS = (torch.Tensor, np.ndarray)
 _TENSORS: frozenset[Any] = frozenset(("rows",))
 _PLAIN: frozenset[Any] = frozenset(("plain",))
+Path = tuple[Any, ...]
+"""Where a value is in a batch: names of mappings, indices of columns."""
+Role = Literal["rows", "samples", "columns", "shared"]
+"""What a value holds: tensors and sequences one entry per sample, columns, or neither."""
+Roles = Mapping[Path, Role]
+"""What earlier batches have shown."""
 _CHANNELS, _IMAGE = 3, 3
 """Channels of a colour image, and dimensions of its tensor."""
 
@@ -53,22 +59,28 @@ def has_rows(value: object) -> TypeGuard[Any]:
     return isinstance(value, _ARRAYS) and value.ndim > 0
 
 
-def sizes_of(value: object, *, outer: bool = False) -> set[int] | None:
+def sizes_of(value: object, roles: Roles, path: Path = (), *, outer: bool = False) -> set[int] | None:
     """Return the possible numbers of samples of a batch or a part; None if it does not determine any."""
+    role = roles.get(path)
+    if role == "shared":
+        return None
     if has_rows(value):
         return {value.shape[0]}
     if isinstance(value, Mapping):
-        return common_sizes(value.values())
+        return common_sizes(value.items(), roles, path)
     if not isinstance(value, tuple | list):
         return None
+    if role == "samples":
+        return {len(value)}
     layout = SequenceLayout.of(value, outer=outer)
-    sizes = common_sizes(value) if layout.columns else None
-    return (sizes or set()) | {len(value)} if layout.samples else sizes
+    sizes = common_sizes(enumerate(value), roles, path) if layout.columns else None
+    return (sizes or set()) | {len(value)} if layout.samples and role != "columns" else sizes
 
 
-def common_sizes(values: Iterable[object]) -> set[int] | None:
-    """Return the numbers of samples that are possible for all of these values."""
-    sizes = [found for value in values if (found := sizes_of(value)) is not None]
+def common_sizes(entries: Iterable[tuple[Any, object]], roles: Roles, path: Path) -> set[int] | None:
+    """Return the numbers of samples that are possible for all entries, each with its name or index."""
+    found = (sizes_of(value, roles, (*path, name)) for name, value in entries)
+    sizes = [each for each in found if each is not None]
     return set.intersection(*sizes) if sizes else None
 
 

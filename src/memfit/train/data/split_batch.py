@@ -7,13 +7,18 @@ anything else       goes unchanged to every micro-batch
 """
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from memfit.errors import UsageError
+from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.train.data.batch_layout import (
+    Path,
+    Role,
+    Roles,
     SequenceLayout,
     common_sizes,
     has_rows,
@@ -29,51 +34,91 @@ _ADVICE = (
 )
 
 
-def batch_size(batch: object) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        UsageError: nothing in the batch has samples, or its parts disagree.
-
-    >>> batch_size({"x": torch.zeros(8, 3), "y": torch.zeros(8), "epoch": 3})
-    8
-    """
-    sizes = sizes_of(batch, outer=True) or set()
-    if len(sizes) == 1:
-        return sizes.pop()
-    found = set(lengths(batch, outer=True))
-    if len(found) == 1 and found <= sizes:
-        return found.pop()
-    parts = (
-        f"its parts have the lengths {', '.join(map(str, sorted(found)))}"
-        if found
-        else "it contains no tensors, arrays or lists of samples"
-    )
-    raise UsageError(f"Cannot determine the number of samples in a batch: {parts}. {_ADVICE}")
+_OBSERVED = 2
+"""Batches that are learned from if none is split."""
 
 
-def split(batch: Any, sizes: list[int]) -> list[Any]:
-    """Split a batch into parts of the given sizes.
+class BatchSplitter:
+    """Splits the batches of one loader, and remembers what each of their parts was.
+
+    A batch may not show whether a list holds samples or columns, or whether a square mask has a row per
+    sample; an earlier one may have.
 
     Args:
-        batch: tensors, and tuples, lists and dicts of them.
-        sizes: samples of each part; together those of the batch.
+        size: the user's function for the number of samples of a batch.
+        split: the user's function for the parts of a batch, with their sizes.
 
-    Raises:
-        UsageError: a list may hold samples or columns.
-
-    >>> [part["x"].shape[0] for part in split({"x": torch.zeros(5, 2)}, [3, 2])]
-    [3, 2]
+    >>> splitter = BatchSplitter()
+    >>> batch = {"x": torch.zeros(5, 2), "y": torch.zeros(5), "epoch": 3}
+    >>> splitter.size(batch), [part["x"].shape[0] for part in splitter.split(batch, [3, 2])]
+    (5, [3, 2])
     """
-    if len(sizes) == 1:
-        return [batch]
-    if isinstance(batch, torch.Tensor):
-        return list(torch.split(batch, sizes))
-    splitter, begin, parts = _Splitter(batch, sum(sizes)), 0, []
-    for size in sizes:
-        parts.append(splitter.part(batch, slice(begin, begin + size), outer=True))
-        begin += size
-    return parts
+
+    def __init__(
+        self,
+        size: Callable[[Any], int] | None = None,
+        split: Callable[[Any, list[int]], list[Any]] | None = None,
+    ) -> None:
+        self._size_of, self._parts_of = size, split
+        self._roles: dict[Path, Role] = {}
+        self._observed = 0
+
+    def size(self, batch: object) -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            UsageError: nothing in the batch has samples, or its parts disagree.
+        """
+        if self._size_of is not None:
+            return self._size_of(batch)
+        sizes = sizes_of(batch, self._roles, outer=True) or set()
+        if len(sizes) == 1:
+            return sizes.pop()
+        found = set(lengths(batch, outer=True))
+        if len(found) == 1 and found <= sizes:
+            return found.pop()
+        parts = (
+            f"its parts have the lengths {', '.join(map(str, sorted(found)))}"
+            if found
+            else "it contains no tensors, arrays or lists of samples"
+        )
+        raise UsageError(f"Cannot determine the number of samples in a batch: {parts}. {_ADVICE}")
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """Split a batch into parts of the given sizes.
+
+        Args:
+            batch: tensors, and tuples, lists and dicts of them.
+            sizes: samples of each part; together those of the batch.
+
+        Raises:
+            UsageError: a list may hold samples or columns, or a square mask a row per sample.
+        """
+        if self._parts_of is not None:
+            return self._parts_of(batch, sizes)
+        if len(sizes) == 1:
+            return [batch]
+        if isinstance(batch, torch.Tensor):
+            return list(torch.split(batch, sizes))
+        splitter, begin, parts = _Splitter(batch, sum(sizes), self._roles), 0, []
+        splitter.learn(batch)
+        for size in sizes:
+            parts.append(splitter.part(batch, slice(begin, begin + size)))
+            begin += size
+        self._roles = splitter.roles
+        return parts
+
+    def observe(self, batch: Any) -> None:
+        """Learn from the first batches that are not split, as far as they show what their parts are."""
+        if self._observed == _OBSERVED or self._parts_of is not None:
+            return
+        self._observed += 1
+        try:
+            splitter = _Splitter(batch, self.size(batch), self._roles)
+            splitter.learn(batch)
+        except UsageError:
+            return
+        self._roles = splitter.roles
 
 
 def even_sizes(samples: int, parts: int) -> list[int]:
@@ -90,51 +135,106 @@ def even_sizes(samples: int, parts: int) -> list[int]:
 class _Splitter:
     """Splits one batch with a known number of samples."""
 
-    def __init__(self, batch: object, size: int) -> None:
-        self._size = size
-        self._samples: dict[int, bool] = {}
-        """Whether each sequence holds samples, by its id: decided for the first part."""
-        self._doubtful = len(sizes_of(batch, outer=True) or ()) > 1
+    def __init__(self, batch: object, size: int, roles: Roles) -> None:
+        self._batch, self._size = batch, size
+        self.roles = dict(roles)
+        """Completed by what this batch shows."""
+
+    @cached_property
+    def _doubtful(self) -> bool:
         """Whether the whole batch may have another size."""
-        # A DataLoader's default collating leaves no samples that hold tensors. If there are some, a custom
-        # collate_fn made the batch, and every sequence that may hold samples does.
-        self._of_samples = any(self._only_samples(each, outer=each is batch) for each in _sequences(batch))
+        return len(sizes_of(self._batch, self.roles, outer=True) or ()) > 1
 
-    def part(self, value: Any, part: slice, *, outer: bool = False) -> Any:
-        """Return a part of a value."""
-        if has_rows(value):
-            return value[part] if value.shape[0] == self._size else value
+    @cached_property
+    def _of_samples(self) -> bool:
+        """Whether a sequence certainly holds samples.
+
+        A DataLoader's default collating leaves no samples that hold tensors. If there are some, a custom
+        collate_fn made the batch, and every sequence that may hold samples does.
+        """
+        return any(self._only_samples(each, path) for path, each in _sequences(self._batch))
+
+    @cached_property
+    def _has_squares(self) -> bool:
+        """Whether the samples may be sequences of as many entries as there are samples."""
+        squares = (each for each in tensors_in(self._batch) if each.shape[:2] == (self._size, self._size))
+        return self._size > 1 and len(list(squares)) > 1
+
+    def learn(self, value: Any, path: Path = ()) -> None:
+        """Find out what a value and what it contains are, unless earlier batches have shown that."""
         if isinstance(value, Mapping):
-            return _like(value, {name: self.part(entry, part) for name, entry in value.items()})
-        if not isinstance(value, tuple | list):
-            return value
-        if id(value) not in self._samples:
-            self._samples[id(value)] = self._is_samples(value, outer=outer)
-        if self._samples[id(value)]:
-            return value[part]
-        parts = [self.part(entry, part) for entry in value]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*parts)
-        return type(value)(parts)
+            for name, entry in value.items():
+                self.learn(entry, (*path, name))
+        elif has_rows(value) or isinstance(value, tuple | list):
+            if path not in self.roles:
+                self.roles[path] = self._role(value, path)
+            if self.roles[path] == "columns":
+                for index, entry in enumerate(value):
+                    self.learn(entry, (*path, index))
 
-    def _only_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
-        layout = SequenceLayout.of(value, outer=outer)
+    def part(self, value: Any, part: slice, path: Path = ()) -> Any:
+        """Return a part of a value that ``learn`` has seen."""
+        if isinstance(value, Mapping):
+            entries = value.items()
+            return _like(value, {name: self.part(entry, part, (*path, name)) for name, entry in entries})
+        role = self.roles.get(path, "shared")
+        if role == "shared" or not (has_rows(value) or isinstance(value, tuple | list)):
+            return value
+        if role == "columns":
+            parts = [self.part(entry, part, (*path, index)) for index, entry in enumerate(value)]
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*parts)
+            return type(value)(parts)
+        if len(value) != self._size:
+            raise UsageError(
+                f"Cannot split a batch of {self._size} samples: {_described(path)} has {len(value)} entries, "
+                f"but in earlier batches it had one per sample. {_ADVICE}"
+            )
+        return value[part]
+
+    def _role(self, value: Any, path: Path) -> Role:
+        """Return what a value holds.
+
+        Raises:
+            UsageError: that is ambiguous.
+        """
+        if has_rows(value):
+            if value.shape[0] != self._size:
+                return "shared"
+            if self._has_squares and value.shape == (self._size, self._size) and not _is_of_integers(value):
+                raise UsageError(
+                    f"Cannot split a batch of {self._size} samples: {_described(path)} is ambiguous. Its "
+                    f"{self._size} rows could be of one sample each, or it could be a mask between the "
+                    f"{self._size} entries of a sequence, for all samples. {_ADVICE}"
+                )
+            return "rows"
+        if self._is_samples(value, path):
+            return "samples"
+        layout = SequenceLayout.of(value, outer=not path)
+        return "columns" if layout.columns else "shared"
+
+    def _only_samples(self, value: Sequence[Any], path: Path) -> bool:
+        layout = SequenceLayout.of(value, outer=not path)
         if not layout.samples or len(value) != self._size:
             return False
         nested = any(has_rows(entry) or isinstance(entry, Mapping | tuple | list) for entry in value)
-        return nested and not (layout.columns and self._size in (common_sizes(value) or ()))
+        return nested and not (layout.columns and self._size in self._column_sizes(value, path))
 
-    def _is_samples(self, value: Sequence[Any], *, outer: bool) -> bool:
+    def _column_sizes(self, value: Sequence[Any], path: Path) -> set[int]:
+        return common_sizes(enumerate(value), self.roles, path) or set()
+
+    def _is_samples(self, value: Sequence[Any], path: Path) -> bool:
         """Return whether a sequence holds samples.
 
         Raises:
             UsageError: it may just as well hold columns.
         """
+        outer = not path
         layout, as_many = SequenceLayout.of(value, outer=outer), len(value) == self._size
         if not layout.samples:
             # Numbers in a tuple: one per sample, or the size of images.
             return as_many and not layout.columns and self._of_samples
-        if not layout.columns or self._size not in (common_sizes(value) or ()):
+        if not layout.columns or self._size not in self._column_sizes(value, path):
             return as_many
         if as_many and self._of_samples and not outer:
             return True
@@ -149,14 +249,30 @@ class _Splitter:
         return False
 
 
-def _sequences(value: Any) -> Iterator[Sequence[Any]]:
+def _described(path: Path) -> str:
+    """Return a part's place in a batch, as it is indexed.
+
+    >>> _described(("x", 0))
+    "batch['x'][0]"
+    """
+    return "batch" + "".join(f"[{each!r}]" for each in path)
+
+
+def _is_of_integers(value: Any) -> bool:
+    """Return whether a square of values can be tokens, which no mask between them is."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return value.dtype.kind in "iu"
+
+
+def _sequences(value: Any, path: Path = ()) -> Iterator[tuple[Path, Sequence[Any]]]:
     if isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _sequences(entry)
+        for name, entry in value.items():
+            yield from _sequences(entry, (*path, name))
     elif isinstance(value, tuple | list):
-        yield value
-        for entry in value:
-            yield from _sequences(entry)
+        yield path, value
+        for index, entry in enumerate(value):
+            yield from _sequences(entry, (*path, index))
 
 
 def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
