@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
+from torch.utils.weak import TensorWeakRef
 
-from memfit.ghost.values.known_values import Known, KnownValues
+from memfit.ghost.values.known_values import Known, KnownValues, Selection
 from memfit.ghost.values.propagation_rules import RULES, KnownInputs
 from memfit.ghost.values.selections import union
 from support.scripts import check
@@ -59,6 +60,65 @@ def test_samples_of_one_class_bound_what_is_found_outside_it(evaluate):
     objects = torch.where((labels != -1) & (labels != 80))[0]
     both = torch.cat([objects[:64], background[:192]])
     """,
+    )
+
+
+def test_views_that_repeat_elements_repeat_their_exceptions(evaluate):
+    check(
+        evaluate,
+        {
+            "len(mask[:, None].expand(1000, 64).nonzero())": 150 * 64,
+            "len(x[mask[:, None].expand_as(x)])": 150 * 64,
+            "len((mask.expand(50, 1000) == True).nonzero())": 150 * 50,
+            "len(mask.expand(50, 1000).to(torch.uint8).nonzero())": 150 * 50,
+            "len(mask[:10].unfold(0, 3, 1).nonzero())": 8 * 3,
+            "len(mask.as_strided((8, 3), (1, 1)).nonzero())": 8 * 3,
+            "len(mask[::2].nonzero())": 150,
+            "len(labels[sampled[-1:].expand(50)].nonzero())": 50,
+        },
+        before=SAMPLER
+        + """
+    mask = torch.zeros(1000, dtype=torch.bool, device=d)
+    mask[torch.randint(1000, (150,), device=d)] = True
+    x = torch.zeros(1000, 64, device=d)
+    """,
+    )
+
+
+def test_assumed_masks_bound_no_selection(evaluate):
+    """Membership is assumed to be False: that is no bound on how many are members."""
+    check(
+        evaluate,
+        {
+            "len(labels[torch.where(mask(negative) | torch.isin(labels, labels))[0]].nonzero())": 1000,
+            "len(labels[torch.where(mask(negative) | (labels != labels).any())[0]].nonzero())": 1000,
+            "len(labels[torch.where(mask(negative).bool() | torch.isnan(x[0, 0]))[0]].nonzero())": 1000,
+        },
+        before=SAMPLER,
+    )
+
+
+def test_a_tensor_that_took_another_ones_memory_is_not_taken_for_it():
+    """Each batch's labels die with it, and the storage of the next batch's may have the same address."""
+    known, labels, earlier = KnownValues(), torch.zeros(5), torch.zeros(5)
+    now = known.state(labels)
+    before = now._replace(tensor=TensorWeakRef(earlier))
+    alike = [(3, Selection(now, 0)), (4, Selection(known.state(labels), 0))]
+    assert union(alike).others == 0
+    del earlier
+    assert union([alike[0], (4, Selection(before, 0))]).others == 4
+
+
+def test_swapped_tensors_and_keywords_of_scatter_work_as_without_the_ghost(evaluate):
+    check(
+        evaluate,
+        {
+            "torch.utils.swap_tensors(labels, torch.ones(1000, dtype=torch.long, device=d))": None,
+            "len(empty.scatter_(dim=0, index=negative, value=1).nonzero())": 384,
+            "len(torch.zeros_like(empty).scatter_(0, index=negative, value=1).nonzero())": 384,
+            "len(torch.zeros_like(empty).scatter_(dim=0, index=negative, src=labels).nonzero())": 384,
+        },
+        before=SAMPLER + "    empty = torch.zeros(1000, dtype=torch.long, device=d)\n",
     )
 
 

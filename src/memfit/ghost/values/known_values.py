@@ -50,18 +50,21 @@ class TensorState(NamedTuple):
     version: int
     dtype: torch.dtype
 
+    def is_alive(self) -> bool:
+        """Return whether the tensor still exists, in the same storage."""
+        noted = self.tensor()
+        return noted is not None and storage_id(noted) == self.storage
+
     def is_unchanged(self, storage: int, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has this storage, and nothing has been written to it since."""
-        if (
-            self.storage != storage
-            or self.version != tensor._version
-            or self.dtype != tensor.dtype
-            or self.address != storage_start(tensor)
-            or tensor.is_neg()
-        ):
-            return False
-        noted = self.tensor()
-        return noted is not None and storage_id(noted) == storage
+        return (
+            self.storage == storage
+            and self.version == tensor._version
+            and self.dtype == tensor.dtype
+            and self.address == storage_start(tensor)
+            and not tensor.is_neg()
+            and self.is_alive()
+        )
 
 
 class Selection(NamedTuple):
@@ -134,13 +137,17 @@ class KnownValues:
         entry = self._entry(tensor)
         if entry is None or not isinstance(entry.fact, Known):
             return None
-        same_indices = entry.state.part == _part(tensor)
-        return entry.fact if same_indices else entry.fact._replace(selection=None)
+        if entry.state.part == _part(tensor):
+            return entry.fact
+        exceptions = _seen_through(tensor, entry.fact.exceptions)
+        return entry.fact._replace(exceptions=exceptions, selection=None)
 
     def selection(self, tensor: torch.Tensor) -> Selection | None:
         """Return what is known of the elements of ``tensor`` as indices, or None."""
         entry = self._entry(tensor)
-        return entry.fact if entry is not None and isinstance(entry.fact, Selection) else None
+        if entry is None or not isinstance(entry.fact, Selection):
+            return None
+        return entry.fact._replace(others=_seen_through(tensor, entry.fact.others))
 
     def state(self, tensor: torch.Tensor) -> TensorState | None:
         """Return the state of ``tensor`` now; None if a later write to it might not be noticed."""
@@ -212,6 +219,13 @@ class KnownValues:
         """Drop the value of ``tensor`` and the weak reference to it."""
         self._entries.pop(storage_id(tensor), None)
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Drop every weak reference to ``tensor``: also of what is known of indices into it."""
+        storage = storage_id(tensor)
+        self._entries = {
+            key: entry for key, entry in self._entries.items() if storage not in _storages(entry)
+        }
+
     def _sweep(self) -> None:
         """Drop the entries of dead tensors, once the number of entries has doubled."""
         if len(self._entries) >= self._sweep_at:
@@ -219,6 +233,28 @@ class KnownValues:
                 key: entry for key, entry in self._entries.items() if entry.state.tensor() is not None
             }
             self._sweep_at = 1024 + 2 * len(self._entries)
+
+
+def _storages(entry: _Entry) -> tuple[int, ...]:
+    """Return the storages of the tensors that an entry refers to."""
+    selection = entry.fact if isinstance(entry.fact, Selection) else entry.fact.selection
+    return (entry.state.storage,) if selection is None else (entry.state.storage, selection.source.storage)
+
+
+def _seen_through(view: torch.Tensor, elements: int) -> int:
+    """Return how many elements of a view some elements of its storage can be: a view may repeat them.
+
+    >>> [_seen_through(each, 2) for each in (torch.zeros(9)[1:], torch.zeros(9, 1).expand(9, 5))]
+    [2, 10]
+    """
+    dims = [(step, size) for step, size in zip(view.stride(), view.shape, strict=True) if size > 1]
+    repeats = math.prod(size for step, size in dims if not step)
+    reach = 0
+    for step, size in sorted(dims):
+        if step and step <= reach:  # it overlaps itself, as unfold's results do
+            return view.numel() if elements else 0
+        reach += step * (size - 1)
+    return min(elements * repeats, view.numel())
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Number | None:

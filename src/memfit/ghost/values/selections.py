@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from memfit.ghost.values.known_values import Known, KnownValues, Number, Selection, rounded
+from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, Selection, rounded
 
 _INDICES = (torch.int64, torch.int32)
 
@@ -30,7 +30,9 @@ def where_equal(known: KnownValues, tensor: object, number: Number) -> Known | N
 def found_by_nonzero(known: KnownValues, mask: torch.Tensor) -> Selection | None:
     """Return what is known of the indices that ``nonzero`` finds in a mask."""
     fact = known.mostly(mask) if mask.dim() == 1 else None
-    return None if fact is None or fact.value else fact.selection
+    if fact is None or fact.value or fact.basis is not Basis.FILLED:
+        return None  # what is only assumed of a mask bounds nothing
+    return fact.selection
 
 
 def indexed(known: KnownValues, tensor: torch.Tensor, indices: Sequence[object]) -> Known | Selection | None:
@@ -58,7 +60,7 @@ def union(parts: Iterable[tuple[int, Selection | None]]) -> Selection | None:
             others=sum(part.others if part and _agree(part, kept) else most for most, part in parts)
         )
         for _, kept in parts
-        if kept is not None
+        if kept is not None and kept.source.is_alive()
     ]
     return min(merged, key=lambda selection: selection.others, default=None)
 
@@ -66,7 +68,8 @@ def union(parts: Iterable[tuple[int, Selection | None]]) -> Selection | None:
 def _agree(one: Selection, other: Selection) -> bool:
     """Return whether two selections are of elements of one tensor with one value."""
     of_one, of_other = one.source, other.source
-    return (of_one.storage, of_one.part, of_one.version, one.value) == (
+    alive = of_one.is_alive() and of_other.is_alive()  # or one may have had the other's storage
+    return alive and (of_one.storage, of_one.part, of_one.version, one.value) == (
         of_other.storage,
         of_other.part,
         of_other.version,

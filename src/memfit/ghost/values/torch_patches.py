@@ -93,8 +93,8 @@ def _track_indexed_writes(values: AssumedValues) -> None:
             result = method(self, *args, **options)
             count = written(self, *args, **options) if known is not None else None
             if known is not None and count is not None:
-                at = args[0] if self.dim() == 1 and isinstance(args[0], torch.Tensor) else None
-                new = None if at is None else values.known.selection(at)
+                at = args[0] if name == "__setitem__" and self.dim() == 1 else None
+                new = values.known.selection(at) if isinstance(at, torch.Tensor) else None
                 where = union([(known.exceptions, known.selection), (count, new)])
                 fact = known._replace(exceptions=known.exceptions + count, selection=where)
                 values.known.put(self, fact)
@@ -103,7 +103,13 @@ def _track_indexed_writes(values: AssumedValues) -> None:
         setattr(torch.Tensor, name, call)
 
     wrap("__setitem__", lambda tensor, index, _: _selected(tensor, index))
-    wrap("scatter_", lambda _tensor, _dim, index, *_, **__: index.numel())
+    wrap("scatter_", _scattered)
+
+
+def _scattered(_tensor: torch.Tensor, *args: Any, **options: Any) -> int:
+    """Count the elements that ``scatter_(dim, index, ...)`` writes."""
+    index = options["index"] if "index" in options else args[1 - ("dim" in options)]
+    return int(index.numel())
 
 
 def _selected(tensor: torch.Tensor, index: object) -> int | None:
@@ -249,8 +255,8 @@ def _forget_exposed(values: AssumedValues) -> None:
 
     @functools.wraps(swap)
     def call_swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        values.known.forget(t1)  # swap_tensors refuses tensors with weak references
-        values.known.forget(t2)
+        values.known.release(t1)  # swap_tensors refuses tensors with weak references
+        values.known.release(t2)
         swap(t1, t2)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = call_swap
