@@ -60,6 +60,14 @@ def test_a_fit_that_rests_on_an_assumption_is_not_enough():
     assert rows(answer) == [(OFFLOAD, 100, 400, True)]
 
 
+def test_a_run_that_only_fits_without_its_cache_is_as_tight_as_its_own_verdict():
+    """With less memory PyTorch would release the cache; a dry run of the change would say TIGHT."""
+    results = {"checkpointing": trace(300, cached=100, total=550), "offload": trace(300, total=550)}
+    answer, _ = advice_for(trace(400, total=550), results)
+    assert summarize(results["checkpointing"]).verdict == "tight"
+    assert rows(answer) == [(OFFLOAD, 100, 400, True)]
+
+
 def test_of_changes_that_are_enough_the_cheapest_comes_first():
     results = {"": 400, "fused": 340, "checkpointing": 300, "offload": 100}
     answer, _ = advice_for(too_large(450, phase=1), results, phase=1)

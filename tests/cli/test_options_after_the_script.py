@@ -57,6 +57,16 @@ def test_python_before_the_script_is_left_out(capsys, python):
     assert "--fail missing.py\n" in refusal(capsys, "dry-run", python, "missing.py", "--fail")
 
 
+def test_python_with_a_module_is_memfits_own_option(capsys):
+    found = refusal(capsys, "dry-run", "python", "-m", "missing.trainer", "--fail")
+    assert "    memfit dry-run -m --fail missing.trainer\n" in found
+
+
+def test_options_of_python_are_refused(capsys):
+    found = refusal(capsys, "dry-run", "python", "-u", "train.py")
+    assert found.startswith("memfit: The script runs in memfit's own Python: leave out python -u.")
+
+
 def test_a_script_in_place_of_a_command_gets_the_command(capsys):
     expected = "memfit: No such command: train.py. To run a script, write memfit dry-run train.py --lr 1\n"
     assert refusal(capsys, "train.py", "--lr", "1") == expected

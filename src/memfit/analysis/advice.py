@@ -15,9 +15,11 @@ from memfit.analysis.advice_attempt import MOST_RUNS, AdviceAttempt, Trials
 from memfit.analysis.advice_candidates import STRATEGIES, AdviceCandidate, candidates
 from memfit.analysis.batch_size_search import largest_that_fits
 from memfit.analysis.needed_memory import ReplayedRun
+from memfit.analysis.overall_peak import failed_allocations
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult, ran_to_completion
 from memfit.analysis.summary import summarize
 from memfit.ctrl_c import INTERRUPTED
+from memfit.devices import NO_LIMIT
 from memfit.errors import MemfitError
 from memfit.records import Advice, DeviceUse, DryRun, Figure, OptionPurpose, ScriptEnd, Trace, worst
 from memfit.units import format_bytes
@@ -47,11 +49,19 @@ def find_total(found: DryRun, run: RunScript) -> DryRun:
         unlimited = run(ScriptChange(), _UNLIMITED)
     except KeyboardInterrupt:
         return replace(found, untried=ScriptEnd("interrupted", INTERRUPTED))
+    unlimited = _if_enough(unlimited)
     if not isinstance(unlimited, TrialResult):
         return replace(found, untried=unlimited)
     total = summarize(unlimited.trace)
     in_all = needed_beyond(found.device, unlimited.trace, total)
     return replace(found, in_all=in_all, bounds=total.bounds or found.bounds)
+
+
+def _if_enough(unlimited: TrialResult | ScriptEnd | None) -> TrialResult | ScriptEnd | None:
+    """Return a run with unlimited memory, unless even that was too little for a request."""
+    if isinstance(unlimited, TrialResult) and len(failed_allocations(unlimited.trace)):
+        return ScriptEnd("refused", 1, f"the script ran out of memory even with {format_bytes(NO_LIMIT)}.")
+    return unlimited
 
 
 def needed_beyond(device: DeviceUse, trace: Trace, found: DryRun) -> Figure:
@@ -101,7 +111,7 @@ def _advised(trace: Trace, answer: DryRun, run: RunScript) -> Iterator[DryRun]:
     """Yield the answer again whenever it grows."""
     first: TrialResult | ScriptEnd | None = TrialResult(trace) if ran_to_completion(trace.end) else trace.end
     if _needs_more(answer) or answer.caught:  # what the script did after it caught an error needs less
-        first = run(ScriptChange(), _UNLIMITED)
+        first = _if_enough(run(ScriptChange(), _UNLIMITED))
     if not isinstance(first, TrialResult):
         yield replace(answer, untried=first)
         return

@@ -152,10 +152,12 @@ def _summarized(tried: TrialResult, total: int, room: int, *, fails: bool = Fals
 
 
 def _outcome(run: ReplayedRun, total: int, room: int, *, fails: bool = False) -> _Outcome:
-    calls = run.unlimited.calls_per_step
+    calls, needs = run.unlimited.calls_per_step, run.needs(total, fails=fails)
+    # As the verdict counts: with less room PyTorch would release its cache, but a dry run does not show that.
+    fits = not fails and needs.bytes + run.taken <= room and run.on(room).fits
     return _Outcome(
-        run.needs(total, fails=fails),
+        needs,
         run.reserved(),
         CallRates().seconds(calls) if calls is not None else None,
-        (not fails and run.on(room).fits) if room else None,
+        fits if room else None,
     )

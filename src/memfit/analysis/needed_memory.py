@@ -45,7 +45,7 @@ class ReplayedRun:
             self.asked,
             setting_config(self._setting),
             total=total,
-            taken=self._taken,
+            taken=self.taken,
             version=torch_version(self.trace),
         )
 
@@ -65,16 +65,16 @@ class ReplayedRun:
         """
         done = self.unlimited if not total else None if fails else self.on(total)
         if done is not None and done.fits:
-            return Figure(done.most_taken - self._taken, self._provenance(done))
+            return Figure(done.most_taken - self.taken, self._provenance(done))
         smallest = smallest_capacity(
             self.asked,
             self._setting,
-            taken=self._taken,
+            taken=self.taken,
             version=torch_version(self.trace),
             fails_at=total,
             exhaustive=0,
         )
-        return Figure(smallest - self._taken, worst(self._sure, Provenance.SIMULATED))
+        return Figure(smallest - self.taken, worst(self._sure, Provenance.SIMULATED))
 
     @property
     def _setting(self) -> AllocatorSetting:
@@ -82,7 +82,8 @@ class ReplayedRun:
         return AllocatorSetting(self.conf or environment_settings(settings), script=script_settings(settings))
 
     @property
-    def _taken(self) -> int:
+    def taken(self) -> int:
+        """Bytes that PyTorch cannot take: the CUDA context, and what others use."""
         return self.trace.device.context.bytes + self.trace.device.in_use
 
     @property

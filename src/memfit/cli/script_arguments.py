@@ -48,8 +48,15 @@ def separate_script(tokens: list[str], app: App) -> list[str]:
         position += 1 + (0 if inline else values_taken.get(name, 0))
     if position >= len(tokens) or tokens[position] == "--":
         return tokens
-    if _PYTHON.fullmatch(tokens[position]) and "".join(tokens[position + 1 : position + 2]).endswith(".py"):
-        tokens = [*tokens[:position], *tokens[position + 1 :]]  # memfit runs the script itself
+    if _PYTHON.fullmatch(Path(tokens[position]).name):  # memfit runs the script itself
+        _, following, *_ = *tokens[position:], ""
+        if following == "-m" or following.endswith(".py"):
+            return separate_script([*tokens[:position], *tokens[position + 1 :]], app)
+        if following.startswith("-"):
+            raise UsageError(
+                f"The script runs in memfit's own Python: leave out {tokens[position]} {following}. To set "
+                "an option of Python, start memfit with it: python -O -m memfit dry-run train.py"
+            )
     if Path(tokens[position]).name in LAUNCHERS:  # they have this option as well, for the script's module
         values_taken = {name: count for name, count in values_taken.items() if name not in ("-m", "--module")}
     _refuse_misplaced(tokens, position, values_taken)

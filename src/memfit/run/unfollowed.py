@@ -8,7 +8,10 @@ Not found is one that does both: detaches itself, and drops the environment vari
 """
 
 import re
+import sys
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from memfit.run.child_settings import ChildSettings
@@ -18,6 +21,7 @@ from memfit.run.process_tree import descendants, with_environment
 _INTERVAL = 0.5
 """Seconds between two looks; importing torch takes longer."""
 _TORCH = "/libtorch_cuda.so"
+_STILL_RUNNING = "it still ran when the script ended, and may use the GPU later"
 _HELPERS = re.compile(r"from multiprocessing|torch[./]_inductor|multiprocessing[./]|from memfit\.")
 """Commands of the processes that Python, PyTorch and memfit start as helpers."""
 
@@ -31,11 +35,22 @@ def record_running(settings: ChildSettings, script: int) -> None:
         command = _command(process)
         if not command or command == own:  # a fork, such as a worker of a loader
             continue
-        is_program = Path(command[0]).name.startswith("python") and not _HELPERS.search(" ".join(command))
-        if is_program and not is_recorded(folder, process):
-            record_process(
-                folder, process, command_name(command), None, "still running when the script ended"
-            )
+        if _may_train(command) and not is_recorded(folder, process):
+            record_process(folder, process, command_name(command), None, _STILL_RUNNING)
+
+
+def _may_train(command: Sequence[str]) -> bool:
+    """Return whether a command is a Python program that may yet use the GPU: no helper, and no known server.
+
+    >>> _may_train(["python", "later.py"]), _may_train(["python3", "-u", "-m", "http.server"])
+    (True, False)
+    """
+    if not Path(command[0]).name.startswith("python") or _HELPERS.search(" ".join(command)):
+        return False
+    module = next((name for flag, name in pairwise(command) if flag == "-m"), "")
+    return module.partition(".")[0] not in {*sys.stdlib_module_names, "tensorboard"} and not any(
+        Path(each).name == "tensorboard" for each in command
+    )
 
 
 def _started(script: int, settings: ChildSettings) -> set[int]:

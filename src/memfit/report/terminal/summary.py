@@ -248,10 +248,10 @@ def _remarks(result: DryRun, failure: OutOfMemory, *, hints: bool) -> Iterator[s
             "PYTORCH_ALLOC_CONF sets a memory fraction."
         )
     if result.in_all is None and result.untried is not None:
-        yield (
-            "How much memory the script needs in total is unknown: a second run, with unlimited memory, did "
-            "not complete."
-        )
+        end = result.untried
+        why = "a second run, with unlimited memory, did not complete."
+        why = escaped(_first_line(end.exception)) if end.reason == "refused" else why
+        yield f"How much memory the script needs in total is unknown: {why}"
     if hints and result.advice is None:
         run = "run again" if result.device.machine is Machine.GHOST else "use memfit dry-run"
         yield f"To find changes that make the script fit, {run} with --advise."
