@@ -79,6 +79,27 @@ def test_training_in_a_thread_is_measured(dry_run):
     assert "EnoughStepsReached" not in run.err
 
 
+@pytest.mark.parametrize(
+    ("fails", "verdict"),
+    [("raise RuntimeError('boom')", "unknown"), ("torch.empty(1 << 40, device='cuda')", "out of memory")],
+)
+def test_a_failure_in_a_thread_is_the_scripts(dry_run, fails, verdict):
+    run = dry_run(
+        f"""
+        import threading, torch
+        def train():
+            torch.ones(1, device="cuda")
+            {fails}
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """
+    )
+    assert run.answer["verdict"] == verdict
+    assert run.answer["end"]["where"].endswith("script.py:5")
+    assert "caught the error" not in run.out
+
+
 def test_threads_that_never_end_do_not_block_the_result(dry_run):
     script = (
         TRAIN

@@ -178,7 +178,8 @@ class ScriptProcess:
 
     def script(self) -> ScriptEnd:
         """Run the script and return how it ended; its traceback goes to standard error."""
-        threading.excepthook = _quiet_excepthook(threading.excepthook)
+        in_threads: list[BaseException] = []
+        threading.excepthook = _noting_excepthook(threading.excepthook, in_threads)
         try:
             run_as_main(self._command, module=self._settings.options.module)
         except BaseException as error:  # noqa: BLE001 - a script may end by raising anything
@@ -190,7 +191,12 @@ class ScriptProcess:
                 print(f"memfit: {hint}", file=sys.stderr)
             return end
         _join_threads(None)  # Python waits for them too; one of them may be the training
-        return ScriptEnd("steps" if self._enough() else "end", 0)
+        if self._enough():
+            return ScriptEnd("steps", 0)
+        if in_threads:
+            self._last_error = in_threads[0]
+            return end_of(in_threads[0])
+        return ScriptEnd("end", 0)
 
     def finish(self, end: ScriptEnd, *, run_exit_handlers: bool = True) -> None:
         """Write the trace, let the script's exit handlers run, and exit.
@@ -320,12 +326,16 @@ def _join_threads(timeout: float | None) -> None:
             thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
-def _quiet_excepthook(
-    original: Callable[[threading.ExceptHookArgs], object],
+def _noting_excepthook(
+    original: Callable[[threading.ExceptHookArgs], object], noted: list[BaseException]
 ) -> Callable[[threading.ExceptHookArgs], object]:
+    """Return a hook that notes the exceptions which end threads, and is silent where memfit ends them."""
+
     def hook(arguments: threading.ExceptHookArgs) -> object:
         if arguments.exc_type.__name__ == "EnoughStepsReached":
             return None
+        if arguments.exc_value is not None:
+            noted.append(arguments.exc_value)
         return original(arguments)
 
     return hook
