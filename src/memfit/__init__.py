@@ -30,6 +30,7 @@ _NAMES_OF_MODULE = {
     "memfit.estimating.synthetic_batch": ("synthetic_batch",),
     "memfit.strategies.accumulation": ("Accumulation",),
     "memfit.strategies.apply": ("apply", "revert"),
+    "memfit.strategies.checkpoint_function": ("checkpoint",),
     "memfit.strategies.checkpointing": ("Checkpointing",),
     "memfit.strategies.configuration": ("Configuration", "configure"),
     "memfit.strategies.offload": ("Offload",),
@@ -70,6 +71,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         apply as apply,
         revert as revert,
     )
+    from memfit.strategies.checkpoint_function import checkpoint as checkpoint
     from memfit.strategies.checkpointing import Checkpointing as Checkpointing
     from memfit.strategies.configuration import (
         Configuration as Configuration,
