@@ -36,7 +36,9 @@ def make_engine(device, plan, updates):
     model = lenet5().to(device)
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=updates)
-    return memfit.Engine(model, plan, optimizer=optimizer, loss=loss, scheduler=scheduler)
+    return memfit.Engine(
+        model, plan, optimizer=optimizer, loss=loss, scheduler=scheduler, scheduler_interval="update"
+    )
 
 
 @torch.no_grad()

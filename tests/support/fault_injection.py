@@ -181,6 +181,7 @@ def build(
             optimizer=given.get("optimizer", _adamw)(model),
             loss=given.get("loss", mean_loss),
             scheduler=given.get("scheduler"),
+            scheduler_interval="update" if "scheduler" in given else None,
             max_grad_norm=given.get("max_grad_norm"),
             protect=protect,
         )

@@ -151,7 +151,11 @@ def grouped(*order, scheduler=None):
     model = net()
     optimizer = torch.optim.AdamW([{"params": model[at].parameters()} for at in order], lr=0.1)
     return memfit.Engine(
-        model, optimizer=optimizer, loss=mean_loss, scheduler=scheduler and scheduler(optimizer)
+        model,
+        optimizer=optimizer,
+        loss=mean_loss,
+        scheduler=scheduler and scheduler(optimizer),
+        scheduler_interval=scheduler and "update",
     )
 
 
@@ -218,6 +222,7 @@ def scaled(seed):
         optimizer=optimizer,
         loss=mean_loss,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        scheduler_interval="update",
         callbacks=[Counting(), memfit.EarlyStopping()],
     )
     for _ in range(seed):

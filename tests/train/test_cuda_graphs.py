@@ -69,6 +69,7 @@ def engine(steps=2, *, cuda_graphs, schedule=False, **options):
         optimizer=optimizer,
         loss=loss,
         scheduler=scheduler,
+        scheduler_interval="update" if schedule else None,
         cuda_graphs=cuda_graphs,
         **options,
     )
@@ -174,6 +175,7 @@ def test_on_the_ghost_two_graphs_are_captured_and_replayed(dry_run):
             [memfit.Accumulation(parts_per_batch=4), memfit.Precision("bf16")],
             optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
+            scheduler_interval="update",
             loss=lambda model, data: model(data).float().square().mean(),
             max_grad_norm=1.0,
             cuda_graphs=True,

@@ -144,6 +144,7 @@ def test_a_window_with_a_gradient_that_is_not_finite_is_skipped():
         ],
         optimizer=optimizer,
         scheduler=scheduler,
+        scheduler_interval="update",
     )
     before, rate = state(model), optimizer.param_groups[0]["lr"]
     loss = mean_loss(model, data(1)[0])

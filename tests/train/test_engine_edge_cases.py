@@ -168,7 +168,9 @@ def test_a_scheduler_that_reads_the_loss_gets_that_of_the_window():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
-    run = memfit.Engine(model, optimizer=optimizer, loss=loss, scheduler=scheduler)
+    run = memfit.Engine(
+        model, optimizer=optimizer, loss=loss, scheduler=scheduler, scheduler_interval="update"
+    )
     for _ in range(3):
         run.step(batch())
     assert scheduler.num_bad_epochs == 2

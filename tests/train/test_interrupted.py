@@ -37,7 +37,15 @@ def engine(*plan, scheduler=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     scheduler = scheduler and scheduler(optimizer)
     torch.manual_seed(5)
-    return memfit.Engine(model, plan, optimizer=optimizer, loss=mean_loss, scheduler=scheduler, **options)
+    return memfit.Engine(
+        model,
+        plan,
+        optimizer=optimizer,
+        loss=mean_loss,
+        scheduler=scheduler,
+        scheduler_interval=scheduler and "update",
+        **options,
+    )
 
 
 def same(left, right):
@@ -159,7 +167,7 @@ def test_an_update_whose_scheduler_raised_is_made_and_counted():
         step(run, 3)
     assert "the update was made and counted" in error.value.__notes__[0]
     assert (run.optimizer_step, run.is_whole) == (4, True)
-    plain._ledger.update.scheduler = None
+    plain._ledger.update.scheduler_interval = None
     step(plain, 3)
     assert same(run, plain)
     state = copy.deepcopy(run.state_dict())

@@ -20,7 +20,15 @@ def engine(plan, **options):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
     torch.manual_seed(1)
-    return Engine(model, plan, optimizer=optimizer, loss=loss, scheduler=scheduler, **options)
+    return Engine(
+        model,
+        plan,
+        optimizer=optimizer,
+        loss=loss,
+        scheduler=scheduler,
+        scheduler_interval="update",
+        **options,
+    )
 
 
 def train(run, first=0, steps=4):

@@ -222,6 +222,7 @@ def test_rows_09_and_10_the_scheduler_steps_once_per_update():
         optimizer=optimizer,
         loss=mean_loss,
         scheduler=scheduler,
+        scheduler_interval="update",
     )
     rates = []
     for _ in range(3):
@@ -244,7 +245,14 @@ def test_row_11_the_scheduler_waits_if_an_update_is_skipped():
     model = net()
     optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    run = memfit.Engine(model, fp16(), optimizer=optimizer, loss=infinite({1}), scheduler=scheduler)
+    run = memfit.Engine(
+        model,
+        fp16(),
+        optimizer=optimizer,
+        loss=infinite({1}),
+        scheduler=scheduler,
+        scheduler_interval="update",
+    )
     results = [run.step(batch(8)) for _ in range(3)]
     assert [result.updated for result in results] == [True, False, True]
     assert [result.found_inf for result in results] == [False, True, False]

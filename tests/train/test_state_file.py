@@ -165,6 +165,7 @@ def test_the_state_of_pytorchs_schedulers_is_plain(tmp_path):
         epochs = list(np.arange(2, 8, 2))
         scheduler = torch.optim.lr_scheduler.MultiStepLR(created.optimizer, epochs, gamma=0.5)
         created.scheduler = created._ledger.update.scheduler = scheduler
+        created._ledger.update.scheduler_interval = "update"
         return created
 
     first, resumed = run(), run()

@@ -31,7 +31,7 @@ from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
 from memfit.train.full_batch import FullBatchStepper
 from memfit.train.gathered_batches import MicroBatches, gathered
-from memfit.train.job import Job, Loss
+from memfit.train.job import Interval, Job, Loss
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
 from memfit.train.resume.engine_parts import EngineParts
@@ -45,7 +45,7 @@ class Engine:
         job: a ``Job``, or a model; with a model, pass ``optimizer`` and the job's other parts by name.
         plan: a ``Plan``, the settings of a strategy, or a list of settings, applied to the model. Or anything
             that ``configure`` reads or returns.
-        optimizer, loss, scheduler, max_grad_norm: as in ``Job``.
+        optimizer, loss, scheduler, scheduler_interval, max_grad_norm: as in ``Job``.
         callbacks: called at the events of training.
         size: ``size(batch)`` returns the number of samples of a custom batch type.
         split: ``split(batch, sizes)`` returns the parts of a custom batch type.
@@ -80,6 +80,7 @@ class Engine:
         optimizer: Any = None,
         loss: Loss | None = None,
         scheduler: Any = None,
+        scheduler_interval: Interval | None = None,
         max_grad_norm: float | None = None,
         callbacks: Iterable[Callback] = (),
         size: Callable[[Any], int] | None = None,
@@ -88,7 +89,7 @@ class Engine:
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        job = job_of(job, optimizer, loss, scheduler, max_grad_norm)
+        job = job_of(job, optimizer, loss, scheduler, scheduler_interval, max_grad_norm)
         configuration = Configuration.of(plan)
         norm = configuration.clipped_to(job.max_grad_norm)
         update = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
@@ -168,9 +169,7 @@ class Engine:
             The result of the last update; None if there was none.
         """
         result, notify = None, self._ledger.notify
-        self.epochs = epochs
-        self.batches = _length(loader)
-        self._stopped = False
+        self.epochs, self.batches, self._stopped = epochs, _length(loader), False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
         try:
@@ -187,6 +186,7 @@ class Engine:
                         "in each epoch."
                     )
                 self.epoch += 1
+                self.end_epoch()
                 notify("on_epoch_end")
         finally:
             notify("on_fit_end")
@@ -209,6 +209,11 @@ class Engine:
         position = self._ledger.position
         if position.began is not None and position.loader is loader:
             position.load_state_dict(position.state_dict(), position.random_state())
+
+    def end_epoch(self) -> None:
+        """Step a scheduler that counts epochs: call this after each epoch of a loop of your own."""
+        if self._ledger.update.scheduler_interval == "epoch":
+            self.scheduler.step()
 
     def stop(self) -> None:
         """End ``fit`` after the current batch."""

@@ -5,12 +5,13 @@ float32 copies -> model cast, checkpointed, ... -> optimizer, given the copies -
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memfit.errors import UsageError
 from memfit.strategies import apply
@@ -21,13 +22,18 @@ from memfit.train import master_weights
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import make_step_graphs
 from memfit.train.gradient_sums import gradient_sums
-from memfit.train.job import Job, Loss
+from memfit.train.job import Interval, Job, Loss
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
 
 
 def job_of(
-    job: Job | nn.Module, optimizer: Any, loss: Loss | None, scheduler: Any, max_grad_norm: float | None
+    job: Job | nn.Module,
+    optimizer: Any,
+    loss: Loss | None,
+    scheduler: Any,
+    scheduler_interval: Interval | None,
+    max_grad_norm: float | None,
 ) -> Job:
     """Return the job, as given or made of its parts.
 
@@ -35,12 +41,12 @@ def job_of(
         UsageError: parts are missing, or given twice.
     """
     if isinstance(job, nn.Module):
-        whole = Job(job, optimizer, loss, scheduler, max_grad_norm)
+        whole = Job(job, optimizer, loss, scheduler, scheduler_interval, max_grad_norm)
     elif not isinstance(job, Job):
         raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
-    elif any(part is not None for part in (optimizer, loss, scheduler, max_grad_norm)):
+    elif any(each is not None for each in (optimizer, loss, scheduler, scheduler_interval, max_grad_norm)):
         raise UsageError(
-            "Engine(job, plan): set optimizer, loss, scheduler and max_grad_norm in the "
+            "Engine(job, plan): set optimizer, loss, scheduler, scheduler_interval and max_grad_norm in the "
             "memfit.Job, not in the call to memfit.Engine."
         )
     else:
@@ -48,6 +54,7 @@ def job_of(
     norm = whole.max_grad_norm
     if norm is not None and not norm > 0:
         raise UsageError(f"max_grad_norm must be None or a number above 0, not {norm!r}.")
+    _check_interval(whole)
     if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
         raise UsageError(
             "memfit.Engine trains on one GPU: DistributedDataParallel and several ranks are not supported "
@@ -61,6 +68,31 @@ def job_of(
             "function that creates one from parameters."
         )
     return whole
+
+
+def _check_interval(job: Job) -> None:
+    """Check that a scheduler has an interval, and suits it."""
+    given, known = job.scheduler_interval, get_args(Interval)
+    if given is not None and given not in known:
+        raise UsageError(f"scheduler_interval must be one of {', '.join(known)}, not {given!r}.")
+    if (job.scheduler is None) != (given is None):
+        raise UsageError(
+            "A scheduler needs an interval, and an interval a scheduler. Pass scheduler_interval='update' if "
+            "the scheduler counts updates of the parameters, or scheduler_interval='epoch' if it counts "
+            "epochs, as StepLR(optimizer, 30) usually does."
+        )
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the job's scheduler, made if the job has a function for it."""
+    made = job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler
+    if job.scheduler_interval == "epoch" and isinstance(made, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau needs a metric after each epoch: call its step(metric) in a callback's "
+            "on_epoch_end, and do not pass it to the engine. With scheduler_interval='update' it watches the "
+            "loss of each update."
+        )
+    return made
 
 
 def set_up(
@@ -115,7 +147,8 @@ def _set_up(
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
-        job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler,
+        _scheduler(job, optimizer),
+        job.scheduler_interval,
         LossScaler(precision.loss_scale, device_type(model)),
         sums,
         masters,

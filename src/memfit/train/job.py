@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+Interval = Literal["update", "epoch"]
 Loss = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
 
 
@@ -24,7 +25,9 @@ class Job:
     """``loss(model, batch)`` returns the mean over a batch, or a pair: the sum, and its divisor in tokens or
     samples."""
     scheduler: Any = None
-    """A PyTorch learning-rate scheduler, stepped with the optimizer, or a function that creates one from the
-    optimizer."""
+    """A PyTorch learning-rate scheduler, or a function that creates one from the optimizer."""
+    scheduler_interval: Interval | None = None
+    """When the scheduler steps: after each ``"update"`` of the parameters, or after each ``"epoch"``. Each
+    scheduler needs one of the two: ``StepLR(optimizer, 30)`` means 30 of these."""
     max_grad_norm: float | None = None
     """The norm to which a window's gradients are clipped, once."""

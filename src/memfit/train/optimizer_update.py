@@ -23,6 +23,7 @@ from memfit.train import master_weights
 from memfit.train.accumulation_window import Window
 from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.gradient_sums import GradientSums
+from memfit.train.job import Interval
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
 
@@ -40,7 +41,8 @@ class OptimizerUpdate:
 
     Args:
         optimizer: its ``step`` is the update.
-        scheduler: steps with the optimizer; None for none.
+        scheduler: of the learning rate; None for none.
+        scheduler_interval: when it steps.
         scaler: scales the loss.
         sums: holds the gradients, if the parameters do not.
         masters: the tensors that the optimizer updates in place of parameters.
@@ -60,6 +62,7 @@ class OptimizerUpdate:
         self,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
+        scheduler_interval: Interval | None,
         scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
@@ -78,6 +81,7 @@ class OptimizerUpdate:
                 "before the norm of all gradients is known. Leave out one of the two."
             )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
+        self.scheduler_interval = scheduler_interval
         self.sums, self.masters = sums, masters
         self._model = list(model.parameters())
         self._ordered: tuple[tuple[int, ...], list[nn.Parameter]] = (), []
@@ -182,9 +186,11 @@ class OptimizerUpdate:
         return False, norm
 
     def _schedule(self, window: Window) -> None:
+        if self.scheduler_interval != "update":
+            return
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(window.mean_loss())
-        elif self.scheduler is not None:
+        else:
             self.scheduler.step()
 
     def multiply(self, factor: float) -> None:
