@@ -13,14 +13,15 @@ import memfit
 from memfit.errors import MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.configuration import ALIASES, STRATEGIES, Configuration, configure
-from memfit.strategies.legacy_settings import HOOKS, READERS
+from memfit.strategies.configuration import ALIASES, READERS, STRATEGIES, Configuration, configure
+from memfit.strategies.legacy_settings import HOOKS
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale, Precision
 
 FP16 = Precision("fp16", loss_scale=LossScale("static", 512.0))
+BACKBONE = Checkpointing(blocks="backbone")
 CUMULATIVE = Accumulation(batches_per_update=4, remainder="carry")
 DYNAMIC = Precision("fp16", loss_scale=LossScale("dynamic", 512.0))
 
@@ -99,7 +100,7 @@ def hook(kind, **settings):
             | hook("GradientCumulativeFp16OptimizerHook", cumulative_iters=4),
             Plan(Precision("fp16"), accumulation=CUMULATIVE),
         ),
-        ({"with_cp": True}, Plan(checkpointing=Checkpointing())),
+        ({"with_cp": True}, Plan(checkpointing=BACKBONE)),
         (
             {
                 "model": {
@@ -108,19 +109,22 @@ def hook(kind, **settings):
                     "necks": [{"with_cp": False}],
                 }
             },
-            Plan(checkpointing=Checkpointing()),
+            Plan(checkpointing=BACKBONE),
         ),
-        ({"backbone": {"stages": [{"with_cp": True}]}}, Plan(checkpointing=Checkpointing())),
+        ({"backbone": {"stages": [{"with_cp": True}]}}, Plan(checkpointing=BACKBONE)),
         ({"model": {"type": "RetinaNet"}, "with_cp": False}, Plan()),
         # The other strategies
         ({"activation_checkpointing": True}, Plan(checkpointing=Checkpointing())),
         ({"checkpointing": {}}, Plan(checkpointing=Checkpointing())),
         ({"gradient_checkpointing": "layers.*"}, Plan(checkpointing=Checkpointing("layers.*"))),
-        ({"checkpointing": ["a", "b"], "with_cp": True}, Plan(checkpointing=Checkpointing(("a", "b")))),
+        (
+            {"checkpointing": ["a", "b"], "with_cp": True},
+            Plan(checkpointing=Checkpointing(("a", "b"), blocks="backbone")),
+        ),
         ({"offload": True}, Plan(offload=Offload())),
         (
             {"offload": {"modules": ["a"], "what": "inputs"}, "with_cp": True},
-            Plan(offload=Offload("a", "inputs"), checkpointing=Checkpointing()),
+            Plan(offload=Offload("a", "inputs"), checkpointing=BACKBONE),
         ),
         ({"optimizer_state": "fused"}, Plan(optimizer_state=OptimizerState("fused"))),
         ({"optimizer_state": {"bits": 8}}, Plan(optimizer_state=OptimizerState(bits=8))),

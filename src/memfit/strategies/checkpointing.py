@@ -15,6 +15,7 @@ forward changes in place are refused.
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from torch.nn.modules import (
@@ -31,7 +32,13 @@ from torch.nn.modules import (
 
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
-from memfit.strategies.mechanisms.module_patterns import class_name, modules_named, repeated_blocks, unwrapped
+from memfit.strategies.mechanisms.module_patterns import (
+    backbone_blocks,
+    class_name,
+    modules_named,
+    repeated_blocks,
+    unwrapped,
+)
 from memfit.strategies.mechanisms.recompute import CheckpointedForward, RecomputeSettings
 from memfit.strategies.mechanisms.selective_checkpointing import operation_overloads
 from memfit.strategies.mechanisms.wrap_forward import wrap_forward, wrappers
@@ -54,8 +61,7 @@ class Checkpointing:
     """
 
     modules: str | tuple[str, ...] = ()
-    """Names, patterns or classes (``strategies/mechanisms/module_patterns.py``); by default the blocks that a
-    model repeats."""
+    """Names, patterns or classes (``strategies/mechanisms/module_patterns.py``)."""
     every: int = 1
     """Checkpoint the first of the selected modules and every n-th after it. The last one, which backward
     would recompute right after its forward, is then rarely among them."""
@@ -68,6 +74,8 @@ class Checkpointing:
     warned about."""
     check: bool = False
     """Compare every operation of the recomputation with the forward's, bit for bit: slow, to find faults."""
+    blocks: Literal["repeated", "backbone"] = "repeated"
+    """Without ``modules``: all blocks that the model repeats, or the residual blocks of its backbone."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -109,9 +117,10 @@ class Checkpointing:
         return undo.close
 
     def _select(self, model: nn.Module) -> dict[str, nn.Module]:
-        named = (
-            modules_named(model, self.modules, "checkpointing") if self.modules else repeated_blocks(model)
-        )
+        if self.modules:
+            named = modules_named(model, self.modules, "checkpointing")
+        else:
+            named = backbone_blocks(model) if self.blocks == "backbone" else repeated_blocks(model)
         if not named:
             raise UsageError(
                 f"checkpointing: {class_name(model)} has no list of repeated blocks. Name the "

@@ -19,11 +19,15 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input
-from memfit.strategies.legacy_settings import NOTHING, READERS, GivenSetting
+from memfit.strategies.legacy_settings import NOTHING, GivenSetting
+from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import LossScale
 from memfit.strategies.suggestions import unknown_name_error
+from memfit.strategies.trainer_settings import LIGHTNING_PRECISION, TRAINER_READERS
 
+READERS = {**LEGACY_READERS, **TRAINER_READERS}
+"""Names of older systems and of other trainers, and how each is read."""
 STRATEGIES: dict[str, type] = {name: get_args(kind)[0] for name, kind in get_type_hints(Plan).items()}
 """The fields of a plan, and their classes."""
 
@@ -40,6 +44,7 @@ ALIASES = {
     "gradient_dtype": "accumulation.gradient_dtype",
     "step_in_backward": "optimizer_state.step_in_backward",
     "max_grad_norm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",  # Lightning
 }
 """Names with one meaning: a strategy, a field of one, or the engine's ``max_grad_norm``."""
 
@@ -106,7 +111,7 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     >>> print(configure({"fp16": {"loss_scale": 512.0}, "with_cp": True, "gradient_accumulation_steps": 4}))
     fp16                           ->  precision.dtype='fp16'
     fp16.loss_scale=512.0          ->  precision.loss_scale=512.0
-    with_cp=True                   ->  checkpointing
+    with_cp=True                   ->  checkpointing.blocks='backbone'
     gradient_accumulation_steps=4  ->  accumulation.batches_per_update=4
     gradient_accumulation_steps=4  ->  accumulation.remainder='step' (the way of HuggingFace's Trainer)
     """
@@ -204,6 +209,8 @@ def _read(name: str, given: Any) -> Iterator[GivenSetting]:
 def _strategy(name: str, strategy: str, given: Any) -> Iterator[GivenSetting]:
     """Read a strategy's table, true or false, or a value for its first field."""
     known = [field.name for field in fields(STRATEGIES[strategy])]
+    if strategy == "precision" and isinstance(given, str | int) and type(given) is not bool:
+        given = LIGHTNING_PRECISION.get(given, given)
     if given is None or given is False:
         yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=strategy if given is False else "")
     elif given is True or given == {}:

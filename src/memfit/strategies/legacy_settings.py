@@ -6,7 +6,7 @@ memfit does not have are refused by name.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.errors import UsageError
@@ -33,8 +33,13 @@ class GivenSetting:
 Reader = Callable[[str, Any], Iterator[GivenSetting]]
 
 NOTHING = "this is memfit's default"
-# Fields of hooks that only control how several ranks exchange gradients.
-_OF_RANKS = ("coalesce", "bucket_size_mb", "distributed")
+# Fields of hooks that only control how several ranks exchange gradients, or how configurations are merged.
+_OF_RANKS = ("coalesce", "bucket_size_mb")
+_WITHOUT_EFFECT = {
+    "distributed": "it exchanges gradients between ranks, and memfit trains on one",
+    "_delete_": "it is for merging configurations",
+    "detect_anomalous_params": NOTHING,
+}
 
 
 def flag(target: str, value: Any = None) -> Reader:
@@ -113,19 +118,20 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
             raise UsageError(
                 f"{given} is a setting for {purpose}, which memfit does not support: leave it out."
             )
-        if field == "detect_anomalous_params":
-            yield GivenSetting(given, None, note=NOTHING)
+        if field in _WITHOUT_EFFECT:
+            yield GivenSetting(given, None, note=_WITHOUT_EFFECT[field])
         elif field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":
-            yield _grad_clip(f"{name}.{field}", value)
+            yield grad_clip(f"{name}.{field}", value)
         elif field == "cumulative_iters":
             yield from gathering("carry", "MMCV")(f"{name}.{field}", value)
         else:
             yield GivenSetting(given, "precision.loss_scale", value)
 
 
-def _grad_clip(name: str, given: Any) -> GivenSetting:
+def grad_clip(name: str, given: Any) -> GivenSetting:
+    """Read OpenMMLab's ``grad_clip = dict(max_norm=35, norm_type=2)``."""
     if given is None:
         return GivenSetting(f"{name}=None", None, note="gradients are not clipped")
     fields = expect(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
@@ -142,12 +148,21 @@ def _grad_clip(name: str, given: Any) -> GivenSetting:
     return GivenSetting(f"{name}={dict(fields)!r}", "max_grad_norm", fields["max_norm"])
 
 
+def with_cp(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read MMDetection's ``with_cp``, which checkpoints the residual blocks of a backbone."""
+    if expect(name, given, bool | None, "true or false"):
+        yield GivenSetting(f"{name}={given!r}", "checkpointing.blocks", "backbone")
+    else:
+        denies = "" if given is None else "checkpointing"
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+
+
 def with_cp_inside(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read ``with_cp`` at any depth of an MMCV model's dict; its other entries are for the model builder."""
     found = list(_with_cp(name, expect(name, given, Mapping | list | tuple, "the dict of a model")))
     for path, value in found:
-        on = expect(path, value, bool | None, "true or false")
-        yield GivenSetting(f"{path}={value!r}", "checkpointing" if on else None, note="" if on else NOTHING)
+        (setting,) = with_cp(path, value)
+        yield replace(setting, denies="")  # another part of the model may have it
     if not found:
         yield GivenSetting(name, None, note="memfit reads only with_cp from a model, and this model has none")
 
@@ -249,7 +264,7 @@ READERS: dict[str, Reader] = {
     "fp16": fp16,
     "bf16": flag("precision.dtype", "bf16"),
     "optimizer_config": optimizer_config,
-    "with_cp": flag("checkpointing"),
+    "with_cp": with_cp,
     "model": with_cp_inside,
     "backbone": with_cp_inside,
     "mem_param": mem_param,

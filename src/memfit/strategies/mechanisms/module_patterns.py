@@ -78,6 +78,23 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def backbone_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the residual blocks of a detector's backbone, as MMDetection's ``with_cp`` means them.
+
+    The backbone is the module of that name; without one, the model itself. Residual blocks are those whose
+    class has an ``expansion``, as those of torchvision, MMDetection and timm have; without any, the blocks
+    that the backbone repeats.
+    """
+    parts = {"": model} | dict(_named(model))
+    prefix = next((name for name in parts if name.rpartition(".")[2] == "backbone"), "")
+    inside = {name: part for name, part in parts.items() if name.startswith(f"{prefix}.") or not prefix}
+    residual = {name: part for name, part in inside.items() if hasattr(type(unwrapped(part)), "expansion")}
+    if residual:
+        return residual
+    found = repeated_blocks(parts[prefix])
+    return {f"{prefix}.{name}".lstrip("."): block for name, block in found.items()}
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile wrapped; the module itself if it is not compiled."""
     inside = getattr(module, COMPILED, module)

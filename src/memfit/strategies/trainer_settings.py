@@ -1,0 +1,131 @@
+"""Settings under the names of today's trainers: MMEngine, Lightning, HuggingFace's Trainer, MindSpore.
+
+optim_wrapper = dict(type="AmpOptimWrapper", accumulative_counts=4, clip_grad=dict(max_norm=35))     MMEngine
+precision = "bf16-mixed", gradient_clip_val = 1.0                                                    Lightning
+optim = "adamw_torch_fused", gradient_checkpointing_kwargs = dict(use_reentrant=False)           HuggingFace
+gradients_mean = True                                                                              MindSpore
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.strategies.legacy_settings import NOTHING, GivenSetting, Reader, expect, gathering, grad_clip
+from memfit.strategies.suggestions import unknown_name_error
+
+LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
+    "16-mixed": {"dtype": "fp16"},
+    "16": {"dtype": "fp16"},
+    16: {"dtype": "fp16"},
+    "bf16-mixed": {"dtype": "bf16"},
+    "bf16-true": {"dtype": "bf16", "autocast": False},
+    "32-true": {"dtype": "fp32"},
+    "32": {"dtype": "fp32"},
+    32: {"dtype": "fp32"},
+}
+"""Lightning's precisions (lightning/fabric/plugins/precision, 2.6), and the fields that each sets."""
+
+_OWN = "the script's own: create the optimizer yourself"
+_WRAPPERS = ("OptimWrapper", "AmpOptimWrapper")
+_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
+_OPTIMIZERS: Mapping[str, tuple[str, Any]] = {
+    "adamw_torch": ("", None),
+    "sgd": ("", None),
+    "adamw_torch_fused": ("optimizer_state.implementation", "fused"),
+    "adamw_bnb_8bit": ("optimizer_state.bits", 8),
+    "adamw_8bit": ("optimizer_state.bits", 8),
+    "adamw_torch_8bit": ("optimizer_state.bits", 8),
+    "adamw_torch_4bit": ("optimizer_state.bits", 4),
+}
+"""HuggingFace's optimizers (transformers/training_args.py, 5.23) that are PyTorch's, or hold less state."""
+
+
+def optim_wrapper(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read MMEngine's ``optim_wrapper`` (mmengine/optim/optimizer, 0.10)."""
+    fields = expect(name, {} if given is None else given, Mapping, "a dict")
+    kind = fields.get("type", "OptimWrapper")
+    if kind not in _WRAPPERS:
+        raise unknown_name_error("an MMEngine wrapper that memfit reads", str(kind), _WRAPPERS)
+    is_amp = kind == "AmpOptimWrapper"
+    if is_amp and fields.get("dtype") is None:
+        yield GivenSetting(f"{name}.type={kind!r}", "precision.dtype", "fp16")
+    else:
+        yield GivenSetting(f"{name}.type={kind!r}", None, note=NOTHING)
+    for field, value in fields.items():
+        if field != "type":
+            yield from _wrapper_field(name, field, value, is_amp=is_amp)
+
+
+def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterator[GivenSetting]:
+    path = f"{name}.{field}"
+    if field in ("optimizer", "paramwise_cfg", "constructor"):
+        yield GivenSetting(path, None, note=_OWN)
+    elif field == "_delete_" or value is None:
+        yield GivenSetting(f"{path}={value!r}", None, note=NOTHING)
+    elif field == "accumulative_counts":
+        yield from gathering("carry", "MMEngine")(path, value)
+    elif field == "clip_grad":
+        yield grad_clip(path, value)
+    elif field == "loss_scale" and is_amp:
+        yield GivenSetting(f"{path}={value!r}", "precision.loss_scale", value)
+    elif field == "dtype" and is_amp:
+        if not isinstance(value, str) or value not in _DTYPES:
+            raise UsageError(f"{path} must be one of {', '.join(_DTYPES)}, not {value!r}.")
+        yield GivenSetting(f"{path}={value!r}", "precision.dtype", _DTYPES[value])
+    else:
+        known = ("accumulative_counts", "clip_grad", *(("dtype", "loss_scale") if is_amp else ()))
+        raise unknown_name_error(f"a field of {name}", field, known)
+
+
+def gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read Lightning's ``gradient_clip_algorithm``."""
+    if given not in (None, "norm"):
+        raise UsageError(f"{name}={given!r} is not supported: memfit clips gradients only by their norm.")
+    yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
+
+
+def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read HuggingFace's ``gradient_checkpointing_kwargs``: the arguments of ``torch.utils.checkpoint``."""
+    fields = expect(name, {} if given is None else given, Mapping, "a dict")
+    known = ("use_reentrant", "preserve_rng_state")
+    for field, value in fields.items():
+        if field not in known:
+            raise unknown_name_error(f"a field of {name}", field, known)
+        yield GivenSetting(f"{name}.{field}={value!r}", f"checkpointing.{field}", value)
+    if not fields:
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
+
+
+def optim(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read HuggingFace's ``optim``: whether the step is fused, and how many bits the state has."""
+    if not isinstance(given, str) or given not in _OPTIMIZERS:
+        known = ", ".join(_OPTIMIZERS)
+        raise UsageError(
+            f"{name}={given!r} is not an optimizer that memfit reads. Leave it out, and create the optimizer "
+            f"yourself. memfit reads {known}."
+        )
+    target, value = _OPTIMIZERS[given]
+    yield GivenSetting(f"{name}={given!r}", target or None, value, "" if target else _OWN)
+
+
+def without_effect(why: str) -> Reader:
+    """Return the reader of a setting that needs nothing here."""
+
+    def read(name: str, given: Any) -> Iterator[GivenSetting]:
+        yield GivenSetting(f"{name}={given!r}", None, note=why)
+
+    return read
+
+
+TRAINER_READERS: Mapping[str, Reader] = {
+    "optim_wrapper": optim_wrapper,
+    "gradient_clip_algorithm": gradient_clip_algorithm,
+    "gradient_checkpointing_kwargs": checkpointing_kwargs,
+    "optim": optim,
+    "torch_compile": without_effect("compile the model yourself, with torch.compile(model)"),
+    "gradients_mean": without_effect("it averages over devices, and memfit trains on one"),
+    "distributed": without_effect("it exchanges gradients between ranks, and memfit trains on one"),
+    "_delete_": without_effect("it is for merging configurations"),
+    "fp16_enabled": without_effect("memfit.Precision sets it where auto_fp16 and force_fp32 look for it"),
+}
+"""The name of a setting -> how it is read."""
