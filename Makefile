@@ -25,8 +25,9 @@ browser: $(READY)  # the report's pages in Chromium (on Debian: apt-get install 
 	$(BIN)/python -m pip install --quiet -e '.[browser]'
 	$(BIN)/pytest tests/report/test_html_browser.py tests/report/test_html_views.py
 
-docs: $(READY)  # docs/cli.md, from the commands themselves
+docs: $(READY)  # docs/cli.md and docs/settings.md, from the code
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_settings.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
