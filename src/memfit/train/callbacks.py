@@ -8,6 +8,7 @@
           on_optimizer_step_begin   gradients are final: summed, unscaled, clipped
           on_optimizer_step_end     parameters are updated; neither is called if fp16 gradients are not finite
         on_window_end(result)
+      on_validation_end(metrics)    if ``fit`` validates
       on_epoch_end
     on_fit_end                      also when training ends with an exception
 
@@ -15,7 +16,7 @@ Epochs are those of ``fit``; all other events occur however training is driven. 
 order given, ``Saving`` last, so that it saves the others' new state.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
@@ -23,8 +24,13 @@ from memfit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from weakref import ref
 
     from memfit.train.step_result import StepResult
+
+
+Mode = Literal["min", "max"]
+"""Whether lower or higher values are better."""
 
 
 class TrainingRun(Protocol):
@@ -33,6 +39,7 @@ class TrainingRun(Protocol):
     epoch: int
     epochs: int
     batches: int | None
+    metrics: dict[str, float]
 
     @property
     def batch(self) -> int:
@@ -80,6 +87,9 @@ class Callback:
     def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:
         """A window closed with this result."""
 
+    def on_validation_end(self, engine: TrainingRun, metrics: dict[str, float]) -> None:
+        """A validation ended with these means."""
+
     def on_epoch_end(self, engine: TrainingRun) -> None:
         """An epoch ended; ``engine.epoch`` counts it."""
 
@@ -98,19 +108,26 @@ class EarlyStopping(Callback):
     """Ends ``fit`` when a metric stops improving.
 
     Args:
-        metric: ``metric(engine)``, called at the end of each epoch; lower is better. By default the mean of
-            the epoch's training losses.
+        metric: the name of a validated metric, or ``metric(engine)``, called at the end of each epoch. By
+            default the validated ``"loss"`` or, without validation, the mean of the epoch's training losses.
         patience: epochs without improvement after which training ends.
-        min_delta: the smallest decrease that counts as an improvement.
+        min_delta: the smallest change that counts as an improvement.
+        mode: ``"min"`` if lower is better, ``"max"`` if higher is.
     """
 
     def __init__(
-        self, metric: "Callable[[Any], float] | None" = None, *, patience: int = 3, min_delta: float = 0.0
+        self,
+        metric: "Callable[[Any], float] | str | None" = None,
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Mode = "min",
     ) -> None:
         if patience < 1:
             raise UsageError(f"EarlyStopping: 'patience' must be at least 1, not {patience}.")
-        self._metric, self._patience, self._min_delta = metric, patience, min_delta
-        self.best = float("inf")
+        _expect_mode("EarlyStopping", mode)
+        self._metric, self._patience, self._min_delta, self._mode = metric, patience, min_delta, mode
+        self.best = _worst(mode)
         self.waited = 0
         self._sum: torch.Tensor | None = None
         self._updates = 0
@@ -128,14 +145,18 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, engine: TrainingRun) -> None:
         """Compare with the best value, and stop when patience runs out."""
-        if self._metric is not None:
+        if isinstance(self._metric, str):
+            value = _validated("EarlyStopping", engine, self._metric)
+        elif self._metric is not None:
             value = float(self._metric(engine))
+        elif "loss" in engine.metrics:
+            value = engine.metrics["loss"]
         elif self._sum is not None:
             value = float(self._sum) / self._updates
         else:
             return
         self._sum, self._updates = None, 0
-        if value < self.best - self._min_delta:
+        if _improves(value, self.best, self._min_delta, self._mode):
             self.best, self.waited = value, 0
             return
         self.waited += 1
@@ -160,16 +181,22 @@ class Saving(Callback):
     Args:
         path: the file; each save replaces the previous one.
         every: windows between saves.
+        best: the name of a validated metric: save only after epochs in which it is better than ever before.
+        mode: as for ``EarlyStopping``.
     """
 
-    def __init__(self, path: Any, *, every: int = 1) -> None:
+    def __init__(self, path: Any, *, every: int = 1, best: str = "", mode: Mode = "min") -> None:
         if every < 1:
             raise UsageError(f"Saving: 'every' must be at least 1, not {every}.")
+        _expect_mode("Saving", mode)
         self._path, self._every, self._windows = path, every, 0
+        self._metric, self._mode, self._best = best, mode, _worst(mode)
         self._saved = True
 
     def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:  # noqa: ARG002
         """Save every n-th window."""
+        if self._metric:
+            return
         self._windows += 1
         self._saved = self._windows % self._every == 0
         if self._saved:
@@ -177,6 +204,11 @@ class Saving(Callback):
 
     def on_epoch_end(self, engine: TrainingRun) -> None:
         """Save at the end of the epoch."""
+        if self._metric:
+            value = _validated("Saving", engine, self._metric)
+            if not _improves(value, self._best, 0.0, self._mode):
+                return
+            self._best = value
         engine.save(self._path)
         self._saved = True
 
@@ -185,3 +217,42 @@ class Saving(Callback):
         if not self._saved and engine.is_whole:
             engine.save(self._path)
             self._saved = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far."""
+        return {"best": self._best} if self._metric else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._best = state.get("best", self._best)
+
+
+def call_callbacks(reference: "ref[Any]", event: str, *arguments: Any) -> None:
+    """Call the callbacks of an engine, held weakly so that it is freed when the script drops it."""
+    engine = reference()
+    if engine is not None:
+        for callback in engine.callbacks:
+            detached = (each.detach() if torch.is_tensor(each) else each for each in arguments)
+            getattr(callback, event)(engine, *detached)
+
+
+def _validated(who: str, engine: TrainingRun, name: str) -> float:
+    if name not in engine.metrics:
+        known = f"The metrics are {', '.join(engine.metrics)}." if engine.metrics else "There are none."
+        raise UsageError(
+            f"{who}: no validated metric is named {name!r}. {known} Pass engine.fit(validate=...)."
+        )
+    return engine.metrics[name]
+
+
+def _improves(value: float, best: float, least: float, mode: Mode) -> bool:
+    return value < best - least if mode == "min" else value > best + least
+
+
+def _worst(mode: Mode) -> float:
+    return float("inf") if mode == "min" else float("-inf")
+
+
+def _expect_mode(who: str, mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise UsageError(f"{who}: 'mode' must be one of {', '.join(get_args(Mode))}, not {mode!r}.")

@@ -9,7 +9,7 @@ divides it if the plan says so. ``windows(loader)`` supports a training loop of 
 When memory runs out, ``fit`` and ``step`` divide batches further.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,17 +25,18 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
-from memfit.train.callbacks import Callback, Saving
-from memfit.train.data.loader_batch_size import expect_batches_of
+from memfit.train.callbacks import Callback, Saving, call_callbacks
+from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
-from memfit.train.full_batch import FullBatchStepper
+from memfit.train.full_batch import FullBatchStepper, no_loss
 from memfit.train.gathered_batches import MicroBatches, gathered
 from memfit.train.job import Interval, Job, Loss
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.step_result import StepResult
+from memfit.train.validation import Metric, validated
 
 
 class Engine:
@@ -107,10 +108,13 @@ class Engine:
         """Epochs that ``fit`` trains in total."""
         self.batches: int | None = None
         """Batches of an epoch of ``fit``, if its loader has a length."""
+        self.metrics: dict[str, float] = {}
+        """The means of the last validation, by name."""
         self._stopped = False
-        self._ledger = AccumulationLedger(update, partial(_notify, ref(self)))
+        self._ledger = AccumulationLedger(update, partial(call_callbacks, ref(self)))
+        self._loss, self._splitter = job.loss or no_loss, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
-            self._ledger, self.model, self.plan, job.loss or _no_loss, BatchSplitter(size, split), retry=retry
+            self._ledger, self.model, self.plan, self._loss, self._splitter, retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation()
 
@@ -132,12 +136,8 @@ class Engine:
     @property
     def notes(self) -> list[str]:
         """What the plan's strategies cost for this model, and where they save nothing."""
-        return [
-            note
-            for strategy in self.plan.strategies()
-            if hasattr(strategy, "notes")
-            for note in strategy.notes(self.model)
-        ]
+        noting = (each for each in self.plan.strategies() if hasattr(each, "notes"))
+        return [note for each in noting for note in each.notes(self.model)]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for a forward and its loss; ``step`` enters it itself."""
@@ -156,7 +156,14 @@ class Engine:
 
     # ---- Epochs --------------------------------------------------------------------------------------
 
-    def fit(self, loader: Iterable[Any], epochs: int = 1) -> StepResult | None:
+    def fit(
+        self,
+        loader: Iterable[Any],
+        epochs: int = 1,
+        *,
+        validate: Iterable[Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> StepResult | None:
         """Train up to a total number of epochs.
 
         Each batch makes an update or, with ``batches_per_update``, each group of batches.
@@ -164,12 +171,14 @@ class Engine:
         Args:
             loader: a ``DataLoader``, or any iterable that can be iterated once per epoch.
             epochs: in total: a resumed run trains those that are left.
+            validate: batches over which ``metrics`` are averaged after each epoch.
+            metrics: by name, each called as a loss is; by default ``"loss"``, the engine's own.
 
         Returns:
             The result of the last update; None if there was none.
         """
         result, notify = None, self._ledger.notify
-        self.epochs, self.batches, self._stopped = epochs, _length(loader), False
+        self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
         try:
@@ -187,6 +196,9 @@ class Engine:
                     )
                 self.epoch += 1
                 self.end_epoch()
+                if validate is not None:
+                    self.metrics = self.validate(validate, metrics)
+                    notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
         finally:
             notify("on_fit_end")
@@ -209,6 +221,13 @@ class Engine:
         position = self._ledger.position
         if position.began is not None and position.loader is loader:
             position.load_state_dict(position.state_dict(), position.random_state())
+
+    def validate(
+        self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+    ) -> dict[str, float]:
+        """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
+        metrics = metrics or {"loss": self._loss}
+        return validated(self.model, loader, metrics, self.autocast, self._splitter.size)
 
     def end_epoch(self) -> None:
         """Step a scheduler that counts epochs: call this after each epoch of a loop of your own."""
@@ -378,23 +397,3 @@ class Engine:
             UsageError: the state does not suit this engine; nothing was loaded.
         """
         self.load_state_dict(state_file.load(Path(path)))
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a DataLoader of an IterableDataset has a length that raises
-        return None
-
-
-def _notify(reference: "ref[Engine]", event: str, *arguments: Any) -> None:
-    """Call the callbacks of an engine, held weakly so that it is freed when the script drops it."""
-    engine = reference()
-    if engine is not None:
-        for callback in engine.callbacks:
-            detached = (each.detach() if torch.is_tensor(each) else each for each in arguments)
-            getattr(callback, event)(engine, *detached)
-
-
-def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
-    raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")

@@ -266,3 +266,8 @@ def parts(accumulation: Accumulation | None, samples: int, finer: int) -> list[i
     micro = max(1, micro // finer)
     rest = samples % micro
     return [micro] * (samples // micro) + [rest] * (rest > 0)
+
+
+def no_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ARG001 - stands for a loss
+    """Refuse to train without a loss."""
+    raise UsageError("engine.step and engine.fit need a loss function: pass it as Engine(..., loss=...).")

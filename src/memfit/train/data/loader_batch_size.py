@@ -1,5 +1,6 @@
 """A loader's batch size, and whether it agrees with the settings of accumulation."""
 
+from collections.abc import Sized
 from typing import Any
 
 from memfit.errors import UsageError
@@ -15,6 +16,14 @@ def batch_size_of(loader: Any) -> int | None:
     """
     given = getattr(loader, "batch_size", None)
     return given if isinstance(given, int) else None
+
+
+def batches_in(loader: Any) -> int | None:
+    """Return the number of a loader's batches; None if it does not know."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader of an IterableDataset has a length that raises
+        return None
 
 
 def expect_batches_of(settings: Accumulation, loader: Any) -> None:

@@ -1,0 +1,75 @@
+"""Validation: means over a loader, in evaluation mode, without gradients."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
+
+Metric = Callable[[nn.Module, Any], Any]
+"""``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
+
+
+def validated(
+    model: nn.Module,
+    loader: Iterable[Any],
+    metrics: Mapping[str, Metric],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    size: Callable[[Any], int],
+) -> dict[str, float]:
+    """Return the means of metrics over a loader's samples.
+
+    Args:
+        model: is in evaluation mode meanwhile; each of its modules then returns to the mode that it had.
+        loader: yields batches.
+        metrics: by name.
+        autocast: the context of a forward.
+        size: the number of samples of a batch; batches of unknown size count alike.
+
+    Raises:
+        UsageError: there are no batches.
+    """
+    sums: dict[str, Any] = {}
+    with _evaluating(model):
+        for batch in loader:
+            for name, metric in metrics.items():
+                with autocast():
+                    value = metric(model, batch)
+                total, weight = value if isinstance(value, tuple) else (value, None)
+                if weight is None:
+                    weight = _size(batch, size)
+                    total = _plain(total) * weight
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + _plain(total), before[1] + _plain(weight)
+    if not sums:
+        raise UsageError(
+            "The validation loader returned no batches. A generator, for example, can be iterated only once."
+        )
+    return {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:  # not model.train(): frozen parts stay in evaluation mode
+            part.training = training
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, or a tensor that loses no digits in a sum; it stays on its device."""
+    return value.detach().double() if isinstance(value, torch.Tensor) else value
+
+
+def _size(batch: Any, size: Callable[[Any], int]) -> int:
+    try:
+        return size(batch)
+    except UsageError:
+        return 1
