@@ -83,7 +83,10 @@ def test_a_script_that_cannot_run_again_says_that_its_total_is_unknown(dry_run):
     assert run.answer["verdict"] == "out of memory"
     assert run.answer["in_all"] is None
     assert "FileExistsError" in run.answer["untried"]["exception"]
-    assert "How much memory the script needs in total is unknown: a second run," in run.out
+    text = (
+        "How much memory the script needs in total is unknown: when the script was run again without input, "
+    )
+    assert f"{text}script.py failed before it used the GPU: FileExistsError" in run.out
 
 
 def test_a_script_that_sizes_itself_by_its_gpu_does_so_with_unlimited_memory_too(dry_run):
