@@ -49,7 +49,7 @@ MESSAGES = {
     "fraction": ("limited by torch.cuda.set_per_process_memory_fraction.", "True"),
     "benchmark": (
         "does not yet support cacheInfo",
-        "cuda_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
+        "cuda_training_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
     ),
     "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
     "too_late": (
