@@ -126,7 +126,7 @@ def by_step(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
 
 def by_windows(model: nn.Module, loss: Any, batch: Any, **settings: Any) -> Any:
     """Train in a loop over ``engine.windows``."""
-    engine = engine_of(model, None, **settings)
+    engine = engine_of(model, None, gathers=True, **settings)
     for _ in range(STEPS):
         for window in engine.windows(list(parts_of(batch, settings.get("parts", 1)))):
             for part in window:
@@ -142,6 +142,7 @@ def engine_of(  # noqa: PLR0913 - each is a setting
     loss: Any,
     *,
     parts: int = 1,
+    gathers: bool = False,
     clip: float | None = None,
     autocast: str | None = None,
     cast: str | None = None,
@@ -151,7 +152,9 @@ def engine_of(  # noqa: PLR0913 - each is a setting
     offload: bool = False,
 ) -> Engine:
     """Return the engine of a strategy."""
-    plan: list[Any] = [Accumulation(parts_per_batch=parts)] if parts > 1 else []
+    plan: list[Any] = []
+    if parts > 1:
+        plan.append(Accumulation(**{"batches_per_update" if gathers else "parts_per_batch": parts}))
     scale = LossScale(**SCALE) if "fp16" in (autocast, cast) else None
     if autocast or cast:
         plan.append(Precision(autocast or cast, not cast, scale, master_weights=masters))

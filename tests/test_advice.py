@@ -167,7 +167,7 @@ def test_a_script_that_cannot_be_rerun_unattended_is_reported(dry_run):
     assert (run.answer["advice"], run.answer["in_all"]) == ([], None)
     assert "script.py failed before it used the GPU: EOFError" in run.answer["untried"]["exception"]
     assert "No advice: when the script was run again without input, script.py failed" in run.out
-    assert "How much memory the script needs in total is unknown: a second run," in run.out
+    assert "in total is unknown: when the script was run again without input, script.py failed" in run.out
     assert run.err.count("memfit: running the script again, without terminal input") == 1
 
 

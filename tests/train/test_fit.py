@@ -63,7 +63,7 @@ def test_callbacks_are_called_at_every_event():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return model(data).square().mean()
 
-    engine(callbacks=[diary], loss=loss).fit(loader(1))
+    engine(callbacks=[diary], loss=loss).fit(loader(1), validate=loader(1))
     assert set(diary.lines) == {moment.removeprefix("on_") for moment in MOMENTS}
 
 

@@ -305,7 +305,7 @@ def test_a_state_is_loaded_to_the_gpu_of_the_run(dry_run):
     def run(*plan):
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
-        return memfit.Engine(model, [*plan, memfit.Accumulation(parts_per_batch=4)], optimizer=optimizer)
+        return memfit.Engine(model, [*plan, memfit.Accumulation(batches_per_update=4)], optimizer=optimizer)
 
     def train(engine, micro_steps):
         for _ in range(micro_steps):
