@@ -1,6 +1,6 @@
 """Write docs/cli.md from the commands themselves: ``python docs/generate_cli.py`` (or ``make docs``).
 
-``tests/test_cli_reference.py`` fails when the file is out of date.
+``tests/test_generated_pages.py`` fails when the file is out of date.
 """
 
 import inspect

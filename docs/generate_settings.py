@@ -1,7 +1,7 @@
 """Write docs/settings.md: what each setting of another system becomes (``make docs``).
 
 Every row is the output of ``memfit.configure`` for one line of that system's settings.
-``tests/test_settings_reference.py`` fails when the file is out of date, or lacks a name that memfit reads.
+``tests/test_generated_pages.py`` fails when the file is out of date, or lacks a name that memfit reads.
 """
 
 from pathlib import Path

@@ -68,6 +68,16 @@ def test_a_run_that_only_fits_without_its_cache_is_as_tight_as_its_own_verdict()
     assert rows(answer) == [(OFFLOAD, 100, 400, True)]
 
 
+def test_a_plan_of_the_scripts_own_is_to_be_extended():
+    """As with memfit.Engine: memfit refuses a second plan for a model."""
+
+    def run(_change, _what):
+        return TrialResult(trace(300), ("Net (plan: train.py:12)",))
+
+    answer = find_advice(trace(400), summarize(trace(400)), run)
+    assert answer.advice[0].how == ("add memfit.Checkpointing() to the plan of Net (plan: train.py:12)",)
+
+
 def test_of_changes_that_are_enough_the_cheapest_comes_first():
     results = {"": 400, "fused": 340, "checkpointing": 300, "offload": 100}
     answer, _ = advice_for(too_large(450, phase=1), results, phase=1)

@@ -206,7 +206,10 @@ class _Search:
         if tried.change.strategies:
             plan = ", ".join(f"memfit.{STRATEGIES[one]}()" for one in tried.change.strategies)
             models = f"{'each of ' * (len(tried.models) > 1)}{', '.join(tried.models)}"
-            how.append(f"import memfit; memfit.apply(model, [{plan}])  # after creating {models}")
+            if all("(plan: " in model for model in tried.models) and tried.models:  # a second plan is refused
+                how.append(f"add {plan} to the plan of {models}")
+            else:
+                how.append(f"import memfit; memfit.apply(model, [{plan}])  # after creating {models}")
         return Advice(
             changes=tuple(one.what for one in tried.made),
             how=tuple(how),

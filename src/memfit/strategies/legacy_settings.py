@@ -35,11 +35,12 @@ Reader = Callable[[str, Any], Iterator[GivenSetting]]
 NOTHING = "this is memfit's default"
 # Fields of hooks that only control how several ranks exchange gradients, or how configurations are merged.
 _OF_RANKS = ("coalesce", "bucket_size_mb")
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "distributed": "it exchanges gradients between ranks, and memfit trains on one",
     "_delete_": "it is for merging configurations",
     "detect_anomalous_params": NOTHING,
 }
+"""Fields of OpenMMLab's settings that need nothing here, and why."""
 
 
 def flag(target: str, value: Any = None) -> Reader:
@@ -118,8 +119,8 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
             raise UsageError(
                 f"{given} is a setting for {purpose}, which memfit does not support: leave it out."
             )
-        if field in _WITHOUT_EFFECT:
-            yield GivenSetting(given, None, note=_WITHOUT_EFFECT[field])
+        if field in WITHOUT_EFFECT:
+            yield GivenSetting(given, None, note=WITHOUT_EFFECT[field])
         elif field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":

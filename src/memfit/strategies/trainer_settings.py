@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.strategies.legacy_settings import NOTHING, GivenSetting, Reader, expect, gathering, grad_clip
+from memfit.strategies.legacy_settings import (
+    NOTHING,
+    WITHOUT_EFFECT,
+    GivenSetting,
+    Reader,
+    expect,
+    gathering,
+    grad_clip,
+)
 from memfit.strategies.suggestions import unknown_name_error
 
 LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
@@ -60,8 +68,8 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
     path = f"{name}.{field}"
     if field in ("optimizer", "paramwise_cfg", "constructor"):
         yield GivenSetting(path, None, note=_OWN)
-    elif field == "_delete_" or value is None:
-        yield GivenSetting(f"{path}={value!r}", None, note=NOTHING)
+    elif field in WITHOUT_EFFECT or value is None:
+        yield GivenSetting(f"{path}={value!r}", None, note=WITHOUT_EFFECT.get(field, NOTHING))
     elif field == "accumulative_counts":
         yield from gathering("carry", "MMEngine")(path, value)
     elif field == "clip_grad":
@@ -124,8 +132,8 @@ TRAINER_READERS: Mapping[str, Reader] = {
     "optim": optim,
     "torch_compile": without_effect("compile the model yourself, with torch.compile(model)"),
     "gradients_mean": without_effect("it averages over devices, and memfit trains on one"),
-    "distributed": without_effect("it exchanges gradients between ranks, and memfit trains on one"),
-    "_delete_": without_effect("it is for merging configurations"),
+    "distributed": without_effect(WITHOUT_EFFECT["distributed"]),
+    "_delete_": without_effect(WITHOUT_EFFECT["_delete_"]),
     "fp16_enabled": without_effect("memfit.Precision sets it where auto_fp16 and force_fp32 look for it"),
 }
 """The name of a setting -> how it is read."""

@@ -164,7 +164,7 @@ class KnownValues:
         )
 
     def is_in_state(self, tensor: torch.Tensor, state: TensorState) -> bool:
-        """Return whether ``tensor`` is the one of which ``state`` was taken, and holds the same values."""
+        """Return whether ``tensor`` still has the state that ``KnownValues.state`` returned for it."""
         storage = storage_id(tensor)
         return (
             storage not in self._exposed
