@@ -5,6 +5,7 @@ hand or because it uses a fixture of ``STARTERS``. A test without the mark fails
 """
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,8 @@ import torch  # noqa: F401 - its import starts ldconfig, so it must precede the 
 from memfit.allocator import compiled_allocator
 from memfit.arenas import native as compiled_arena
 from memfit.packing import native as compiled_packer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, as do its own
 
 
 @dataclass(frozen=True)
