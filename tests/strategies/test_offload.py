@@ -5,8 +5,6 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections import deque
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,48 +17,7 @@ from memfit.strategies.mechanisms.host_copies import InOrderCopies
 from memfit.strategies.mechanisms.saved_tensor_offload import SavedTensorOffloader
 from memfit.strategies.offload import Offload
 from memfit.strategies.plan import Plan
-
-
-class LateStream:
-    """A stream that makes each copy as late as a real one may: when something waits for it.
-
-    Until then the target holds NaN, and releasing the source's memory too early fails the test.
-    """
-
-    def __init__(self):
-        self.queue = deque()
-        self.log = []
-
-    def to_host(self, on_device):
-        on_host = torch.full_like(on_device, 255)
-        return on_host, self._put("out", on_host, on_device)
-
-    def to_device(self, on_host):
-        on_device = torch.full_like(on_host, 255)
-        return on_device, self._put("back", on_device, on_host)
-
-    def _put(self, what, to, source):
-        # PyTorch's pinned allocator keeps host memory until the copy is done; nothing keeps device memory.
-        kept = source if what == "back" else None
-        self.log.append(what)
-        self.queue.append(QueuedCopy(weakref.ref(to), StorageWeakRef(source.untyped_storage()), kept))
-        return self.queue[-1]
-
-    def wait(self, job):
-        self.log.append("wait")
-        while job in self.queue:
-            due = self.queue.popleft()
-            if due.to() is not None:
-                assert not due.storage.expired(), "device memory was released during its copy"
-                whole = torch.UntypedStorage._new_with_weak_ptr(due.storage.cdata)
-                due.to().copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
-
-
-@dataclass(eq=False)
-class QueuedCopy:
-    to: weakref.ref
-    storage: StorageWeakRef
-    kept: torch.Tensor | None
+from support.late_stream import LateStream
 
 
 class GatedBlock(nn.Module):

@@ -28,6 +28,7 @@ from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import LossScale, Precision
 from memfit.train.engine import Engine
 from memfit.train.gathered_batches import BatchGroup, gathered
+from support.late_stream import late_state_copies
 
 BATCHES = 8
 TRAIN = str(Path(memfit.train.__file__).parent)
@@ -142,6 +143,10 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation of sums of bf16": {"steps": 2, "precision": Precision("bf16", autocast=False)},
     "losses weighted by labels": {"steps": 2, "loss": _sum},
     "AdamW, stepped in backward": {"optimizer_state": OptimizerState(step_in_backward=True)},
+    "AdamW, its state offloaded": {"optimizer_state": OptimizerState(offload=True)},
+    "AdamW, its state offloaded, stepped in backward": {
+        "optimizer_state": OptimizerState(offload=True, step_in_backward=True)
+    },
     "batch norm and dropout": {"model": _noisy},
 }
 
@@ -228,13 +233,13 @@ def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
     if in_backward is None:
         engine.optimizer.register_step_pre_hook(lambda *_: callback())
         return
-    step = in_backward._step
 
-    def call_and_step(optimizer: torch.optim.Optimizer) -> None:
-        callback()
-        step(optimizer)
+    class Watched(set[torch.Tensor]):
+        def add(self, parameter: torch.Tensor) -> None:
+            callback()
+            super().add(parameter)
 
-    in_backward._step = call_and_step
+    in_backward.stepped = Watched()
 
 
 def updates(engine: Engine, data: list[Any], carried: int) -> Iterator[Any]:
@@ -264,6 +269,7 @@ class Sweep:
         protect: as in ``Engine``.
     """
 
+    @late_state_copies()
     def __init__(self, case: str, step: int, fault: str, protect: str = "always") -> None:
         self._case, self._step, self._protect = case, step, protect
         self._fault, self._error = FAULTS[fault]
@@ -293,6 +299,7 @@ class Sweep:
             engine._full_batch.finer = finer
         return engine, walk, next(walk)
 
+    @late_state_copies()
     def outcome(self, at: int) -> str:
         """Run the step with a fault before one operation; return the outcome.
 

@@ -26,6 +26,7 @@ from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.train.data.split_batch import even_sizes
 from memfit.train.engine import Engine
+from support.late_stream import late_state_copies
 from support.random_networks import Network, mean_loss
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -63,6 +64,7 @@ class Combination:
     door: str = "step"
     """``step``, ``fit``, ``windows``, ``resumed``, ``retried``; ``applied``: the handwritten loop."""
 
+    @late_state_copies()
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
         """Train with the engine."""
         model, batches = network.build(dtype), network.batches(self.steps, dtype)
@@ -148,6 +150,19 @@ EXACT: dict[str, Combination] = {
     "checkpointed, reentrant": Combination((Checkpointing("blocks.*", use_reentrant=True),)),
     "offloaded": Combination((Offload(min_bytes=0),)),
     "stepped in backward": Combination((OptimizerState(step_in_backward=True),)),
+    "state offloaded": Combination((OptimizerState(offload=True),)),
+    "state offloaded, accumulated, clipped, foreach": Combination(
+        (Accumulation(parts_per_batch=2), OptimizerState("foreach", offload=True)),
+        2,
+        0.1,
+        by_hand=partial(AdamW, foreach=True),
+    ),
+    "state offloaded, resumed inside a window": Combination(
+        (Accumulation(batches_per_update=2), OptimizerState(offload=True)), 2, door="resumed"
+    ),
+    "state offloaded, stepped in backward, checkpointed": Combination(
+        (OptimizerState(offload=True, step_in_backward=True), Checkpointing("blocks.*"))
+    ),
     "stepped in backward, checkpointed, offloaded": Combination(
         (OptimizerState(step_in_backward=True), Checkpointing("blocks.*"), Offload(min_bytes=0))
     ),

@@ -1,17 +1,20 @@
-"""The optimizer: its implementation, how many bits its state has, and when it steps.
+"""The optimizer: its implementation, how many bits its state has, where that waits, and when it steps.
 
     implementation   for-loop   one parameter after the other: the smallest temporaries, the most launches
                      foreach    lists of parameters at once: temporaries as large as the parameters
                      fused      one kernel: no temporaries; not for every class, dtype and device
     bits             32         exp_avg and exp_avg_sq as PyTorch keeps them: 8 bytes per parameter
                      8, 4       quantised in blocks: about 2 and 1 bytes per parameter; results differ
+    offload                     the state waits in pinned memory of the host, and is on the device only while
+                                its parameters are updated, there
     step_in_backward            ── backward of layer n ──┬── of layer n-1 ──┬── ...
                                                   step, free          step, free
 
 Implementations may round the last bits differently. Fewer bits give different results, though training
-usually ends equally well. Stepping in backward gives the same result bit for bit, and gradients never exist
-all at once; settings that need them all at once are refused: accumulation, global clipping, loss scaling,
-master weights.
+usually ends equally well. Offload gives the same result bit for bit: its cost is host memory for the state,
+and time where the bus is slower than the computation beside it. Stepping in backward gives the same result
+bit for bit, and gradients never exist all at once; settings that need them all at once are refused:
+accumulation, global clipping, loss scaling, master weights.
 """
 
 import functools
@@ -72,6 +75,9 @@ class OptimizerState:
     """The package with the low-bit optimizer; torchao by default."""
     step_in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient."""
+    offload: bool = False
+    """Keep the state on the host between updates (``mechanisms/offloaded_state.py``). On a CPU this does
+    nothing, and warns."""
 
     def __post_init__(self) -> None:
         """Check, and fill in the package."""

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from memfit.errors import UsageError
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
 from memfit.train import master_weights
@@ -127,7 +128,7 @@ def _set_up(
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
     master_weights.replace_parameters(optimizer, masters)
-    in_backward = plan.optimizer_state is not None and plan.optimizer_state.step_in_backward
+    state = plan.optimizer_state or OptimizerState()
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
         for in_use, what in (
@@ -139,7 +140,8 @@ def _set_up(
                 sums,
                 "gradients summed in another dtype (for master_weights, gradient_dtype or low precision)",
             ),
-            (in_backward, "step_in_backward"),
+            (state.step_in_backward, "step_in_backward"),
+            (state.offload, "optimizer_state.offload: captured kernels read the state at a fixed address"),
         ):
             if in_use:
                 raise UsageError(f"cuda_graphs cannot be combined with {what}.")
@@ -156,10 +158,13 @@ def _set_up(
         max_grad_norm=max_grad_norm,
         protect=protect,
         graphs=make_step_graphs(optimizer) if cuda_graphs else None,
-        in_backward=in_backward,
+        in_backward=state.step_in_backward,
+        offload=state.offload,
     )
     for hook in update.hooks():
         apply.on_revert(model, hook.remove)
+    if update.offloaded is not None:
+        apply.on_revert(model, partial(_fetch_state, ref(update)))
     if masters:
         apply.on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)
     return update
@@ -172,6 +177,13 @@ def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
         master_weights.write_to_parameters(update.masters)
         originals = {master: parameter for parameter, master in update.masters.items()}
         master_weights.replace_parameters(update.optimizer, originals)
+
+
+def _fetch_state(reference: "ref[OptimizerUpdate]") -> None:
+    """Move an optimizer's state back to the device, where its own ``step`` needs it."""
+    update = reference()
+    if update is not None and update.offloaded is not None:
+        update.offloaded.fetch_all()
 
 
 def world_size() -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
+from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.train import master_weights
@@ -53,6 +54,7 @@ class OptimizerUpdate:
             the allocator had to release its cache.
         graphs: steps in the optimizer's place and zeroes gradients, if the step was captured.
         in_backward: parameters are updated in backward, and the step at the end has nothing to do.
+        offload: the optimizer's state waits on the host between updates.
 
     Raises:
         UsageError: the optimizer cannot step in backward, or gradients are to be clipped as well.
@@ -72,6 +74,7 @@ class OptimizerUpdate:
         protect: Protect,
         graphs: StepGraphs | None = None,
         in_backward: bool = False,
+        offload: bool = False,
     ) -> None:
         if protect not in get_args(Protect):
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
@@ -89,8 +92,10 @@ class OptimizerUpdate:
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
-        self._stepper = graphs or optimizer
-        self.in_backward = StepInBackward(optimizer) if in_backward else None
+        blocks = 0 if in_backward else BLOCK_BYTES
+        self.offloaded = OffloadedState(optimizer, blocks) if offload else None
+        self._stepper = graphs or self.offloaded or optimizer
+        self.in_backward = StepInBackward(optimizer, self.offloaded) if in_backward else None
         if self.in_backward is not None:
             self.in_backward.active = False
         self._backup: OptimizerBackup | None = None
@@ -128,6 +133,12 @@ class OptimizerUpdate:
         if self.in_backward is not None:
             self.in_backward.stepped.clear()
 
+    def finish_loading(self) -> None:
+        """Accept a state that was loaded."""
+        if self.offloaded is not None:
+            self.offloaded.send_all()
+        self.finish()
+
     def roll_back(self, error: BaseException) -> None:
         """Restore what an update changed before an exception ended it.
 
@@ -136,6 +147,8 @@ class OptimizerUpdate:
         """
         self.scaler.forget()
         self.scheduler_error = None
+        if self.offloaded is not None:
+            self.offloaded.finish()  # before anything is restored: copies may still write to the host
         self._most_gradients = 0  # whatever failed may fail again: the next update is at risk too
         if self.torn and self._backup is not None:
             self._backup.restore()

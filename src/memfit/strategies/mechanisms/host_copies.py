@@ -9,14 +9,25 @@ import torch
 class HostCopies(Protocol):
     """Copies between one device and the host. Their results must not be read before ``wait``."""
 
-    def to_host(self, on_device: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin a copy of bytes to the host. The device memory must stay until the copy is complete."""
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Allocate bytes on the host."""
+
+    def to_host(
+        self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Begin a copy of bytes to the host, to new memory or to what ``host_memory`` returned.
+
+        The device memory must stay until the copy is complete.
+        """
 
     def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Begin a copy of bytes that ``to_host`` returned, after that copy."""
 
     def wait(self, copy: Any) -> None:
         """Have the device complete a copy before it does anything else."""
+
+    def finish(self) -> None:
+        """Have the host wait until every copy is complete."""
 
 
 class InOrderCopies:
@@ -25,9 +36,16 @@ class InOrderCopies:
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
         self._device, self._pin = device, pin_memory
 
-    def to_host(self, on_device: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Allocate bytes on the host."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def to_host(
+        self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
         """Copy to the host."""
-        on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=self._pin)
+        if on_host is None:
+            on_host = self.host_memory(on_device.numel())
         return on_host.copy_(on_device, non_blocking=self._pin), None
 
     def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -37,6 +55,10 @@ class InOrderCopies:
 
     def wait(self, copy: None) -> None:
         """Do nothing: the stream keeps the order."""
+
+    def finish(self) -> None:
+        """Wait for the stream."""
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +92,16 @@ class SideStreamCopies:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def to_host(self, on_device: torch.Tensor) -> tuple[torch.Tensor, PendingCopy]:
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Allocate pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(
+        self, on_device: torch.Tensor, on_host: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, PendingCopy]:
         """Begin a copy to pinned memory, after the work queued on the computing stream so far."""
-        on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+        if on_host is None:
+            on_host = self.host_memory(on_device.numel())
         return on_host, self._copy(on_host, on_device, on_device)
 
     def to_device(self, on_host: torch.Tensor) -> tuple[torch.Tensor, PendingCopy]:
@@ -87,6 +116,10 @@ class SideStreamCopies:
         if copy.stream != now:
             copy.stream.wait_event(copy.done)
             copy.on_device.record_stream(now)
+
+    def finish(self) -> None:
+        """Wait for the side stream."""
+        self._side.synchronize()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> PendingCopy:
         now = torch.cuda.current_stream(self._device)

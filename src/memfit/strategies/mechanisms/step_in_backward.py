@@ -8,11 +8,13 @@ import functools
 import weakref
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import UsageError
-from memfit.strategies.mechanisms.optimizer_info import optimizer_name
+from memfit.strategies.mechanisms.offloaded_state import OffloadedState
+from memfit.strategies.mechanisms.partial_step import expect_independent, step_only
 
 
 class StepInBackward:
@@ -23,36 +25,28 @@ class StepInBackward:
 
     Args:
         optimizer: one that updates each parameter independently of the others.
+        offloaded: its state, if that waits on the host between updates.
 
     Raises:
         UsageError: it does not, or is not known to; or it has hooks that need to see gradients.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        module = type(optimizer).step.__module__
-        if not module.startswith(("torch.optim.", "torchao.", "bitsandbytes.")) or isinstance(
-            optimizer, torch.optim.LBFGS
-        ):
-            raise UsageError(
-                "step_in_backward needs an optimizer that updates each parameter independently. memfit does "
-                f"not know whether {optimizer_name(optimizer)} does so. Use an optimizer from PyTorch "
-                "(except LBFGS), torchao or bitsandbytes."
-            )
+    def __init__(self, optimizer: Optimizer, offloaded: OffloadedState | None = None) -> None:
+        expect_independent(optimizer, "step_in_backward")
         if optimizer._optimizer_step_pre_hooks:
             raise UsageError(
                 "step_in_backward: the optimizer has hooks from register_step_pre_hook. These hooks would "
                 "find no gradients. Remove them, or leave out step_in_backward."
             )
-        # Parameters hold this object, so it holds neither them nor the optimizer strongly: their memory is
-        # freed with the script's last reference, not when the garbage collector runs.
+        # Parameters hold this object, so it holds neither them, nor the optimizer, nor its state strongly:
+        # their memory is freed with the script's last reference, not when the garbage collector runs.
         self._optimizer = weakref.ref(optimizer)
+        self._offloaded = None if offloaded is None else weakref.ref(offloaded)
         self.active = True
         """Whether gradients are used. An engine clears it between its windows, when a backward is not its
         own."""
         self.stepped: set[torch.Tensor] = set()
         """Parameters whose update began after the last ``optimizer.step``."""
-        # Without the wrapper that calls step hooks, which are for whole steps.
-        self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
             for index, group in enumerate(optimizer.param_groups)
@@ -65,7 +59,7 @@ class StepInBackward:
         """Return the hooks on parameters and optimizer, for removal."""
         return self._hooks
 
-    def _update(self, index: int, parameter: torch.Tensor) -> None:
+    def _update(self, index: int, parameter: nn.Parameter) -> None:
         """Update a parameter of a group, if its gradient and the optimizer still exist."""
         optimizer = self._optimizer()
         if parameter.grad is None or optimizer is None or not self.active:
@@ -77,17 +71,9 @@ class StepInBackward:
                 "two checkpointed modules share a submodule, set use_reentrant=False."
             )
         self.stepped.add(parameter)  # first: a step that fails may have changed its state
-        with torch.no_grad():
-            self._step(_with_only(optimizer, index, parameter))
+        offloaded = None if self._offloaded is None else self._offloaded()
+        if offloaded is None:
+            step_only(optimizer, index, [parameter])
+        else:
+            offloaded.update(index, [parameter])
         parameter.grad = None
-
-
-def _with_only(optimizer: Optimizer, index: int, parameter: torch.Tensor) -> Optimizer:
-    """Return another optimizer object with the same state and only one parameter of a group.
-
-    The original is not narrowed: backward runs in one thread per device.
-    """
-    group = optimizer.param_groups[index]
-    narrowed: Optimizer = object.__new__(type(optimizer))
-    vars(narrowed).update(vars(optimizer), param_groups=[group | {"params": [parameter]}])
-    return narrowed

@@ -99,7 +99,7 @@ def load_state(parts: EngineParts, saved: dict[str, Any]) -> None:
     ledger.drop()
     if ledger.update.graphs is not None:
         ledger.update.graphs.reset()
-    ledger.update.finish()
+    ledger.update.finish_loading()
     ledger.micro_step, ledger.optimizer_step = state["micro_step"], state["optimizer_step"]
     parts.epoch, parts.full_batch.finer = state["epoch"], state["finer"]
     ledger.position.load_state_dict(saved["position"], saved["random"])

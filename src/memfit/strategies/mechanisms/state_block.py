@@ -1,0 +1,116 @@
+"""A block of optimizer state, which one copy moves between the host and the device."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from memfit.strategies.mechanisms.host_copies import HostCopies
+
+_ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns: kernels load vectors as they do without offload
+
+
+class StateBlock:
+    """The state of some parameters: tensors whose memory moves together.
+
+    The tensors stay the same objects. Their ``data`` is memory of the host or, while in use, of the device.
+
+    Args:
+        device: of the parameters.
+        to_device, to_host: the copies in each direction.
+    """
+
+    def __init__(self, device: torch.device, to_device: HostCopies, to_host: HostCopies) -> None:
+        self.device = device
+        self._to_device, self._to_host = to_device, to_host
+        self._tensors: list[torch.Tensor] = []
+        self._on_host: torch.Tensor | None = None
+        self._arriving: tuple[torch.Tensor, Any] | None = None
+        self._in_use: torch.Tensor | None = None
+        self._target: torch.Tensor | None = None  # while the tensors' memory is being replaced
+
+    def fetch(self) -> None:
+        """Begin to copy the state to the device, unless it is there or on its way."""
+        if self._on_host is not None and self._in_use is None and self._arriving is None:
+            self._arriving = self._to_device.to_device(self._on_host)
+
+    def forget_fetched(self) -> None:
+        """Free what was fetched and not used."""
+        if self._arriving is not None:
+            self._to_device.wait(self._arriving[1])
+            self._arriving = None
+
+    def enter(self, state: list[torch.Tensor]) -> None:
+        """Have the optimizer find its state, which consists of these tensors, on the device."""
+        own = {id(tensor) for tensor in self._tensors}
+        found = [tensor for tensor in state if id(tensor) in own]
+        if len(found) < len(own):  # the state was replaced, as by load_state_dict
+            self.forget_fetched()
+            for tensor in found:
+                tensor.data = tensor.to(self.device)
+            self._tensors, self._on_host, self._in_use = [], None, None
+            return
+        self.fetch()
+        if self._arriving is not None:
+            memory, copy = self._arriving
+            self._to_device.wait(copy)
+            self._in_use, self._target, self._arriving = memory, memory, None
+            self.complete()
+
+    def leave(self, state: list[torch.Tensor]) -> Callable[[], None]:
+        """Begin to copy the state to the host; return what waits for that and then frees device memory."""
+        tensors = [tensor for tensor in state if tensor.device == self.device and _is_dense(tensor)]
+        if not tensors:
+            return lambda: None
+        on_host = self._on_host
+        if self._in_use is not None and list(map(id, tensors)) == list(map(id, self._tensors)):
+            leaving = [self._in_use]
+            copies = [self._to_host.to_host(self._in_use, on_host)[1]]
+        else:  # new tensors, as in the first update
+            on_host = self._to_host.host_memory(sum(map(_padded, tensors)))
+            leaving = [_bytes_of(tensor) for tensor in tensors]
+            parts = map(_bytes_of, _views(on_host, tensors))
+            copies = [self._to_host.to_host(*pair)[1] for pair in zip(leaving, parts, strict=True)]
+        self._tensors, self._on_host, self._target, self._in_use = tensors, on_host, on_host, None
+        self.complete()
+
+        def release() -> None:
+            for copy in copies:
+                self._to_host.wait(copy)
+            leaving.clear()
+
+        return release
+
+    def complete(self) -> None:
+        """Complete a replacement of the tensors' memory that an exception, such as Ctrl-C, interrupted."""
+        if self._target is not None:
+            for tensor, view in zip(self._tensors, _views(self._target, self._tensors), strict=True):
+                tensor.data = view
+            self._target = None
+
+
+def _views(memory: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors in a block's memory, of the same sizes, strides and dtypes as others."""
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.numel() * tensor.element_size()
+        yield memory[start:end].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+        start += _padded(tensor)
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in a block."""
+    return -(tensor.numel() * tensor.element_size() // -_ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as bytes."""
+    size, start = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+    plain = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return plain.set_(tensor.untyped_storage(), start, (tensor.numel() * size,), (1,))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory, so that its bytes are its value."""
+    return tensor.layout is torch.strided and is_non_overlapping_and_dense_or_false(tensor)
