@@ -14,6 +14,7 @@ from memfit.errors import UsageError
 from memfit.strategies.apply import revert
 from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
 from memfit.strategies.optimizer_state import OptimizerState
+from memfit.strategies.precision import Precision
 from memfit.train.engine import Engine
 from support.late_stream import late_state_copies
 from support.optimizer_loops import groups, halving, loss_of, net, same, train
@@ -173,19 +174,63 @@ def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
     assert same(engine.model, trained(engine_of(net(), None), range(2)))
 
 
+MASTERS = [OFFLOADED, Precision("bf16", autocast=False, master_weights=True)]
+
+
+def low_precision_loss(model, seed):
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    return model(batch.to(model[0].weight.dtype)).float().square().mean()
+
+
+def master_engine(plan):
+    model = net()
+    return Engine(
+        model,
+        plan,
+        optimizer=torch.optim.AdamW(groups(model), lr=0.05),
+        loss=low_precision_loss,
+        max_grad_norm=1.0,
+    )
+
+
+def test_float32_copies_of_parameters_wait_with_their_state(streams):
+    engine, plain = master_engine(MASTERS), master_engine(MASTERS[1])
+    before = copy.deepcopy(plain.state_dict()["model"])
+    for seed in range(3):
+        engine.step(seed)
+        plain.step(seed)
+        assert all(p.isnan().all() for group in engine.optimizer.param_groups for p in group["params"])
+        assert {value.dtype for value in engine.state_dict()["model"].values()} == {torch.float32}
+        torch.testing.assert_close(engine.state_dict()["model"], plain.state_dict()["model"], rtol=0, atol=0)
+        assert same(engine.model, plain.model)
+    assert not torch.equal(before["0.weight"], plain.state_dict()["model"]["0.weight"])
+    resumed = master_engine(MASTERS)
+    resumed.load_state_dict(engine.state_dict())
+    for each in (resumed, plain):
+        each.step(3)
+    assert same(resumed.model, plain.model)
+    for each in (resumed, plain):
+        revert(each.model)
+    assert same(resumed.model, plain.model)
+    assert not any(parameter.isnan().any() for parameter in resumed.model.parameters())
+    train(resumed.model, resumed.optimizer)
+    train(plain.model, plain.optimizer)
+    assert same(resumed.model, plain.model)
+
+
 SCRIPT = """
     import json, torch, memfit
     from torch import nn
 
-    def trained(settings, blocks, samples):
+    def trained(settings, blocks, samples, dtype=torch.float32):
         torch.cuda.empty_cache()
         layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(blocks)]
         model = nn.Sequential(*layers).cuda()
+        batch = torch.randn(samples, 1024, device="cuda", dtype=dtype)
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         optimizer = torch.optim.Adam(model.parameters())
         loss = lambda model, batch: model(batch).square().mean()
         engine = memfit.Engine(model, settings, optimizer=optimizer, loss=loss)
-        batch = torch.randn(samples, 1024, device="cuda")
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         peaks = []
         for step in range(4):
             torch.cuda.reset_peak_memory_stats()
@@ -207,6 +252,11 @@ SCRIPT = """
     found = {
         size: {name: trained(each, *shape) for name, each in settings.items()}
         for size, shape in {"activations": (6, 32768), "update": (32, 1)}.items()
+    }
+    masters = memfit.Precision("bf16", autocast=False, master_weights=True)
+    found["masters"] = {
+        name: trained([state(offload=offload), masters], 6, 32768, torch.bfloat16)
+        for name, offload in {"plain": False, "offloaded": True}.items()
     }
     open("found.json", "w").write(json.dumps(found))
 """
@@ -235,6 +285,14 @@ def test_on_the_ghost_the_peak_falls_by_the_state(peaks):
         assert fall[1:] == [state] * 3, (with_offload, found)
         assert found[without]["rest"] - found[with_offload]["rest"] == state
         assert (found[without]["devices"], found[with_offload]["devices"]) == (["cuda"], ["cpu"])
+
+
+@pytest.mark.process
+def test_on_the_ghost_float32_copies_leave_the_device_too(peaks):
+    found = peaks["masters"]
+    fall = found["plain"]["peaks"][-1] - found["offloaded"]["peaks"][-1]
+    stand_ins = 4 * len(range(0, 6 * LAYER, BLOCK_BYTES // LAYER * LAYER))  # a NaN for each block
+    assert fall == 6 * 3 * LAYER - stand_ins, found
 
 
 @pytest.mark.process

@@ -147,6 +147,10 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW, its state offloaded, stepped in backward": {
         "optimizer_state": OptimizerState(offload=True, step_in_backward=True)
     },
+    "fp16 with float32 masters, offloaded with their state": {
+        "precision": FP16_MASTERS,
+        "optimizer_state": OptimizerState(offload=True),
+    },
     "batch norm and dropout": {"model": _noisy},
 }
 

@@ -164,6 +164,7 @@ def _set_up(
     for hook in update.hooks():
         apply.on_revert(model, hook.remove)
     if update.offloaded is not None:
+        update.offloaded.send_all()
         apply.on_revert(model, partial(_fetch_state, ref(update)))
     if masters:
         apply.on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)

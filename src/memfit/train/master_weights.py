@@ -6,7 +6,7 @@ An optimizer refuses gradients of another dtype than its parameters, and updates
 parameter's last digit are lost: hence the copies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -33,14 +33,20 @@ def replace_parameters(
 
 
 @torch.no_grad()
-def write_to_parameters(masters: dict[nn.Parameter, nn.Parameter]) -> None:
+def write_to_parameters(masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
     """Round every copy into its parameter."""
     if masters:
         torch._foreach_copy_(list(masters), list(masters.values()))
 
 
+def rounding(masters: Mapping[nn.Parameter, nn.Parameter]) -> Callable[[list[nn.Parameter]], None]:
+    """Return a function that rounds some of the copies into their parameters."""
+    parameter_of = {master: parameter for parameter, master in masters.items()}
+    return lambda updated: write_to_parameters({parameter_of[each]: each for each in updated})
+
+
 @torch.no_grad()
-def load(masters: dict[nn.Parameter, nn.Parameter], values: dict[nn.Parameter, torch.Tensor]) -> None:
+def load(masters: Mapping[nn.Parameter, torch.Tensor], values: dict[nn.Parameter, torch.Tensor]) -> None:
     """Set the copies and their parameters."""
     for parameter, master in masters.items():
         master.copy_(values[parameter])

@@ -172,17 +172,27 @@ def _buffers(model: nn.Module) -> Iterator[BufferSlot]:
 
 
 class OptimizerBackup:
-    """Copies on the host: parameters, the state of an optimizer and its scheduler, and other tensors."""
+    """Copies on the host: parameters, the state of an optimizer and its scheduler, and other tensors.
+
+    Args:
+        optimizer, scheduler, others: what to copy.
+        value_of: returns the memory of a parameter's value, if that may be elsewhere than the parameter.
+    """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: Any = None, others: Iterable[torch.Tensor] = ()
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        others: Iterable[torch.Tensor] = (),
+        value_of: Callable[[nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
         self._state = optimizer.state
         self._known = dict(optimizer.state)
         dicts = [*optimizer.param_groups, *optimizer.state.values()]
-        self._tensors = [_backup(tensor) for tensor in (*parameters_of(optimizer), *others)]
+        self._tensors = [_backup(parameter, value_of or _itself) for parameter in parameters_of(optimizer)]
+        self._tensors += [_backup(other) for other in others]
         self._dicts = [
             (entries, {name: _backup(value) for name, value in entries.items() if name != "params"})
             for entries in dicts
@@ -203,15 +213,19 @@ class OptimizerBackup:
             self._scheduler.load_state_dict(self._scheduled)
 
 
-def _backup(value: Any) -> Callable[[], Any]:
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _backup(value: Any, memory_of: Callable[[Any], torch.Tensor] = _itself) -> Callable[[], Any]:
     """Copy a value; return a function that restores and returns it."""
     if not isinstance(value, torch.Tensor):
         copied = copy.deepcopy(value)
         return lambda: copied
-    contents = [(part, part.detach().to("cpu", copy=True)) for part in inner_tensors(value)]
+    contents = [part.detach().to("cpu", copy=True) for part in inner_tensors(memory_of(value))]
 
-    def restore() -> torch.Tensor:
-        for part, content in contents:
+    def restore() -> Any:
+        for part, content in zip(inner_tensors(memory_of(value)), contents, strict=True):
             part.detach().copy_(content)
         return value
 

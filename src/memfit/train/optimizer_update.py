@@ -93,7 +93,8 @@ class OptimizerUpdate:
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
         blocks = 0 if in_backward else BLOCK_BYTES
-        self.offloaded = OffloadedState(optimizer, blocks) if offload else None
+        updated = master_weights.rounding(masters) if masters else None
+        self.offloaded = OffloadedState(optimizer, blocks, updated) if offload else None
         self._stepper = graphs or self.offloaded or optimizer
         self.in_backward = StepInBackward(optimizer, self.offloaded) if in_backward else None
         if self.in_backward is not None:
@@ -133,6 +134,12 @@ class OptimizerUpdate:
         if self.in_backward is not None:
             self.in_backward.stepped.clear()
 
+    def values_of_masters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the float32 copies of parameters, wherever they are."""
+        if self.offloaded is None:
+            return dict(self.masters)
+        return {parameter: self.offloaded.value_of(master) for parameter, master in self.masters.items()}
+
     def finish_loading(self) -> None:
         """Accept a state that was loaded."""
         if self.offloaded is not None:
@@ -152,7 +159,7 @@ class OptimizerUpdate:
         self._most_gradients = 0  # whatever failed may fail again: the next update is at risk too
         if self.torn and self._backup is not None:
             self._backup.restore()
-            master_weights.write_to_parameters(self.masters)
+            master_weights.write_to_parameters(self.values_of_masters())
             self.finish()
         elif self.torn and is_out_of_memory(error):
             raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
@@ -188,7 +195,8 @@ class OptimizerUpdate:
             self._backup = self._copy(len(updated))
         self._stepping = True
         self._stepper.step()
-        master_weights.write_to_parameters(self.masters)
+        if self.offloaded is None:
+            master_weights.write_to_parameters(self.masters)
         try:
             self._schedule(window)
         except Exception as error:
@@ -252,7 +260,10 @@ class OptimizerUpdate:
     def _copy(self, count: int) -> OptimizerBackup | None:
         """Copy what an update of this many parameters may change, if it is at risk."""
         risky = self._is_risky(count)
-        return OptimizerBackup(self.optimizer, self.scheduler, self.scaler.tensors()) if risky else None
+        if not risky:
+            return None
+        value_of = None if self.offloaded is None else self.offloaded.value_of
+        return OptimizerBackup(self.optimizer, self.scheduler, self.scaler.tensors(), value_of)
 
     def _is_risky(self, count: int) -> bool:
         if self._protect != "auto":

@@ -36,15 +36,22 @@ class OffloadedState:
 
     Args:
         optimizer: one that updates each parameter independently of the others.
+        updated: called with parameters that were updated, while they are on the device. If it is passed, the
+            parameters wait on the host like their state: they are float32 copies, which no forward uses.
         block_bytes: neighbouring parameters share a block up to this size; 0: none do.
 
     Raises:
         UsageError: the optimizer does not, or is not known to.
     """
 
-    def __init__(self, optimizer: Optimizer, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        block_bytes: int = BLOCK_BYTES,
+        updated: Callable[[list[nn.Parameter]], None] | None = None,
+    ) -> None:
         expect_independent(optimizer, "optimizer_state.offload")
-        self._optimizer, self._block_bytes = optimizer, block_bytes
+        self._optimizer, self._block_bytes, self._updated = optimizer, block_bytes, updated
         self._blocks: dict[nn.Parameter, StateBlock | None] = {}  # None: the parameter is on the host
         self._copies: dict[torch.device, list[HostCopies]] = {}
         self._following: dict[StateBlock, StateBlock] = {}
@@ -72,7 +79,7 @@ class OffloadedState:
             return
         block = self._block_of(parameters)
         if block is None:
-            step_only(self._optimizer, index, parameters)
+            self._step_only(index, parameters)
             return
         self._enter(block, parameters)
         following = self._following.get(block)
@@ -82,7 +89,7 @@ class OffloadedState:
         if self._last is not None:
             self._following[self._last] = block
         self._last = block
-        step_only(self._optimizer, index, parameters)
+        self._step_only(index, parameters)
         self._leave(block, parameters)
 
     def finish(self) -> None:
@@ -116,6 +123,16 @@ class OffloadedState:
                 self._enter(block, parameters)
         self.finish()
 
+    def value_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the memory of a parameter's value, wherever it is."""
+        block = self._blocks.get(parameter)
+        return parameter if block is None else block.value_of(parameter)
+
+    def _step_only(self, index: int, parameters: list[nn.Parameter]) -> None:
+        step_only(self._optimizer, index, parameters)
+        if self._updated is not None:
+            self._updated(parameters)
+
     def _step_blocks(self, _: Optimizer) -> None:
         try:
             for index, parameters in self._parts():
@@ -144,7 +161,7 @@ class OffloadedState:
                 yield index, list(parameters)
 
     def _block_of(self, parameters: list[nn.Parameter]) -> StateBlock | None:
-        if parameters[0] not in self._blocks:
+        if self._blocks.get(parameters[0]) is None:
             self._assign(parameters)
         return self._blocks[parameters[0]]
 
@@ -152,7 +169,7 @@ class OffloadedState:
         """Give neighbours on the same device a block, if they have none yet."""
         block, room = None, 0
         for parameter in parameters:
-            if parameter in self._blocks:
+            if self._blocks.get(parameter) is not None:
                 block = None
                 continue
             size = parameter.numel() * parameter.element_size()
@@ -172,12 +189,12 @@ class OffloadedState:
         return self._copies[device]
 
     def _state_of(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the tensors of some parameters' state: those of a quantised state one by one."""
+        """Return the tensors that move with some parameters: those of a quantised state one by one."""
         state = self._optimizer.state
         return [
             tensor
             for parameter in parameters
-            for value in state.get(parameter, {}).values()
+            for value in (*state.get(parameter, {}).values(), *([parameter] if self._updated else []))
             if isinstance(value, torch.Tensor)
             for tensor in inner_tensors(value)
         ]

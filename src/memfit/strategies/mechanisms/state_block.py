@@ -1,9 +1,11 @@
 """A block of optimizer state, which one copy moves between the host and the device."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from memfit.strategies.mechanisms.host_copies import HostCopies
@@ -15,6 +17,8 @@ class StateBlock:
     """The state of some parameters: tensors whose memory moves together.
 
     The tensors stay the same objects. Their ``data`` is memory of the host or, while in use, of the device.
+    Parameters among them (float32 copies of the model's) keep their device and shape for the sake of their
+    gradients: while their values are on the host, each of their elements is the same NaN.
 
     Args:
         device: of the parameters.
@@ -25,10 +29,12 @@ class StateBlock:
         self.device = device
         self._to_device, self._to_host = to_device, to_host
         self._tensors: list[torch.Tensor] = []
+        self._layouts: list[torch.Tensor] = []  # of the tensors, without memory
         self._on_host: torch.Tensor | None = None
         self._arriving: tuple[torch.Tensor, Any] | None = None
         self._in_use: torch.Tensor | None = None
         self._target: torch.Tensor | None = None  # while the tensors' memory is being replaced
+        self._nan: torch.Tensor | None = None
 
     def fetch(self) -> None:
         """Begin to copy the state to the device, unless it is there or on its way."""
@@ -48,8 +54,8 @@ class StateBlock:
         if len(found) < len(own):  # the state was replaced, as by load_state_dict
             self.forget_fetched()
             for tensor in found:
-                tensor.data = tensor.to(self.device)
-            self._tensors, self._on_host, self._in_use = [], None, None
+                tensor.data = self.value_of(tensor).to(self.device)
+            self._tensors, self._layouts, self._on_host, self._in_use = [], [], None, None
             return
         self.fetch()
         if self._arriving is not None:
@@ -63,16 +69,18 @@ class StateBlock:
         tensors = [tensor for tensor in state if tensor.device == self.device and _is_dense(tensor)]
         if not tensors:
             return lambda: None
-        on_host = self._on_host
+        on_host, layouts = self._on_host, self._layouts
         if self._in_use is not None and list(map(id, tensors)) == list(map(id, self._tensors)):
             leaving = [self._in_use]
             copies = [self._to_host.to_host(self._in_use, on_host)[1]]
         else:  # new tensors, as in the first update
+            layouts = [torch.empty_like(tensor, device="meta") for tensor in tensors]
             on_host = self._to_host.host_memory(sum(map(_padded, tensors)))
             leaving = [_bytes_of(tensor) for tensor in tensors]
-            parts = map(_bytes_of, _views(on_host, tensors))
+            parts = map(_bytes_of, _views(on_host, layouts))
             copies = [self._to_host.to_host(*pair)[1] for pair in zip(leaving, parts, strict=True)]
-        self._tensors, self._on_host, self._target, self._in_use = tensors, on_host, on_host, None
+        self._tensors, self._layouts = tensors, layouts
+        self._on_host, self._target, self._in_use = on_host, on_host, None
         self.complete()
 
         def release() -> None:
@@ -84,16 +92,31 @@ class StateBlock:
 
     def complete(self) -> None:
         """Complete a replacement of the tensors' memory that an exception, such as Ctrl-C, interrupted."""
-        if self._target is not None:
-            for tensor, view in zip(self._tensors, _views(self._target, self._tensors), strict=True):
-                tensor.data = view
-            self._target = None
+        if self._target is None:
+            return
+        for tensor, view in zip(self._tensors, _views(self._target, self._layouts), strict=True):
+            is_stand_in = self._target is self._on_host and isinstance(tensor, nn.Parameter)
+            tensor.data = self._stand_in(tensor) if is_stand_in else view
+        self._target = None
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the memory of one of the tensors, wherever it is."""
+        if self._in_use is None and self._on_host is not None:
+            for own, view in zip(self._tensors, _views(self._on_host, self._layouts), strict=True):
+                if own is tensor:
+                    return view
+        return tensor
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._nan is None:
+            self._nan = torch.full((1,), math.nan, dtype=tensor.dtype, device=self.device)
+        return self._nan.as_strided(tensor.size(), [0] * tensor.dim())
 
 
-def _views(memory: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors in a block's memory, of the same sizes, strides and dtypes as others."""
+def _views(memory: torch.Tensor, layouts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a block's memory."""
     start = 0
-    for tensor in tensors:
+    for tensor in layouts:
         end = start + tensor.numel() * tensor.element_size()
         yield memory[start:end].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
         start += _padded(tensor)

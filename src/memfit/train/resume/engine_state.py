@@ -95,7 +95,7 @@ def load_state(parts: EngineParts, saved: dict[str, Any]) -> None:
         for name, tensor in tensors_outside_state_dict(parts).items():
             tensor.copy_(state["others"][name])
     values = {each: state["model"][name] for name, each in parameters.items() if name in state["model"]}
-    master_weights.load(ledger.update.masters, values)
+    master_weights.load(ledger.update.values_of_masters(), values)
     ledger.drop()
     if ledger.update.graphs is not None:
         ledger.update.graphs.reset()
@@ -176,7 +176,7 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 def _master_weights(parts: EngineParts) -> dict[str, torch.Tensor]:
     """Return the float32 copies by the names of their parameters."""
-    masters = parts.ledger.update.masters
+    masters = parts.ledger.update.values_of_masters()
     return {
         name: masters[parameter].detach()
         for name, parameter in unwrapped(parts.model).named_parameters(remove_duplicate=False)
