@@ -53,6 +53,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"precision": "64-true"},
         {"accumulate_grad_batches": 4},
         {"gradient_clip_val": 0.5},
+        {"gradient_clip_val": 0},
         {"gradient_clip_algorithm": "norm"},
         {"gradient_clip_algorithm": "value"},
     ],
@@ -68,7 +69,14 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"optim": "adamw_torch_4bit"},
         {"optim": "adafactor"},
         {"max_grad_norm": 1.0},
+        {"max_grad_norm": 0.0},
         {"torch_compile": True},
+    ],
+    "Accelerate": [
+        {"mixed_precision": "bf16"},
+        {"mixed_precision": "no"},
+        {"mixed_precision": "fp8"},
+        {"gradient_accumulation_steps": 4},
     ],
     "MindSpore": [
         {"mini_steps": 4},

@@ -1,4 +1,7 @@
-"""Settings of MMEngine, Lightning, HuggingFace and MindSpore, as their documentation writes them."""
+"""Settings of MMEngine, Lightning, HuggingFace and MindSpore, as their documentation writes them.
+
+benchmarks/originals.py trains with the originals themselves.
+"""
 
 import pytest
 
@@ -72,6 +75,7 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
         ({"precision": "bf16-mixed", "gradient_clip_val": 0.5}, Plan(Precision("bf16")), 0.5),
         ({"precision": "bf16-true"}, Plan(Precision("bf16", autocast=False)), None),
         ({"precision": "32-true"}, Plan(Precision("fp32")), None),
+        ({"gradient_clip_val": 0}, Plan(), None),
         ({"precision": 16, "gradient_clip_algorithm": "norm"}, Plan(Precision("fp16")), None),
         # HuggingFace
         (
@@ -93,8 +97,13 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
             ),
             1.0,
         ),
+        ({"max_grad_norm": 0.0}, Plan(), None),
         ({"optim": "adamw_torch"}, Plan(), None),
         ({"optim": "adamw_bnb_8bit"}, Plan(optimizer_state=OptimizerState(bits=8)), None),
+        # Accelerate
+        ({"mixed_precision": "bf16", "max_grad_norm": 0.5}, Plan(Precision("bf16")), 0.5),
+        ({"mixed_precision": "fp16"}, Plan(Precision("fp16")), None),
+        ({"mixed_precision": "no"}, Plan(), None),
         # MindSpore
         ({"accumulate_step": 4, "gradients_mean": True}, Plan(accumulation=FOUR), None),
     ],
@@ -118,7 +127,12 @@ def test_settings_are_read_as_their_origin_means_them(given, plan, norm):
         ({"gradient_checkpointing_kwargs": {"context_fn": 1}}, "'context_fn' is not a field of"),
         ({"optim": "lomo"}, "'lomo' is not an optimizer that memfit reads. Leave it out"),
         ({"gradient_clip_val": 0.5, "max_grad_norm": 1.0}, "contradict each other: both set max_grad_norm"),
+        ({"gradient_clip_val": 0, "max_grad_norm": 1.0}, "contradict"),
+        ({"gradient_clip_val": False}, "must be a number above 0"),
         ({"precision": "bf16-mixed", "fp16": True}, "contradict"),
+        ({"mixed_precision": "no", "bf16": True}, "contradict"),
+        ({"mixed_precision": "bf16", "fp16": True}, "contradict"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is not supported: memfit reads no, bf16, fp16"),
     ],
 )
 def test_what_cannot_be_read_is_refused(given, words):

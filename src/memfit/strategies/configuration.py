@@ -43,10 +43,8 @@ ALIASES = {
     "remainder": "accumulation.remainder",
     "gradient_dtype": "accumulation.gradient_dtype",
     "step_in_backward": "optimizer_state.step_in_backward",
-    "max_grad_norm": "max_grad_norm",
-    "gradient_clip_val": "max_grad_norm",  # Lightning
 }
-"""Names with one meaning: a strategy, a field of one, or the engine's ``max_grad_norm``."""
+"""Names with one meaning: a strategy, or a field of one."""
 
 _MAX_DEPTH = 32
 _MAX_FILE = 1 << 20  # bytes of a file of settings

@@ -1,8 +1,9 @@
-"""Settings under the names of today's trainers: MMEngine, Lightning, HuggingFace's Trainer, MindSpore.
+"""Settings under the names of today's trainers: MMEngine, Lightning, HuggingFace's two, MindSpore.
 
 optim_wrapper = dict(type="AmpOptimWrapper", accumulative_counts=4, clip_grad=dict(max_norm=35))     MMEngine
 precision = "bf16-mixed", gradient_clip_val = 1.0                                                    Lightning
 optim = "adamw_torch_fused", gradient_checkpointing_kwargs = dict(use_reentrant=False)           HuggingFace
+mixed_precision = "bf16"                                                                          Accelerate
 gradients_mean = True                                                                              MindSpore
 """
 
@@ -35,6 +36,7 @@ LIGHTNING_PRECISION: Mapping[Any, Mapping[str, Any]] = {
 
 _OWN = "the script's own: create the optimizer yourself"
 _WRAPPERS = ("OptimWrapper", "AmpOptimWrapper")
+_MIXED_PRECISIONS = ("no", "bf16", "fp16")
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _OPTIMIZERS: Mapping[str, tuple[str, Any]] = {
     "adamw_torch": ("", None),
@@ -85,6 +87,27 @@ def _wrapper_field(name: str, field: str, value: Any, *, is_amp: bool) -> Iterat
         raise unknown_name_error(f"a field of {name}", field, known)
 
 
+def mixed_precision(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read Accelerate's ``mixed_precision`` (accelerate/accelerator.py, 1.15)."""
+    if given not in (None, *_MIXED_PRECISIONS):
+        known = ", ".join(_MIXED_PRECISIONS)
+        raise UsageError(f"{name}={given!r} is not supported: memfit reads {known}.")
+    if given in (None, "no"):
+        denies = "" if given is None else "precision"
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=denies)
+    else:
+        yield GivenSetting(f"{name}={given!r}", "precision.dtype", given)
+
+
+def clip_norm(name: str, given: Any) -> Iterator[GivenSetting]:
+    """Read Lightning's ``gradient_clip_val`` and HuggingFace's ``max_grad_norm``, which clip nothing if 0."""
+    if given is None or (type(given) is not bool and given == 0):
+        denies = "" if given is None else "max_grad_norm"
+        yield GivenSetting(f"{name}={given!r}", None, note="gradients are not clipped", denies=denies)
+    else:
+        yield GivenSetting(f"{name}={given!r}", "max_grad_norm", given)
+
+
 def gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
     """Read Lightning's ``gradient_clip_algorithm``."""
     if given not in (None, "norm"):
@@ -127,6 +150,9 @@ def without_effect(why: str) -> Reader:
 
 TRAINER_READERS: Mapping[str, Reader] = {
     "optim_wrapper": optim_wrapper,
+    "max_grad_norm": clip_norm,
+    "gradient_clip_val": clip_norm,
+    "mixed_precision": mixed_precision,
     "gradient_clip_algorithm": gradient_clip_algorithm,
     "gradient_checkpointing_kwargs": checkpointing_kwargs,
     "optim": optim,
