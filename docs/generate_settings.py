@@ -17,6 +17,7 @@ _INTRODUCTION = """\
 
 `memfit.configure({...})` and `memfit.Engine(model, {...})` read these lines as they are. Each row shows what
 memfit sets; settings without a counterpart say why, and what memfit cannot do is refused.
+[training.md](training.md#against-the-systems-themselves) compares trainings by these systems and by memfit.
 """
 _HOOK = "GradientCumulativeFp16OptimizerHook"
 LINES: dict[str, list[dict[str, Any]]] = {
