@@ -1,6 +1,5 @@
 """``Engine.fit``: the order of callbacks, the progress bar, when it stops, and saves that resume."""
 
-import copy
 import importlib
 import io
 import random
@@ -308,71 +307,3 @@ def test_importing_the_progress_bar_leaves_pythons_generator_unchanged(monkeypat
     reimported = importlib.import_module("memfit.train.progress_bar")
     assert reimported is not progress_bar
     assert random.getstate() == before
-
-
-def square(model, data):
-    return model(data).square().mean()
-
-
-def scheduled(kind, interval):
-    """Return an engine whose scheduler halves the rate every second interval."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    options = {"loss": square, "scheduler": scheduler, "scheduler_interval": interval, "callbacks": kind}
-    return memfit.Engine(model, optimizer=optimizer, **options)
-
-
-class Rates(memfit.Callback):
-    """Keeps the learning rate of each update, and the state after each epoch."""
-
-    def __init__(self):
-        self.seen, self.states = [], []
-
-    def on_optimizer_step_begin(self, engine):
-        self.seen.append(engine.optimizer.param_groups[0]["lr"])
-
-    def on_epoch_end(self, engine):
-        self.states.append(copy.deepcopy(engine.state_dict()))
-
-
-def test_schedulers_count_updates_or_epochs_as_told():
-    batches = list(loader())
-    by_update, by_epoch = Rates(), Rates()
-    scheduled([by_update], "update").fit(batches, 4)
-    scheduled([by_epoch], "epoch").fit(batches, 4)
-    each = len(batches)
-    assert by_update.seen == [0.5 ** (update // 2) for update in range(4 * each)]
-    assert by_epoch.seen == [0.5 ** (epoch // 2) for epoch in range(4) for _ in range(each)]
-    for epoch, state in enumerate(by_epoch.states, 1):
-        again = Rates()
-        resumed = scheduled([again], "epoch")
-        resumed.load_state_dict(state)
-        resumed.fit(batches, 4)
-        assert again.seen == by_epoch.seen[epoch * each :]
-
-
-def test_epochs_of_another_loop_step_the_scheduler_where_it_says_so():
-    run = scheduled([], "epoch")
-    for _ in range(2):
-        for batch in run.through(loader()):
-            run.step(batch)
-        run.end_epoch()
-    assert run.scheduler.get_last_lr() == [0.5]
-
-
-def test_a_scheduler_without_its_interval_is_refused():
-    for interval, words in (
-        (None, "StepLR\\(optimizer, 30\\) usually does"),
-        ("batch", "must be one of update, epoch, not 'batch'"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            scheduled([], interval)
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="ReduceLROnPlateau needs a metric after each epoch"):
-        memfit.Engine(
-            model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
-            scheduler_interval="epoch",
-        )

@@ -23,7 +23,7 @@ import torch
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from weakref import ref
 
     from memfit.train.step_result import StepResult
@@ -225,6 +225,19 @@ class Saving(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self._best = state.get("best", self._best)
+
+
+def in_order(callbacks: "Iterable[Callback]") -> tuple[Callback, ...]:
+    """Return callbacks in the order in which they are called.
+
+    Raises:
+        UsageError: they are something else.
+    """
+    if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
+        raise UsageError(
+            "Engine(callbacks=[...]) takes a list of memfit.Callback objects, such as memfit.Saving(path)."
+        )
+    return tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
 
 
 def call_callbacks(reference: "ref[Any]", event: str, *arguments: Any) -> None:

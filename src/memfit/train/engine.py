@@ -25,7 +25,7 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
-from memfit.train.callbacks import Callback, Saving, call_callbacks
+from memfit.train.callbacks import Callback, call_callbacks, in_order
 from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
@@ -46,7 +46,7 @@ class Engine:
         job: a ``Job``, or a model; with a model, pass ``optimizer`` and the job's other parts by name.
         plan: a ``Plan``, the settings of a strategy, or a list of settings, applied to the model. Or anything
             that ``configure`` reads or returns.
-        optimizer, loss, scheduler, scheduler_interval, max_grad_norm: as in ``Job``.
+        optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm: as in ``Job``.
         callbacks: called at the events of training.
         size: ``size(batch)`` returns the number of samples of a custom batch type.
         split: ``split(batch, sizes)`` returns the parts of a custom batch type.
@@ -82,6 +82,7 @@ class Engine:
         loss: Loss | None = None,
         scheduler: Any = None,
         scheduler_interval: Interval | None = None,
+        scheduler_metric: str | None = None,
         max_grad_norm: float | None = None,
         callbacks: Iterable[Callback] = (),
         size: Callable[[Any], int] | None = None,
@@ -90,18 +91,13 @@ class Engine:
         retry: bool = True,
         protect: Protect = "auto",
     ) -> None:
-        job = job_of(job, optimizer, loss, scheduler, scheduler_interval, max_grad_norm)
+        job = job_of(job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm)
         configuration = Configuration.of(plan)
         norm = configuration.clipped_to(job.max_grad_norm)
         update = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
         self.model, self.plan = job.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
-        if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
-            raise UsageError(
-                "Engine(callbacks=[...]) takes a list of memfit.Callback objects, such as "
-                "memfit.Saving(path)."
-            )
-        self.callbacks = tuple(sorted(callbacks, key=lambda callback: isinstance(callback, Saving)))
+        self.callbacks = in_order(callbacks)
         self.epoch = 0
         """Epochs that ``fit`` has completed."""
         self.epochs = 0
@@ -177,7 +173,8 @@ class Engine:
         Returns:
             The result of the last update; None if there was none.
         """
-        result, notify = None, self._ledger.notify
+        result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
+        schedule.expect_metric((metrics or {"loss": None}) if validate is not None else {})
         self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
@@ -195,9 +192,10 @@ class Engine:
                         "in each epoch."
                     )
                 self.epoch += 1
+                if validate is not None:
+                    self.validate(validate, metrics)
                 self.end_epoch()
                 if validate is not None:
-                    self.metrics = self.validate(validate, metrics)
                     notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
         finally:
@@ -227,12 +225,12 @@ class Engine:
     ) -> dict[str, float]:
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
         metrics = metrics or {"loss": self._loss}
-        return validated(self.model, loader, metrics, self.autocast, self._splitter.size)
+        self.metrics = validated(self.model, loader, metrics, self.autocast, self._splitter.size)
+        return self.metrics
 
     def end_epoch(self) -> None:
-        """Step a scheduler that counts epochs: call this after each epoch of a loop of your own."""
-        if self._ledger.update.scheduler_interval == "epoch":
-            self.scheduler.step()
+        """Step a scheduler by epoch or metric: call this after each epoch of a loop of your own."""
+        self._ledger.update.schedule.after_epoch(self.metrics)
 
     def stop(self) -> None:
         """End ``fit`` after the current batch."""

@@ -3,15 +3,16 @@
 float32 copies -> model cast, checkpointed, ... -> optimizer, given the copies -> sums -> scheduler
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memfit.errors import UsageError
 from memfit.strategies import apply
@@ -23,39 +24,33 @@ from memfit.train import master_weights
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import make_step_graphs
 from memfit.train.gradient_sums import gradient_sums
-from memfit.train.job import Interval, Job, Loss
+from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
+from memfit.train.schedule import check_schedule, schedule_of
 
 
-def job_of(
-    job: Job | nn.Module,
-    optimizer: Any,
-    loss: Loss | None,
-    scheduler: Any,
-    scheduler_interval: Interval | None,
-    max_grad_norm: float | None,
-) -> Job:
-    """Return the job, as given or made of its parts.
+def job_of(job: Job | nn.Module, *parts: Any) -> Job:
+    """Return the job, as given or made of its parts: the other fields of ``Job``, in their order.
 
     Raises:
         UsageError: parts are missing, or given twice.
     """
     if isinstance(job, nn.Module):
-        whole = Job(job, optimizer, loss, scheduler, scheduler_interval, max_grad_norm)
+        whole = Job(job, *parts)
     elif not isinstance(job, Job):
         raise UsageError(f"Engine(job, plan) takes a model or a memfit.Job, not {job!r}.")
-    elif any(each is not None for each in (optimizer, loss, scheduler, scheduler_interval, max_grad_norm)):
+    elif any(part is not None for part in parts):
         raise UsageError(
-            "Engine(job, plan): set optimizer, loss, scheduler, scheduler_interval and max_grad_norm in the "
-            "memfit.Job, not in the call to memfit.Engine."
+            f"Engine(job, plan): set {', '.join(field.name for field in fields(Job)[1:])} in the memfit.Job, "
+            "not in the call to memfit.Engine."
         )
     else:
         whole = job
     norm = whole.max_grad_norm
     if norm is not None and not norm > 0:
         raise UsageError(f"max_grad_norm must be None or a number above 0, not {norm!r}.")
-    _check_interval(whole)
+    check_schedule(whole)
     if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
         raise UsageError(
             "memfit.Engine trains on one GPU: DistributedDataParallel and several ranks are not supported "
@@ -63,37 +58,18 @@ def job_of(
         )
     if next(whole.model.parameters(), None) is None:
         raise UsageError(f"{type(whole.model).__name__} has no parameters to train.")
+    if isinstance(whole.optimizer, list | tuple | Mapping) and len(whole.optimizer) > 1:
+        raise UsageError(
+            f"An engine has one optimizer, but {len(whole.optimizer)} were given. To train with several, as "
+            "for a GAN, create an engine for each, with its own model, loss and scheduler, and call their "
+            "step methods in turn (docs/training.md, Several optimizers)."
+        )
     if not (isinstance(whole.optimizer, torch.optim.Optimizer) or callable(whole.optimizer)):
         raise UsageError(
             "Engine(model, plan) also needs optimizer=...: pass a PyTorch optimizer, or a "
             "function that creates one from parameters."
         )
     return whole
-
-
-def _check_interval(job: Job) -> None:
-    """Check that a scheduler has an interval, and suits it."""
-    given, known = job.scheduler_interval, get_args(Interval)
-    if given is not None and given not in known:
-        raise UsageError(f"scheduler_interval must be one of {', '.join(known)}, not {given!r}.")
-    if (job.scheduler is None) != (given is None):
-        raise UsageError(
-            "A scheduler needs an interval, and an interval a scheduler. Pass scheduler_interval='update' if "
-            "the scheduler counts updates of the parameters, or scheduler_interval='epoch' if it counts "
-            "epochs, as StepLR(optimizer, 30) usually does."
-        )
-
-
-def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the job's scheduler, made if the job has a function for it."""
-    made = job.scheduler(optimizer) if callable(job.scheduler) else job.scheduler
-    if job.scheduler_interval == "epoch" and isinstance(made, ReduceLROnPlateau):
-        raise UsageError(
-            "ReduceLROnPlateau needs a metric after each epoch: call its step(metric) in a callback's "
-            "on_epoch_end, and do not pass it to the engine. With scheduler_interval='update' it watches the "
-            "loss of each update."
-        )
-    return made
 
 
 def set_up(
@@ -149,8 +125,7 @@ def _set_up(
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
-        _scheduler(job, optimizer),
-        job.scheduler_interval,
+        schedule_of(job, optimizer),
         LossScaler(precision.loss_scale, device_type(model)),
         sums,
         masters,

@@ -28,6 +28,8 @@ class Job:
     """A PyTorch learning-rate scheduler, or a function that creates one from the optimizer."""
     scheduler_interval: Interval | None = None
     """When the scheduler steps: after each ``"update"`` of the parameters, or after each ``"epoch"``. Each
-    scheduler needs one of the two: ``StepLR(optimizer, 30)`` means 30 of these."""
+    scheduler needs one of the two, or a metric: ``StepLR(optimizer, 30)`` means 30 of these."""
+    scheduler_metric: str | None = None
+    """The name of the validated metric that ``ReduceLROnPlateau`` watches, after each epoch."""
     max_grad_norm: float | None = None
     """The norm to which a window's gradients are clipped, once."""

@@ -10,7 +10,7 @@ opens.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ from memfit.train import master_weights
 from memfit.train.accumulation_window import Window
 from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.gradient_sums import GradientSums
-from memfit.train.job import Interval
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
+from memfit.train.schedule import Schedule
 
 INTERRUPTED = (
     "The last update was interrupted: some parameters may be updated and others not. "
@@ -42,8 +42,7 @@ class OptimizerUpdate:
 
     Args:
         optimizer: its ``step`` is the update.
-        scheduler: of the learning rate; None for none.
-        scheduler_interval: when it steps.
+        schedule: of the learning rate.
         scaler: scales the loss.
         sums: holds the gradients, if the parameters do not.
         masters: the tensors that the optimizer updates in place of parameters.
@@ -63,8 +62,7 @@ class OptimizerUpdate:
     def __init__(  # noqa: PLR0913 - the parts that meet here
         self,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scheduler_interval: Interval | None,
+        schedule: Schedule,
         scaler: LossScaler,
         sums: GradientSums | None,
         masters: dict[nn.Parameter, nn.Parameter],
@@ -83,8 +81,8 @@ class OptimizerUpdate:
                 "step_in_backward and max_grad_norm cannot be combined. step_in_backward updates parameters "
                 "before the norm of all gradients is known. Leave out one of the two."
             )
-        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
-        self.scheduler_interval = scheduler_interval
+        self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
+        self.scheduler = schedule.scheduler
         self.sums, self.masters = sums, masters
         self._model = list(model.parameters())
         self._ordered: tuple[tuple[int, ...], list[nn.Parameter]] = (), []
@@ -198,21 +196,13 @@ class OptimizerUpdate:
         if self.offloaded is None:
             master_weights.write_to_parameters(self.masters)
         try:
-            self._schedule(window)
+            self.schedule.after_update(window.mean_loss)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             self.scheduler_error = error
         self.scaler.update()
         return False, norm
-
-    def _schedule(self, window: Window) -> None:
-        if self.scheduler_interval != "update":
-            return
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(window.mean_loss())
-        else:
-            self.scheduler.step()
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients so far by a factor."""

@@ -118,6 +118,12 @@ def _check_scheduler(parts: EngineParts, state: SavedRun) -> None:
             "Cannot resume: the state of the saved scheduler has "
             f"{', '.join(map(repr, sorted(extra)))}, which this scheduler lacks."
         )
+    here, there = str(parts.ledger.update.schedule), state.get("schedule")
+    if there not in (None, here):
+        raise UsageError(
+            f"Cannot resume: the saved run's scheduler steps {there}, but this engine's steps {here}. Set "
+            "the scheduler_interval or scheduler_metric of the saved run."
+        )
 
 
 def _check_inside(parts: EngineParts, state: SavedRun) -> None:

@@ -59,6 +59,7 @@ def get_state(parts: EngineParts) -> dict[str, Any]:
         "optimizer_class": class_path(parts.optimizer),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scheduler_class": None if scheduler is None else class_path(scheduler),
+        "schedule": str(ledger.update.schedule),
         "precision": precision_of(parts),
         "scaler": ledger.update.scaler.state_dict(),
         "position": ledger.position.state_dict(),

@@ -59,6 +59,8 @@ class SavedRun(TypedDict):
     optimizer_class: str
     scheduler: dict[str, Any] | None
     scheduler_class: str | None
+    schedule: NotRequired[str]
+    """When the scheduler steps, in words."""
     precision: dict[str, Any]
     scaler: LossScaleState | None
     position: SavedPosition
