@@ -14,9 +14,9 @@ from torch import nn
 from memfit.errors import TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
-from memfit.train.oom_rollback import StepSnapshot
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
 from memfit.train.step_result import StepResult
+from memfit.train.step_snapshots import StepSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)

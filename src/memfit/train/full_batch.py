@@ -24,8 +24,9 @@ from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.data.split_batch import BatchSplitter, even_sizes
 from memfit.train.job import Loss
-from memfit.train.oom_rollback import StepSnapshot, StepSnapshots, is_out_of_memory
+from memfit.train.oom_rollback import is_out_of_memory
 from memfit.train.step_result import StepResult
+from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 
 
 class FullBatchStepper:

@@ -178,7 +178,7 @@ class OptimizerUpdate:
             self.scaler.update()
             self.scaler.warn_if_low()
             return True, None
-        updated = self._with_gradients()
+        updated = [parameter for parameter in self._in_model_order() if parameter.grad is not None]
         if not (updated or (self.in_backward is not None and self.in_backward.stepped)):
             raise UsageError(
                 "None of the optimizer's parameters received a gradient. Check that the loss depends on the "
@@ -186,8 +186,7 @@ class OptimizerUpdate:
             )
         norm = None
         if self._max_grad_norm is not None:
-            clipped = [parameter for parameter in self._in_model_order() if parameter.grad is not None]
-            norm = nn.utils.clip_grad_norm_(clipped, self._max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(updated, self._max_grad_norm)
         before_step()
         if self.in_backward is None:
             self._backup = self._copy(len(updated))

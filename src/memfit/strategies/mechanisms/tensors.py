@@ -15,10 +15,10 @@ def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
         return [value]
     if depth == 0 or isinstance(value, nn.Module | type):
         return []
-    if isinstance(value, Mapping):
-        held: Iterable[object] = value.values()
-    elif isinstance(value, list | tuple):
-        held = value
+    if isinstance(value, list | tuple):  # first: asking for a Mapping takes longer
+        held: Iterable[object] = value
+    elif isinstance(value, Mapping):
+        held = value.values()
     else:
         held = getattr(value, "__dict__", {}).values()
     return [tensor for each in held for tensor in tensors_in(each, depth - 1)]

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.oom_rollback import ReusedCopies, StepSnapshots
+from memfit.train.step_snapshots import ReusedCopies, StepSnapshots
 from support.checkpointed_blocks import OwnStatistics
 
 
@@ -129,8 +129,7 @@ def test_after_the_first_step_only_buffers_that_steps_write_to_are_copied():
         snapshot = snapshots.take()
         square(model, torch.randn(8, 4))
         snapshots.record_writes(snapshot)
-        columns = zip(snapshot.slots, snapshot.contents, strict=True)
-        return {name for (_, name, _), content in columns if content is not None}
+        return {snapshot.slots[place][1] for place in snapshot.contents}
 
     assert copied() == {"mask", "mean", "late"}
     assert copied() == {"mean"}
@@ -145,20 +144,19 @@ def test_a_write_that_no_version_counts_is_detected_in_the_first_step():
     for step in range(2):
         snapshot = snapshots.take()
         before = {name: value.clone() for name, value in model.named_buffers()}
-        model(torch.randn(8, 4))
         versions = [buffer._version for buffer in model.buffers()]
-        assert snapshot.versions == versions, f"counted in step {step}"
+        model(torch.randn(8, 4))
+        assert [buffer._version for buffer in model.buffers()] == versions, f"counted in step {step}"
         snapshots.record_writes(snapshot)
     snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
-def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
+def test_statistics_of_batch_norms_are_copied_even_if_the_first_step_did_not_write_to_them():
     """Their kernels increment no version; here the statistics were frozen in the step that was recorded."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     snapshots = StepSnapshots(model)
     snapshots.record_writes(snapshots.take())
-    assert not any(content is not None for content in snapshots.take().contents)
     model.train()
     snapshot = snapshots.take()
     before = {name: value.clone() for name, value in model[1].named_buffers()}
@@ -166,6 +164,32 @@ def test_statistics_of_batch_norms_are_copied_as_soon_as_they_are_trained():
     assert snapshot.lost == ""
     snapshot.restore()
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
+
+
+@pytest.mark.parametrize("how", ["replaced", "added", "moved", "behind PyTorch's back"])
+def test_buffers_of_a_model_that_changes_between_steps_are_found_again(how):
+    model, spare = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4)
+    snapshots = StepSnapshots(model)
+    snapshots.record_writes(snapshots.take())
+    snapshots.take()
+    if how == "replaced":
+        model[1] = spare
+    elif how == "added":
+        model.append(spare)
+    elif how == "moved":
+        model.double()
+    else:
+        model._modules["late"] = spare
+    snapshot = snapshots.take()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    if how == "behind PyTorch's back":
+        assert snapshot.lost == "running_mean, running_var, num_batches_tracked"
+        return
+    model(torch.randn(8, 4, dtype=model[0].weight.dtype))
+    assert snapshot.lost == ""
+    snapshot.restore()
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)  # dtypes, too
+    assert {place for place, _ in enumerate(model.buffers())} == set(snapshot.contents)
 
 
 def test_a_failed_copy_leaves_no_copy_that_seems_complete():

@@ -1,0 +1,192 @@
+"""Random numbers and buffers before each step, to undo a forward and backward that ran out of memory."""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
+
+from memfit.random_state import get_random_state, set_random_state
+from memfit.strategies.mechanisms.tensors import version_of
+from memfit.user_frame import warn_user
+
+BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
+"""A module, the name of one of its own buffers, and the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSnapshot:
+    """Random numbers and a model's buffers before a step: running means, counters and others."""
+
+    model: nn.Module
+    random: dict[str, Any]
+    slots: list[BufferSlot]
+    contents: dict[int, torch.Tensor]
+    """Copies of the buffers that a step may write to, by their place in ``slots``."""
+    versions: dict[int, int]
+    """Versions of the buffers of which it is not known whether steps write to them."""
+
+    @property
+    def lost(self) -> str:
+        """Names of the buffers that were written to and have no copy; empty if there are none."""
+        unknown = self.versions.keys() - self.contents.keys()
+        written = [
+            self.slots[place][1]
+            for place in sorted(unknown)
+            if version_of(self.slots[place][2]) != self.versions[place]
+        ]
+        known = {(module, name) for module, name, _ in self.slots}
+        added = [name for module, name, _ in _buffers(self.model) if (module, name) not in known]
+        return ", ".join(written + added)
+
+    def restore(self) -> None:
+        """Restore everything in place."""
+        set_random_state(self.random)
+        if self.lost:
+            warn_user(
+                f"The failed step was undone, except for the buffers {self.lost}. These keep the values that "
+                "the failed step wrote. memfit backs up only buffers that an earlier step has changed.",
+            )
+        with torch.no_grad():
+            for place, (module, name, tensor) in enumerate(self.slots):
+                content = self.contents.get(place)
+                if tensor is not None and content is not None:
+                    tensor.copy_(content)
+                module._buffers[name] = tensor  # a forward may have replaced it
+
+
+class StepSnapshots:
+    """Takes a snapshot before each step of a model, and learns which buffers its steps write to.
+
+    The first snapshot copies all buffers to the host; later ones copy only those that steps write to, on
+    their device: masks and tables cost nothing. The model is searched for buffers again only after modules
+    or buffers were registered anywhere, or one of its buffers was replaced: a search takes as long as the rest.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._written: set[tuple[nn.Module, str]] | None = None
+        self._slots: list[BufferSlot] = []
+        self._registered: int | None = None  # when the slots were found
+        self._copied: dict[int, torch.Tensor] = {}
+        self._watched: list[int] = []
+        self._copies = ReusedCopies()
+
+    def take(self) -> StepSnapshot:
+        """Take a snapshot."""
+        if not self._is_current():
+            self._find_buffers()
+        if self._written is None:
+            contents = {place: buffer.detach().to("cpu", copy=True) for place, buffer in self._copied.items()}
+        else:
+            contents = dict(zip(self._copied, self._copies.of([*self._copied.values()]), strict=True))
+        versions = {place: version_of(self._slots[place][2]) for place in self._watched}
+        return StepSnapshot(self._model, get_random_state(), self._slots, contents, versions)
+
+    def record_writes(self, snapshot: StepSnapshot) -> None:
+        """Record which buffers the step after a snapshot wrote to."""
+        first = self._written is None
+        written = {
+            snapshot.slots[place][:2]
+            for place, before in snapshot.versions.items()
+            # Kernels may write without counting a version. Compared once only: it waits for the device.
+            if version_of(snapshot.slots[place][2]) != before
+            or (first and not _is_same(snapshot.slots[place][2], snapshot.contents.get(place)))
+        }
+        if first or written:
+            self._written = (self._written or set()) | written
+            self._registered = None
+
+    def _is_current(self) -> bool:
+        """Return whether the model still has the buffers that were found."""
+        return self._registered == _registrations() and all(
+            module._buffers.get(name) is buffer for module, name, buffer in self._slots
+        )
+
+    def _find_buffers(self) -> None:
+        self._registered, self._slots = _registrations(), list(_buffers(self._model))
+        written = self._written
+        self._copied = {
+            place: buffer
+            for place, (module, name, buffer) in enumerate(self._slots)
+            # Batch normalization's kernels write without counting, and begin to when evaluation ends.
+            if buffer is not None
+            and (written is None or isinstance(module, _NormBase) or (module, name) in written)
+        }
+        self._watched = [
+            place for place in range(len(self._slots)) if written is None or place not in self._copied
+        ]
+
+
+class ReusedCopies:
+    """Repeated copies of the same tensors: by few operations, into the same memory."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._shapes: list[Any] = []
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    @torch.no_grad()
+    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of tensors; those of the previous call are overwritten."""
+        if not tensors:
+            return []
+        shapes = [tensor.shape for tensor in tensors]
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if same and shapes == self._shapes:
+            for targets, sources in self._groups:
+                torch._foreach_copy_(targets, sources)
+            return self._copies
+        self._tensors, self._copies = [], []  # until all copies exist
+        copies = [tensor.clone() for tensor in tensors]
+        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for tensor, copied in zip(tensors, copies, strict=True):
+            targets, sources = groups.setdefault((tensor.dtype, tensor.device), ([], []))
+            targets.append(copied)
+            sources.append(tensor)
+        self._groups, self._shapes = list(groups.values()), shapes
+        self._copies, self._tensors = copies, tensors
+        return copies
+
+
+def _is_same(tensor: torch.Tensor | None, content: torch.Tensor | None) -> bool:
+    if tensor is None or content is None:
+        return True
+    return tensor.layout is torch.strided and torch.equal(tensor.detach().cpu(), content)
+
+
+def _buffers(model: nn.Module) -> Iterator[BufferSlot]:
+    # Like model.modules(), which takes a microsecond more per module: this runs before each step.
+    modules, seen = [model], {model}
+    for module in modules:
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+        for name, buffer in module._buffers.items():
+            yield module, name, buffer
+
+
+_count: list[int] = []
+"""How often modules and buffers were registered, since the first question; empty before."""
+
+
+def _registrations() -> int:
+    """Return how often modules and buffers were registered in this process."""
+    if not _count:
+        _count.append(0)
+        register_module_module_registration_hook(_count_registration)
+        register_module_buffer_registration_hook(_count_registration)
+    return _count[0]
+
+
+def _count_registration(*_: Any) -> None:
+    _count[0] += 1
