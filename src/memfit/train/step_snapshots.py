@@ -66,8 +66,8 @@ class StepSnapshots:
     """Takes a snapshot before each step of a model, and learns which buffers its steps write to.
 
     The first snapshot copies all buffers to the host; later ones copy only those that steps write to, on
-    their device: masks and tables cost nothing. The model is searched for buffers again only after modules
-    or buffers were registered anywhere, or one of its buffers was replaced: a search takes as long as the rest.
+    their device: masks and tables cost nothing. Searching the model for buffers takes as long as copying,
+    so it is searched again only after modules or buffers were registered anywhere, or a buffer was replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
