@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from memfit.strategies.configuration import ALIASES, READERS, STRATEGIES
+from memfit.strategies.configuration import ALIASES, READERS, TABLES
 
 DOCS = Path(__file__).parents[1] / "docs"
 OWN_SETTINGS = {"activation_checkpointing", "loss_scale", "gradient_dtype", "master_weights"} | {
     *("parts_per_batch", "batches_per_update", "micro_batch_size", "global_batch_size"),
-    *("remainder", "step_in_backward"),
+    *("remainder", "step_in_backward", "optimize_train", "optimize_test"),
 }
 """memfit's own names, which are not those of another system."""
 
@@ -31,7 +31,7 @@ def test_generated_pages_are_up_to_date(name):
 def test_every_setting_that_is_read_is_in_the_table():
     lines = generator("generate_settings").LINES.values()
     shown = {name for system in lines for line in system for name in line}
-    assert shown - {*STRATEGIES} == {*READERS, *ALIASES} - OWN_SETTINGS
+    assert shown - {*TABLES} == {*READERS, *ALIASES} - OWN_SETTINGS
 
 
 def test_every_command_and_every_shown_option_is_in_the_reference():

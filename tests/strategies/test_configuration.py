@@ -13,7 +13,7 @@ import memfit
 from memfit.errors import MemfitError, UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.checkpointing import Checkpointing
-from memfit.strategies.configuration import ALIASES, READERS, STRATEGIES, Configuration, configure
+from memfit.strategies.configuration import ALIASES, READERS, TABLES, Configuration, configure
 from memfit.strategies.legacy_settings import HOOKS
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
@@ -187,6 +187,9 @@ def test_every_setting_is_echoed_with_the_field_it_became():
         ),
         ({"fp16": {"loss_scal": 1.0}}, "Nearest: loss_scale"),
         ({"mem_param": {"optimise_train": True}}, "Nearest: optimize_train"),
+        ({"arena": {"exclud": "fc1"}}, "'exclud' is not a field of arena. Nearest: exclude"),
+        ({"aren": True}, "Nearest: arena"),
+        ({"arena": "fc1"}, "does not say which field it sets"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(given, words):
@@ -212,6 +215,9 @@ def test_unknown_names_are_refused_with_the_nearest(given, words):
             {"global_batch_size": 30, "micro_batch_size": 8},
             "not 30. The configuration sets global_batch",
         ),
+        ({"mem_param": {"optimize_test": False}, "optimize_test": True}, "both set arena.optimize_test"),
+        ({"mem_param": {"exclude_blob": "a"}, "arena": {"exclude": ["b"]}}, "both set arena.exclude"),
+        ({"arena": False, "mem_param": {}}, "arena=False and mem_param contradict"),
         ({"step_in_backward": True, "mini_steps": 2}, "every micro-batch would cause its own update"),
     ],
 )
@@ -227,6 +233,8 @@ def test_the_same_value_twice_is_not_a_contradiction():
         "precision": "fp16",
     }
     assert configure(twice).plan == Plan(FP16)
+    arenas = {"mem_param": {"exclude_blob": ["a"]}, "arena": {"exclude": "a"}}
+    assert configure(arenas).arena.exclude == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +268,8 @@ def test_the_same_value_twice_is_not_a_contradiction():
         (hook("OptimizerHook", detect_anomalous_params=True), "is a setting for DistributedDataParallel"),
         ({"mem_param": {"optimize_train": "yes"}}, "must be true or false"),
         ({"mem_param": {"exclude_blob": [1]}}, "must be the name of a blob, or a list"),
+        ({"arena": {"exclude": ["a", 1]}}, "'exclude' must be a tuple of strings.*sets arena.exclude"),
+        ({"optimize_train": "yes"}, "'optimize_train' must be True or False, not 'yes'"),
         ({"mem_param": 3}, "must be a dict, or a network in Caffe"),
         ({1: 2}, "the key 1 must be a string"),
         ({"precision": object()}, "a list or a dict, not object"),
@@ -299,7 +309,7 @@ VALUES = st.recursive(
 
 
 @hypothesis.settings(max_examples=300, deadline=None)
-@hypothesis.given(st.dictionaries(st.sampled_from([*ALIASES, *STRATEGIES, *READERS]), VALUES, max_size=3))
+@hypothesis.given(st.dictionaries(st.sampled_from([*ALIASES, *TABLES, *READERS]), VALUES, max_size=3))
 def test_any_values_under_known_names_give_a_plan_or_a_memfit_error(given):
     try:
         found = configure(given)
@@ -310,10 +320,10 @@ def test_any_values_under_known_names_give_a_plan_or_a_memfit_error(given):
 
 
 def test_every_alias_is_the_name_of_a_field():
-    known = set(STRATEGIES) | {"max_grad_norm"}
-    known |= {f"{name}.{field.name}" for name, kind in STRATEGIES.items() for field in fields(kind)}
+    known = set(TABLES) | {"max_grad_norm"}
+    known |= {f"{name}.{field.name}" for name, kind in TABLES.items() for field in fields(kind)}
     assert set(ALIASES.values()) <= known
-    assert not (ALIASES.keys() | STRATEGIES.keys()) & READERS.keys()
+    assert not (ALIASES.keys() | TABLES.keys()) & READERS.keys()
 
 
 def engine(plan, **options):

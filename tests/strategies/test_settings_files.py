@@ -4,6 +4,7 @@ import pytest
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.checkpointing import Checkpointing
 from memfit.strategies.configuration import configure
 from memfit.strategies.legacy_settings import parse_mem_param
@@ -49,9 +50,8 @@ layer { name: "data" type: "Input" }
 """
 
 
-def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
+def test_caffes_text_sets_up_the_arena(tmp_path):
     fields = {"optimize_train": True, "optimize_test": False, "exclude_blob": ["fc1", "fc2"]}
-    assert len(configure({"mem_param": {"exclude_blob": "fc1"}}).echo) == 1
     assert parse_mem_param(NETWORK) == fields
     assert parse_mem_param('optimize_train: true exclude_blob: "fc1"')["exclude_blob"] == ["fc1"]
     path = tmp_path / "net.prototxt"
@@ -59,7 +59,46 @@ def test_caffes_text_is_read_and_reported_as_pytorchs_default(tmp_path):
     for given in (path, {"mem_param": NETWORK}, {"mem_param": fields}):
         found = configure(given)
         assert found.plan == Plan()
-        assert [effect.split(":")[0] for _, effect in found.echo] == ["nothing to set"] * 3
+        assert found.arena == ArenaSettings(optimize_test=False, exclude=("fc1", "fc2"))
+        assert str(found).splitlines() == [
+            "mem_param.optimize_train=True          ->  arena.optimize_train=True",
+            "mem_param.optimize_test=False          ->  arena.optimize_test=False",
+            "mem_param.exclude_blob=['fc1', 'fc2']  ->  arena.exclude=('fc1', 'fc2')",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "train", "test"),
+    [
+        ("", True, False),
+        ('exclude_blob: "fc1"', True, False),
+        ("optimize_train: false", False, False),
+        ("optimize_test: true", True, True),
+    ],
+)
+def test_what_a_network_leaves_out_has_caffes_default(text, train, test):
+    arena = configure({"mem_param": f"mem_param {{ {text} }}"}).arena
+    assert (arena.optimize_train, arena.optimize_test) == (train, test)
+
+
+def test_an_explicit_setting_overrides_caffes_default():
+    found = configure({"mem_param": {"optimize_train": True}, "arena": {"optimize_test": True}})
+    assert found.arena == ArenaSettings()
+    assert ("mem_param", "arena.optimize_test=False (Caffe's default)") not in found.echo
+
+
+def test_the_arena_is_set_up_in_toml(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text('arena = { optimize_test = false, exclude = ["layer4", "fc"] }\nparts_per_batch = 2\n')
+    found = configure(path)
+    assert found.arena == ArenaSettings(optimize_test=False, exclude=("layer4", "fc"))
+    assert found.plan == Plan(accumulation=Accumulation(parts_per_batch=2))
+    path.write_text("arena = true")
+    assert configure(path).arena == ArenaSettings()
+    path.write_text('[arena]\nexclude = "fc"')
+    assert configure(path).arena == ArenaSettings(exclude=("fc",))
+    path.write_text("parts_per_batch = 2")
+    assert configure(path).arena is None
 
 
 @pytest.mark.parametrize(

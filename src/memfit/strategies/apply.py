@@ -41,6 +41,11 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             "memfit.apply cannot use max_grad_norm, which applies to the training loop. Clip gradients in "
             "your loop, or use memfit.Engine."
         )
+    if configuration.arena is not None:
+        raise UsageError(
+            "memfit.apply cannot use the settings of the arena, which apply to the training loop. Call "
+            "memfit.arena(configuration) and memfit.apply(model, configuration.plan), or use memfit.Engine."
+        )
     for strategy in plan.strategies():
         if not hasattr(strategy, "apply"):
             raise UsageError(

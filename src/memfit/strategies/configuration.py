@@ -4,6 +4,7 @@
     batches_per_update = 4                   a field of one strategy, under its own name
     [checkpointing]                          a strategy's fields
     modules = ["layers.*"]
+    arena = { exclude = ["fc1"] }            the settings of memfit.arena
     fp16 = { loss_scale = 512.0 }            an older name, see legacy_settings.py
 
 Every setting is echoed with the plan's field that it became. Contradictory settings and unknown names are
@@ -19,6 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import FileFormatError, UsageError
 from memfit.input_files import read_input
+from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.legacy_settings import NOTHING, GivenSetting
 from memfit.strategies.legacy_settings import READERS as LEGACY_READERS
 from memfit.strategies.plan import Plan
@@ -28,8 +30,11 @@ from memfit.strategies.trainer_settings import LIGHTNING_PRECISION, TRAINER_READ
 
 READERS = {**LEGACY_READERS, **TRAINER_READERS}
 """Names of older systems and of other trainers, and how each is read."""
-STRATEGIES: dict[str, type] = {name: get_args(kind)[0] for name, kind in get_type_hints(Plan).items()}
-"""The fields of a plan, and their classes."""
+TABLES: dict[str, type] = {
+    **{name: get_args(kind)[0] for name, kind in get_type_hints(Plan).items()},
+    "arena": ArenaSettings,
+}
+"""The settings that have fields of their own: a plan's, and the arena's; and their classes."""
 
 ALIASES = {
     "activation_checkpointing": "checkpointing",
@@ -43,8 +48,10 @@ ALIASES = {
     "remainder": "accumulation.remainder",
     "gradient_dtype": "accumulation.gradient_dtype",
     "step_in_backward": "optimizer_state.step_in_backward",
+    "optimize_train": "arena.optimize_train",
+    "optimize_test": "arena.optimize_test",
 }
-"""Names with one meaning: a strategy, or a field of one."""
+"""Names with one meaning: a strategy, or a field of one or of the arena."""
 
 _MAX_DEPTH = 32
 _MAX_FILE = 1 << 20  # bytes of a file of settings
@@ -62,6 +69,8 @@ class Configuration:
     plan: Plan = field(default_factory=Plan)
     max_grad_norm: float | None = None
     """The norm to which gradients are clipped; part of the job rather than of a strategy."""
+    arena: ArenaSettings | None = None
+    """For ``memfit.arena``; with them, ``Engine`` trains in an arena."""
     echo: tuple[tuple[str, str], ...] = ()
     """Each setting as given, and the field that it became."""
 
@@ -120,23 +129,19 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     values: dict[str, dict[str, Any]] = {}
     for target, setting in chosen.items():
         strategy, _, name = target.partition(".")
-        if strategy in STRATEGIES:
+        if strategy in TABLES:
             scale = _loss_scale(setting) if name == "loss_scale" else None
             value = setting.value if scale is None else asdict(scale)
             values.setdefault(strategy, {}).update({name: value} if name else {})
-    plan = Plan(
-        **{
-            strategy: _build(STRATEGIES[strategy], fields, _given_for(chosen, strategy))
-            for strategy, fields in values.items()
-        }
-    )
+    built = {name: _build(TABLES[name], fields, _given_for(chosen, name)) for name, fields in values.items()}
+    arena = built.pop("arena", None)
     norm = chosen.get("max_grad_norm")
     echo = tuple(
         (setting.given, _describe_result(setting))
         for setting in settings
         if not setting.is_default or chosen[str(setting.target)] is setting
     )
-    return Configuration(plan, None if norm is None else _norm(norm), echo)
+    return Configuration(Plan(**built), None if norm is None else _norm(norm), arena, echo)
 
 
 def _file(given: str | PathLike[str]) -> Mapping[str, Any]:
@@ -194,40 +199,42 @@ def _read(name: str, given: Any) -> Iterator[GivenSetting]:
     target = ALIASES.get(name, name)
     if name in READERS:
         yield from READERS[name](name, given)
-    elif target in STRATEGIES:
-        yield from _strategy(name, target, given)
+    elif target in TABLES:
+        yield from _table(name, target, given)
     elif name not in ALIASES:
-        raise unknown_name_error("a setting", name, [*STRATEGIES, *ALIASES, *READERS])
+        raise unknown_name_error("a setting", name, [*TABLES, *ALIASES, *READERS])
     elif given is None:
         yield GivenSetting(f"{name}=None", None, note=NOTHING)
     else:
         yield _setting(f"{name}={given!r}", target, given)
 
 
-def _strategy(name: str, strategy: str, given: Any) -> Iterator[GivenSetting]:
-    """Read a strategy's table, true or false, or a value for its first field."""
-    known = [field.name for field in fields(STRATEGIES[strategy])]
-    if strategy == "precision" and isinstance(given, str | int) and type(given) is not bool:
+def _table(name: str, table: str, given: Any) -> Iterator[GivenSetting]:
+    """Read the fields of a strategy or of the arena, true or false, or a value for the first field."""
+    known = [field.name for field in fields(TABLES[table])]
+    if table == "precision" and isinstance(given, str | int) and type(given) is not bool:
         given = LIGHTNING_PRECISION.get(given, given)
     if given is None or given is False:
-        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=strategy if given is False else "")
+        yield GivenSetting(f"{name}={given!r}", None, note=NOTHING, denies=table if given is False else "")
     elif given is True or given == {}:
-        yield GivenSetting(f"{name}={given!r}", strategy)
+        yield GivenSetting(f"{name}={given!r}", table)
     elif isinstance(given, Mapping):
         for field, value in given.items():
             if field not in known:
                 raise unknown_name_error(f"a field of {name}", field, known)
-            yield _setting(f"{name}.{field}={value!r}", f"{strategy}.{field}", value)
-    elif fields(STRATEGIES[strategy])[0].kw_only:
+            yield _setting(f"{name}.{field}={value!r}", f"{table}.{field}", value)
+    elif fields(TABLES[table])[0].kw_only:
         raise UsageError(
             f"{name}={given!r} does not say which field it sets. Name it, for example {known[0]}={given!r} "
             f"or {known[1]}={given!r}."
         )
     else:
-        yield _setting(f"{name}={given!r}", f"{strategy}.{known[0]}", given)
+        yield _setting(f"{name}={given!r}", f"{table}.{known[0]}", given)
 
 
 def _setting(given: str, target: str, value: Any) -> GivenSetting:
+    if target == "arena.exclude" and isinstance(value, str):
+        value = (value,)
     return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value)
 
 

@@ -183,29 +183,35 @@ def _with_cp(path: str, given: Any) -> Iterator[tuple[str, Any]]:
 # ---- Caffe's memory multiloading ------------------------------------------------------------------------
 
 _MEM_PARAM = {
-    "optimize_train": "PyTorch itself frees and reuses the memory of tensors that backward no longer needs",
-    "optimize_test": "under torch.no_grad() PyTorch itself frees each result after its last use",
-    "exclude_blob": "PyTorch never reuses the memory of a tensor that the script holds",
+    "optimize_train": "arena.optimize_train",
+    "optimize_test": "arena.optimize_test",
+    "exclude_blob": "arena.exclude",
 }
+_MEM_PARAM_DEFAULTS = {"optimize_train": True, "optimize_test": False}
+"""Source: MemoryOptimizationParameter in src/caffe/proto/caffe.proto of github.com/yjxiong/caffe."""
 _BLOCK = re.compile(r"\bmem_param\s*:?\s*\{([^{}]*)\}")
 _ENTRY = re.compile(r"""\s*(\w+)\s*:\s*(?:"([^"]*)"|'([^']*)'|(\w+))\s*[,;]?\s*""")
 
 
 def mem_param(name: str, given: Any) -> Iterator[GivenSetting]:
-    """Read the memory settings of Caffe's fork, from a dict or a network's text: PyTorch needs none."""
+    """Read the memory settings of Caffe's fork, from a dict or a network's text: they set up the arena."""
     fields = parse_mem_param(given) if isinstance(given, str) else given
     for field, value in expect(name, fields, Mapping, "a dict, or a network in Caffe's text format").items():
         if field not in _MEM_PARAM:
             raise unknown_name_error(f"a field of {name}", field, _MEM_PARAM)
-        if field == "exclude_blob":
-            names = [value] if isinstance(value, str) else value
-            if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
-                raise UsageError(
-                    f"{name}.{field} must be the name of a blob, or a list of names, not {value!r}."
-                )
-        else:
-            expect(f"{name}.{field}", value, bool, "true or false")
-        yield GivenSetting(f"{name}.{field}={value!r}", None, note=_MEM_PARAM[field])
+        path = f"{name}.{field}"
+        read = _blobs(path, value) if field == "exclude_blob" else expect(path, value, bool, "true or false")
+        yield GivenSetting(f"{path}={value!r}", _MEM_PARAM[field], read)
+    for field, default in _MEM_PARAM_DEFAULTS.items():
+        if field not in fields:
+            yield GivenSetting(name, _MEM_PARAM[field], default, "Caffe's default", is_default=True)
+
+
+def _blobs(name: str, given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        raise UsageError(f"{name} must be the name of a blob, or a list of names, not {given!r}.")
+    return tuple(names)
 
 
 def parse_mem_param(text: str) -> dict[str, Any]:
