@@ -25,11 +25,12 @@ _NAMES_OF_MODULE = {
         "summarize",
         "write_snapshot",
     ),
-    "memfit.arenas.arena": ("arena",),
+    "memfit.arenas.open_arena": ("arena",),
     "memfit.errors": ("MemfitError",),
     "memfit.estimating.synthetic_batch": ("synthetic_batch",),
     "memfit.strategies.accumulation": ("Accumulation",),
     "memfit.strategies.apply": ("apply", "revert"),
+    "memfit.strategies.arena_settings": ("ArenaSettings",),
     "memfit.strategies.checkpoint_function": ("checkpoint",),
     "memfit.strategies.checkpointing": ("Checkpointing",),
     "memfit.strategies.configuration": ("Configuration", "configure"),
@@ -63,7 +64,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         summarize as summarize,
         write_snapshot as write_snapshot,
     )
-    from memfit.arenas.arena import arena as arena
+    from memfit.arenas.open_arena import arena as arena
     from memfit.errors import MemfitError as MemfitError
     from memfit.estimating.synthetic_batch import synthetic_batch as synthetic_batch
     from memfit.strategies.accumulation import Accumulation as Accumulation
@@ -71,6 +72,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         apply as apply,
         revert as revert,
     )
+    from memfit.strategies.arena_settings import ArenaSettings as ArenaSettings
     from memfit.strategies.checkpoint_function import checkpoint as checkpoint
     from memfit.strategies.checkpointing import Checkpointing as Checkpointing
     from memfit.strategies.configuration import (

@@ -4,41 +4,19 @@ import contextlib
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import memfit
+from memfit.arenas import native
 from memfit.arenas.repeated_step import MANY
 from memfit.errors import UsageError
 from support.arena_training import Training, equal_steps, kind_of
 
 pytestmark = pytest.mark.usefixtures("empty_cpu_arena")
-
-
-def test_outputs_of_excluded_modules_are_kept_until_the_step_ends():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=False), nn.Linear(4, 2))
-    batch = torch.randn(3, 4)
-    with contextlib.closing(memfit.arena(device="cpu", exclude=[model[1]])) as arena:
-        for _ in range(5):
-            with arena.train(batch):
-                model(batch).sum().backward()
-                model.zero_grad()
-                (output,) = arena.outputs[model[1]]
-                assert torch.equal(output, torch.relu(model[0](batch)))
-                del output
-            assert not arena.outputs
-        assert kind_of(arena).placed > 0
-    assert not model[1]._forward_hooks
-
-
-def test_exclude_accepts_a_single_module():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with memfit.arena(device="cpu", exclude=model) as arena, arena.train():
-        output = model(torch.ones(2, 4))
-        assert arena.outputs[model] == [output]
-        assert list(arena.outputs) == [model]
 
 
 def test_optimize_train_false_places_no_training_step():
@@ -47,10 +25,95 @@ def test_optimize_train_false_places_no_training_step():
         assert not arena._kinds
 
 
-@pytest.mark.parametrize("arguments", [{"device": "tpu"}, {"exclude": ["layer4"]}, {"exclude": [None]}])
+@pytest.mark.parametrize(
+    "arguments", [{"device": "tpu"}, {"exclude": ["layer4", None]}, {"optimize_train": 0}]
+)
 def test_an_invalid_argument_is_named(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         memfit.arena(**arguments)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mem_param": {"exclude_blob": "fc1"}},
+        "net.prototxt",
+        memfit.configure({"arena": {"optimize_test": False, "exclude": "fc1"}}),
+        memfit.ArenaSettings(optimize_test=False, exclude=("fc1",)),
+    ],
+)
+def test_an_arena_is_set_up_by_a_configuration(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.prototxt").write_text('mem_param { optimize_test: false exclude_blob: "fc1" }')
+    with memfit.arena(settings, device="cpu") as arena:
+        assert arena.settings == memfit.ArenaSettings(optimize_test=False, exclude=("fc1",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ({"arena": True}, {"optimize_test": True}, "Leave them out of the call"),
+        ({"arena": True}, {"exclude": "fc1"}, "Leave them out of the call"),
+        ({"parts_per_batch": 2}, {}, "has no settings of the arena"),
+        (memfit.Plan(), {}, "has no settings of the arena"),
+    ],
+)
+def test_settings_without_an_arena_or_given_twice_are_refused(settings, options, words):
+    with pytest.raises(UsageError, match=words):
+        memfit.arena(settings, **options)
+
+
+def test_an_arena_that_places_no_steps_leaves_the_allocator_alone():
+    settings = {"mem_param": {"optimize_train": False}}
+    with memfit.arena(settings, device="cpu") as arena:
+        Training(arena).run(4)
+        assert arena._memory is None
+        assert not arena.report().steps
+
+
+def test_closing_an_arena_again_leaves_its_successor_alone():
+    with memfit.arena(device="cpu") as first, memfit.arena(device="cpu") as second:
+        training = Training(second).run(4)
+        first.close()
+        training.run(2)
+        assert kind_of(second).placed == 3
+
+
+def test_an_abandoned_step_is_neither_recorded_nor_compared(arena):
+    def step(*, abandons=False):
+        with arena.train():
+            torch.ones(500)
+            if abandons:
+                arena.abandon_step()
+                torch.ones(700)
+
+    for _ in range(3):
+        step()
+    assert kind_of(arena).placed == 1
+    step(abandons=True)
+    assert kind_of(arena).placed == 1
+    step()
+    assert (kind_of(arena).placed, kind_of(arena).unplanned, kind_of(arena).drops) == (2, 0, 0)
+
+
+def test_the_rest_of_an_abandoned_step_is_not_placed(arena):
+    for number in range(5):
+        with arena.train():
+            torch.ones(500)
+            if number == 4:
+                arena.abandon_step()
+            held = torch.ones(700)
+            assert native.load().arena_live(arena._memory.arena) == (number in {2, 3})
+            del held
+
+
+def test_a_step_after_an_abandoned_recording_is_recorded_anew(arena):
+    for number in range(5):
+        with arena.train():
+            torch.ones(500)
+            if number == 1:
+                arena.abandon_step()
+    assert (kind_of(arena).recorded, kind_of(arena).placed) == (2, 2)
 
 
 def test_steps_do_not_nest(arena):

@@ -1,4 +1,4 @@
-"""``memfit.arena()``: training steps at planned offsets, with three lines in the user's loop.
+"""What ``memfit.arena()`` returns: training steps at planned offsets.
 
     a kind of step             what the arena does
     ───────────────────────    ────────────────────────────────────────────────────────
@@ -13,7 +13,7 @@ No live tensor is ever overwritten: an allocation gets its offset only if no liv
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,6 @@ from torch import nn
 from memfit.analysis.allocator_comparison import compare_settings
 from memfit.arenas import native
 from memfit.arenas.arena_trace import trace_of
-from memfit.arenas.cpu import CpuMemory
-from memfit.arenas.cuda import CudaMemory
 from memfit.arenas.held_outputs import HeldOutputs
 from memfit.arenas.plan_file import StepKey, read_plans, shapes, write_plans
 from memfit.arenas.repeated_step import MOST_DROPS, ArenaMemory, StepKind
@@ -34,8 +32,8 @@ from memfit.arenas.step_plan import StepPlan
 from memfit.devices import NO_LIMIT
 from memfit.errors import UsageError
 from memfit.random_state import preserve_python_state
-from memfit.recording.recorder import installed
 from memfit.records import Figure, Provenance, Term, Trace
+from memfit.strategies.arena_settings import ArenaSettings
 from memfit.trace.trace_file import write_trace
 from memfit.user_frame import warn_user
 
@@ -47,86 +45,32 @@ MOST_LOGGED = 1 << 22
 MOST_KINDS = 256
 """Number of kinds of steps that are tracked; further kinds use the default allocator."""
 Running = Callable[[], Generator[None, None, None] | None]
-_open: "dict[str, Arena]" = {}  # by device; a new arena closes the one before
-
-
-def arena(
-    *,
-    optimize_train: bool = True,
-    optimize_test: bool = True,
-    exclude: nn.Module | Iterable[nn.Module] = (),
-    plans: str | Path | None = None,
-    history: bool = False,
-    device: str | None = None,
-) -> "Arena":
-    """Give training steps their memory at planned offsets of one arena.
-
-    Each kind of step is recorded until two recordings are the same. Then memfit plans an offset for each of
-    its allocations, and places the steps that follow. Results are bit-for-bit the same. Each device has one
-    arena at a time: creating another one closes it.
-
-    Under ``memfit dry-run`` and ``memfit record`` the arena does nothing: they report on PyTorch's allocator.
-
-    Args:
-        optimize_train: whether training steps are placed.
-        optimize_test: whether evaluation steps are placed.
-        exclude: modules whose outputs are kept until the step ends, in ``Arena.outputs``.
-        plans: a file that keeps the plans for later runs, which then place their first step, too.
-        history: whether to log every allocation from now on, for ``Arena.trace``.
-        device: ``cpu`` or ``cuda``; by default the GPU, if there is one.
-
-    Raises:
-        UsageError: CUDA is already in use, an argument is invalid, or a step of the arena before has not
-            ended.
-        UnsuitableEnvironmentError: allocations cannot be placed on this platform or with this PyTorch.
-        FileFormatError: the file holds no plans.
-
-    >>> model = torch.nn.Linear(8, 8)
-    >>> with arena(device="cpu") as planned:
-    ...     for _ in range(4):
-    ...         with planned.train():
-    ...             model(torch.ones(4, 8)).sum().backward()
-    ...             model.zero_grad()
-    """
-    if device not in {None, "cpu", "cuda"}:
-        raise UsageError(f"device={device!r} is not supported. Pass 'cpu' or 'cuda'.")
-    held_outputs = HeldOutputs((exclude,) if isinstance(exclude, nn.Module) else exclude)
-    path = None if plans is None else Path(plans)
-    kinds = {name for name, wanted in (("train", optimize_train), ("test", optimize_test)) if wanted}
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device in _open:
-        _open[device].close()
-    _open[device] = made = Arena(_memory_of(device), frozenset(kinds), held_outputs, path, history=history)
-    return made
-
-
-def _memory_of(device: str) -> ArenaMemory | None:
-    if device == "cpu":
-        return CpuMemory()
-    if installed() is None:
-        return CudaMemory()
-    warn_user(
-        "memfit.arena does nothing in this run: memfit is recording the script, and reports the memory that "
-        "PyTorch's own allocator uses.",
-    )
-    return None
 
 
 class Arena:
-    """What ``arena`` returns: a context manager that stops placing allocations at its end."""
+    """Places the allocations of steps; a context manager that stops at its end.
+
+    Args:
+        memory: where allocations are placed; None if the arena does nothing.
+        settings: which steps are placed.
+        held_outputs: of the excluded modules.
+        path: of the file that keeps plans, if there is one.
+        history: whether every request is logged.
+    """
 
     def __init__(
         self,
         memory: ArenaMemory | None,
-        optimized: frozenset[str],
+        settings: ArenaSettings,
         held_outputs: HeldOutputs,
         path: Path | None,
         *,
         history: bool,
     ) -> None:
-        self._memory = memory  # None: the arena does nothing
-        self._optimized = optimized
+        self._memory = memory
+        self.settings = settings
+        self.is_open = True
+        self._is_abandoned = False
         self._held_outputs = held_outputs
         self._path = path
         self._process = os.getpid()
@@ -149,9 +93,20 @@ class Arena:
         self.close()
 
     @property
-    def outputs(self) -> Mapping[nn.Module, list[Any]]:
-        """What each excluded module returned in this step, call by call, until the step ends."""
-        return self._held_outputs.outputs
+    def outputs(self) -> Mapping[nn.Module | str, list[Any]]:
+        """What each excluded module returned in the last step, call by call, until the next step begins.
+
+        By module and, if it was excluded by name, by name. A parameter's name has a list of the parameter.
+        """
+        return self._held_outputs
+
+    def exclude_from(self, model: nn.Module) -> None:
+        """Search a model for the names that are excluded; ``Engine`` does that itself.
+
+        Raises:
+            UsageError: the model has no module, parameter or buffer of a name.
+        """
+        self._held_outputs.find_in(model)
 
     def train(self, *batch: Any) -> AbstractContextManager[None]:
         """Return a context manager for a training step, from its forward to ``optimizer.zero_grad()``.
@@ -163,7 +118,8 @@ class Arena:
         Raises:
             UsageError: the previous step has not ended.
 
-        >>> model, images, planned = nn.Linear(8, 8), torch.ones(4, 8), arena(device="cpu")
+        >>> import memfit
+        >>> model, images, planned = nn.Linear(8, 8), torch.ones(4, 8), memfit.arena(device="cpu")
         >>> with planned.train(images):
         ...     model(images).sum().backward()
         ...     model.zero_grad()
@@ -174,6 +130,26 @@ class Arena:
     def test(self, *batch: Any) -> AbstractContextManager[None]:
         """Return a context manager for an evaluation step; otherwise like ``train``."""
         return self._begin("test", batch)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        running = self._running()  # the generator's own state is right wherever Ctrl-C interrupted it
+        return running is not None and inspect.getgeneratorstate(running) != inspect.GEN_CLOSED
+
+    def abandon_step(self, *, restarts: bool = False) -> None:
+        """Leave the rest of the current step to the default allocator, and learn nothing from the step.
+
+        What an abandoned step leaves behind would take places that the plans need for other tensors.
+
+        Args:
+            restarts: whether the step starts again, so that the outputs held so far are of no use.
+        """
+        self._is_abandoned = True
+        if restarts:
+            self._held_outputs.clear()
+        if self._memory is not None:
+            native.load().arena_end(self._memory.arena)
 
     def report(self) -> "ArenaReport":
         """Return what each kind of step placed, and the memory in use; the report prints itself.
@@ -224,7 +200,10 @@ class Arena:
             UsageError: a step has not ended.
         """
         self._check_no_step()
-        self._optimized = frozenset()
+        self._held_outputs.clear()
+        if not self.is_open:  # another arena may have its memory by now
+            return
+        self.is_open = False
         for kind in self._kinds.values():
             kind.free_plan()
         if self._memory is not None:
@@ -232,8 +211,7 @@ class Arena:
             self._memory.detach()
 
     def _check_no_step(self) -> None:
-        running = self._running()  # the generator's own state is right wherever Ctrl-C interrupted it
-        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_CLOSED:
+        if self.is_in_step:
             raise UsageError("The previous step of this arena has not ended. End its `with` block first.")
 
     def _begin(self, name: str, batch: tuple[Any, ...]) -> AbstractContextManager[None]:
@@ -244,24 +222,35 @@ class Arena:
 
     def _step(self, name: str, batch: tuple[Any, ...], itself: list[Running]) -> Generator[None, None, None]:
         self._check_no_step()
-        self._running = itself[0]
-        memory = self._memory
-        if memory is None or name not in self._optimized or os.getpid() != self._process:
-            yield
-            return
+        if not self._held_outputs.has_model:
+            raise UsageError(
+                f"This arena excludes {', '.join(map(repr, self.settings.exclude))} by name, but has no "
+                "model to search. Call arena.exclude_from(model) before the first step."
+            )
+        self._running, self._is_abandoned = itself[0], False
+        optimizes = self.settings.optimize_train if name == "train" else self.settings.optimize_test
+        is_placed = optimizes and self.is_open and os.getpid() == self._process
+        with self._held_outputs.collecting():
+            if self._memory is None or not is_placed:
+                yield
+            else:
+                yield from self._placed(name, batch, self._memory)
+
+    def _placed(self, name: str, batch: tuple[Any, ...], memory: ArenaMemory) -> Generator[None, None, None]:
         lane = memory.lane()  # first, because the arena belongs to the device of the first step
         key = self._key(name, batch, memory)
         kind = self._kind(key, memory)
         mode = kind.begin()
         handle, before, self._previous = kind.handle, self._previous, None
         try:
-            with self._held_outputs:
-                native.load().arena_begin(memory.arena, mode, lane, handle or None)
-                yield
+            native.load().arena_begin(memory.arena, mode, lane, handle or None)
+            yield
         finally:
             native.load().arena_end(memory.arena)
         if name == "train":
             self._steps.append(native.load().arena_logged_count(memory.arena))
+        if self._is_abandoned:
+            return
         if mode == native.RECORDING and key.is_first:
             kind.learn_once()
             self._write(memory)
