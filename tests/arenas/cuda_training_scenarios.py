@@ -85,6 +85,32 @@ def planned():
     print(max(taken[:3]) < 1.04 * count["most_live"])  # recorded steps use free pages before new ones
 
 
+def configured():
+    """The engine makes each update and each validation batch a step of the arena that the script opened."""
+    configuration = memfit.configure({"mem_param": {"optimize_test": True, "exclude_blob": "12"}})
+    arena = memfit.arena(configuration)
+    model, shape, optimizer = cnn()
+
+    def loss(model, batch):
+        return cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
+
+    engine = memfit.Engine(model, configuration, optimizer=optimizer, loss=loss)
+    batches = [torch.randn(shape, device="cuda") for _ in range(3)]
+    engine.fit(batches, 2, validate=batches[:2])
+    print(engine.arena is arena, [tuple(output.shape) for output in arena.outputs["12"]])
+    print([(kind.recorded, kind.placed, kind.unplanned) for kind in arena.report().steps])
+
+
+def configured_too_late():
+    model, _, optimizer = cnn()
+    try:
+        memfit.Engine(model, {"mem_param": {}}, optimizer=optimizer)
+    except memfit.MemfitError as error:
+        print(error)
+    engine = memfit.Engine(model, {"mem_param": {"optimize_train": False}}, optimizer=optimizer)
+    print(engine.arena.settings.optimize_train, torch.cuda.get_allocator_backend())
+
+
 def plans_of_another_process():
     plans = Path("plans.json")
     for number in range(2):

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.process
 SCENARIOS = Path(__file__).with_name("cuda_scenarios.py")
 OUTPUT = {
     "planned": "3 2 0 0 True\nTrue True\nTrue\nTrue\nTrue\n",
+    "configured": "True [(64, 256, 1, 1)]\n[(3, 3, 0), (2, 2, 0)]\n",
     "own_stream": "True False 16.0 0.0\n0.0\n",
     "other_stream": "False 8.0\nTrue 0.0\nTrue\n",
     "placed_and_used_by_another_stream": "False\nTrue\n2 1\n",
@@ -52,6 +53,11 @@ MESSAGES = {
         "cuda_training_scenarios.py: memfit.arena: torch.backends.cudnn.benchmark is on",
     ),
     "mem_pool": ("pluggable does not yet support createOrIncrefPool.",),  # PyTorch's own refusal
+    "configured_too_late": (
+        "The engine's configuration asks for an arena, but none is open, and CUDA is already in use.",
+        "arena = memfit.arena(configuration)",
+        "False native",
+    ),
     "too_late": (
         "memfit.arena was created too late: CUDA is already in use",
         "Create the arena at the start of the script",

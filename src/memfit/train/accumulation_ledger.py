@@ -81,8 +81,14 @@ class AccumulationLedger:
         self.micro_step += 1
         self.notify("on_micro_step_end", loss)
 
-    def close(self, window: Window, retried: int = 0) -> StepResult:
-        """Update from a window's gradients."""
+    def close(self, window: Window) -> StepResult:
+        """Update from a window's gradients, and call the callbacks."""
+        result = self.make_update(window)
+        self.notify("on_window_end", result)
+        return result
+
+    def make_update(self, window: Window, retried: int = 0) -> StepResult:
+        """Update from a window's gradients; ``on_window_end`` is left to the caller."""
         self.expect_uninterrupted()
         update, scale = self.update, self.update.scaler.scale
         try:
@@ -102,11 +108,9 @@ class AccumulationLedger:
             raise failure
         if not found_inf:
             self.notify("on_optimizer_step_end")
-        result = StepResult(
+        return StepResult(
             not found_inf, found_inf, scale, self.micro_step, self.optimizer_step, retried, loss, norm
         )
-        self.notify("on_window_end", result)
-        return result
 
     def drop(self) -> None:
         """Drop the gradients and the open window."""

@@ -25,6 +25,7 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
+from memfit.train.arena_steps import ArenaSteps
 from memfit.train.callbacks import Callback, call_callbacks, in_order
 from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
 from memfit.train.data.split_batch import BatchSplitter
@@ -45,7 +46,7 @@ class Engine:
     Args:
         job: a ``Job``, or a model; with a model, pass ``optimizer`` and the job's other parts by name.
         plan: a ``Plan``, the settings of a strategy, or a list of settings, applied to the model. Or anything
-            that ``configure`` reads or returns.
+            that ``configure`` reads or returns; with settings of the arena, its steps run in ``arena``.
         optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm: as in ``Job``.
         callbacks: called at the events of training.
         size: ``size(batch)`` returns the number of samples of a custom batch type.
@@ -94,10 +95,13 @@ class Engine:
         job = job_of(job, optimizer, loss, scheduler, scheduler_interval, scheduler_metric, max_grad_norm)
         configuration = Configuration.of(plan)
         norm = configuration.clipped_to(job.max_grad_norm)
+        self._arena_steps = ArenaSteps(configuration.arena, job.model)
         update = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
         self.model, self.plan = job.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
         self.callbacks = in_order(callbacks)
+        self.arena = self._arena_steps.arena
+        """The arena that the configuration asks for: ``arena.outputs``, ``arena.report()``."""
         self.epoch = 0
         """Epochs that ``fit`` has completed."""
         self.epochs = 0
@@ -110,7 +114,7 @@ class Engine:
         self._ledger = AccumulationLedger(update, partial(call_callbacks, ref(self)))
         self._loss, self._splitter = job.loss or no_loss, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
-            self._ledger, self.model, self.plan, self._loss, self._splitter, retry=retry
+            self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation()
 
@@ -225,7 +229,8 @@ class Engine:
     ) -> dict[str, float]:
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
         metrics = metrics or {"loss": self._loss}
-        self.metrics = validated(self.model, loader, metrics, self.autocast, self._splitter.size)
+        test, size = self._arena_steps.test, self._splitter.size
+        self.metrics = validated(self.model, loader, metrics, self.autocast, test, size)
         return self.metrics
 
     def end_epoch(self) -> None:

@@ -6,7 +6,7 @@ batch ─┬─ part ── forward ── backward          out of memory: buff
 """
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.plan import Plan
 from memfit.train.accumulation_ledger import AccumulationLedger, WindowCopy
 from memfit.train.accumulation_window import Window
+from memfit.train.arena_steps import ArenaSteps
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.data.split_batch import BatchSplitter, even_sizes
@@ -38,6 +39,7 @@ class FullBatchStepper:
         plan: how batches are divided, and in what precision forwards run.
         loss: ``loss(model, batch)`` returns the loss of a batch or a part of one.
         splitter: splits batches.
+        arena_steps: in which each call is a step.
         retry: whether a batch is started again when memory runs out.
     """
 
@@ -48,10 +50,11 @@ class FullBatchStepper:
         plan: Plan,
         loss: Loss,
         splitter: BatchSplitter,
+        arena_steps: ArenaSteps,
         *,
         retry: bool,
     ) -> None:
-        self._ledger, self._model, self._plan = ledger, model, plan
+        self._ledger, self._model, self._plan, self._arena_steps = ledger, model, plan, arena_steps
         self._loss_of, self._splitter, self._retry = loss, splitter, retry
         self._snapshots = StepSnapshots(model)
         self.finer = 1
@@ -82,13 +85,15 @@ class FullBatchStepper:
             ledger.open(gathered)  # a run that resumed inside it
         before = ledger.copy_window() if self._retry else None
         graphs = ledger.update.graphs
-        with nullcontext() if graphs is None else graphs.window():
+        step = self._arena_steps.train(batches, *self._differences(gathered, closes=closes))
+        with step, nullcontext() if graphs is None else graphs.window():
             try:
                 window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:
                     _expect_unchanged(batches, seen)
                     samples = [self._splitter.size(batch) for batch in batches]
                     retried += 1
+                    self._arena_steps.abandon(restarts=True)
                     ledger.notify("on_retry", sum(map(len, self._sizes(samples, self.finer << retried))))
                     window = self._process(
                         batches, gathered, samples, self.finer << retried, snapshot, before
@@ -96,10 +101,24 @@ class FullBatchStepper:
                 self.finer <<= retried
                 if snapshot is not None and not retried:  # restoring writes, too
                     self._snapshots.record_writes(snapshot)
-                return ledger.close(window, retried) if closes else None
+                result = ledger.make_update(window, retried) if closes else None
+                if result is not None and result.found_inf:  # the optimizer allocated nothing
+                    self._arena_steps.abandon()
             except BaseException:
                 ledger.roll_back(snapshot, before)
                 raise
+        if result is not None:  # callbacks allocate outside the arena's step
+            ledger.notify("on_window_end", result)
+        return result
+
+    def _differences(self, gathered: Window | None, *, closes: bool) -> Iterator[str]:
+        """Yield how an update differs from others of batches of the same shapes."""
+        if self.finer > 1:
+            yield f"{self.finer} times the parts"
+        if gathered is not None and gathered.done:
+            yield f"{gathered.done} carried over"
+        if not closes:
+            yield "no update yet"
 
     @property
     def _divides(self) -> bool:

@@ -18,6 +18,7 @@ def validated(
     loader: Iterable[Any],
     metrics: Mapping[str, Metric],
     autocast: Callable[[], AbstractContextManager[Any]],
+    step: Callable[[Any], AbstractContextManager[Any]],
     size: Callable[[Any], int],
 ) -> dict[str, float]:
     """Return the means of metrics over a loader's samples.
@@ -27,6 +28,7 @@ def validated(
         loader: yields batches.
         metrics: by name.
         autocast: the context of a forward.
+        step: the context of all metrics of a batch.
         size: the number of samples of a batch; batches of unknown size count alike.
 
     Raises:
@@ -35,20 +37,34 @@ def validated(
     sums: dict[str, Any] = {}
     with _evaluating(model):
         for batch in loader:
-            for name, metric in metrics.items():
-                with autocast():
-                    value = metric(model, batch)
-                total, weight = value if isinstance(value, tuple) else (value, None)
-                if weight is None:
-                    weight = _size(batch, size)
-                    total = _plain(total) * weight
+            with step(batch):
+                found = {
+                    name: _sum_of(metric, model, batch, autocast, size) for name, metric in metrics.items()
+                }
+            for name, (total, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
-                sums[name] = before[0] + _plain(total), before[1] + _plain(weight)
+                sums[name] = before[0] + total, before[1] + weight
     if not sums:
         raise UsageError(
             "The validation loader returned no batches. A generator, for example, can be iterated only once."
         )
     return {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
+
+
+def _sum_of(
+    metric: Metric,
+    model: nn.Module,
+    batch: Any,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    size: Callable[[Any], int],
+) -> tuple[Any, Any]:
+    """Return the sum of a metric over a batch, and its divisor."""
+    with autocast():
+        value = metric(model, batch)
+    if isinstance(value, tuple):
+        return _plain(value[0]), _plain(value[1])
+    samples = _size(batch, size)
+    return _plain(value) * samples, samples
 
 
 @contextmanager
