@@ -102,10 +102,8 @@ class Engine:
         self.callbacks = in_order(callbacks)
         self.arena = self._arena_steps.arena
         """The arena that the configuration asks for: ``arena.outputs``, ``arena.report()``."""
-        self.epoch = 0
-        """Epochs that ``fit`` has completed."""
-        self.epochs = 0
-        """Epochs that ``fit`` trains in total."""
+        self.epoch, self.epochs = 0, 0
+        """Epochs that ``fit`` has completed, and how many it trains in total."""
         self.batches: int | None = None
         """Batches of an epoch of ``fit``, if its loader has a length."""
         self.metrics: dict[str, float] = {}
