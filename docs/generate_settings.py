@@ -63,6 +63,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"fp16": True},
         {"gradient_accumulation_steps": 4},
         {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"optim": "adamw_torch"},
         {"optim": "adamw_torch_fused"},
@@ -105,8 +106,7 @@ def render() -> str:
 
 
 def _given(line: dict[str, Any]) -> str:
-    ((name, value),) = line.items()
-    return f"{name} = {_written(value)}"
+    return "; ".join(f"{name} = {_written(value)}" for name, value in line.items())
 
 
 def _written(value: Any) -> str:

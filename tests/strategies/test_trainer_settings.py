@@ -97,6 +97,22 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
             ),
             1.0,
         ),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, Plan(), None),
+        (
+            {"bf16": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            Plan(Precision("bf16")),
+            None,
+        ),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            Plan(checkpointing=Checkpointing(use_reentrant=True)),
+            None,
+        ),
+        (
+            {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            Plan(),
+            None,
+        ),
         ({"max_grad_norm": 0.0}, Plan(), None),
         ({"optim": "adamw_torch"}, Plan(), None),
         ({"optim": "adamw_bnb_8bit"}, Plan(optimizer_state=OptimizerState(bits=8)), None),

@@ -62,7 +62,8 @@ class Combination:
     steps: int = 3
     """Optimizer steps."""
     door: str = "step"
-    """``step``, ``fit``, ``windows``, ``resumed``, ``retried``; ``applied``: the handwritten loop."""
+    """``step``, ``fit``, ``validated`` (``fit`` with validation), ``windows``, ``resumed``, ``retried``;
+    ``applied``: the handwritten loop."""
 
     @late_state_copies()
     def ours(self, network: Network, dtype: torch.dtype) -> Results:
@@ -86,8 +87,8 @@ class Combination:
                 engine.step(batch)
             return _results(model, seen)
         loader = [part for batch in batches for part in _parts(batch, self.parts)]
-        if self.door == "fit":
-            engine.fit(loader)
+        if self.door in ("fit", "validated"):
+            engine.fit(loader, validate=loader if self.door == "validated" else None)
             return _results(model, seen)
         if self.door == "resumed":
             self._through(engine, loader, until=self.parts + 1)
@@ -123,7 +124,7 @@ class Combination:
         optimizer = make(_trained(model))
         seen: list[torch.Tensor] = []
         _watch(optimizer, seen)
-        mean_of_means = self.door in ("fit", "windows", "resumed")
+        mean_of_means = self.door in ("fit", "validated", "windows", "resumed")
         _loop(model, optimizer, batches, network, parts or self.parts, self.clip, mean_of_means)
         return _results(model, seen)
 
@@ -141,6 +142,9 @@ EXACT: dict[str, Combination] = {
     "fit gathering 2": Combination((Accumulation(batches_per_update=2),), 2, door="fit"),
     "fit gathering 3, clipped, checkpointed": Combination(
         (Accumulation(batches_per_update=3), Checkpointing("blocks.*")), 3, 0.1, door="fit"
+    ),
+    "fit gathering 2, validated": Combination(
+        (Accumulation(batches_per_update=2), Checkpointing("blocks.*")), 2, door="validated"
     ),
     "resumed inside a window": Combination((Accumulation(batches_per_update=2),), 2, door="resumed"),
     "retried when memory ran out": Combination((), 2, door="retried"),

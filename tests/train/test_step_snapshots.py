@@ -196,10 +196,10 @@ def test_a_failed_copy_leaves_no_copy_that_seems_complete():
     copies, first, second = ReusedCopies(), torch.zeros(2), torch.zeros(2)
 
     def fails():
-        del second.clone
+        del second.detach
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    second.clone = fails
+    second.detach = fails
     with pytest.raises(torch.OutOfMemoryError):
         copies.of([first, second])
     for value in (1.0, 2.0):

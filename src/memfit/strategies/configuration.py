@@ -13,7 +13,7 @@ errors.
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -124,7 +124,7 @@ def configure(given: "Mapping[str, Any] | str | PathLike[str]") -> Configuration
     """
     entries = given if isinstance(given, Mapping) else _file(given)
     _expect_plain(entries, "the configuration", _MAX_DEPTH)
-    settings = [setting for name, value in entries.items() for setting in _read(name, value)]
+    settings = _with_effect([setting for name, value in entries.items() for setting in _read(name, value)])
     chosen = _without_contradictions(settings)
     values: dict[str, dict[str, Any]] = {}
     for target, setting in chosen.items():
@@ -236,6 +236,21 @@ def _setting(given: str, target: str, value: Any) -> GivenSetting:
     if target == "arena.exclude" and isinstance(value, str):
         value = (value,)
     return GivenSetting(given, target, tuple(value) if isinstance(value, list) else value)
+
+
+def _with_effect(settings: Sequence[GivenSetting]) -> list[GivenSetting]:
+    """Set nothing for settings that refine a strategy for which no other setting asks."""
+    asked = {_table_of(setting) for setting in settings if not setting.only_refines}
+    return [
+        replace(setting, target=None, note=f"no setting switches {_table_of(setting)} on")
+        if setting.only_refines and _table_of(setting) not in asked
+        else setting
+        for setting in settings
+    ]
+
+
+def _table_of(setting: GivenSetting) -> str:
+    return (setting.target or "").partition(".")[0]
 
 
 def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, GivenSetting]:

@@ -26,6 +26,8 @@ class GivenSetting:
     """Why there is nothing to set, or whose default it is."""
     is_default: bool = False
     """Whether it is the older system's default, which any explicit setting overrides."""
+    only_refines: bool = False
+    """Whether it has no effect unless another setting asks for the same strategy."""
     denies: str = ""
     """A target that must not be set to ``value``, or to anything if ``value`` is None."""
 

@@ -116,13 +116,14 @@ def gradient_clip_algorithm(name: str, given: Any) -> Iterator[GivenSetting]:
 
 
 def checkpointing_kwargs(name: str, given: Any) -> Iterator[GivenSetting]:
-    """Read HuggingFace's ``gradient_checkpointing_kwargs``: the arguments of ``torch.utils.checkpoint``."""
+    """Read HuggingFace's ``gradient_checkpointing_kwargs``, which alone switches no checkpointing on."""
     fields = expect(name, {} if given is None else given, Mapping, "a dict")
     known = ("use_reentrant", "preserve_rng_state")
     for field, value in fields.items():
         if field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
-        yield GivenSetting(f"{name}.{field}={value!r}", f"checkpointing.{field}", value)
+        given_field = f"{name}.{field}={value!r}"
+        yield GivenSetting(given_field, f"checkpointing.{field}", value, only_refines=True)
     if not fields:
         yield GivenSetting(f"{name}={given!r}", None, note=NOTHING)
 

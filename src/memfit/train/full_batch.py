@@ -7,7 +7,7 @@ batch ─┬─ part ── forward ── backward          out of memory: buff
 
 import copy
 from collections.abc import Iterator, MutableMapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from memfit.train.job import Loss
 from memfit.train.oom_rollback import is_out_of_memory
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
+
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class FullBatchStepper:
@@ -85,8 +87,10 @@ class FullBatchStepper:
             ledger.open(gathered)  # a run that resumed inside it
         before = ledger.copy_window() if self._retry else None
         graphs = ledger.update.graphs
-        step = self._arena_steps.train(batches, *self._differences(gathered, closes=closes))
-        with step, nullcontext() if graphs is None else graphs.window():
+        step = _NO_CONTEXT
+        if self._arena_steps.arena is not None:
+            step = self._arena_steps.train(batches, *self._differences(gathered, closes=closes))
+        with step, _NO_CONTEXT if graphs is None else graphs.window():
             try:
                 window = self._process(batches, gathered, samples, self.finer, snapshot, before)
                 while window is None:

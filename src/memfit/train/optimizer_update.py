@@ -9,6 +9,7 @@ If the optimizer steps in backward, all this happens before the window's end: th
 opens.
 """
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
@@ -85,7 +86,7 @@ class OptimizerUpdate:
         self.scheduler = schedule.scheduler
         self.sums, self.masters = sums, masters
         self._model = list(model.parameters())
-        self._ordered: tuple[tuple[int, ...], list[nn.Parameter]] = (), []
+        self._ordered: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         self._max_grad_norm, self._protect = max_grad_norm, protect
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
@@ -273,12 +274,13 @@ class OptimizerUpdate:
 
     def _in_model_order(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters in the model's order, on which the norm's last bits depend."""
-        own = list(parameters_of(self.optimizer))
-        ids = tuple(map(id, own))
-        if ids != self._ordered[0]:
+        own = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        before, ordered = self._ordered
+        if len(own) != len(before) or not all(map(operator.is_, own, before)):
             known = {id(self.masters.get(each, each)): place for place, each in enumerate(self._model)}
-            self._ordered = ids, sorted(own, key=lambda each: known.get(id(each), len(known)))
-        return self._ordered[1]
+            ordered = sorted(own, key=lambda each: known.get(id(each), len(known)))
+            self._ordered = own, ordered
+        return ordered
 
     def _with_gradients(self) -> list[nn.Parameter]:
         return [parameter for parameter in parameters_of(self.optimizer) if parameter.grad is not None]

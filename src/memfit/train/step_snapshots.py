@@ -86,7 +86,7 @@ class StepSnapshots:
         if self._written is None:
             contents = {place: buffer.detach().to("cpu", copy=True) for place, buffer in self._copied.items()}
         else:
-            contents = dict(zip(self._copied, self._copies.of([*self._copied.values()]), strict=True))
+            contents = dict(zip(self._copied, self._copies.of(list(self._copied.values())), strict=True))
         versions = {place: version_of(self._slots[place][2]) for place in self._watched}
         return StepSnapshot(self._model, get_random_state(), self._slots, contents, versions)
 
@@ -134,7 +134,6 @@ class ReusedCopies:
         self._shapes: list[Any] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
-    @torch.no_grad()
     def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors; those of the previous call are overwritten."""
         if not tensors:
@@ -146,12 +145,12 @@ class ReusedCopies:
                 torch._foreach_copy_(targets, sources)
             return self._copies
         self._tensors, self._copies = [], []  # until all copies exist
-        copies = [tensor.clone() for tensor in tensors]
+        copies = [tensor.detach().clone() for tensor in tensors]
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for tensor, copied in zip(tensors, copies, strict=True):
             targets, sources = groups.setdefault((tensor.dtype, tensor.device), ([], []))
             targets.append(copied)
-            sources.append(tensor)
+            sources.append(tensor.detach())
         self._groups, self._shapes = list(groups.values()), shapes
         self._copies, self._tensors = copies, tensors
         return copies
