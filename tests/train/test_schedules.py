@@ -57,6 +57,25 @@ def test_schedulers_count_updates_or_epochs_as_told():
         assert again.seen == by_epoch.seen[epoch * each :]
 
 
+def test_a_validation_that_is_interrupted_loses_no_step_of_the_scheduler():
+    plain, rates = Rates(), Rates()
+    scheduled([plain], "epoch").fit(list(loader()), 4)
+    run, calls = scheduled([rates], "epoch"), []
+
+    def interrupted(model, batch):
+        calls.append(model.training)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return square(model, batch)
+
+    data = list(loader())
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(data, 4, validate=data, metrics={"loss": interrupted})
+    assert (run.epoch, run.model.training, calls) == (1, True, [False, False])
+    run.fit(data, 4, validate=data, metrics={"loss": interrupted})
+    assert rates.seen == plain.seen
+
+
 def test_epochs_of_another_loop_step_the_scheduler_where_it_says_so():
     run = scheduled([], "epoch")
     for _ in range(2):

@@ -194,10 +194,9 @@ class Engine:
                         "in each epoch."
                     )
                 self.epoch += 1
+                schedule.after_epoch()  # before the validation, which may be interrupted
                 if validate is not None:
-                    self.validate(validate, metrics)
-                self.end_epoch()
-                if validate is not None:
+                    schedule.after_validation(self.validate(validate, metrics))
                     notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
         finally:
@@ -233,7 +232,8 @@ class Engine:
 
     def end_epoch(self) -> None:
         """Step a scheduler by epoch or metric: call this after each epoch of a loop of your own."""
-        self._ledger.update.schedule.after_epoch(self.metrics)
+        self._ledger.update.schedule.after_epoch()
+        self._ledger.update.schedule.after_validation(self.metrics)
 
     def stop(self) -> None:
         """End ``fit`` after the current batch."""

@@ -29,8 +29,13 @@ class Schedule:
         else:
             self.scheduler.step()
 
-    def after_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a scheduler that counts epochs, or that watches one of these metrics.
+    def after_epoch(self) -> None:
+        """Step a scheduler that counts epochs."""
+        if self.interval == "epoch" and self.metric is None:
+            self.scheduler.step()
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Step a scheduler that watches one of these metrics.
 
         Raises:
             UsageError: the metric is not among them.
@@ -38,8 +43,6 @@ class Schedule:
         if self.metric is not None:
             self.expect_metric(metrics)
             self.scheduler.step(metrics[self.metric])
-        elif self.interval == "epoch":
-            self.scheduler.step()
 
     def expect_metric(self, names: Collection[str]) -> None:
         """Check that the metric that the scheduler watches is among those that are computed.
