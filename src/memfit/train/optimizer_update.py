@@ -160,7 +160,9 @@ class OptimizerUpdate:
             self._backup.restore()
             master_weights.write_to_parameters(self.values_of_masters())
             self.finish()
-        elif self.torn and is_out_of_memory(error):
+        if self.offloaded is not None:
+            self.offloaded.send_interrupted()
+        if self.torn and is_out_of_memory(error):
             raise TornUpdateError(f"Memory ran out in an update. {INTERRUPTED}") from error
 
     def run(self, window: Window, before_step: Callable[[], None]) -> tuple[bool, torch.Tensor | None]:

@@ -56,7 +56,7 @@ class OffloadedState:
         self._copies: dict[torch.device, list[HostCopies]] = {}
         self._following: dict[StateBlock, StateBlock] = {}
         self._last: StateBlock | None = None
-        self._current: StateBlock | None = None
+        self._current: tuple[StateBlock, list[nn.Parameter]] | None = None
         self._fetched: set[StateBlock] = set()
         self._release: Callable[[], None] = lambda: None
         self._warned = False
@@ -103,8 +103,13 @@ class OffloadedState:
         for copies in itertools.chain.from_iterable(self._copies.values()):
             copies.finish()
         if self._current is not None:  # its update was interrupted
-            self._current.complete()
-            self._current = None
+            self._current[0].complete()
+
+    def send_interrupted(self) -> None:
+        """Move the state of an update that was interrupted to the host, as it is now."""
+        if self._current is not None:
+            self._leave(*self._current)
+            self.finish()
 
     def send_all(self) -> None:
         """Move all of the state to the host, as after ``load_state_dict``, which puts it on the device."""
@@ -143,8 +148,8 @@ class OffloadedState:
             warn_user("optimizer_state.offload does nothing here: the parameters are on the CPU.")
         self._warned = True
 
-    def _enter(self, block: StateBlock, parameters: Iterable[nn.Parameter]) -> None:
-        self._current = block
+    def _enter(self, block: StateBlock, parameters: list[nn.Parameter]) -> None:
+        self._current = block, parameters
         block.enter(self._state_of(parameters))
         self._fetched.discard(block)
 
