@@ -67,7 +67,8 @@ class StateBlock:
     def leave(self, state: list[torch.Tensor]) -> Callable[[], None]:
         """Begin to copy the state to the host; return what waits for that and then frees device memory."""
         tensors = [tensor for tensor in state if tensor.device == self.device and _is_dense(tensor)]
-        if not tensors:
+        at_rest = self._in_use is None and self._on_host is not None
+        if at_rest or not tensors:
             return lambda: None
         on_host, layouts = self._on_host, self._layouts
         if self._in_use is not None and list(map(id, tensors)) == list(map(id, self._tensors)):
