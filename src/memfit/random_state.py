@@ -14,7 +14,7 @@ torch is imported on use, so that importing this module does not load it.
 
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +168,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @dataclass(slots=True)
 class GlobalDraws:
-    """Random numbers that a forward drew from Python, NumPy and the GPUs' global generators.
+    """Random numbers that a forward drew from Python, NumPy and the GPUs' global generators, and from others.
 
     A CUDA generator is a seed and an offset, both on the host: reading them does not synchronise.
     """
@@ -177,11 +177,11 @@ class GlobalDraws:
     """Generators with their states before the forward; after ``keep_drawn``, only those drawn from."""
 
     @classmethod
-    def start(cls) -> "GlobalDraws":
-        """Record the generators' states before a forward."""
+    def start(cls, others: Iterable[Any] = ()) -> "GlobalDraws":
+        """Record the states of these and other generators of PyTorch's before a forward."""
         import torch
 
-        generators: list[Any] = [PYTHON, NUMPY]
+        generators: list[Any] = [PYTHON, NUMPY, *others]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators += torch.cuda.default_generators
         return cls([(generator, generator.get_state()) for generator in generators])

@@ -139,3 +139,27 @@ def test_a_model_is_freed_when_it_is_dropped():
     gone = weakref.ref(block)
     del block
     assert gone() is None
+
+
+@pytest.mark.parametrize("where", ["a closure", "an argument", "a keyword in a list"])
+def test_numbers_of_a_generator_of_its_own_are_drawn_again(where):
+    def noisy(x, generators):
+        return (x * torch.rand(x.shape, generator=generators[0])).sin()
+
+    def trained(call):
+        own = torch.Generator().manual_seed(3)
+        x = torch.ones(4, 4, requires_grad=True)
+        for _ in range(2):
+            if where == "a closure":
+                call(lambda x: noisy(x, [own]), x).sum().backward()
+            elif where == "an argument":
+                call(lambda x, generator: noisy(x, [generator]), x, own).sum().backward()
+            else:
+                call(noisy, x, generators=[own]).sum().backward()
+        return x.grad, own.get_state()
+
+    ours, plain = (
+        trained(memfit.checkpoint),
+        trained(lambda function, *args, **kwargs: function(*args, **kwargs)),
+    )
+    assert all(map(torch.equal, ours, plain))

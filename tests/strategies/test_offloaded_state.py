@@ -174,6 +174,28 @@ def test_on_a_cpu_offload_warns_once_and_does_nothing(settings, monkeypatch):
     assert same(engine.model, trained(engine_of(net(), None), range(2)))
 
 
+@pytest.mark.parametrize("kind", ["several dtypes", pytest.param("quantised", marks=pytest.mark.process)])
+def test_a_state_of_several_dtypes_is_saved_and_loaded(kind, tmp_path):
+    if kind == "quantised":
+        pytest.importorskip("torchao")
+    plan = OptimizerState(bits=8 if kind == "quantised" else 32, offload=True)
+
+    def made():
+        model = net(width=64)
+        if kind == "several dtypes":
+            model[2].to(torch.float64)
+            model[1].register_forward_hook(lambda _, __, out: out.double())
+            model[3].register_forward_hook(lambda _, __, out: out.float())
+        return engine_of(model, plan)
+
+    run, resumed = made(), made()
+    trained(run, range(3))
+    run.save(tmp_path / "run")
+    torch.save(run.optimizer.state_dict(), tmp_path / "optimizer")
+    resumed.load(tmp_path / "run")
+    assert same(trained(run, range(3, 5)), trained(resumed, range(3, 5)))
+
+
 MASTERS = [OFFLOADED, Precision("bf16", autocast=False, master_weights=True)]
 
 
@@ -216,6 +238,15 @@ def test_float32_copies_of_parameters_wait_with_their_state(streams):
     train(resumed.model, resumed.optimizer)
     train(plain.model, plain.optimizer)
     assert same(resumed.model, plain.model)
+
+
+def test_step_hooks_that_would_find_no_values_are_refused():
+    engine = master_engine(MASTERS)
+    hook = engine.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UsageError, match=r"step hooks, which would find NaN in place of the float32 copies"):
+        engine.step(0)
+    hook.remove()
+    assert engine.step(0).updated
 
 
 SCRIPT = """

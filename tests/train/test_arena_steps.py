@@ -125,6 +125,7 @@ def test_only_the_phases_that_are_set_are_placed():
     run = fitted({"mem_param": {"exclude_blob": "fc1"}})
     assert steps(run)[0].placed
     assert not steps(run, "test")  # Caffe's default
+    del run
     run = fitted({"mem_param": {"optimize_train": False, "optimize_test": True}})
     assert steps(run, "test")[0].placed
     assert not steps(run)
@@ -326,7 +327,8 @@ def test_the_arena_of_an_engine_is_closed_with_the_last_engine_that_uses_it():
 
 def test_an_engine_with_other_settings_replaces_the_arena_of_an_engine():
     one = engine({"arena": {"optimize_test": False}})
-    two = engine({"arena": True})
+    with pytest.warns(UserWarning, match=r"closes the first arena: from here on, that engine trains without"):
+        two = engine({"arena": True})
     assert not one.arena.is_open
     one.fit(data())
     two.fit(data())

@@ -174,3 +174,25 @@ def test_errors_name_what_is_missing(tmp_path):
     for make in (memfit.EarlyStopping, lambda **options: memfit.Saving(tmp_path / "run", **options)):
         with pytest.raises(UsageError, match="'mode' must be one of min, max, not 'lowest'"):
             make(mode="lowest")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "The metric 'odd' returned None. It must return a mean"),
+        ({"a": 1.0}, "The metric 'odd' returned {'a': 1.0}"),
+        (torch.ones(3), "The metric 'odd' returned tensor"),
+        ((1.0, 2.0, 3.0), "or a pair: the sum and its divisor"),
+        ((1.0, 0), "The metric 'odd' has no mean: the divisors that it returned add up to 0"),
+    ],
+)
+def test_metrics_that_are_no_numbers_are_refused_by_name(value, words):
+    with pytest.raises(UsageError, match=words):
+        engine(net()).validate(data(8), {"odd": lambda *_: value})
+
+
+def test_metrics_without_data_to_validate_are_refused():
+    run = engine(net())
+    with pytest.raises(UsageError, match=r"engine\.fit\(metrics=\.\.\.\) also needs validate="):
+        run.fit(data(8), metrics={"loss": loss})
+    assert run.optimizer_step == 0

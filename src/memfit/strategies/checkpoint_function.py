@@ -1,7 +1,8 @@
 """A checkpointed call of a function: for code that is no module of its own.
 
-A module's buffers must be restored for the recomputation, so memfit looks for the modules that a function
-uses: in its closure, in the globals that it names, in its arguments, and in the object whose method it is.
+A module's buffers and a generator's state must be restored for the recomputation, so memfit looks for the
+modules and the ``torch.Generator`` objects that a function uses: in its closure, in the globals that it
+names, in its arguments, and in the object whose method it is.
 """
 
 import functools
@@ -23,7 +24,7 @@ from memfit.strategies.mechanisms.recompute import CheckpointedForward, Recomput
 _TRACKERS: WeakKeyDictionary[CodeType, dict[tuple[type, ...], BufferTracker]] = WeakKeyDictionary()
 """What is known of the buffers that a function changes, by its code and the classes of its modules."""
 _DEPTH = 3
-"""Levels of containers that are searched for modules."""
+"""Levels of containers that are searched."""
 
 
 def checkpoint(
@@ -31,11 +32,14 @@ def checkpoint(
 ) -> Any:
     """Call a function, drop its intermediate results, and compute them again in backward.
 
-    As ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``; besides, buffers change once, every
-    generator's random numbers are drawn again, and arguments that the function changes in place are refused.
+    As ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``; besides, modules' buffers change
+    once, and the same random numbers are drawn again: those of the global generators (PyTorch's, Python's,
+    NumPy's) and of the ``torch.Generator`` objects that the function uses. Arguments that the function
+    changes in place are refused; tensors of its closure that it changes in place change twice.
 
     Args:
-        function: any callable; modules that it uses are found in its closure, its globals and its arguments.
+        function: any callable; modules and generators that it uses are found in its closure, its globals and
+            its arguments.
         args: passed to the function, as ``kwargs`` are.
         settings: ``save_ops``, ``preserve_rng_state`` and ``check``; a function has no ``modules``.
         kwargs: passed to the function.
@@ -57,11 +61,13 @@ def checkpoint(
             "memfit.apply and memfit.Engine."
         )
     name = getattr(function, "__qualname__", type(function).__name__)
+    used = list(dict.fromkeys(_used_in((function, args, kwargs), _DEPTH)))
     region = _FunctionRegion(
         function,
-        _Modules(dict.fromkeys(_modules_in((function, args, kwargs), _DEPTH))),
+        _Modules(each for each in used if isinstance(each, nn.Module)),
         RecomputeSettings(name, tuple(settings.save_ops), False, settings.preserve_rng_state, settings.check),
     )
+    region.generators = tuple(each for each in used if isinstance(each, torch.Generator))
     return region(*args, **kwargs)
 
 
@@ -106,9 +112,9 @@ def _run(function: Callable[..., Any], known: nn.Module, name: str, *args: Any, 
         hook.remove()
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
-    """Yield the modules that a value holds: a container's, a function's, an object's."""
-    if isinstance(value, nn.Module):
+def _used_in(value: Any, depth: int) -> Iterator[nn.Module | torch.Generator]:
+    """Yield the modules and generators that a value holds: a container's, a function's, an object's."""
+    if isinstance(value, nn.Module | torch.Generator):
         yield value
         return
     if depth == 0 or isinstance(value, str | bytes | torch.Tensor | type):
@@ -127,7 +133,7 @@ def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
     elif hasattr(value, "__dict__") and not inspect.ismodule(value):
         held = vars(value).values()
     for each in held:
-        yield from _modules_in(each, depth - (not inspect.isfunction(value)))
+        yield from _used_in(each, depth - (not inspect.isfunction(value)))
 
 
 def _used_by(function: Any) -> Iterator[Any]:
@@ -139,7 +145,7 @@ def _used_by(function: Any) -> Iterator[Any]:
             continue
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, nn.Module | list | tuple | dict):
+        if isinstance(value, nn.Module | torch.Generator | list | tuple | dict):
             yield value
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

@@ -18,6 +18,7 @@ from memfit.errors import UsageError
 from memfit.strategies.arena_settings import ArenaSettings
 from memfit.strategies.mechanisms.tensors import tensors_in
 from memfit.strategies.precision import device_type
+from memfit.user_frame import warn_user
 
 if TYPE_CHECKING:
     from memfit.arenas.arena import Arena
@@ -103,6 +104,11 @@ def _arena(settings: ArenaSettings, device: str) -> _SharedArena:
             "arena = memfit.arena(configuration)."
         )
     else:
+        if found is not None:
+            warn_user(
+                f"Another engine opened an arena with {found.settings}; this engine's configuration has "
+                f"{settings}. memfit closes the first arena: from here on, that engine trains without one."
+            )
         shared = _SharedArena(arena(settings, device=device), is_own=True)
     _shared[device] = shared
     return shared

@@ -37,7 +37,7 @@ from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
 from memfit.train.resume.engine_parts import EngineParts
 from memfit.train.step_result import StepResult
-from memfit.train.validation import Metric, validated
+from memfit.train.validation import Metric, names_of, validated
 
 
 class Engine:
@@ -176,7 +176,7 @@ class Engine:
             The result of the last update; None if there was none.
         """
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
-        schedule.expect_metric((metrics or {"loss": None}) if validate is not None else {})
+        schedule.expect_metric(names_of(metrics, validate))
         self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")

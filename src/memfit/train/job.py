@@ -32,4 +32,4 @@ class Job:
     scheduler_metric: str | None = None
     """The name of the validated metric that ``ReduceLROnPlateau`` watches, after each epoch."""
     max_grad_norm: float | None = None
-    """The norm to which a window's gradients are clipped, once."""
+    """The norm to which a window's gradients are clipped, once: those of the optimizer's parameters."""

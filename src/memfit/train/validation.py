@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ from memfit.errors import UsageError
 
 Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
+
+
+def names_of(metrics: Mapping[str, Metric] | None, loader: Iterable[Any] | None) -> list[str]:
+    """Return the names of the metrics that ``fit`` validates.
+
+    Raises:
+        UsageError: there are metrics, but nothing to validate.
+    """
+    if loader is not None:
+        return list(metrics or ["loss"])
+    if metrics:
+        raise UsageError("engine.fit(metrics=...) also needs validate=..., the batches to validate.")
+    return []
 
 
 def validated(
@@ -39,7 +53,8 @@ def validated(
         for batch in loader:
             with step(batch):
                 found = {
-                    name: _sum_of(metric, model, batch, autocast, size) for name, metric in metrics.items()
+                    name: _sum_of(name, metric, model, batch, autocast, size)
+                    for name, metric in metrics.items()
                 }
             for name, (total, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
@@ -48,10 +63,14 @@ def validated(
         raise UsageError(
             "The validation loader returned no batches. A generator, for example, can be iterated only once."
         )
+    nothing = [name for name, (_, weight) in sums.items() if not weight]
+    if nothing:
+        raise UsageError(f"The metric {nothing[0]!r} has no mean: the divisors that it returned add up to 0.")
     return {name: float(total) / float(weight) for name, (total, weight) in sums.items()}
 
 
 def _sum_of(
+    name: str,
     metric: Metric,
     model: nn.Module,
     batch: Any,
@@ -61,6 +80,12 @@ def _sum_of(
     """Return the sum of a metric over a batch, and its divisor."""
     with autocast():
         value = metric(model, batch)
+    pair = value if isinstance(value, tuple) else (value, 1)
+    if len(pair) != 2 or not all(map(_is_number, pair)):  # noqa: PLR2004
+        raise UsageError(
+            f"The metric {name!r} returned {value!r}. It must return a mean, as a number or a tensor of one "
+            "element, or a pair: the sum and its divisor."
+        )
     if isinstance(value, tuple):
         return _plain(value[0]), _plain(value[1])
     samples = _size(batch, size)
@@ -77,6 +102,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:  # not model.train(): frozen parts stay in evaluation mode
             part.training = training
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
 
 
 def _plain(value: Any) -> Any:

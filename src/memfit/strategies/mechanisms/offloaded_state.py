@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit.errors import UsageError
 from memfit.strategies.mechanisms.host_copies import HostCopies, SideStreamCopies
 from memfit.strategies.mechanisms.partial_step import expect_independent, step_only
 from memfit.strategies.mechanisms.state_block import StateBlock
@@ -63,6 +64,13 @@ class OffloadedState:
 
     def step(self) -> None:
         """Update all parameters, as ``optimizer.step`` does, hooks included."""
+        optimizer = self._optimizer
+        if self._updated and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+            raise UsageError(
+                "optimizer_state.offload and master_weights: the optimizer has step hooks, which would find "
+                "NaN in place of the float32 copies of parameters, because these are on the host. Remove the "
+                "hooks, or leave out offload."
+            )
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # for schedulers
         Optimizer.profile_hook_step(self._step_blocks)(self._optimizer)
 

@@ -44,6 +44,9 @@ class RecomputeSettings:
 class CheckpointedForward(WrappedForward):
     """The forward of one checkpointed module."""
 
+    generators: tuple[torch.Generator, ...] = ()
+    """Generators that it draws from, besides the global ones."""
+
     def __init__(self, module: nn.Module, around: RecomputeSettings, inner: Forward | None) -> None:
         super().__init__(module, around, inner)
         self.settings = around
@@ -111,7 +114,7 @@ class CheckpointedCall:
         settings = region.settings
         self._name = settings.name
         self._buffers = region.buffer_tracker.snapshot(region.module)
-        self._draws = GlobalDraws.start() if settings.preserve_rng_state else None
+        self._draws = GlobalDraws.start(region.generators) if settings.preserve_rng_state else None
         self._saving, self._saved = selective_contexts(settings.save_ops)
         self._recorder = OperationRecorder() if settings.check else None
 
@@ -179,7 +182,7 @@ class CheckpointedCall:
         versions = [version_of(each) for each in leaves]
         holders = [(each, tensors_in(each)) for each in leaves if not isinstance(each, torch.Tensor)]
         unpreserved = (
-            (torch.get_rng_state(), GlobalDraws.start())
+            (torch.get_rng_state(), GlobalDraws.start(self._region.generators))
             if self._buffers.first and self._draws is None
             else None
         )

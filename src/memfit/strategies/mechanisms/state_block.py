@@ -1,4 +1,4 @@
-"""A block of optimizer state, which one copy moves between the host and the device."""
+"""A block of optimizer state, which moves between the host and the device as a whole."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,6 +10,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from memfit.strategies.mechanisms.host_copies import HostCopies
 
+Memory = dict[torch.dtype, torch.Tensor]
+"""Bytes, by the dtype of the tensors in them: ``torch.save`` refuses memory that several dtypes share."""
 _ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns: kernels load vectors as they do without offload
 
 
@@ -30,21 +32,24 @@ class StateBlock:
         self._to_device, self._to_host = to_device, to_host
         self._tensors: list[torch.Tensor] = []
         self._layouts: list[torch.Tensor] = []  # of the tensors, without memory
-        self._on_host: torch.Tensor | None = None
-        self._arriving: tuple[torch.Tensor, Any] | None = None
-        self._in_use: torch.Tensor | None = None
-        self._target: torch.Tensor | None = None  # while the tensors' memory is being replaced
+        self._on_host: Memory | None = None
+        self._arriving: dict[torch.dtype, tuple[torch.Tensor, Any]] | None = None
+        self._in_use: Memory | None = None
+        self._target: Memory | None = None  # while the tensors' memory is being replaced
         self._nan: torch.Tensor | None = None
 
     def fetch(self) -> None:
         """Begin to copy the state to the device, unless it is there or on its way."""
         if self._on_host is not None and self._in_use is None and self._arriving is None:
-            self._arriving = self._to_device.to_device(self._on_host)
+            self._arriving = {
+                dtype: self._to_device.to_device(memory) for dtype, memory in self._on_host.items()
+            }
 
     def forget_fetched(self) -> None:
         """Free what was fetched and not used."""
         if self._arriving is not None:
-            self._to_device.wait(self._arriving[1])
+            for _, copy in self._arriving.values():
+                self._to_device.wait(copy)
             self._arriving = None
 
     def enter(self, state: list[torch.Tensor]) -> None:
@@ -59,8 +64,9 @@ class StateBlock:
             return
         self.fetch()
         if self._arriving is not None:
-            memory, copy = self._arriving
-            self._to_device.wait(copy)
+            for _, copy in self._arriving.values():
+                self._to_device.wait(copy)
+            memory = {dtype: fetched for dtype, (fetched, _) in self._arriving.items()}
             self._in_use, self._target, self._arriving = memory, memory, None
             self.complete()
 
@@ -71,15 +77,19 @@ class StateBlock:
         if at_rest or not tensors:
             return lambda: None
         on_host, layouts = self._on_host, self._layouts
-        if self._in_use is not None and list(map(id, tensors)) == list(map(id, self._tensors)):
-            leaving = [self._in_use]
-            copies = [self._to_host.to_host(self._in_use, on_host)[1]]
+        same = list(map(id, tensors)) == list(map(id, self._tensors))
+        if self._in_use is not None and on_host is not None and same:
+            leaving = list(self._in_use.values())
+            arriving = [on_host[dtype] for dtype in self._in_use]
         else:  # new tensors, as in the first update
             layouts = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-            on_host = self._to_host.host_memory(sum(map(_padded, tensors)))
+            on_host = {
+                dtype: self._to_host.host_memory(sum(_padded(one) for one in layouts if one.dtype == dtype))
+                for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+            }
             leaving = [_bytes_of(tensor) for tensor in tensors]
-            parts = map(_bytes_of, _views(on_host, layouts))
-            copies = [self._to_host.to_host(*pair)[1] for pair in zip(leaving, parts, strict=True)]
+            arriving = [_bytes_of(view) for view in _views(on_host, layouts)]
+        copies = [self._to_host.to_host(*pair)[1] for pair in zip(leaving, arriving, strict=True)]
         self._tensors, self._layouts = tensors, layouts
         self._on_host, self._target, self._in_use = on_host, on_host, None
         self.complete()
@@ -114,13 +124,14 @@ class StateBlock:
         return self._nan.as_strided(tensor.size(), [0] * tensor.dim())
 
 
-def _views(memory: torch.Tensor, layouts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _views(memory: Memory, layouts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the tensors in a block's memory."""
-    start = 0
+    starts = dict.fromkeys(memory, 0)
     for tensor in layouts:
-        end = start + tensor.numel() * tensor.element_size()
-        yield memory[start:end].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-        start += _padded(tensor)
+        start = starts[tensor.dtype]
+        own = memory[tensor.dtype][start : start + tensor.numel() * tensor.element_size()]
+        yield own.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+        starts[tensor.dtype] += _padded(tensor)
 
 
 def _padded(tensor: torch.Tensor) -> int:
