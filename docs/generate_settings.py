@@ -26,6 +26,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"fp16": {"loss_scale": "dynamic"}},
         {"optimizer_config": {"type": "GradientCumulativeOptimizerHook", "cumulative_iters": 4}},
         {"optimizer_config": {"type": _HOOK, "cumulative_iters": 4}},
+        {"cumulative_iters": 4},
         {"optimizer_config": {"grad_clip": {"max_norm": 35, "norm_type": 2}}},
         {"optimizer_config": {"grad_clip": {"max_norm": 35, "norm_type": 1}}},
         {"optimizer_config": {"type": "OptimizerHook", "_delete_": True}},

@@ -179,7 +179,7 @@ def test_every_setting_is_echoed_with_the_field_it_became():
         (hook("GradientCumulativOptimizerHook"), "Nearest: GradientCumulativeOptimizerHook"),
         (
             {"optimizer_config": {"cumulative_iters": 4}},
-            "'cumulative_iters' is not a field of optimizer_config",
+            "is a setting of another hook: add type='GradientCumulativeOptimizerHook' or",
         ),
         (
             {"optimizer_config": {"grad_clip": {"norm": 3}}},

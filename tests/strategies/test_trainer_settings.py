@@ -76,6 +76,8 @@ ADAMW = {"type": "AdamW", "lr": 1e-3}
         ({"precision": "bf16-true"}, Plan(Precision("bf16", autocast=False)), None),
         ({"precision": "32-true"}, Plan(Precision("fp32")), None),
         ({"gradient_clip_val": 0}, Plan(), None),
+        ({"optim_wrapper": {"clip_grad": {"type": "norm", "max_norm": 2}}}, Plan(), 2.0),
+        ({"cumulative_iters": 4}, Plan(accumulation=FOUR), None),
         ({"precision": 16, "gradient_clip_algorithm": "norm"}, Plan(Precision("fp16")), None),
         # HuggingFace
         (
@@ -141,6 +143,12 @@ def test_settings_are_read_as_their_origin_means_them(given, plan, norm):
         ({"precision": "16-true"}, "must be one of bf16, fp16, fp32, not '16-true'"),
         ({"gradient_clip_algorithm": "value"}, "memfit clips gradients only by their norm"),
         ({"gradient_checkpointing_kwargs": {"context_fn": 1}}, "'context_fn' is not a field of"),
+        (
+            {"accumulate_grad_batches": 2, "iter_size": 2},
+            "contradict each other: both set accumulation.remainder",
+        ),
+        ({"optim_wrapper": {"clip_grad": {"type": "value", "clip_value": 1}}}, "'clip_value' is not a field"),
+        ({"optim_wrapper": {"clip_grad": {"type": "value"}}}, "memfit clips by the norm only"),
         ({"optim": "lomo"}, "'lomo' is not an optimizer that memfit reads. Leave it out"),
         ({"gradient_clip_val": 0.5, "max_grad_norm": 1.0}, "contradict each other: both set max_grad_norm"),
         ({"gradient_clip_val": 0, "max_grad_norm": 1.0}, "contradict"),

@@ -260,7 +260,7 @@ def _without_contradictions(settings: Sequence[GivenSetting]) -> dict[str, Given
         if setting.target is None:
             continue
         other = chosen.setdefault(setting.target, setting)
-        if not setting.is_default and _compared(other) != _compared(setting):
+        if other.is_default == setting.is_default and _compared(other) != _compared(setting):
             raise UsageError(
                 f"{other.given} and {setting.given} contradict each other: both set {setting.target}. "
                 "Leave out one of the two."

@@ -123,6 +123,13 @@ def _hook(name: str, fields: Mapping[str, Any], known: tuple[str, ...]) -> Itera
             )
         if field in WITHOUT_EFFECT:
             yield GivenSetting(given, None, note=WITHOUT_EFFECT[field])
+        elif (
+            field not in known
+            and name == "optimizer_config"
+            and any(field in each for each in HOOKS.values())
+        ):
+            hooks = " or ".join(repr(hook) for hook, own in HOOKS.items() if field in own)
+            raise UsageError(f"{given} is a setting of another hook: add type={hooks} to {name}.")
         elif field not in known:
             raise unknown_name_error(f"a field of {name}", field, known)
         elif field == "grad_clip":
@@ -139,8 +146,10 @@ def grad_clip(name: str, given: Any) -> GivenSetting:
         return GivenSetting(f"{name}=None", None, note="gradients are not clipped")
     fields = expect(name, given, Mapping, "None or a dict such as dict(max_norm=35)")
     for field in fields:
-        if field not in ("max_norm", "norm_type"):
-            raise unknown_name_error(f"a field of {name}", field, ("max_norm", "norm_type"))
+        if field not in ("max_norm", "norm_type", "type"):
+            raise unknown_name_error(f"a field of {name}", field, ("max_norm", "norm_type", "type"))
+    if fields.get("type", "norm") != "norm":
+        raise UsageError(f"{name}.type={fields['type']!r} is not supported: memfit clips by the norm only.")
     if "max_norm" not in fields:
         raise UsageError(f"{name}={given!r} needs max_norm.")
     if fields.get("norm_type", 2) != 2:  # noqa: PLR2004 - the Euclidean one
@@ -266,6 +275,7 @@ READERS: dict[str, Reader] = {
     "gradient_accumulation_steps": gathering("step", "HuggingFace's Trainer"),
     "accumulate_grad_batches": gathering("step", "Lightning"),
     "accumulative_counts": gathering("carry", "MMEngine"),
+    "cumulative_iters": gathering("carry", "MMCV"),
     "mini_steps": gathering("carry", "MindSpore"),
     "grad_accumulation_step": gathering("carry", "MindSpore"),
     "accumulate_step": gathering("carry", "MindSpore"),
