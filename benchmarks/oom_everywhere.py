@@ -91,7 +91,7 @@ def main() -> int:
     for source in (on_the_ghost, on_the_cpu):
         for case, fault, found in source(arguments.every):
             total += found
-            print(f"{case:38}{fault:34}{_counts(found)}", flush=True)
+            print(f"{case:55}{fault:34}{_counts(found)}", flush=True)
     print(f"{sum(total.values()):,} faults: {_counts(total)}; harmed {total['HARMED']}")
     return int(total["HARMED"] > 0)
 

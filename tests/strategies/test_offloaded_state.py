@@ -17,37 +17,24 @@ from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision
 from memfit.train.engine import Engine
 from support.late_stream import late_state_copies
-from support.optimizer_loops import groups, halving, loss_of, net, same, train
+from support.optimizer_loops import (
+    OPTIMIZERS,
+    assert_equal_states,
+    groups,
+    halving,
+    loss_of,
+    net,
+    same,
+    train,
+)
 
 OFFLOADED = OptimizerState(offload=True)
-OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"fused": True},
-    "RMSprop": {"centered": True},
-    "Adagrad": {},
-    "Adadelta": {},
-    "ASGD": {},
-    "NAdam": {},
-    "Rprop": {},
-    "RAdam": {"foreach": True},
-    "Adafactor": {},
-}
 
 
 @pytest.fixture(autouse=True)
 def streams():
     with late_state_copies() as made:
         yield made
-
-
-def assert_equal_states(left, right):
-    assert left["param_groups"] == right["param_groups"]
-    assert left["state"].keys() == right["state"].keys()
-    for index, state in left["state"].items():
-        assert state.keys() == right["state"][index].keys()
-        for name, value in state.items():
-            torch.testing.assert_close(value, right["state"][index][name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block_bytes", [0, 200, 2**20])

@@ -16,23 +16,18 @@ from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision
-from support.optimizer_loops import groups, halving, loss_of, net, same, train
+from support.optimizer_loops import (
+    OPTIMIZERS,
+    assert_equal_states,
+    groups,
+    halving,
+    loss_of,
+    net,
+    same,
+    train,
+)
 
 IN_BACKWARD = OptimizerState(step_in_backward=True)
-
-
-OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"fused": True},
-    "RMSprop": {"centered": True},
-    "Adagrad": {},
-    "Adadelta": {},
-    "ASGD": {},
-    "Rprop": {},
-    "RAdam": {"foreach": True},
-    "Adafactor": {},
-}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -46,15 +41,6 @@ def test_stepping_in_backward_is_the_same_run_bit_for_bit(kind):
     assert same(ours, plain)
     assert not same(ours, net())
     assert_equal_states(optimizer.state_dict(), reference.state_dict())
-
-
-def assert_equal_states(left, right):
-    assert left["param_groups"] == right["param_groups"]
-    assert left["state"].keys() == right["state"].keys()
-    for index, state in left["state"].items():
-        assert state.keys() == right["state"][index].keys()
-        for name, value in state.items():
-            torch.testing.assert_close(value, right["state"][index][name], rtol=0, atol=0)
 
 
 def test_no_two_gradients_are_alive_at_once_and_groups_keep_their_own_settings():

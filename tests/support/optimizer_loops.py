@@ -3,6 +3,21 @@
 import torch
 from torch import nn
 
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "RMSprop": {"centered": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "ASGD": {},
+    "NAdam": {},
+    "Rprop": {},
+    "RAdam": {"foreach": True},
+    "Adafactor": {},
+}
+"""Optimizers of PyTorch's that update each parameter by itself, and arguments that they are tried with."""
+
 
 def net(width=8):
     torch.manual_seed(0)
@@ -37,3 +52,12 @@ def same(left, right):
 
 def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def assert_equal_states(left, right):
+    assert left["param_groups"] == right["param_groups"]
+    assert left["state"].keys() == right["state"].keys()
+    for index, state in left["state"].items():
+        assert state.keys() == right["state"][index].keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, right["state"][index][name], rtol=0, atol=0)
