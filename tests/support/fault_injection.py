@@ -233,9 +233,13 @@ FAULTS: dict[str, tuple[Callable[[int | None], Any], type[BaseException]]] = {
 
 def call_before_update(engine: Engine, callback: Callable[[], None]) -> None:
     """Have the engine call ``callback`` before it updates parameters."""
-    in_backward = engine._ledger.update.in_backward
-    if in_backward is None:
+    in_backward, offloaded = engine._ledger.update.in_backward, engine._ledger.update.offloaded
+    if in_backward is None and offloaded is None:
         engine.optimizer.register_step_pre_hook(lambda *_: callback())
+        return
+    if in_backward is None:  # it may refuse hooks
+        step = offloaded.step
+        offloaded.step = lambda: (callback(), step())
         return
 
     class Watched(set[torch.Tensor]):
