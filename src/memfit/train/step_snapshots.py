@@ -71,6 +71,7 @@ class StepSnapshots:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        _count_registrations()
         self._model = model
         self._written: set[tuple[nn.Module, str]] | None = None
         self._slots: list[BufferSlot] = []
@@ -106,12 +107,12 @@ class StepSnapshots:
 
     def _is_current(self) -> bool:
         """Return whether the model still has the buffers that were found."""
-        return self._registered == _registrations() and all(
+        return self._registered == _registrations[0] and all(
             module._buffers.get(name) is buffer for module, name, buffer in self._slots
         )
 
     def _find_buffers(self) -> None:
-        self._registered, self._slots = _registrations(), list(_buffers(self._model))
+        self._registered, self._slots = _registrations[0], list(_buffers(self._model))
         written = self._written
         self._copied = {
             place: buffer
@@ -174,18 +175,17 @@ def _buffers(model: nn.Module) -> Iterator[BufferSlot]:
             yield module, name, buffer
 
 
-_count: list[int] = []
-"""How often modules and buffers were registered, since the first question; empty before."""
+_registrations: list[int] = []
+"""How often modules and buffers were registered in this process since the first engine; empty before."""
 
 
-def _registrations() -> int:
-    """Return how often modules and buffers were registered in this process."""
-    if not _count:
-        _count.append(0)
+def _count_registrations() -> None:
+    """Begin to count registrations, if that has not begun."""
+    if not _registrations:
+        _registrations.append(0)
         register_module_module_registration_hook(_count_registration)
         register_module_buffer_registration_hook(_count_registration)
-    return _count[0]
 
 
 def _count_registration(*_: Any) -> None:
-    _count[0] += 1
+    _registrations[0] += 1
