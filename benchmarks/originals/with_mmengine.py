@@ -47,7 +47,7 @@ class Model(BaseModel):
     def forward(self, mode: str = "loss", **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the mean loss."""
         if mode != "loss":
-            raise NotImplementedError(mode)
+            raise ValueError(f"The benchmark only trains: mode must be 'loss', not {mode!r}.")
         return {"loss": self.model(**batch)["loss"]}
 
 

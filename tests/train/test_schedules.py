@@ -1,4 +1,4 @@
-"""Schedulers step when they are told to: by update, by epoch, or by a validated metric."""
+"""A scheduler steps after each update, after each epoch, or by a validated metric, as the engine is set."""
 
 import copy
 

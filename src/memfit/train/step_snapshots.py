@@ -31,7 +31,7 @@ class StepSnapshot:
     contents: dict[int, torch.Tensor]
     """Copies of the buffers that a step may write to, by their place in ``slots``."""
     versions: dict[int, int]
-    """Versions of the buffers of which it is not known whether steps write to them."""
+    """Versions of the buffers that are compared after the step, by their place in ``slots``."""
 
     @property
     def lost(self) -> str:

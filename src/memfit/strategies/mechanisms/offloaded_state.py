@@ -121,19 +121,14 @@ class OffloadedState:
 
     def send_all(self) -> None:
         """Move all of the state to the host, as after ``load_state_dict``, which puts it on the device."""
-        for _, parameters in self._parts():
-            block = self._block_of(parameters)
-            if block is not None:
-                self._enter(block, parameters)
-                self._leave(block, parameters)
+        for block, parameters in self._entered():
+            self._leave(block, parameters)
         self.finish()
 
     def fetch_all(self) -> None:
         """Move all of the state back to the device, for steps without this object."""
-        for _, parameters in self._parts():
-            block = self._block_of(parameters)
-            if block is not None:
-                self._enter(block, parameters)
+        for _ in self._entered():
+            pass
         self.finish()
 
     def value_of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -155,6 +150,14 @@ class OffloadedState:
         if not self._warned and not any(self._blocks.values()):
             warn_user("optimizer_state.offload does nothing here: the parameters are on the CPU.")
         self._warned = True
+
+    def _entered(self) -> Iterator[tuple[StateBlock, list[nn.Parameter]]]:
+        """Move one block after the other to the device, and yield it with its parameters."""
+        for _, parameters in self._parts():
+            block = self._block_of(parameters)
+            if block is not None:
+                self._enter(block, parameters)
+                yield block, parameters
 
     def _enter(self, block: StateBlock, parameters: list[nn.Parameter]) -> None:
         self._current = block, parameters
