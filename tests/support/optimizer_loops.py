@@ -41,7 +41,7 @@ def train(model, optimizer, steps=5, scheduler=None, first=0):
     for seed in range(first, first + steps):
         loss_of(model, seed).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         if scheduler is not None:
             scheduler.step()
 

@@ -186,6 +186,25 @@ def test_a_window_whose_scheduler_raised_is_not_repeated():
     assert (run.optimizer_step, run.batch, run.is_whole) == (4, 8, True)
 
 
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_an_optimizer_with_a_zero_grad_of_its_own_is_left_to_it(where):
+    run, calls = engine(), []
+
+    class Counting(type(run.optimizer)):
+        def zero_grad(self, set_to_none=True):
+            calls.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    if where == "class":
+        run.optimizer.__class__ = Counting
+    else:
+        zero_grad = run.optimizer.zero_grad
+        run.optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), zero_grad(set_to_none))
+    step(run, 0)
+    assert calls == [True]
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
 def test_zero_grad_that_raises_after_the_step_undoes_the_update():
     run, plain = engine(protect="always"), engine()
     for trained in (run, plain):

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import UsageError
-from memfit.train.step_snapshots import ReusedCopies, StepSnapshots
+from memfit.train.step_snapshots import StepSnapshots
 from support.checkpointed_blocks import OwnStatistics
 
 
@@ -192,20 +192,54 @@ def test_buffers_of_a_model_that_changes_between_steps_are_found_again(how):
     assert {place for place, _ in enumerate(model.buffers())} == set(snapshot.contents)
 
 
+@pytest.mark.parametrize("other", [torch.ones(4), torch.ones(6), torch.ones(4, dtype=torch.float64)])
+def test_a_buffer_whose_data_are_replaced_between_steps_is_copied_as_it_is(other):
+    model = nn.BatchNorm1d(4)
+    snapshots = StepSnapshots(model)
+    snapshots.record_writes(snapshots.take())
+    snapshots.take()
+    model.running_mean.data = other.clone()
+    snapshot = snapshots.take()
+    with torch.no_grad():
+        model.running_mean.zero_()
+    snapshot.restore()
+    torch.testing.assert_close(model.running_mean, other, rtol=0, atol=0)
+
+
+def test_buffers_that_require_gradients_are_copied_without_a_graph():
+    model = nn.Module()
+    model.register_buffer("mean", torch.ones(2, requires_grad=True))
+    snapshots = StepSnapshots(model)
+    for _ in range(3):
+        snapshot = snapshots.take()
+        with torch.no_grad():
+            model.mean.add_(1)
+        snapshots.record_writes(snapshot)
+    (copied,) = snapshots.take().contents.values()
+    assert (copied.tolist(), copied.requires_grad) == ([4.0, 4.0], False)
+
+
 def test_a_failed_copy_leaves_no_copy_that_seems_complete():
-    copies, first, second = ReusedCopies(), torch.zeros(2), torch.zeros(2)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    snapshots = StepSnapshots(model)
+    snapshots.record_writes(snapshots.take())
+    late = model[1].running_mean
 
     def fails():
-        del second.detach
+        del late.detach
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    second.detach = fails
+    late.detach = fails
     with pytest.raises(torch.OutOfMemoryError):
-        copies.of([first, second])
+        snapshots.take()
     for value in (1.0, 2.0):
-        first.fill_(value)
-        second.fill_(value)
-        assert [copied.tolist() for copied in copies.of([first, second])] == [[value] * 2] * 2
+        for norm in model:
+            norm.running_mean.fill_(value)
+        snapshot = snapshots.take()
+        for norm in model:
+            norm.running_mean.zero_()
+        snapshot.restore()
+        assert [norm.running_mean.tolist() for norm in model] == [[value] * 2] * 2
 
 
 def test_a_batch_is_not_retried_after_a_late_write_to_a_buffer():

@@ -146,12 +146,12 @@ class StepGraphs:
         else:
             self._optimizer.step()
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Zero the gradients in place once the graphs refer to them."""
+    def zero_grad(self) -> None:
+        """Drop the gradients; once the graphs refer to them, zero them in place."""
         if self.warm:
             torch._foreach_zero_(_gradients(self._optimizer))
         else:
-            self._optimizer.zero_grad(set_to_none=set_to_none)
+            self._optimizer.zero_grad(set_to_none=True)
 
     def reset(self) -> None:
         """Drop the graphs and warm up again: the tensors that they refer to were replaced."""

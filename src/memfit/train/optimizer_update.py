@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import TornUpdateError, UsageError
 from memfit.strategies.mechanisms.offloaded_state import BLOCK_BYTES, OffloadedState
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.optimizer_info import drop_gradients, parameters_of
 from memfit.strategies.mechanisms.step_in_backward import StepInBackward
 from memfit.train import master_weights
 from memfit.train.accumulation_window import Window
@@ -232,7 +232,10 @@ class OptimizerUpdate:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self._stepper.zero_grad(set_to_none=True)
+        if self.graphs is not None:
+            self.graphs.zero_grad()
+        else:
+            drop_gradients(self.optimizer)
         if self.sums is not None:
             self.sums.clear()
         if self.in_backward is not None:
@@ -272,7 +275,9 @@ class OptimizerUpdate:
         """
         if self._devices and torch.cuda.get_allocator_backend() == "pluggable":
             return None
-        return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
+        # memory_stats sorts some 160 figures, which takes 50 us of each update.
+        stats = (torch.cuda.memory_stats_as_nested_dict(device) for device in self._devices)
+        return sum(int(each["num_alloc_retries"]) for each in stats)
 
     def _in_model_order(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters in the model's order, on which the norm's last bits depend."""

@@ -1,6 +1,5 @@
 """Random numbers and buffers before each step, to undo a forward and backward that ran out of memory."""
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from memfit.user_frame import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
 """A module, the name of one of its own buffers, and the buffer."""
+_Found = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, Any, Any]
+"""Where a buffer was found: a module's buffers, its name there; and its shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,22 @@ class StepSnapshots:
         self._model = model
         self._written: set[tuple[nn.Module, str]] | None = None
         self._slots: list[BufferSlot] = []
+        self._found: list[_Found] = []
         self._registered: int | None = None  # when the slots were found
-        self._copied: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._watched: list[int] = []
-        self._copies = ReusedCopies()
 
     def take(self) -> StepSnapshot:
-        """Take a snapshot."""
+        """Take a snapshot; the copies in the previous one are overwritten."""
         if not self._is_current():
             self._find_buffers()
-        if self._written is None:
-            contents = {place: buffer.detach().to("cpu", copy=True) for place, buffer in self._copied.items()}
-        else:
-            contents = dict(zip(self._copied, self._copies.of(list(self._copied.values())), strict=True))
+        if self._groups:
+            with torch.no_grad():
+                for copies, buffers in self._groups:
+                    torch._foreach_copy_(copies, buffers)
         versions = {place: version_of(self._slots[place][2]) for place in self._watched}
-        return StepSnapshot(self._model, get_random_state(), self._slots, contents, versions)
+        return StepSnapshot(self._model, get_random_state(), self._slots, self._copies, versions)
 
     def record_writes(self, snapshot: StepSnapshot) -> None:
         """Record which buffers the step after a snapshot wrote to."""
@@ -106,55 +108,55 @@ class StepSnapshots:
             self._registered = None
 
     def _is_current(self) -> bool:
-        """Return whether the model still has the buffers that were found."""
-        return self._registered == _registrations[0] and all(
-            module._buffers.get(name) is buffer for module, name, buffer in self._slots
-        )
+        """Return whether the model still has the buffers that were found, and in the same form."""
+        if self._registered != _registrations[0]:
+            return False
+        for buffers, name, buffer, shape, dtype in self._found:
+            if buffers.get(name) is not buffer:
+                return False
+            if buffer is not None and (buffer.shape != shape or buffer.dtype is not dtype):
+                return False
+        return True
 
     def _find_buffers(self) -> None:
-        self._registered, self._slots = _registrations[0], list(_buffers(self._model))
+        """Find the model's buffers, and make room for the copies of those that steps write to."""
+        self._registered, self._copies, self._groups = None, {}, []  # until everything below has succeeded
+        registered, self._slots = _registrations[0], list(_buffers(self._model))
+        self._found = [
+            (module._buffers, name, buffer, getattr(buffer, "shape", None), getattr(buffer, "dtype", None))
+            for module, name, buffer in self._slots
+        ]
         written = self._written
-        self._copied = {
+        copied = {
             place: buffer
             for place, (module, name, buffer) in enumerate(self._slots)
             # Batch normalization's kernels write without counting, and begin to when evaluation ends.
             if buffer is not None
             and (written is None or isinstance(module, _NormBase) or (module, name) in written)
         }
-        self._watched = [
-            place for place in range(len(self._slots)) if written is None or place not in self._copied
-        ]
+        self._watched = [place for place in range(len(self._slots)) if written is None or place not in copied]
+        if written is None:
+            self._copies = {place: buffer.detach().to("cpu", copy=True) for place, buffer in copied.items()}
+            return  # to search again after the step, which shows what it writes to
+        self._copies = {place: buffer.detach().clone() for place, buffer in copied.items()}
+        self._groups = _groups([(self._copies[place], buffer) for place, buffer in copied.items()])
+        self._registered = registered
 
 
-class ReusedCopies:
-    """Repeated copies of the same tensors: by few operations, into the same memory."""
+def _groups(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return tensors and their sources in as few groups as possible, each for one operation.
 
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-        self._shapes: list[Any] = []
-        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-
-    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of tensors; those of the previous call are overwritten."""
-        if not tensors:
-            return []
-        shapes = [tensor.shape for tensor in tensors]
-        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        if same and shapes == self._shapes:
-            for targets, sources in self._groups:
-                torch._foreach_copy_(targets, sources)
-            return self._copies
-        self._tensors, self._copies = [], []  # until all copies exist
-        copies = [tensor.detach().clone() for tensor in tensors]
-        groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for tensor, copied in zip(tensors, copies, strict=True):
-            targets, sources = groups.setdefault((tensor.dtype, tensor.device), ([], []))
-            targets.append(copied)
-            sources.append(tensor.detach())
-        self._groups, self._shapes = list(groups.values()), shapes
-        self._copies, self._tensors = copies, tensors
-        return copies
+    On a GPU the tensors of a group need the same dtype to be copied by one kernel.
+    """
+    groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in pairs:
+        kind = source.device if source.is_cpu else (source.device, source.dtype)
+        targets, sources = groups.setdefault(kind, ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(groups.values())
 
 
 def _is_same(tensor: torch.Tensor | None, content: torch.Tensor | None) -> bool:

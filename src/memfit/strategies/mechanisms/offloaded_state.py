@@ -74,10 +74,6 @@ class OffloadedState:
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # for schedulers
         Optimizer.profile_hook_step(self._step_blocks)(self._optimizer)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self._optimizer.zero_grad(set_to_none)
-
     def update(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Update some parameters of one group, which share a block.
 

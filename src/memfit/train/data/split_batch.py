@@ -9,6 +9,7 @@ anything else       goes unchanged to every micro-batch
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,11 +101,9 @@ class BatchSplitter:
             return [batch]
         if isinstance(batch, torch.Tensor):
             return list(torch.split(batch, sizes))
-        splitter, begin, parts = _Splitter(batch, sum(sizes), self._roles), 0, []
+        splitter = _Splitter(batch, sizes, self._roles)
         splitter.learn(batch)
-        for size in sizes:
-            parts.append(splitter.part(batch, slice(begin, begin + size)))
-            begin += size
+        parts = splitter.parts(batch)
         self._roles = splitter.roles
         return parts
 
@@ -114,7 +113,7 @@ class BatchSplitter:
             return
         self._observed += 1
         try:
-            splitter = _Splitter(batch, self.size(batch), self._roles)
+            splitter = _Splitter(batch, [self.size(batch)], self._roles)
             splitter.learn(batch)
         except UsageError:
             return
@@ -133,10 +132,10 @@ def even_sizes(samples: int, parts: int) -> list[int]:
 
 
 class _Splitter:
-    """Splits one batch with a known number of samples."""
+    """Splits one batch into parts of known sizes."""
 
-    def __init__(self, batch: object, size: int, roles: Roles) -> None:
-        self._batch, self._size = batch, size
+    def __init__(self, batch: object, sizes: list[int], roles: Roles) -> None:
+        self._batch, self._sizes, self._size = batch, sizes, sum(sizes)
         self.roles = dict(roles)
         """Completed by what this batch shows."""
 
@@ -172,25 +171,30 @@ class _Splitter:
                 for index, entry in enumerate(value):
                     self.learn(entry, (*path, index))
 
-    def part(self, value: Any, part: slice, path: Path = ()) -> Any:
-        """Return a part of a value that ``learn`` has seen."""
+    def parts(self, value: Any, path: Path = ()) -> list[Any]:
+        """Return the parts of a value that ``learn`` has seen."""
+        rows = range(len(self._sizes))
         if isinstance(value, Mapping):
-            entries = value.items()
-            return _like(value, {name: self.part(entry, part, (*path, name)) for name, entry in entries})
+            columns = {name: self.parts(entry, (*path, name)) for name, entry in value.items()}
+            return [_like(value, {name: parts[row] for name, parts in columns.items()}) for row in rows]
         role = self.roles.get(path, "shared")
         if role == "shared" or not (has_rows(value) or isinstance(value, tuple | list)):
-            return value
+            return [value] * len(self._sizes)
         if role == "columns":
-            parts = [self.part(entry, part, (*path, index)) for index, entry in enumerate(value)]
+            entries = [self.parts(entry, (*path, index)) for index, entry in enumerate(value)]
+            made = ([parts[row] for parts in entries] for row in rows)
             if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return type(value)(*parts)
-            return type(value)(parts)
+                return [type(value)(*part) for part in made]
+            return [type(value)(part) for part in made]
         if len(value) != self._size:
             raise UsageError(
                 f"Cannot split a batch of {self._size} samples: {_described(path)} has {len(value)} entries, "
                 f"but in earlier batches it had one per sample. {_ADVICE}"
             )
-        return value[part]
+        if isinstance(value, torch.Tensor):
+            return list(torch.split(value, self._sizes))
+        ends = list(accumulate(self._sizes))
+        return [value[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _role(self, value: Any, path: Path) -> Role:
         """Return what a value holds.
