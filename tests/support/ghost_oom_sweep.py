@@ -97,9 +97,8 @@ def allocated(engine: Engine) -> int:
     gc.collect()
     scaler = engine._ledger.update.scaler._scaler
     scales = () if scaler is None else (scaler._scale, scaler._growth_tracker)
-    lasting = [
-        kept for kept in (*scales, *engine._full_batch._snapshots._copies.values()) if kept is not None
-    ]
+    copies = engine._full_batch._snapshots._copies.values()
+    lasting = [kept for kept in (*scales, *copies) if kept is not None and kept.is_cuda]
     return torch.cuda.memory_allocated() - 512 * len(lasting)
 
 

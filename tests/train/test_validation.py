@@ -169,6 +169,7 @@ def test_errors_name_what_is_missing(tmp_path):
     run = engine(net(), callbacks=[memfit.Saving(tmp_path / "run", best="accuracy")])
     with pytest.raises(UsageError, match="The metrics are loss"):
         run.fit(data(8), validate=data(8))
+    assert run.micro_step == 0  # said before the first epoch
     with pytest.raises(UsageError, match="validation loader returned no batches"):
         run.validate(iter(()))
     for make in (memfit.EarlyStopping, lambda **options: memfit.Saving(tmp_path / "run", **options)):

@@ -23,7 +23,7 @@ import torch
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from weakref import ref
 
     from memfit.train.step_result import StepResult
@@ -62,6 +62,9 @@ class TrainingRun(Protocol):
 
 class Callback:
     """Does nothing; override what you need. The result of ``state_dict`` is saved with the run."""
+
+    watched: str = ""
+    """The name of the validated metric that it needs, if any: checked before the first epoch."""
 
     def on_fit_begin(self, engine: TrainingRun) -> None:
         """Training begins or resumes."""
@@ -127,6 +130,7 @@ class EarlyStopping(Callback):
             raise UsageError(f"EarlyStopping: 'patience' must be at least 1, not {patience}.")
         _expect_mode("EarlyStopping", mode)
         self._metric, self._patience, self._min_delta, self._mode = metric, patience, min_delta, mode
+        self.watched = metric if isinstance(metric, str) else ""
         self.best = _worst(mode)
         self.waited = 0
         self._sum: torch.Tensor | None = None
@@ -145,9 +149,9 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, engine: TrainingRun) -> None:
         """Compare with the best value, and stop when patience runs out."""
-        if isinstance(self._metric, str):
-            value = _validated("EarlyStopping", engine, self._metric)
-        elif self._metric is not None:
+        if self.watched:
+            value = _validated("EarlyStopping", engine, self.watched)
+        elif callable(self._metric):
             value = float(self._metric(engine))
         elif "loss" in engine.metrics:
             value = engine.metrics["loss"]
@@ -190,12 +194,12 @@ class Saving(Callback):
             raise UsageError(f"Saving: 'every' must be at least 1, not {every}.")
         _expect_mode("Saving", mode)
         self._path, self._every, self._windows = path, every, 0
-        self._metric, self._mode, self._best = best, mode, _worst(mode)
+        self.watched, self._mode, self._best = best, mode, _worst(mode)
         self._saved = True
 
     def on_window_end(self, engine: TrainingRun, result: "StepResult") -> None:  # noqa: ARG002
         """Save every n-th window."""
-        if self._metric:
+        if self.watched:
             return
         self._windows += 1
         self._saved = self._windows % self._every == 0
@@ -204,8 +208,8 @@ class Saving(Callback):
 
     def on_epoch_end(self, engine: TrainingRun) -> None:
         """Save at the end of the epoch."""
-        if self._metric:
-            value = _validated("Saving", engine, self._metric)
+        if self.watched:
+            value = _validated("Saving", engine, self.watched)
             if not _improves(value, self._best, 0.0, self._mode):
                 return
             self._best = value
@@ -220,7 +224,7 @@ class Saving(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far."""
-        return {"best": self._best} if self._metric else {}
+        return {"best": self._best} if self.watched else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
@@ -249,13 +253,31 @@ def call_callbacks(reference: "ref[Any]", event: str, *arguments: Any) -> None:
             getattr(callback, event)(engine, *detached)
 
 
+def expect_watched(callbacks: "Iterable[Callback]", names: "Collection[str]") -> None:
+    """Check that the metrics that callbacks watch are among those that ``fit`` validates.
+
+    If it validates none, a callback may call ``engine.validate`` itself: only the end of the epoch shows.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for callback in callbacks:
+        if names and callback.watched and callback.watched not in names:
+            raise _not_validated(type(callback).__name__, callback.watched, names)
+
+
 def _validated(who: str, engine: TrainingRun, name: str) -> float:
     if name not in engine.metrics:
-        known = f"The metrics are {', '.join(engine.metrics)}." if engine.metrics else "There are none."
-        raise UsageError(
-            f"{who}: no validated metric is named {name!r}. {known} Pass engine.fit(validate=...)."
-        )
+        raise _not_validated(who, name, engine.metrics)
     return engine.metrics[name]
+
+
+def _not_validated(who: str, name: str, names: "Collection[str]") -> UsageError:
+    known = f"The metrics are {', '.join(names)}." if names else "There are none."
+    return UsageError(
+        f"{who}: no validated metric is named {name!r}. {known} Pass engine.fit(validate=..., "
+        f"metrics={{{name!r}: ...}})."
+    )
 
 
 def _improves(value: float, best: float, least: float, mode: Mode) -> bool:

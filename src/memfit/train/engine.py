@@ -26,7 +26,7 @@ from memfit.strategies.configuration import Configuration
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.arena_steps import ArenaSteps
-from memfit.train.callbacks import Callback, call_callbacks, in_order
+from memfit.train.callbacks import Callback, call_callbacks, expect_watched, in_order
 from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
@@ -176,7 +176,8 @@ class Engine:
             The result of the last update; None if there was none.
         """
         result, notify, schedule = None, self._ledger.notify, self._ledger.update.schedule
-        schedule.expect_metric(names_of(metrics, validate))
+        schedule.expect_metric(names := names_of(metrics, validate))
+        expect_watched(self.callbacks, names)
         self.epochs, self.batches, self._stopped = epochs, batches_in(loader), False
         self._resume_inside_epoch(loader)
         notify("on_fit_begin")
@@ -225,9 +226,10 @@ class Engine:
         self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
     ) -> dict[str, float]:
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
-        metrics = metrics or {"loss": self._loss}
         test, size = self._arena_steps.test, self._splitter.size
-        self.metrics = validated(self.model, loader, metrics, self.autocast, test, size)
+        self.metrics = validated(
+            self.model, loader, metrics or {"loss": self._loss}, self.autocast, test, size
+        )
         return self.metrics
 
     def end_epoch(self) -> None:
