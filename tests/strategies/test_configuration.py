@@ -168,7 +168,10 @@ def test_every_setting_is_echoed_with_the_field_it_became():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"precison": "bf16"}, "'precison' is not a setting. Nearest: precision"),
+        (
+            {"precison": "bf16"},
+            "'precison' is not a setting of memory or precision that memfit reads. Nearest: precision",
+        ),
         ({"gradient_accumulation_step": 4}, "Nearest: gradient_accumulation_steps"),
         (
             {"accumulation": 4},

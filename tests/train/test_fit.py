@@ -3,6 +3,7 @@
 import importlib
 import io
 import random
+import re
 import sys
 from contextlib import nullcontext
 
@@ -145,14 +146,27 @@ def test_a_run_that_is_saved_and_stopped_resumes_bit_for_bit(stopped, tmp_path):
 
 def test_row_30_the_bar_names_what_it_counts():
     text = io.StringIO()
-    bar = memfit.ProgressBar(Console(file=text, force_terminal=True, width=160))
+    bar = memfit.ProgressBar(Console(file=text, force_terminal=True, width=80, color_system=None))
     engine(memfit.Accumulation(parts_per_batch=2), callbacks=[bar]).fit(loader(), epochs=2)
     shown = text.getvalue()
-    assert "epoch 2/2" in shown
-    assert "3/3" in shown
-    assert "batches (an optimizer step each)" in shown
-    assert "left in this epoch" in shown
-    assert "loss " in shown
+    assert re.search(r"epoch 1/2 ━+ 3/3 batches, 1 per update  [0-9.]+/s  0:00:00 left  loss [0-9.]+", shown)
+    assert re.search(r"epoch 2/2 ━+ 3/3 batches, 1 per update", shown)
+
+
+def test_a_run_saved_between_epochs_resumes_with_another_batch_size(tmp_path):
+    class Seen(memfit.Callback):
+        def on_epoch_begin(self, engine):
+            batches.append(engine.batch)
+
+    batches, data = [], torch.cat(loader())
+    run = engine()
+    run.fit(torch.utils.data.DataLoader(data, batch_size=4), epochs=2)
+    run.save(tmp_path / "run")
+    resumed = engine(callbacks=[Seen()])
+    resumed.load(tmp_path / "run")
+    resumed.fit(torch.utils.data.DataLoader(data, batch_size=6), epochs=3)
+    assert (resumed.epoch, resumed.optimizer_step) == (3, 3 + 3 + 2)
+    assert batches == [0]
 
 
 def test_a_long_rereading_of_an_epoch_shows_a_bar(monkeypatch):

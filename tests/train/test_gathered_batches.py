@@ -268,4 +268,4 @@ def test_the_bar_says_how_many_batches_make_an_update(capsys):
 
     console = Console(width=150, force_terminal=True, color_system=None)
     engine(net(), 4, callbacks=[memfit.ProgressBar(console)]).fit(loader(8))
-    assert "8/8 batches (4 per optimizer step)" in capsys.readouterr().out
+    assert "8/8 batches, 4 per update" in capsys.readouterr().out

@@ -82,6 +82,19 @@ def test_a_batch_of_unknown_size_is_refused(batch, words):
         batch_size(batch)
 
 
+def test_rows_of_a_tensor_subclass_keep_what_it_gives_them():
+    class Named(torch.Tensor):
+        def __getitem__(self, rows):
+            part = super().__getitem__(rows)
+            part.names = self.names[rows]
+            return part
+
+    images = torch.ones(4, 2).as_subclass(Named)
+    images.names = ["a", "b", "c", "d"]
+    parts = BatchSplitter().split({"images": images, "labels": torch.ones(4)}, [3, 1])
+    assert [part["images"].names for part in parts] == [["a", "b", "c"], ["d"]]
+
+
 @pytest.mark.parametrize("samples", range(1, 20))
 @pytest.mark.parametrize("parts", range(1, 8))
 def test_sizes_differ_by_one_at_most(samples, parts):

@@ -166,7 +166,7 @@ def test_statistics_of_batch_norms_are_copied_even_if_the_first_step_did_not_wri
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
 
 
-@pytest.mark.parametrize("how", ["replaced", "added", "moved", "behind PyTorch's back"])
+@pytest.mark.parametrize("how", ["replaced", "added", "moved", "in a new dict", "behind PyTorch's back"])
 def test_buffers_of_a_model_that_changes_between_steps_are_found_again(how):
     model, spare = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4)
     snapshots = StepSnapshots(model)
@@ -178,6 +178,9 @@ def test_buffers_of_a_model_that_changes_between_steps_are_found_again(how):
         model.append(spare)
     elif how == "moved":
         model.double()
+    elif how == "in a new dict":
+        spare.running_mean.fill_(7.0)
+        model[1].__setstate__({**vars(model[1]), "_buffers": dict(spare._buffers)})
     else:
         model._modules["late"] = spare
     snapshot = snapshots.take()
@@ -217,6 +220,16 @@ def test_buffers_that_require_gradients_are_copied_without_a_graph():
         snapshots.record_writes(snapshot)
     (copied,) = snapshots.take().contents.values()
     assert (copied.tolist(), copied.requires_grad) == ([4.0, 4.0], False)
+
+
+def test_a_first_step_is_undone_though_a_mask_is_expanded():
+    """The first step's copies include all buffers, and an expanded one cannot be written to."""
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+    snapshot = StepSnapshots(model).take()
+    model(torch.randn(8, 4))
+    snapshot.restore()
+    assert model.num_batches_tracked == 0
 
 
 def test_a_failed_copy_leaves_no_copy_that_seems_complete():

@@ -202,7 +202,8 @@ def _read(name: str, given: Any) -> Iterator[GivenSetting]:
     elif target in TABLES:
         yield from _table(name, target, given)
     elif name not in ALIASES:
-        raise unknown_name_error("a setting", name, [*TABLES, *ALIASES, *READERS])
+        what = "a setting of memory or precision that memfit reads"
+        raise unknown_name_error(what, name, [*TABLES, *ALIASES, *READERS])
     elif given is None:
         yield GivenSetting(f"{name}=None", None, note=NOTHING)
     else:

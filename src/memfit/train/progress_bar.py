@@ -1,7 +1,7 @@
 """A progress bar for ``fit`` that names its unit.
 
-epoch 2/5 ━━━━╸━━━━━ 12/26 batches (an optimizer step each) 3.1 per second 0:00:04 left in this epoch
-epoch 2/5 ━━━━╸━━━━━ 12/26 batches (4 per optimizer step) 3.1 per second 0:00:04 left in this epoch
+epoch 2/5 ━━━━╸━━━━━ 12/26 batches, 1 per update  3.1/s  0:00:04 left  loss 0.25
+epoch 2/5 ━━━━╸━━━━━ 12/26 batches, 4 per update  3.1/s  0:00:04 left  loss 0.25
 """
 
 import time
@@ -21,6 +21,7 @@ with preserve_python_state():  # importing rich draws random numbers from the sc
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
 from memfit.train.callbacks import Callback, TrainingRun
 
@@ -41,11 +42,11 @@ class ProgressBar(Callback):
     def __init__(self, console: Console | None = None) -> None:
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("batches ({task.fields[unit]})  {task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("left in this epoch  loss {task.fields[loss]}"),
+            BarColumn(None),  # takes what the others leave, so that these are never cut in 80 columns
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("batches, {task.fields[gathered]} per update {task.fields[rate]}"),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left  loss {task.fields[loss]}"),
             console=console or Console(stderr=True),
         )
         self._task: TaskID | None = None
@@ -57,12 +58,11 @@ class ProgressBar(Callback):
 
     def on_epoch_begin(self, engine: TrainingRun) -> None:
         """Start a bar, at the position of a resumed epoch."""
-        gathered = engine.batches_per_update
         self._task = self._progress.add_task(
             "",
             total=engine.batches,
             epoch=f"{engine.epoch + 1}/{engine.epochs}",
-            unit="an optimizer step each" if gathered == 1 else f"{gathered} per optimizer step",
+            gathered=engine.batches_per_update,
             rate="",
             loss="-",
         )
@@ -76,7 +76,7 @@ class ProgressBar(Callback):
         self._progress.update(self._task, completed=engine.batch)
         if now - self._shown >= _SECONDS_BETWEEN_LOSSES:
             self._shown = now
-            rate = f"{(engine.batch - self._before) / max(now - self._began, 1e-9):.1f} per second"
+            rate = f" {(engine.batch - self._before) / max(now - self._began, 1e-9):.1f}/s "
             self._progress.update(self._task, rate=rate, loss=f"{result.loss:.4g}")
 
     def on_fit_end(self, engine: TrainingRun) -> None:  # noqa: ARG002

@@ -18,8 +18,8 @@ from memfit.user_frame import warn_user
 
 BufferSlot = tuple[nn.Module, str, torch.Tensor | None]
 """A module, the name of one of its own buffers, and the buffer."""
-_Found = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, Any, Any]
-"""Where a buffer was found: a module's buffers, its name there; and its shape and dtype."""
+_Found = tuple[nn.Module, str, torch.Tensor | None, Any, Any]
+"""As a slot, with the buffer's shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class StepSnapshot:
         with torch.no_grad():
             for place, (module, name, tensor) in enumerate(self.slots):
                 content = self.contents.get(place)
-                if tensor is not None and content is not None:
+                # The first step's copies include masks, which may be expanded and cannot be written to.
+                if tensor is not None and content is not None and not _is_same(tensor, content):
                     tensor.copy_(content)
                 module._buffers[name] = tensor  # a forward may have replaced it
 
@@ -111,8 +112,8 @@ class StepSnapshots:
         """Return whether the model still has the buffers that were found, and in the same form."""
         if self._registered != _registrations[0]:
             return False
-        for buffers, name, buffer, shape, dtype in self._found:
-            if buffers.get(name) is not buffer:
+        for module, name, buffer, shape, dtype in self._found:
+            if module._buffers.get(name) is not buffer:
                 return False
             if buffer is not None and (buffer.shape != shape or buffer.dtype is not dtype):
                 return False
@@ -123,7 +124,7 @@ class StepSnapshots:
         self._registered, self._copies, self._groups = None, {}, []  # until everything below has succeeded
         registered, self._slots = _registrations[0], list(_buffers(self._model))
         self._found = [
-            (module._buffers, name, buffer, getattr(buffer, "shape", None), getattr(buffer, "dtype", None))
+            (module, name, buffer, getattr(buffer, "shape", None), getattr(buffer, "dtype", None))
             for module, name, buffer in self._slots
         ]
         written = self._written
@@ -162,7 +163,9 @@ def _groups(
 def _is_same(tensor: torch.Tensor | None, content: torch.Tensor | None) -> bool:
     if tensor is None or content is None:
         return True
-    return tensor.layout is torch.strided and torch.equal(tensor.detach().cpu(), content)
+    if tensor.layout is not torch.strided or tensor.dtype is not content.dtype:
+        return False
+    return torch.equal(tensor.detach().cpu(), content.cpu())
 
 
 def _buffers(model: nn.Module) -> Iterator[BufferSlot]:

@@ -196,6 +196,8 @@ class Position:
     def load_state_dict(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Have the next ``groups`` continue from a saved position and its random numbers."""
         self.began = self.before = None
+        if state["began"] is None:  # between epochs: the last one's batches are of no consequence
+            state = state | {"consumed": 0}
         self.carried, self.consumed = state["carried"], state["consumed"]
         self._open, self._handed = 0, None
         self._resumed = state, random

@@ -191,8 +191,9 @@ class _Splitter:
                 f"Cannot split a batch of {self._size} samples: {_described(path)} has {len(value)} entries, "
                 f"but in earlier batches it had one per sample. {_ADVICE}"
             )
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor:
             return list(torch.split(value, self._sizes))
+        # A subclass may give its rows what belongs to them: names, boxes.
         ends = list(accumulate(self._sizes))
         return [value[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
