@@ -161,24 +161,25 @@ class _Splitter:
 
     def learn(self, value: Any, path: Path = ()) -> None:
         """Find out what a value and what it contains are, unless earlier batches have shown that."""
-        if isinstance(value, Mapping):
-            for name, entry in value.items():
-                self.learn(entry, (*path, name))
-        elif has_rows(value) or isinstance(value, tuple | list):
+        if has_rows(value) or isinstance(value, tuple | list):
             if path not in self.roles:
                 self.roles[path] = self._role(value, path)
             if self.roles[path] == "columns":
                 for index, entry in enumerate(value):
                     self.learn(entry, (*path, index))
+        elif isinstance(value, Mapping):  # last: it takes longest to ask
+            for name, entry in value.items():
+                self.learn(entry, (*path, name))
 
     def parts(self, value: Any, path: Path = ()) -> list[Any]:
         """Return the parts of a value that ``learn`` has seen."""
         rows = range(len(self._sizes))
-        if isinstance(value, Mapping):
+        is_sequence = has_rows(value) or isinstance(value, tuple | list)
+        if not is_sequence and isinstance(value, Mapping):
             columns = {name: self.parts(entry, (*path, name)) for name, entry in value.items()}
             return [_like(value, {name: parts[row] for name, parts in columns.items()}) for row in rows]
         role = self.roles.get(path, "shared")
-        if role == "shared" or not (has_rows(value) or isinstance(value, tuple | list)):
+        if role == "shared" or not is_sequence:
             return [value] * len(self._sizes)
         if role == "columns":
             entries = [self.parts(entry, (*path, index)) for index, entry in enumerate(value)]
@@ -192,7 +193,7 @@ class _Splitter:
                 f"but in earlier batches it had one per sample. {_ADVICE}"
             )
         if type(value) is torch.Tensor:
-            return list(torch.split(value, self._sizes))
+            return list(value.split_with_sizes(self._sizes))
         # A subclass may give its rows what belongs to them: names, boxes.
         ends = list(accumulate(self._sizes))
         return [value[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
