@@ -226,10 +226,8 @@ class Engine:
         self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
     ) -> dict[str, float]:
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
-        test, size = self._arena_steps.test, self._splitter.size
-        self.metrics = validated(
-            self.model, loader, metrics or {"loss": self._loss}, self.autocast, test, size
-        )
+        wanted, test, size = metrics or {"loss": self._loss}, self._arena_steps.test, self._splitter.size
+        self.metrics = validated(self.model, loader, wanted, self.autocast, test, size)
         return self.metrics
 
     def end_epoch(self) -> None:
