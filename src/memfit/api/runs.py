@@ -131,7 +131,8 @@ def run_on_ghost(
     on_progress: Callable[[Progress], None],
 ) -> FinishedRun:
     """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
-    check_world_size(os.environ)
+    if options.rank.world_size == 1:
+        check_world_size(os.environ)
     command = script_command(script, arguments, options, output)
     recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
     result = summarize(recorded.trace)

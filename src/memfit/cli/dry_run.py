@@ -14,6 +14,7 @@ from memfit.devices import DEFAULT
 from memfit.errors import UsageError
 from memfit.run.launchers import launched_script
 from memfit.run.options import STEPS, RunOptions
+from memfit.run.rank import Rank
 
 USAGE = (
     "Usage: memfit dry-run [OPTIONS] SCRIPT.py [ARGS...]\n       memfit dry-run [OPTIONS] -m MODULE [ARGS...]"
@@ -26,6 +27,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     gpu: Annotated[str, Parameter(group=TARGET)] = DEFAULT,
     memory: Annotated[str | None, Parameter(group=TARGET)] = None,
     in_use: Annotated[str, Parameter(group=TARGET)] = "0",
+    nproc: Annotated[int, Parameter(group=TARGET)] = 1,
+    nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
+    rank: Annotated[int, Parameter(group=TARGET)] = 0,
     steps: int = STEPS,
     to_end: Annotated[bool, Parameter(negative="")] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
@@ -59,6 +63,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         gpu: The GPU to assume: a name that memfit gpus lists, or a MIG slice such as A100-80GB:1g.10gb.
         memory: Assume this much GPU memory instead of the GPU's own, for example 12GiB.
         in_use: Assume that the desktop or other jobs already use this much GPU memory, for example 1.5GiB.
+        nproc: Run the script as one of this many processes, with a GPU each, as torchrun --nproc-per-node
+            would start them. memfit runs only the one process; the others do not exist.
+        nnodes: Assume this many machines, each with --nproc processes.
+        rank: Which of the processes to run, counted from 0 over all machines.
         steps: Stop the script after this many training steps.
         to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
             memory, so a long run may need a lot of it.
@@ -99,6 +107,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     launched = launched_script(command, module=module)
     command, module = launched.command, launched.module
     os.environ.update(launched.environment)
+    stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
     )
@@ -109,6 +118,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=json == "-",
         gpu=gpu,
         memory=memory_or_none(memory),
+        rank=stands_for,
         in_use=memory_or_none(in_use) or 0,
         values=values,
         host_memory=not fill_host_memory,

@@ -159,7 +159,12 @@ class GhostBackend:
         """Return the device as configured, and record a note for each gap that the run reached."""
         if self._recorder is None:
             return self._settings.device
-        if self._settings.visible_devices > 1:
+        rank = self._options.rank
+        if rank.world_size > 1:
+            text = f"The script ran as {rank}. memfit assumed that the other ranks send what this one sends."
+            self._recorder.note(Provenance.ASSUMED, text, sizes=True)
+            self._recorder.note(Provenance.EXACT, "NCCL's own memory is not included.", sizes=True)
+        elif self._settings.visible_devices > 1:
             seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
         for pair in self._values.unused() if self._values is not None else ():

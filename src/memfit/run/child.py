@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from memfit.errors import MemfitError, TargetError
+from memfit.ghost.absent_ranks import stand_for_a_rank
 from memfit.ghost.patching.after_import import after_import
 from memfit.recording.evaluations import Evaluations
 from memfit.recording.loader_batch_size import LoaderBatchSizes
@@ -32,7 +33,7 @@ from memfit.run.child_record import ChildRecord, record_failing_fork
 from memfit.run.child_settings import ChildSettings, read_settings
 from memfit.run.children import follow_children, read_children
 from memfit.run.interruption import release_ctrl_c
-from memfit.run.launchers import check_process_groups
+from memfit.run.launchers import check_process_groups, free_port
 from memfit.run.process_tree import kill_descendants
 from memfit.run.script import end_of, print_as_python_does, run_as_main
 from memfit.run.unfollowed import record_running
@@ -142,9 +143,7 @@ class ScriptProcess:
         self._backend.begin(recorder)
         self._recorder = recorder
         if self._settings.ghost is not None and self._is_the_script():
-            after_import(
-                "torch.distributed.distributed_c10d", lambda: check_process_groups(self._refuse_group)
-            )
+            after_import("torch.distributed.distributed_c10d", self._prepare_process_groups)
         after_import("torch._dynamo.callback", lambda: follow_compilations(self._parent.compiling))
 
     def _check_backend(self) -> None:
@@ -166,6 +165,13 @@ class ScriptProcess:
     def _is_the_script(self) -> bool:
         """Return whether this is the script's process, not a fork of it or one that it started."""
         return os.getpid() == self._pid
+
+    def _prepare_process_groups(self) -> None:
+        """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
+        if self._settings.options.rank.world_size > 1:
+            stand_for_a_rank()
+        else:
+            check_process_groups(self._refuse_group)
 
     def _refuse_group(self, why: str) -> None:
         """Refuse a process group of several, unless a fork of the script joins it: the others may exist."""
@@ -259,7 +265,9 @@ class ScriptProcess:
         if end.reason == "steps":
             end = replace(end, evaluation=self._evaluations.not_run())
         all_versions = versions() | self._backend.versions()
-        trace = self._recorder.finish(self._backend.device(), end, self._command, all_versions)
+        trace = self._recorder.finish(
+            self._backend.device(), end, self._command, all_versions, index=self._settings.options.rank.local
+        )
         children = read_children(Path(self._settings.folder))
         return replace(
             trace, options=self._options.found(), loader=self._loader or self._loaders.last, children=children
@@ -298,6 +306,8 @@ def main() -> None:
     except MemfitError as error:
         ParentPipe(settings.progress).end(ScriptEnd("refused", error.exit_code, str(error)), traced=False)
         _exit(error.exit_code)
+    if settings.options.rank.world_size > 1:
+        os.environ.update(settings.options.rank.variables(free_port()))
     process = ScriptProcess(tuple(command), settings, backend)
     after_import("torch", process.begin)
     if settings.ghost is not None:

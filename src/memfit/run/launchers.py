@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
+from memfit.run.rank import Rank
 
 LAUNCHERS = ("torchrun", "accelerate")
 """Commands that start a script."""
@@ -173,8 +174,11 @@ def _is_several(number: str) -> bool:
 
 def _one_rank() -> dict[str, str]:
     """Return the variables that torchrun sets for its only process."""
+    return Rank().variables(free_port())
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), "0")
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1")
-    return ranks | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port: int = server.getsockname()[1]
+        return port

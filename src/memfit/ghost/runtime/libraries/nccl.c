@@ -1,9 +1,9 @@
 /* NCCL: communicators that know their size and rank, and collectives that move nothing.
  *
- * There is one process, so the data of other ranks is unknown, and so is the receiving buffer after a
- * collective. Two cases are exact, and are treated as copies: a communicator of one
- * rank, and a broadcast from this rank. NCCL's own buffers are outside PyTorch's allocator and are
- * not modelled.
+ * There is one process. What the other ranks send is taken to be what this rank sends, as start-up checks and
+ * gathered sizes need it: exact for a communicator of one rank and a broadcast from this rank, and otherwise
+ * assumed. What is reduced over several ranks is unknown. NCCL's own buffers are outside PyTorch's allocator
+ * and are not modelled.
  */
 #include "core/ghost.h"
 
@@ -186,9 +186,25 @@ static status move(void *to, const void *from, uint64_t bytes, bool exact, const
     return SUCCESS;
 }
 
-#define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: each of one value is that value */
-
 static bool alone(const struct communicator *communicator) { return communicator->ranks == 1; }
+
+/* Each rank sends as many bytes to this one. The ranks run one program, so what the others send is taken to be
+ * what this rank sends. */
+static status receive_from_all(void *to, const void *from, uint64_t bytes,
+                               const struct communicator *communicator, const void *stream)
+{
+    uint64_t total = bytes * (uint64_t)communicator->ranks;
+    if (alone(communicator) || total > LONGEST_REMEMBERED)
+        return move(to, from, total, alone(communicator), stream);
+    COUNT(library_calls);
+    note_captured_node(stream);
+    for (uint64_t at = 0; at < total; at += bytes)
+        if ((uint64_t)to + at != (uint64_t)from) /* in place: this rank's part is there already */
+            copy_on_device((uint64_t)to + at, (uint64_t)from, bytes);
+    return SUCCESS;
+}
+
+#define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: each of one value is that value */
 
 API status ncclAllReduce(const void *send, void *receive, size_t count, int type, int operation,
                          struct communicator *communicator, void *stream)
@@ -214,7 +230,7 @@ API status ncclReduceScatter(const void *send, void *receive, size_t receive_cou
 API status ncclBroadcast(const void *send, void *receive, size_t count, int type, int root,
                          struct communicator *communicator, void *stream)
 {
-    return move(receive, send, bytes_of(count, type), communicator->rank == root, stream);
+    return move(receive, send, bytes_of(count, type), true, stream); /* the root sends what this rank has */
 }
 
 API status ncclBcast(void *buffer, size_t count, int type, int root, struct communicator *communicator,
@@ -226,8 +242,7 @@ API status ncclBcast(void *buffer, size_t count, int type, int root, struct comm
 API status ncclAllGather(const void *send, void *receive, size_t send_count, int type,
                          struct communicator *communicator, void *stream)
 {
-    uint64_t bytes = bytes_of(send_count, type) * (uint64_t)communicator->ranks;
-    return move(receive, send, bytes, alone(communicator), stream);
+    return receive_from_all(receive, send, bytes_of(send_count, type), communicator, stream);
 }
 
 API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,

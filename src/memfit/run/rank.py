@@ -1,0 +1,79 @@
+"""Which rank of how many a process stands for."""
+
+from dataclasses import dataclass
+
+from memfit.errors import UsageError
+
+_MOST_GPUS = 16
+"""``MAX_DEVICES`` of the ghost (ghost/runtime/core/ghost.h)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank of ``nproc`` on each of ``nnodes`` machines, counted as torchrun counts them.
+
+    Raises:
+        UsageError: a number is too small, or there is no such rank.
+    """
+
+    rank: int = 0
+    nproc: int = 1
+    """Processes, and GPUs, on each machine."""
+    nnodes: int = 1
+    """Machines."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.nproc > _MOST_GPUS:
+            raise UsageError(
+                f"--nproc {self.nproc}: the ghost has at most {_MOST_GPUS} GPUs in a machine. For more ranks, add "
+                "machines: --nproc 8 --nnodes 128 are 1,024."
+            )
+        for name in ("nproc", "nnodes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} must be at least 1, not {getattr(self, name)}.")
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"--rank {self.rank}: there is no such rank. {self.nnodes} x {self.nproc} processes have the "
+                f"ranks 0 to {self.world_size - 1}."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nproc * self.nnodes
+
+    @property
+    def local(self) -> int:
+        """The rank on its machine, and the index of its GPU there."""
+        return self.rank % self.nproc
+
+    def __str__(self) -> str:
+        """Name the rank.
+
+        >>> print(Rank(rank=9, nproc=8, nnodes=2))
+        rank 9 of 16 (GPU 1 of machine 1)
+        """
+        where = f" (GPU {self.local} of machine {self.rank // self.nproc})" if self.nnodes > 1 else ""
+        return f"rank {self.rank} of {self.world_size}{where}"
+
+    def variables(self, port: int) -> dict[str, str]:
+        """Return the environment variables that torchrun sets for this rank.
+
+        >>> sorted(Rank(rank=9, nproc=8, nnodes=2).variables(29500).items())[:3]
+        [('GROUP_RANK', '1'), ('GROUP_WORLD_SIZE', '2'), ('LOCAL_RANK', '1')]
+        """
+        ranks = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local,
+            "GROUP_RANK": self.rank // self.nproc,
+            "ROLE_RANK": self.rank,
+        }
+        sizes = {
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.nproc,
+            "GROUP_WORLD_SIZE": self.nnodes,
+            "ROLE_WORLD_SIZE": self.world_size,
+        }
+        numbers = {name: str(number) for name, number in (ranks | sizes).items()}
+        return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
