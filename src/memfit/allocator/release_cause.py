@@ -98,7 +98,7 @@ class _Shortness:
         if trace.statistics.get("num_alloc_retries") == 0:
             self._room = sum(map(abs, self._sizes))  # no malloc was ever short
         elif device.total.bytes:
-            self._room = device.total.bytes - device.context.bytes - device.in_use
+            self._room = device.total.bytes - device.outside.bytes - device.in_use
         self._collects = config.garbage_collection_threshold > 0 or config.max_split_size is not None
 
     def __call__(self, first: int, stop: int) -> bool:

@@ -146,7 +146,7 @@ class _Search:
         self.trials = trials
         self.unchanged = trials.unchanged()
         self._device = device
-        self._room = room - device.context.bytes - device.in_use
+        self._room = room - device.outside.bytes - device.in_use
         self._fails = self.unchanged.fits is False
 
     def best(self) -> Iterator[list[AdviceAttempt]]:
@@ -256,8 +256,8 @@ class _Search:
 
 def _process(reserved: Figure, device: DeviceUse) -> Figure:
     """Return the bytes of a process that has so many reserved."""
-    context = device.context
-    return Figure(reserved.bytes + context.bytes, worst(reserved.provenance, context.provenance))
+    outside = device.outside
+    return Figure(reserved.bytes + outside.bytes, worst(reserved.provenance, outside.provenance))
 
 
 def _size(attempt: AdviceAttempt) -> int:

@@ -104,7 +104,7 @@ def _gpu(trace: Trace, device: Device | None, memory: int | None) -> tuple[int, 
     total, context = (
         (device.total_bytes, device.context_bytes)
         if device is not None
-        else (trace.device.total.bytes, trace.device.context.bytes)
+        else (trace.device.total.bytes, trace.device.outside.bytes)
     )
     if memory is None and not total:
         raise UsageError(

@@ -83,8 +83,8 @@ class ReplayedRun:
 
     @property
     def taken(self) -> int:
-        """Bytes that PyTorch cannot take: the CUDA context, and what others use."""
-        return self.trace.device.context.bytes + self.trace.device.in_use
+        """Bytes that PyTorch cannot take: the CUDA context, NCCL's, and what others use."""
+        return self.trace.device.outside.bytes + self.trace.device.in_use
 
     @property
     def _sure(self) -> Provenance:

@@ -101,7 +101,7 @@ def _of_graphs(trace: Trace, asked: Requests) -> Iterator[Note]:
 def _disagreement(trace: Trace, own: SettingOutcome, *, total: int, taken: int) -> Iterator[Note]:
     """Yield a note if a replay under the trace's own settings ends differently from PyTorch."""
     device = trace.device
-    same = (total, taken) == (device.total.bytes, device.context.bytes + device.in_use)
+    same = (total, taken) == (device.total.bytes, device.outside.bytes + device.in_use)
     if not same or not own.replay.fits or not trace.statistics:
         return
     names = ("allocated_bytes.all.current", "reserved_bytes.all.current")

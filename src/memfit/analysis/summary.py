@@ -68,9 +68,11 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
     failed = _out_of_memory(trace, line)
     # Sums over the allocator's history are exact, unless a requested size was itself assumed.
     sure = least_certain(note for note in trace.notes if note.sizes)
-    process = Figure(reserved + context.bytes, worst(sure, context.provenance), "reserved + CUDA context")
+    outside = trace.device.outside
+    what = "CUDA context" if trace.device.nccl is None else outside.source
+    process = Figure(reserved + outside.bytes, worst(sure, outside.provenance), f"reserved + {what}")
     # A script that recovered has had PyTorch release its cache, and its attempts have filled the cache again.
-    needed = allocated + context.bytes if len(caught_failures(trace)) else process.bytes
+    needed = allocated + outside.bytes if len(caught_failures(trace)) else process.bytes
     bounds = size_bounds(trace, line, _deciding_event(trace, line, peak))
     return DryRun(
         verdict=_verdict(trace, failed, needed, is_bound=bool(bounds)),
@@ -86,6 +88,7 @@ def summarize_attributed(trace: Trace, line: Timeline, attribution: Attribution)
             Term("cached, not allocated", Figure(reserved - allocated, sure)),
             Term("reserved", Figure(reserved, sure)),
             Term("CUDA context", context),
+            *([Term("NCCL", trace.device.nccl)] if trace.device.nccl is not None else ()),
             Term("process", process),
         ),
         out_of_memory=failed,
@@ -132,6 +135,8 @@ def _verdict(trace: Trace, failed: OutOfMemory | None, needed: int, *, is_bound:
     if ended_early or trace.children or not device.total.bytes:
         return "unknown"
     left = device.total.bytes - device.in_use - needed
+    if left < 0 and device.nccl is not None:  # NCCL asked last, and not PyTorch
+        return "does not fit"
     return "tight" if left < _uncertainty(device.context) else "fits"
 
 

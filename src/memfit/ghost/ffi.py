@@ -63,6 +63,24 @@ class WorkspaceUse:
     """The label the calling thread had set with ``Ghost.set_label``."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommunicatorUse:
+    """A communicator of NCCL, and what has run on it; ``struct ghost_communicator``."""
+
+    ranks: int
+    rank: int
+    min_ctas: int
+    """0 if its configuration does not say; ``max_ctas`` likewise."""
+    max_ctas: int
+    shares: bool
+    """Whether it was split off and uses its parent's connections."""
+    all_reduces: bool
+    collectives: bool
+    """Whether a collective other than an all-reduce has run on it."""
+    peers: int
+    """Ranks that this one has sent to or received from."""
+
+
 class _DeviceStruct(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * 256),
@@ -107,6 +125,20 @@ class _EngineConfigStruct(ctypes.Structure):
     )
 
 
+class _CommunicatorStruct(ctypes.Structure):
+    _fields_ = (
+        ("ranks", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("shares", ctypes.c_int),
+        ("all_reduces", ctypes.c_int),
+        ("collectives", ctypes.c_int),
+        ("peers", ctypes.c_int),
+    )
+
+
+_SIZE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.POINTER(_CommunicatorStruct))
 _WORKSPACE_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_EngineConfigStruct), ctypes.c_int
 )
@@ -135,6 +167,8 @@ class Ghost:
         library.ghost_set_answerer.argtypes = (_WORKSPACE_CALLBACK,)
         library.ghost_workspace_uses.argtypes = (ctypes.POINTER(_WorkspaceUseStruct), ctypes.c_size_t)
         library.ghost_workspace_uses.restype = ctypes.c_size_t
+        library.ghost_set_communicator_sizes.argtypes = (_SIZE_CALLBACK,)
+        library.ghost_communicator_bytes.restype = ctypes.c_uint64
         self._library = library
         self._thread = threading.local()
         self._build = build
@@ -255,6 +289,36 @@ class Ghost:
 
         self._callback = _WORKSPACE_CALLBACK(write)  # referenced here: the runtime holds only its address
         self._library.ghost_set_answerer(self._callback)
+
+    def size_communicators(self, size: Callable[[CommunicatorUse], int]) -> None:
+        """Set the function that returns the bytes of device memory of a communicator.
+
+        Args:
+            size: is called when a communicator is made, and whenever what has run on it changes, on the
+                thread of the library call. It must not raise.
+        """
+
+        def answer(found: "ctypes._Pointer[_CommunicatorStruct]") -> int:
+            use = found.contents
+            return size(
+                CommunicatorUse(
+                    use.ranks,
+                    use.rank,
+                    use.min_ctas,
+                    use.max_ctas,
+                    bool(use.shares),
+                    bool(use.all_reduces),
+                    bool(use.collectives),
+                    use.peers,
+                )
+            )
+
+        self._sizes = _SIZE_CALLBACK(answer)  # referenced here: the runtime holds only its address
+        self._library.ghost_set_communicator_sizes(self._sizes)
+
+    def communicator_bytes(self) -> int:
+        """Return the most bytes that all communicators have held at one time."""
+        return int(self._library.ghost_communicator_bytes())
 
     def workspace_uses(self) -> list[WorkspaceUse]:
         """Return every use of a workspace by a library, in order, without repetitions."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
-from memfit.records.provenance import Figure, Note  # noqa: TC001 - as above
+from memfit.records.provenance import Figure, Note, worst
 from memfit.records.script_options import LoaderBatchSize, ScriptOption  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
@@ -227,6 +227,16 @@ class DeviceUse:
     in_use: int
     """Bytes held by other processes (a desktop, another job)."""
     machine: Machine = Machine.GHOST
+    nccl: Figure | None = None
+    """NCCL's communicators; None if the script made none, or if they are part of ``context``."""
+
+    @property
+    def outside(self) -> Figure:
+        """This process's memory outside PyTorch's allocator: the context, and NCCL's."""
+        if self.nccl is None:
+            return self.context
+        sure = worst(self.context.provenance, self.nccl.provenance)
+        return Figure(self.context.bytes + self.nccl.bytes, sure, "CUDA context + NCCL")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from memfit.card.find import is_rehearsal
@@ -22,6 +23,7 @@ from memfit.ghost.workspaces import WorkspaceSource
 from memfit.native_build import cache_folder
 from memfit.records import DeviceUse, Figure, Machine, Provenance
 from memfit.run.child_settings import GhostSettings
+from memfit.run.communicators import Communicators
 from memfit.run.options import RunOptions
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class GhostBackend:
             context=context,
             workspaces=WorkspaceSource(options.workspaces),
         )
+        device = find_device(settings.device.name)
+        self._communicators = Communicators(self.ghost, device, options.rank.nproc)
         # Now, not when torch has been imported: the loader may be what imports torch.
         after_import(_LOADER, self._patch_weight_loading)
 
@@ -163,7 +167,6 @@ class GhostBackend:
         if rank.world_size > 1:
             text = f"The script ran as {rank}. memfit assumed that the other ranks send what this one sends."
             self._recorder.note(Provenance.ASSUMED, text, sizes=True)
-            self._recorder.note(Provenance.EXACT, "NCCL's own memory is not included.", sizes=True)
         elif self._settings.visible_devices > 1:
             seen = f"The script saw {self._settings.visible_devices} GPUs (CUDA_VISIBLE_DEVICES)"
             self._recorder.note(Provenance.EXACT, f"{seen}; these figures are for the first.", sizes=True)
@@ -176,7 +179,7 @@ class GhostBackend:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
         for provenance, text in self.ghost.workspaces.notes():
             self._recorder.note(provenance, text, sizes=True, workspaces=True)
-        return self._settings.device
+        return replace(self._settings.device, nccl=self._communicators.figure())
 
     def versions(self) -> dict[str, str]:
         """Return nothing: the ghost was built for the torch that the trace names."""

@@ -334,7 +334,7 @@ def _faults(trace: Trace) -> Iterator[str]:
         "a segment's number": ([n for s in trace.segments for n in _integers(s)], 0, _MAX_INTEGER),
         "a statistic": (list(trace.statistics.values()), -_MAX_INTEGER, _MAX_INTEGER),
         "bytes of the device": (
-            [trace.device.total.bytes, trace.device.context.bytes, trace.device.in_use], 0, _MAX_INTEGER,
+            [trace.device.total.bytes, trace.device.outside.bytes, trace.device.in_use], 0, _MAX_INTEGER,
         ),
         "an option's value": ([option.value for option in trace.options], 0, _MAX_INTEGER),
         "the loader's batch size": ([trace.loader.size if trace.loader else 1], 1, _MAX_INTEGER),

@@ -109,7 +109,7 @@ def facts(trace: Trace, picture: Drawing, near: tuple[MemoryPeak, ...], summary:
         moments=len(picture.events),
         blocks=len(picture.blocks),
         together=picture.together,
-        room=max(0, device.total.bytes - device.context.bytes - device.in_use),
+        room=max(0, device.total.bytes - device.outside.bytes - device.in_use),
     )
 
 

@@ -87,10 +87,11 @@ def _bar(result: DryRun, figures: dict[str, Figure]) -> str:
     """Draw the figures on one scale: the capacity, or the memory needed if that is more."""
     device = result.device
     full = max(device.total.bytes, result.peak_process.bytes + device.in_use, 1)
+    context = "CUDA context" if device.nccl is None else "CUDA context and NCCL"
     pieces = [
         ("allocated", "allocated", figures["allocated"].bytes),
         ("cached", "cached, not allocated", figures["reserved"].bytes - figures["allocated"].bytes),
-        ("context", "CUDA context", result.peak_process.bytes - figures["reserved"].bytes),
+        ("context", context, result.peak_process.bytes - figures["reserved"].bytes),
         ("others", "in use by others", device.in_use),
     ]
     drawn, at = [], 0.0

@@ -204,6 +204,9 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         result.verdict.upper(), style="bold yellow" if result.verdict == "may not fit" else "bold red"
     )
     failure = result.out_of_memory
+    if failure is None and result.end.reason != "out of memory":
+        why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
+        return text.append(f"   {_needed(result)}\n{why}", style="not bold")
     if failure is None:  # the script raised the error itself
         where = f"  {escaped(short_path(result.end.where))}" if result.end.where else ""
         return text.append(f"   {escaped(_first_line(result.end.exception))}{where}", style="not bold")

@@ -172,6 +172,22 @@ API void ghost_set_answerer(ghost_answerer answer);
 /* The uses of workspaces so far. Returns their number; writes the first `capacity` of them. */
 API size_t ghost_workspace_uses(struct ghost_workspace_use *out, size_t capacity);
 
+/* A communicator of NCCL and what has run on it: what the size of its buffers depends on. */
+struct ghost_communicator {
+    int ranks, rank;
+    int min_ctas, max_ctas; /* of its ncclConfig_t; 0 if not set */
+    int shares;             /* whether it was split off and uses its parent's connections */
+    int all_reduces;        /* whether an all-reduce has run on it */
+    int collectives;        /* whether another collective has */
+    int peers;              /* the ranks that this one has sent to or received from */
+};
+/* Set the function that returns the bytes of device memory of a communicator. Without one they are 0. It is
+ * called on the thread of the library call. */
+typedef uint64_t (*ghost_communicator_sizes)(const struct ghost_communicator *communicator);
+API void ghost_set_communicator_sizes(ghost_communicator_sizes function);
+/* Return the most bytes that all communicators have held at one time. */
+API uint64_t ghost_communicator_bytes(void);
+
 /* ---- Called by the generated stubs ----------------------------------------------------------- */
 
 /* A library call that returns success: it may have written to the device. */
@@ -266,6 +282,18 @@ void write_result(void *result, size_t size);
 
 /* Record, like a gap, that a size or answer was assumed rather than known. */
 void ghost_assumed(const char *name);
+
+/* ---- NCCL's buffers (libraries/communicator_memory.c) ---------------------------------------- */
+
+struct communicator_memory;
+/* Return the account of a new communicator; NULL without memory, which the others accept. */
+struct communicator_memory *communicator_memory(const struct ghost_communicator *use);
+void communicator_memory_end(struct communicator_memory *memory);
+/* Note that an all-reduce or another collective runs, or that `count` ranks from `first` on are sent to or
+ * received from. */
+void communicator_reduces(struct communicator_memory *memory);
+void communicator_collects(struct communicator_memory *memory);
+void communicator_meets(struct communicator_memory *memory, int first, int count);
 
 /* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 

@@ -2,11 +2,15 @@
  *
  * There is one process. What the other ranks send is taken to be what this rank sends, as start-up checks and
  * gathered sizes need it: exact for a communicator of one rank and a broadcast from this rank, and otherwise
- * assumed. What is reduced over several ranks is unknown. NCCL's own buffers are outside PyTorch's allocator
- * and are not modelled.
+ * assumed. What is reduced over several ranks is unknown.
+ *
+ * NCCL's own buffers are outside PyTorch's allocator. The function set with ghost_set_communicator_sizes returns
+ * their size, when a communicator is made and when it is first used in a way that makes NCCL connect ranks; the
+ * ghost takes them from the device.
  */
 #include "core/ghost.h"
 
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,7 +24,19 @@ struct unique_id {
 
 struct communicator {
     int ranks, rank;
+    struct communicator_memory *memory;
 };
+
+/* Source: nccl.h 2.27 and 2.30, ncclConfig_t up to the last member used here. */
+struct config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cluster_size;
+    int min_ctas, max_ctas;
+    const char *network;
+    int split_share;
+};
+#define UNDEFINED INT_MIN /* nccl.h, NCCL_CONFIG_UNDEF_INT */
 
 API status ncclGetVersion(int *version)
 {
@@ -45,39 +61,48 @@ API status ncclCommGetUniqueId(void *communicator, struct unique_id *id) { retur
 
 /* ---- Communicators --------------------------------------------------------------------------- */
 
-static status make(struct communicator **communicator, int ranks, int rank)
+static status make(struct communicator **communicator, int ranks, int rank, const struct config *config,
+                   bool split)
 {
     void *made;
     status result = ghost_new_handle(&made, sizeof **communicator);
     if (result != SUCCESS)
         return result;
+    bool says = config && config->size >= sizeof *config;
+    struct ghost_communicator use = {
+        .ranks = ranks,
+        .rank = rank,
+        .min_ctas = says && config->min_ctas != UNDEFINED ? config->min_ctas : 0,
+        .max_ctas = says && config->max_ctas != UNDEFINED ? config->max_ctas : 0,
+        .shares = split && says && config->split_share == 1,
+    };
     *communicator = made;
-    **communicator = (struct communicator){ranks, rank};
+    **communicator = (struct communicator){ranks, rank, communicator_memory(&use)};
     return SUCCESS;
 }
 
 API status ncclCommInitRank(struct communicator **communicator, int ranks, struct unique_id id, int rank)
 {
-    return make(communicator, ranks, rank);
+    return make(communicator, ranks, rank, NULL, false);
 }
 
 API status ncclCommInitRankConfig(struct communicator **communicator, int ranks, struct unique_id id,
-                                  int rank, void *config)
+                                  int rank, const struct config *config)
 {
-    return make(communicator, ranks, rank);
+    return make(communicator, ranks, rank, config, false);
 }
 
 API status ncclCommInitRankScalable(struct communicator **communicator, int ranks, int rank, int id_count,
-                                    struct unique_id *ids, void *config)
+                                    struct unique_id *ids, const struct config *config)
 {
-    return make(communicator, ranks, rank);
+    return make(communicator, ranks, rank, config, false);
 }
 
 API status ncclCommInitAll(struct communicator **communicators, int devices, const int *device_list)
 {
     status result = SUCCESS;
     for (int rank = 0; rank < devices && result == SUCCESS; rank++)
-        result = make(&communicators[rank], devices, rank);
+        result = make(&communicators[rank], devices, rank, NULL, false);
     return result;
 }
 
@@ -85,26 +110,28 @@ API status ncclCommInitAll(struct communicator **communicators, int devices, con
 
 /* Only the other ranks know which of them chose this color: assumed to be all. */
 API status ncclCommSplit(const struct communicator *parent, int color, int key,
-                         struct communicator **communicator, void *config)
+                         struct communicator **communicator, const struct config *config)
 {
     *communicator = NULL;
     if (color == NO_COLOR)
         return SUCCESS;
     ghost_assumed("ncclCommSplit");
-    return make(communicator, parent->ranks, parent->rank);
+    return make(communicator, parent->ranks, parent->rank, config, true);
 }
 
 API status ncclCommShrink(const struct communicator *parent, int *excluded, int count,
-                          struct communicator **communicator, void *config, int flags)
+                          struct communicator **communicator, const struct config *config, int flags)
 {
     int rank = parent->rank;
     for (int i = 0; i < count; i++)
         rank -= excluded[i] < parent->rank;
-    return make(communicator, parent->ranks - count, rank);
+    return make(communicator, parent->ranks - count, rank, config, false);
 }
 
 API status ncclCommDestroy(struct communicator *communicator)
 {
+    if (communicator)
+        communicator_memory_end(communicator->memory);
     free(communicator);
     return SUCCESS;
 }
@@ -206,30 +233,39 @@ static status receive_from_all(void *to, const void *from, uint64_t bytes,
 
 #define PLAIN_OPERATIONS 5 /* sum, product, maximum, minimum, average: each of one value is that value */
 
+static status reduce(const void *send, void *receive, uint64_t bytes, int operation,
+                     const struct communicator *communicator, const void *stream)
+{
+    return move(receive, send, bytes, alone(communicator) && operation < PLAIN_OPERATIONS, stream);
+}
+
 API status ncclAllReduce(const void *send, void *receive, size_t count, int type, int operation,
                          struct communicator *communicator, void *stream)
 {
-    return move(receive, send, bytes_of(count, type), alone(communicator) && operation < PLAIN_OPERATIONS,
-                stream);
+    communicator_reduces(communicator->memory);
+    return reduce(send, receive, bytes_of(count, type), operation, communicator, stream);
 }
 
 API status ncclReduce(const void *send, void *receive, size_t count, int type, int operation, int root,
                       struct communicator *communicator, void *stream)
 {
+    communicator_collects(communicator->memory);
     if (communicator->rank != root)
         return SUCCESS; /* only the root receives */
-    return ncclAllReduce(send, receive, count, type, operation, communicator, stream);
+    return reduce(send, receive, bytes_of(count, type), operation, communicator, stream);
 }
 
 API status ncclReduceScatter(const void *send, void *receive, size_t receive_count, int type, int operation,
                              struct communicator *communicator, void *stream)
 {
-    return ncclAllReduce(send, receive, receive_count, type, operation, communicator, stream);
+    communicator_collects(communicator->memory);
+    return reduce(send, receive, bytes_of(receive_count, type), operation, communicator, stream);
 }
 
 API status ncclBroadcast(const void *send, void *receive, size_t count, int type, int root,
                          struct communicator *communicator, void *stream)
 {
+    communicator_collects(communicator->memory);
     return move(receive, send, bytes_of(count, type), true, stream); /* the root sends what this rank has */
 }
 
@@ -242,26 +278,31 @@ API status ncclBcast(void *buffer, size_t count, int type, int root, struct comm
 API status ncclAllGather(const void *send, void *receive, size_t send_count, int type,
                          struct communicator *communicator, void *stream)
 {
+    communicator_collects(communicator->memory);
     return receive_from_all(receive, send, bytes_of(send_count, type), communicator, stream);
 }
 
 API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,
                         struct communicator *communicator, void *stream)
 {
-    return ncclAllGather(send, receive, count, type, communicator, stream);
+    communicator_meets(communicator->memory, 0, communicator->ranks);
+    return receive_from_all(receive, send, bytes_of(count, type), communicator, stream);
 }
 
 API status ncclGather(const void *send, void *receive, size_t count, int type, int root,
                       struct communicator *communicator, void *stream)
 {
-    if (communicator->rank != root)
+    bool receives = communicator->rank == root;
+    communicator_meets(communicator->memory, receives ? 0 : root, receives ? communicator->ranks : 1);
+    if (!receives)
         return SUCCESS;
-    return ncclAllGather(send, receive, count, type, communicator, stream);
+    return receive_from_all(receive, send, bytes_of(count, type), communicator, stream);
 }
 
 API status ncclSend(const void *send, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
+    communicator_meets(communicator->memory, peer, 1);
     note_captured_node(stream);
     return SUCCESS;
 }
@@ -269,5 +310,6 @@ API status ncclSend(const void *send, size_t count, int type, int peer, struct c
 API status ncclRecv(void *receive, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
+    communicator_meets(communicator->memory, peer, 1);
     return move(receive, NULL, bytes_of(count, type), false, stream);
 }

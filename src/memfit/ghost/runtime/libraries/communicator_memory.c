@@ -1,0 +1,95 @@
+/* NCCL's own buffers, which are outside PyTorch's allocator.
+ *
+ * Their size is for the function set with ghost_set_communicator_sizes to say: when a communicator is made, and
+ * whenever it is first used in a way that makes NCCL connect ranks. The ghost takes them from the device, even
+ * where too little is free: PyTorch's next allocation then fails.
+ */
+#include "core/ghost.h"
+
+#include <stdlib.h>
+
+struct communicator_memory {
+    struct ghost_communicator use;
+    uint64_t bytes;
+    int device;
+    bool *met; /* by rank: whether this rank has sent to it or received from it */
+};
+
+static ghost_communicator_sizes sizes;
+static uint64_t held, held_peak; /* bytes of all communicators, now and at most; with the lock held */
+
+API void ghost_set_communicator_sizes(ghost_communicator_sizes function) { sizes = function; }
+
+API uint64_t ghost_communicator_bytes(void)
+{
+    ghost_lock();
+    uint64_t most = held_peak;
+    ghost_unlock();
+    return most;
+}
+
+static void hold(struct communicator_memory *memory, uint64_t bytes)
+{
+    ghost_lock();
+    uint64_t more = bytes - memory->bytes; /* modulo 2^64 where it is less */
+    ghost_devices[memory->device].others += more;
+    ghost_devices[memory->device].own += more;
+    held += more;
+    if (held > held_peak)
+        held_peak = held;
+    memory->bytes = bytes;
+    ghost_unlock();
+}
+
+static void resize(struct communicator_memory *memory)
+{
+    if (sizes)
+        hold(memory, sizes(&memory->use));
+}
+
+struct communicator_memory *communicator_memory(const struct ghost_communicator *use)
+{
+    struct communicator_memory *memory = calloc(1, sizeof *memory);
+    if (memory) {
+        memory->use = *use;
+        memory->device = ghost_current_device;
+        memory->met = calloc((size_t)use->ranks, sizeof *memory->met);
+        resize(memory);
+    }
+    return memory;
+}
+
+void communicator_memory_end(struct communicator_memory *memory)
+{
+    if (memory) {
+        hold(memory, 0);
+        free(memory->met);
+    }
+    free(memory);
+}
+
+void communicator_reduces(struct communicator_memory *memory)
+{
+    if (memory && !__atomic_exchange_n(&memory->use.all_reduces, 1, __ATOMIC_RELAXED))
+        resize(memory);
+}
+
+void communicator_collects(struct communicator_memory *memory)
+{
+    if (memory && !__atomic_exchange_n(&memory->use.collectives, 1, __ATOMIC_RELAXED))
+        resize(memory);
+}
+
+void communicator_meets(struct communicator_memory *memory, int first, int count)
+{
+    if (!memory || !memory->met)
+        return;
+    int before = memory->use.peers;
+    for (int rank = first; rank < first + count; rank++)
+        if (rank >= 0 && rank < memory->use.ranks && rank != memory->use.rank && !memory->met[rank]) {
+            memory->met[rank] = true; /* NCCL only copies what a rank sends to itself */
+            memory->use.peers++;
+        }
+    if (memory->use.peers != before)
+        resize(memory);
+}
