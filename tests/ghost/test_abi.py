@@ -183,6 +183,16 @@ LAYOUTS = [
 ]
 
 
+def test_the_part_of_nccls_configuration_that_the_ghost_reads_has_its_layout(headers, cuda_version):
+    names = {"size": "size", "min_ctas": "minCTAs", "max_ctas": "maxCTAs", "split_share": "splitShare"}
+    arguments = [f"-DCUDA_VERSION={cuda_version}", *INCLUDES]
+    mine = constants(
+        arguments, [RUNTIME / "libraries/nccl.c"], [f"offsetof(struct config, {n})" for n in names]
+    )
+    real = constants(headers, HEADERS, [f"offsetof(ncclConfig_t, {name})" for name in names.values()])
+    assert mine == real
+
+
 @pytest.mark.parametrize(("file", "ours", "theirs", "fields"), LAYOUTS, ids=[layout[2] for layout in LAYOUTS])
 def test_a_struct_has_nvidias_layout(headers, cuda_version, file, ours, theirs, fields):
     def layout(name, members):

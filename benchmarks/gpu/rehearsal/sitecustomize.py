@@ -1,7 +1,8 @@
 """Load memfit's ghost in place of a GPU in every Python process whose ``PYTHONPATH`` contains this folder.
 
 Tests thus rehearse ``memfit record``, ``memfit doctor --context`` and ``validate.py`` without a GPU. These
-commands detect the ghost and report "rehearsal" instead of "measured". ``MEMFIT_REHEARSAL`` names the GPU.
+commands detect the ghost and report "rehearsal" instead of "measured". ``MEMFIT_REHEARSAL`` names the GPU,
+``MEMFIT_REHEARSAL_GPUS`` how many there are.
 """
 
 import os
@@ -14,4 +15,9 @@ if gpu := os.environ.get("MEMFIT_REHEARSAL"):
 
     device = find_device(gpu)
     ghost = load(build())  # this module keeps the ghost alive, because the runtime calls back into it
-    ghost.configure(GhostDevice.of(device), in_use=device.context_bytes, context=device.context_bytes)
+    ghost.configure(
+        GhostDevice.of(device),
+        count=int(os.environ.get("MEMFIT_REHEARSAL_GPUS", "1")),
+        in_use=device.context_bytes,
+        context=device.context_bytes,
+    )

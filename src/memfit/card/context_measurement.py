@@ -19,6 +19,7 @@ import msgspec
 from memfit.atomic_files import write_bytes
 from memfit.card.context_probe import Probed, Settings
 from memfit.card.find import find_card
+from memfit.card.nccl_measurement import measure_nccl
 from memfit.devices import Device, find_device
 from memfit.errors import FileFormatError, TargetError, UnknownDeviceError
 from memfit.input_files import read_input
@@ -68,7 +69,7 @@ def measure_context() -> ContextReport:
         UnsuitableEnvironmentError: there is no GPU.
         TargetError: PyTorch cannot use it; the message quotes the last lines of its error.
     """
-    find_card("measure the CUDA context")
+    card = find_card("measure the CUDA context")
     plain = _probe({}, Settings())
     if isinstance(plain, str):
         raise TargetError(f"Cannot measure the CUDA context, because PyTorch could not use the GPU:\n{plain}")
@@ -88,6 +89,7 @@ def measure_context() -> ContextReport:
         day=datetime.now(UTC).date().isoformat(),
         stages=plain.stages,
         trials=tuple(trials),
+        nccl=measure_nccl(card.name, card.count),
     )
 
 

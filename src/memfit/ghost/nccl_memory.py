@@ -8,8 +8,9 @@
     network        at the first of them       buffers that all peers on other machines share
 
 A connection over NVLink or PCIe takes device memory on the sender's side (``transport/p2p.cc``, 2 MiB) and
-on the receiver's (10 MiB: buffers of 0.5, 4.7 and 4 MiB for the protocols LL, LL128 and Simple). All three are allocated whatever ``NCCL_PROTO`` says: it only restricts what NCCL chooses later. Through host
-memory (``transport/shm.cc``) a connection takes none.
+on the receiver's (10 MiB: buffers of 0.5, 4.7 and 4 MiB for the protocols LL, LL128 and Simple). All three
+are allocated whatever ``NCCL_PROTO`` says: it only restricts what NCCL chooses later. Through host memory
+(``transport/shm.cc``) a connection takes none.
 
 Two published measurements confirm the rule. On 4 A100, communicators of two ranks took 544 MiB on rank 0 and
 larger ones 688 (NVIDIA/nccl#964, an NCCL without lazy connections), as computed here. On 8 H100, the first
@@ -220,7 +221,7 @@ class _Rule:
         return self.channels * (self.send * (not first) + self.receive * (not last))
 
     def multicast(self) -> int:
-        """Return the bytes of NVLink SHARP (``ncclNvlsBufferSetup``, ``ncclNvlsSetup``, transport/nvls.cc)."""
+        """Return what NVLink SHARP takes (``ncclNvlsBufferSetup``, ``ncclNvlsSetup``, transport/nvls.cc)."""
         usual = _MULTICAST_CHANNELS.get(self.generation, 0) if self.nvlink else 0
         if not (usual and self.one_machine and self.number("NCCL_NVLS_ENABLE", 2)):
             return 0

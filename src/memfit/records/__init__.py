@@ -17,7 +17,7 @@ from memfit.records.allocator_comparison import (
 )
 from memfit.records.attribution import Attribution
 from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
-from memfit.records.card_context import ContextReport, ContextStage, ContextTrial
+from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
 from memfit.records.dataflow import Dataflow, GraphValue
 from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, SizeBound, Term
 from memfit.records.explanation import Explanation
@@ -85,6 +85,8 @@ __all__ = [
     "Mark",
     "MarkKind",
     "MemoryPeak",
+    "NcclMeasurement",
+    "NcclStage",
     "Note",
     "OptionPurpose",
     "OutOfMemory",

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ContextReport, ContextStage, Machine
+from memfit.records import ContextReport, ContextStage, Machine, NcclMeasurement
 from memfit.report.escape import escaped
 from memfit.units import MIB
 
@@ -18,6 +18,9 @@ def print_context(report: ContextReport, console: Console) -> None:
     console.print(_trials(report))
     for trial in report.trials:
         console.print(Text(f"{trial.what}: {trial.why}.", style="dim"))
+    if report.nccl is not None:
+        console.print()
+        console.print(_nccl(report.nccl))
     console.print(Text(f"All figures are in MiB. The column 'process' shows {report.way}.", style="dim"))
     if report.machine is Machine.REHEARSAL:
         console.print(
@@ -32,6 +35,16 @@ def _stages(report: ContextReport) -> Table:
     for stage in report.stages:
         figures = (stage.allocated, stage.reserved, stage.process, stage.outside)
         table.add_row(stage.what, *(f"{figure / MIB:,.1f}" for figure in figures))
+    return table
+
+
+def _nccl(measured: NcclMeasurement) -> Table:
+    table = _table(f"NCCL itself on {measured.ranks} GPUs, rank 0, after the", "held", "assumed in dry runs")
+    if not measured.stages:
+        table.add_row(f"failed: {escaped((measured.failed.splitlines() or ['no output'])[-1])}")
+    for stage in measured.stages:
+        assumed = "unknown GPU" if stage.rule is None else f"{stage.rule / MIB:,.1f}"
+        table.add_row(stage.what, f"{stage.held / MIB:,.1f}", assumed)
     return table
 
 
