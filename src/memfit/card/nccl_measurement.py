@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -44,7 +45,7 @@ def measure_nccl(card: str, count: int) -> NcclMeasurement | None:
 
 def _rule(card: str, ranks: int) -> tuple[int | None, ...]:
     """Return the bytes that dry runs assume after each stage; None for a card that memfit does not know."""
-    used = (
+    used: tuple[dict[str, Any], ...] = (
         {},
         {"collectives": True},
         {"collectives": True, "all_reduces": True},
