@@ -39,6 +39,7 @@ _NAMES_OF_MODULE = {
     "memfit.strategies.plan": ("Plan",),
     "memfit.strategies.precision": ("LossScale", "Precision"),
     "memfit.strategies.precision_decorators": ("auto_fp16", "force_fp32"),
+    "memfit.strategies.sharding": ("Sharding",),
     "memfit.train.callbacks": ("Callback", "EarlyStopping", "Saving"),
     "memfit.train.engine": ("Engine",),
     "memfit.train.job": ("Job",),
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # type checkers cannot read the table; a test checks that the
         auto_fp16 as auto_fp16,
         force_fp32 as force_fp32,
     )
+    from memfit.strategies.sharding import Sharding as Sharding
     from memfit.train.callbacks import (
         Callback as Callback,
         EarlyStopping as EarlyStopping,

@@ -1,6 +1,6 @@
 """One rank of a process group on this machine's GPUs: reports what NCCL takes of its own at each first use.
 
-``main()`` takes ``Settings`` as JSON on the command line; rank 0 prints ``Probed`` as JSON. The process must
+``main()`` takes ``ProbedRank`` as JSON on the command line; rank 0 prints ``ProbedNccl`` as JSON. The process must
 see one GPU: its own.
 """
 
@@ -14,7 +14,7 @@ from memfit.card.outside_allocator import OutsideMeter
 _ELEMENTS = 1 << 24  # 64 MiB: large enough for NCCL to choose what it uses in training
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ProbedRank(msgspec.Struct, frozen=True):
     """Which rank this process is."""
 
     rank: int
@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True):
     """A file that all ranks can write."""
 
 
-class Probed(msgspec.Struct, frozen=True):
+class ProbedNccl(msgspec.Struct, frozen=True):
     """Bytes that rank 0 held outside PyTorch's allocator, in the order of ``STAGES``."""
 
     outside: tuple[int, ...]
@@ -32,7 +32,7 @@ class Probed(msgspec.Struct, frozen=True):
 STAGES = ("before", "communicator", "first all-gather", "first all-reduce", "first all-to-all")
 
 
-def stages(settings: Settings) -> Iterator[None]:
+def stages(settings: ProbedRank) -> Iterator[None]:
     """Join a process group and use it; pause after each of ``STAGES``."""
     import torch
     from torch import distributed
@@ -62,7 +62,7 @@ def stages(settings: Settings) -> Iterator[None]:
 
 def main() -> None:
     """Run the stages; rank 0 prints what it held after each."""
-    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    settings = msgspec.json.decode(sys.argv[1], type=ProbedRank)
     meter = OutsideMeter()
     import torch
 
@@ -71,4 +71,4 @@ def main() -> None:
         torch.cuda.synchronize()
         outside.append(meter.read().outside)
     if settings.rank == 0:
-        print(msgspec.json.encode(Probed(tuple(outside))).decode())
+        print(msgspec.json.encode(ProbedNccl(tuple(outside))).decode())

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
@@ -24,7 +25,8 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             the training loop; ``Engine`` handles those.
 
     Returns:
-        The model.
+        The model; with ``Sharding("ddp")`` or ``"zero1"``, the model in a DistributedDataParallel. Create the
+        optimizer afterwards.
 
     Raises:
         UsageError: the model already has a plan, a strategy does not suit it, or the plan needs ``Engine``.
@@ -57,7 +59,8 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             f"memfit.apply cannot use {plan.precision.loop}, which applies to the training "
             f"loop. Pass the plan to memfit.Engine, or leave out {plan.precision.loop}."
         )
-    return apply_to_model(model, plan)
+    apply_to_model(model, plan)
+    return model if plan.sharding is None else plan.sharding.wrap(model)
 
 
 def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
@@ -69,7 +72,7 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
         for strategy in plan.strategies():
             if hasattr(strategy, "apply"):
                 undo.callback(strategy.apply(model))
-        if any(hasattr(strategy, "apply") for strategy in plan.strategies()):
+        if any(hasattr(one, "apply") and one is not plan.sharding for one in plan.strategies()):
             _APPLIED[model] = undo.pop_all()
     return model
 
@@ -83,7 +86,7 @@ def on_revert(model: nn.Module, step: Callable[[], None], *, last: bool = False)
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo what ``apply`` did to a model; do nothing if it has no plan.
+    """Undo what ``apply`` did to a model; do nothing if it has no plan. Sharding stays as it is.
 
     Values that were cast to lower precision are cast back; what rounding lost stays lost, except for
     parameters of which an engine holds float32 copies (``master_weights``).
@@ -91,6 +94,9 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         UsageError: the model is a copy of a model with a plan, or a part of one.
     """
+    if isinstance(model, DistributedDataParallel):
+        revert(model.module)
+        return model
     undo = _APPLIED.pop(model, None)
     if undo is not None:
         undo.close()

@@ -1,7 +1,7 @@
 """A plan: the settings of every strategy in use, at most one of each.
 
-    precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
-    accumulation                                                divides batches; only ``Engine`` can
+    precision -> optimizer_state -> checkpointing -> offload -> sharding    change model or optimizer
+    accumulation                                                            divides batches, in ``Engine``
 
 A plan is plain data: converted to JSON and back it is the same plan.
 """
@@ -20,6 +20,8 @@ from memfit.strategies.field_types import check_types
 from memfit.strategies.offload import Offload
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.precision import Precision, device_type
+from memfit.strategies.sharding import Sharding
+from memfit.strategies.sharding_conflicts import sharding_conflicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,13 @@ class Plan:
     optimizer_state: OptimizerState | None = None
     checkpointing: Checkpointing | None = None
     offload: Offload | None = None
+    sharding: Sharding | None = None
     accumulation: Accumulation | None = None
 
     def __post_init__(self) -> None:
         """Check types, and that the strategies can be combined."""
         check_types(self, "plan")
-        conflict = _offload_conflict(self) or _step_in_backward_conflict(self)
+        conflict = _offload_conflict(self) or _step_in_backward_conflict(self) or _sharding_conflict(self)
         if conflict:
             raise UsageError(conflict)
 
@@ -94,6 +97,20 @@ def _offload_conflict(plan: Plan) -> str:
         "offload: what='inputs' offloads the inputs of checkpointed modules, but the plan "
         "has no checkpointing. Add Checkpointing(...), or pass what='activations' to Offload."
     )
+
+
+def _sharding_conflict(plan: Plan) -> str:
+    if plan.sharding is None:
+        return ""
+    found = sharding_conflicts(
+        plan.sharding,
+        precision=plan.precision,
+        state=plan.optimizer_state,
+        checkpointing=plan.checkpointing,
+        offload=plan.offload,
+        accumulation=plan.accumulation,
+    )
+    return next(found, "")
 
 
 def _step_in_backward_conflict(plan: Plan) -> str:

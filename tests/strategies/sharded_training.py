@@ -1,0 +1,189 @@
+"""Trains one model under each sharding as one of several gloo ranks; rank 0 prints what the test compares.
+
+``python sharded_training.py STORE RANK RANKS`` prints JSON: case -> measurements.
+"""
+
+import json
+import sys
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+import memfit
+from memfit.errors import UsageError
+
+BATCH, STEPS = 6, 3
+PLANS = {
+    "ddp": memfit.Sharding("ddp"),
+    "ddp, gradients beside their buckets": memfit.Sharding("ddp", gradient_as_bucket_view=False),
+    "ddp, static graph": memfit.Sharding("ddp", static_graph=True),
+    "ddp, checkpointed": [memfit.Checkpointing("layers.*"), memfit.Sharding("ddp")],
+    "zero1": memfit.Sharding("zero1"),
+    "fsdp2": memfit.Sharding("fsdp2"),
+    "fsdp2, one part": memfit.Sharding("fsdp2", modules="head"),
+    "fsdp2, kept gathered": memfit.Sharding("fsdp2", modules="Block", reshard_after_forward=False),
+    "fsdp2, checkpointed": [memfit.Sharding("fsdp2", modules="layers.*"), memfit.Checkpointing("layers.*")],
+    "fsdp2, offloaded": memfit.Sharding("fsdp2", offload=True),
+    "fsdp2, replicated": memfit.Sharding("fsdp2", dp_replicate=2),
+}
+
+
+class Block(nn.Module):
+    """Sizes that two ranks do not divide."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 11)
+        self.down = nn.Linear(11, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.layers = nn.ModuleList(Block(7) for _ in range(3))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build(dtype):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model, optimizer, share):
+    """Return the gradients of the first backward, and the parameters after the last step."""
+    torch.manual_seed(1)
+    first = {}
+    for step in range(STEPS):
+        ids, wanted = torch.randint(13, (BATCH,)), torch.randint(5, (BATCH,))
+        nn.functional.cross_entropy(model(ids[share]), wanted[share]).backward()
+        if not step:
+            first = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def compared(plan, dtype, rank, ranks):
+    alone = build(dtype)
+    # SGD: Adam divides by the gradient's size, which magnifies rounding where a gradient is near zero.
+    expected = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9), slice(None))
+    parts = plan if isinstance(plan, list) else [plan]
+    (sharding,) = (part for part in parts if isinstance(part, memfit.Sharding))
+    model = memfit.apply(build(dtype), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sharding.optimizer(optimizer, model)
+    each = BATCH // ranks
+    found = train(model, optimizer, slice(rank * each, (rank + 1) * each))
+    errors = [
+        max((mine[name] - theirs[name.removeprefix("module.")]).abs().max().item() for name in mine)
+        for mine, theirs in zip(found, expected, strict=True)
+    ]
+    inner = getattr(optimizer, "optim", optimizer)
+    state = sum(
+        local(value).numel()
+        for each in inner.state.values()
+        for value in each.values()
+        if torch.is_tensor(value)
+    )
+    return {
+        "gradients": errors[0],
+        "parameters": errors[1],
+        "names": sorted(found[1]),
+        "held": sum(local(parameter).numel() for parameter in model.parameters()),
+        "state": state,
+    }
+
+
+def refused(model, plan):
+    try:
+        memfit.apply(model, plan)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def bucket_views():
+    model = memfit.apply(build(torch.float32), memfit.Sharding("ddp"))
+    model(torch.randint(13, (2,))).sum().backward()
+    return len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()})
+
+
+def mixed_precision():
+    plan = memfit.Sharding("fsdp2", param_dtype="bf16", reduce_dtype="fp32", output_dtype="fp32")
+    model, seen = build(torch.float32), []
+    model.layers[0].up.register_forward_hook(lambda _, args, out: seen.extend((args[0].dtype, out.dtype)))
+    result = memfit.apply(model, plan)(torch.randint(13, (2,)))
+    result.sum().backward()
+    kinds = [*seen, result.dtype, model.head.weight.dtype, model.head.weight.grad.dtype]
+    return [str(kind).removeprefix("torch.") for kind in kinds]
+
+
+def gathered_after_forward(reshard_after_forward):
+    """Return how many blocks hold whole parameters between forward and backward."""
+    plan = memfit.Sharding("fsdp2", reshard_after_forward=reshard_after_forward)
+    model = memfit.apply(build(torch.float32), plan)
+    result = model(torch.randint(13, (2,)))
+    whole = sum(not isinstance(layer.up.weight, DTensor) for layer in model.layers)
+    result.sum().backward()
+    return whole
+
+
+def main():
+    store, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    outside = refused(build(torch.float32), memfit.Sharding("fsdp2"))
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    cases = {
+        f"{name}, {dtype}": compared(plan, getattr(torch, dtype), rank, ranks)
+        for name, plan in PLANS.items()
+        for dtype in ("float32", "float64")
+    }
+    sharded = memfit.apply(build(torch.float32), memfit.Sharding("fsdp2"))
+    stale = torch.optim.SGD(build(torch.float32).parameters(), lr=1.0)
+    try:
+        memfit.Sharding("fsdp2").optimizer(stale, sharded)
+        created_before = ""
+    except UsageError as error:
+        created_before = str(error)
+    everything = [None] * ranks
+    distributed.all_gather_object(everything, cases)
+    if rank == 0:
+        single = {
+            "no group": outside,
+            "container": refused(build(torch.float32), memfit.Sharding("fsdp2", modules="layers")),
+            "again": refused(sharded, memfit.Sharding("fsdp2")),
+            "indivisible": refused(build(torch.float32), memfit.Sharding("fsdp2", dp_replicate=3)),
+            "created before": created_before,
+        }
+        print(json.dumps({"ranks": everything, "refused": single}))
+    more = {
+        "kinds": mixed_precision(),
+        "storages": bucket_views(),
+        "gathered": [gathered_after_forward(choice) for choice in (None, True, False)],
+    }
+    if rank == 0:
+        print(json.dumps(more))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
