@@ -33,7 +33,7 @@ def test_a_lone_rank_takes_what_was_measured_on_an_rtx_3090():
 
 def test_an_all_to_all_takes_what_was_measured_on_8_h100_within_5_percent():
     """NVIDIA/nccl#1685: 4.34 GB after and 1.06 GB before, in 32 channels for each of 7 peers."""
-    memory = nccl_memory(machine(peers=7), H100, {})
+    memory = nccl_memory(machine(sends=7, receives=7), H100, {})
     assert memory.peers == 7 * 32 * CONNECTION
     assert memory.total + KERNELS == pytest.approx(3.28e9, rel=0.05)
 
@@ -86,7 +86,7 @@ def test_multicast_can_be_switched_off_and_does_not_exist_before_hopper():
 
 
 def test_geforce_cards_are_connected_through_host_memory():
-    memory = nccl_memory(machine(all_reduces=True, peers=7), find_device("RTX 4090"), {})
+    memory = nccl_memory(machine(all_reduces=True, sends=7, receives=7), find_device("RTX 4090"), {})
     assert memory.total == memory.bookkeeping
 
 
@@ -105,7 +105,12 @@ def test_more_machines_do_not_take_more_for_a_ring():
 
 
 def test_peers_on_other_machines_share_buffers():
-    world = Communicator(ranks=16, local_ranks=8, peers=15)
+    world = Communicator(ranks=16, local_ranks=8, sends=15, receives=15)
     memory = nccl_memory(world, H100, {})
     assert memory.peers == 7 * 4 * CONNECTION  # 4 channels a peer: 50 GB/s at 14 a channel
     assert memory.network == 2 * 16 * 16 * 128 * 1024
+
+
+def test_the_root_of_a_scatter_sends_and_the_others_receive():
+    root, other = nccl_memory(machine(sends=7), H100, {}), nccl_memory(machine(receives=1), H100, {})
+    assert (root.peers, other.peers) == (7 * 32 * 2 * MIB, 32 * 10 * MIB)

@@ -49,7 +49,7 @@ def _rule(card: str, ranks: int) -> tuple[int | None, ...]:
         {},
         {"collectives": True},
         {"collectives": True, "all_reduces": True},
-        {"collectives": True, "all_reduces": True, "peers": ranks - 1},
+        {"collectives": True, "all_reduces": True, "sends": ranks - 1, "receives": ranks - 1},
     )
     try:
         device = find_device(card)

@@ -1,7 +1,7 @@
 """One rank of a process group on this machine's GPUs: reports what NCCL takes of its own at each first use.
 
-``main()`` takes ``ProbedRank`` as JSON on the command line; rank 0 prints ``ProbedNccl`` as JSON. The process must
-see one GPU: its own.
+``main()`` takes ``ProbedRank`` as JSON on the command line; rank 0 prints ``ProbedNccl`` as JSON. The process
+must see one GPU: its own.
 """
 
 import sys

@@ -77,8 +77,10 @@ class CommunicatorUse:
     all_reduces: bool
     collectives: bool
     """Whether a collective other than an all-reduce has run on it."""
-    peers: int
-    """Ranks that this one has sent to or received from."""
+    sends: int
+    """Ranks that this one has sent to."""
+    receives: int
+    """Ranks that it has received from."""
 
 
 class _DeviceStruct(ctypes.Structure):
@@ -134,7 +136,8 @@ class _CommunicatorStruct(ctypes.Structure):
         ("shares", ctypes.c_int),
         ("all_reduces", ctypes.c_int),
         ("collectives", ctypes.c_int),
-        ("peers", ctypes.c_int),
+        ("sends", ctypes.c_int),
+        ("receives", ctypes.c_int),
     )
 
 
@@ -309,7 +312,8 @@ class Ghost:
                     bool(use.shares),
                     bool(use.all_reduces),
                     bool(use.collectives),
-                    use.peers,
+                    use.sends,
+                    use.receives,
                 )
             )
 

@@ -4,7 +4,7 @@
     ring           at the first collective    per channel, connections to the next rank and from the last
     tree           at the first all-reduce    per channel, what rings lack: a chain in both directions
     multicast      at the first all-reduce    NVLink SHARP (NVLS), from Hopper on and within one machine
-    peers          at the first send, receive per peer and channel, a connection in each direction
+    peers          at the first send, receive per channel, a connection to or from each peer
     network        at the first of them       buffers that all peers on other machines share
 
 A connection over NVLink or PCIe takes device memory on the sender's side (``transport/p2p.cc``, 2 MiB) and
@@ -67,8 +67,10 @@ class Communicator:
     """Whether it has all-reduced: over more than two ranks, NCCL may choose a tree or multicast."""
     collectives: bool = False
     """Whether another collective has run on it."""
-    peers: int = 0
-    """Ranks that this one has sent to or received from."""
+    sends: int = 0
+    """Ranks that this one has sent to, outside collectives."""
+    receives: int = 0
+    """Ranks that it has received from, outside collectives."""
     shares: bool = False
     """Whether it was split off with ``splitShare`` and uses the connections of its parent."""
     min_ctas: int | None = None
@@ -233,17 +235,19 @@ class _Rule:
 
     def peers(self) -> int:
         """Return the bytes of connections for send and receive (``transport/p2p.cc``; ``connIndex`` 1)."""
-        local = min(self.of.peers, self.of.local_ranks - 1)
-        return local * self._channels_per_peer() * (self.send + self.receive)
+        others = self.of.local_ranks - 1
+        sends, receives = min(self.of.sends, others), min(self.of.receives, others)
+        return self._channels_per_peer() * (sends * self.send + receives * self.receive)
 
     def shared_network(self, *, eager: bool) -> int:
         """Return what peers on other machines share (``sharedNetBuffersInit``, transport/net.cc)."""
         usual = 128 * 1024 if not self.one_machine else (512 if self.nvlink else 128) * 1024
         chunk = min(usual, self.simple // _STEPS)
         each = self.peer_channels * _SHARED_STEPS * chunk
-        if self.of.peers >= self.of.local_ranks and self.net_send:
-            return 2 * each
-        return each if eager else 0
+        if not self.net_send:
+            return each if eager else 0
+        remote = [count >= self.of.local_ranks for count in (self.of.sends, self.of.receives)]
+        return max(sum(remote), eager) * each
 
 
 def _has_nvlink(device: Device) -> bool:

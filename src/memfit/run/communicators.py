@@ -41,7 +41,7 @@ class Communicators:
 
     def _size(self, use: CommunicatorUse) -> int:
         """Return the bytes of a communicator: the most that any placement of its ranks would take."""
-        if not (use.all_reduces or use.collectives or use.peers):
+        if not (use.all_reduces or use.collectives or use.sends or use.receives):
             self._made += 1
             if self._made == 1:
                 self._ghost.take(KERNELS)
@@ -53,7 +53,8 @@ class Communicators:
                     rank=use.rank,
                     all_reduces=use.all_reduces,
                     collectives=use.collectives,
-                    peers=use.peers,
+                    sends=use.sends,
+                    receives=use.receives,
                     shares=use.shares,
                     min_ctas=use.min_ctas or None,
                     max_ctas=use.max_ctas or None,

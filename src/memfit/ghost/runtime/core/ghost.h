@@ -179,7 +179,7 @@ struct ghost_communicator {
     int shares;             /* whether it was split off and uses its parent's connections */
     int all_reduces;        /* whether an all-reduce has run on it */
     int collectives;        /* whether another collective has */
-    int peers;              /* the ranks that this one has sent to or received from */
+    int sends, receives;    /* the ranks that this one has sent to, and received from */
 };
 /* Set the function that returns the bytes of device memory of a communicator. Without one they are 0. It is
  * called on the thread of the library call. */
@@ -289,11 +289,12 @@ struct communicator_memory;
 /* Return the account of a new communicator; NULL without memory, which the others accept. */
 struct communicator_memory *communicator_memory(const struct ghost_communicator *use);
 void communicator_memory_end(struct communicator_memory *memory);
-/* Note that an all-reduce or another collective runs, or that `count` ranks from `first` on are sent to or
- * received from. */
+/* Note that an all-reduce or another collective runs, or that this rank sends to `count` ranks from `first` on,
+ * or receives from them. */
 void communicator_reduces(struct communicator_memory *memory);
 void communicator_collects(struct communicator_memory *memory);
-void communicator_meets(struct communicator_memory *memory, int first, int count);
+void communicator_sends(struct communicator_memory *memory, int first, int count);
+void communicator_receives(struct communicator_memory *memory, int first, int count);
 
 /* ---- The allocation log (core/allocation_log.c); with the lock held -------------------------- */
 

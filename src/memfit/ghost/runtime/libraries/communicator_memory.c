@@ -12,7 +12,7 @@ struct communicator_memory {
     struct ghost_communicator use;
     uint64_t bytes;
     int device;
-    bool *met; /* by rank: whether this rank has sent to it or received from it */
+    bool *sent, *received; /* by rank: whether this rank has sent to it, or received from it */
 };
 
 static ghost_communicator_sizes sizes;
@@ -53,7 +53,8 @@ struct communicator_memory *communicator_memory(const struct ghost_communicator 
     if (memory) {
         memory->use = *use;
         memory->device = ghost_current_device;
-        memory->met = calloc((size_t)use->ranks, sizeof *memory->met);
+        memory->sent = calloc((size_t)use->ranks, sizeof *memory->sent);
+        memory->received = calloc((size_t)use->ranks, sizeof *memory->received);
         resize(memory);
     }
     return memory;
@@ -63,7 +64,8 @@ void communicator_memory_end(struct communicator_memory *memory)
 {
     if (memory) {
         hold(memory, 0);
-        free(memory->met);
+        free(memory->sent);
+        free(memory->received);
     }
     free(memory);
 }
@@ -80,16 +82,32 @@ void communicator_collects(struct communicator_memory *memory)
         resize(memory);
 }
 
-void communicator_meets(struct communicator_memory *memory, int first, int count)
+/* Mark ranks as met; return how many of them are new. NCCL only copies what a rank sends to itself. */
+static int meet(bool *met, const struct ghost_communicator *use, int first, int count)
 {
-    if (!memory || !memory->met)
-        return;
-    int before = memory->use.peers;
-    for (int rank = first; rank < first + count; rank++)
-        if (rank >= 0 && rank < memory->use.ranks && rank != memory->use.rank && !memory->met[rank]) {
-            memory->met[rank] = true; /* NCCL only copies what a rank sends to itself */
-            memory->use.peers++;
+    int added = 0;
+    for (int rank = first; met && rank < first + count; rank++)
+        if (rank >= 0 && rank < use->ranks && rank != use->rank && !met[rank]) {
+            met[rank] = true;
+            added++;
         }
-    if (memory->use.peers != before)
+    return added;
+}
+
+void communicator_sends(struct communicator_memory *memory, int first, int count)
+{
+    int added = memory ? meet(memory->sent, &memory->use, first, count) : 0;
+    if (added) {
+        memory->use.sends += added;
         resize(memory);
+    }
+}
+
+void communicator_receives(struct communicator_memory *memory, int first, int count)
+{
+    int added = memory ? meet(memory->received, &memory->use, first, count) : 0;
+    if (added) {
+        memory->use.receives += added;
+        resize(memory);
+    }
 }

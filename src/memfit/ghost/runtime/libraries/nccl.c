@@ -285,24 +285,26 @@ API status ncclAllGather(const void *send, void *receive, size_t send_count, int
 API status ncclAlltoAll(const void *send, void *receive, size_t count, int type,
                         struct communicator *communicator, void *stream)
 {
-    communicator_meets(communicator->memory, 0, communicator->ranks);
+    communicator_sends(communicator->memory, 0, communicator->ranks);
+    communicator_receives(communicator->memory, 0, communicator->ranks);
     return receive_from_all(receive, send, bytes_of(count, type), communicator, stream);
 }
 
 API status ncclGather(const void *send, void *receive, size_t count, int type, int root,
                       struct communicator *communicator, void *stream)
 {
-    bool receives = communicator->rank == root;
-    communicator_meets(communicator->memory, receives ? 0 : root, receives ? communicator->ranks : 1);
-    if (!receives)
+    if (communicator->rank != root) {
+        communicator_sends(communicator->memory, root, 1);
         return SUCCESS;
+    }
+    communicator_receives(communicator->memory, 0, communicator->ranks);
     return receive_from_all(receive, send, bytes_of(count, type), communicator, stream);
 }
 
 API status ncclSend(const void *send, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
-    communicator_meets(communicator->memory, peer, 1);
+    communicator_sends(communicator->memory, peer, 1);
     note_captured_node(stream);
     return SUCCESS;
 }
@@ -310,6 +312,6 @@ API status ncclSend(const void *send, size_t count, int type, int peer, struct c
 API status ncclRecv(void *receive, size_t count, int type, int peer, struct communicator *communicator,
                     void *stream)
 {
-    communicator_meets(communicator->memory, peer, 1);
+    communicator_receives(communicator->memory, peer, 1);
     return move(receive, NULL, bytes_of(count, type), false, stream);
 }
