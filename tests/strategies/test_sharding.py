@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import memfit
@@ -173,3 +174,12 @@ def test_without_a_process_group_a_model_is_left_as_it_was():
         memfit.apply(model, [Precision("bf16", autocast=False), Sharding("fsdp2")])
     assert model[0].weight.dtype.is_floating_point
     assert str(model[0].weight.dtype) == "torch.float32"
+
+
+def test_an_engine_asks_for_a_model_that_is_sharded_already():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"memfit.apply\(model, memfit.Sharding\('ddp'\)\)"):
+        memfit.Engine(
+            model, Sharding("ddp"), optimizer=optimizer, loss=lambda model, batch: model(batch).sum()
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +50,7 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             "memfit.arena(configuration) and memfit.apply(model, configuration.plan), or use memfit.Engine."
         )
     for strategy in plan.strategies():
-        if not hasattr(strategy, "apply"):
+        if not hasattr(strategy, "apply") and strategy is not plan.sharding:
             raise UsageError(
                 f"memfit.apply cannot use {type(strategy).__name__}, which applies to the training loop. "
                 f"Pass the plan to memfit.Engine, or leave out {type(strategy).__name__}."
@@ -59,12 +60,26 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
             f"memfit.apply cannot use {plan.precision.loop}, which applies to the training "
             f"loop. Pass the plan to memfit.Engine, or leave out {plan.precision.loop}."
         )
-    apply_to_model(model, plan)
-    return model if plan.sharding is None else plan.sharding.wrap(model)
+    apply_to_model(model, replace(plan, sharding=None))
+    try:
+        return model if plan.sharding is None else plan.sharding.shard(model)
+    except Exception:
+        revert(model)
+        raise
 
 
 def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """Apply a plan's strategies that change the model: all of them, or none if one does not suit."""
+    """Apply a plan's strategies that change the model: all of them, or none if one does not suit.
+
+    Raises:
+        UsageError: one does not suit; or the plan shards, which replaces the model or its parameters.
+    """
+    if plan.sharding is not None:
+        raise UsageError(
+            "An engine needs a model that is sharded already. Call model = memfit.apply(model, "
+            f"memfit.Sharding({plan.sharding.mode!r})), create the optimizer from model.parameters(), and "
+            "leave Sharding out of the engine's plan."
+        )
     if model in _APPLIED:
         raise UsageError("The model already has a plan: call memfit.revert(model) to remove it first.")
     _expect_unwrapped(model, "be given a plan")
@@ -72,7 +87,7 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
         for strategy in plan.strategies():
             if hasattr(strategy, "apply"):
                 undo.callback(strategy.apply(model))
-        if any(hasattr(one, "apply") and one is not plan.sharding for one in plan.strategies()):
+        if any(hasattr(strategy, "apply") for strategy in plan.strategies()):
             _APPLIED[model] = undo.pop_all()
     return model
 

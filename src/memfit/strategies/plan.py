@@ -1,7 +1,8 @@
 """A plan: the settings of every strategy in use, at most one of each.
 
-    precision -> optimizer_state -> checkpointing -> offload -> sharding    change model or optimizer
-    accumulation                                                            divides batches, in ``Engine``
+    precision -> optimizer_state -> checkpointing -> offload    change model or optimizer, in this order
+    sharding                                                    shares them among ranks; last, in ``apply``
+    accumulation                                                divides batches; only ``Engine`` can
 
 A plan is plain data: converted to JSON and back it is the same plan.
 """

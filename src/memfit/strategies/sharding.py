@@ -10,7 +10,6 @@ same names here. Each gives the gradients of one process with all batches, up to
 ``dp_replicate``, fsdp2 shards within groups of ranks and replicates between them (hybrid sharding, HSDP).
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,13 +99,10 @@ class Sharding:
             if value is not None and value < 1:
                 raise UsageError(f"sharding: '{name}' must be an integer of at least 1, not {value!r}.")
 
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Shard a model in place with fsdp2, after which its parameters are DTensors.
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Return the model to train: with ddp and zero1 in a DistributedDataParallel.
 
-        Create the optimizer afterwards.
-
-        Returns:
-            The undo, which leaves a sharded model sharded.
+        With fsdp2 the model itself, whose parameters are now DTensors: create the optimizer afterwards.
 
         Raises:
             UsageError: there is no process group, the ranks cannot be divided, no module matches, or the
@@ -115,11 +111,6 @@ class Sharding:
         size = world_size()
         if self.mode == "fsdp2":
             self._fully_shard(model, size)
-        return lambda: None
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model to train: with ddp and zero1, the model in a DistributedDataParallel."""
-        if self.mode == "fsdp2":
             return model
         from torch.nn.parallel import DistributedDataParallel
 
@@ -239,8 +230,8 @@ def _zero1(optimizer: "Optimizer") -> "Optimizer":
             "before its first step; load a saved state afterwards."
         )
     taken = inspect.signature(type(optimizer)).parameters
-    known: Mapping[str, Any] = {name: each for name, each in optimizer.defaults.items() if name in taken}
-    groups: Sequence[Mapping[str, Any]] = [
+    known: dict[str, Any] = {name: each for name, each in optimizer.defaults.items() if name in taken}
+    groups = [
         {name: each for name, each in group.items() if name == "params" or name in taken}
         for group in optimizer.param_groups
     ]

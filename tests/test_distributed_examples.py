@@ -1,0 +1,65 @@
+"""The scripts in examples/distributed: two gloo ranks on the CPU, and one rank of eight on the ghost."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+RANKS_ON_THE_GHOST = {"pipeline.py": 7}
+"""Script -> the rank to run, if not 0: only the last stage of a pipeline needs no shapes from a later one."""
+
+
+def run(folder, *command):
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Return the losses that each script prints when two ranks run it on the CPU."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = {script: run(folder, *launch, EXAMPLES / script) for script in SCRIPTS}
+    return {
+        script: [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+        for script, text in printed.items()
+    }
+
+
+def test_two_ranks_run_every_script_on_a_cpu(losses):
+    assert len(losses) == 7
+    assert {script: len(each) for script, each in losses.items()} == dict.fromkeys(SCRIPTS, 3)
+
+
+def test_shardings_of_one_model_train_alike(losses):
+    assert losses["ddp.py"] == losses["zero1.py"] == losses["hsdp.py"]
+    assert losses["fsdp2.py"] == pytest.approx(losses["ddp.py"], rel=0.01)  # it computes in bfloat16
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rank_of_eight_runs_on_the_ghost(script, tmp_path):
+    rank = RANKS_ON_THE_GHOST.get(script, 0)
+    options = ("--gpu", "H100", "--nproc", "8", "--rank", f"{rank}", "--to-end", "--json", "answer.json")
+    printed = run(tmp_path, "-m", "memfit", "dry-run", *options, EXAMPLES / script)
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert (answer["verdict"], answer["steps"]) == ("fits", 3)
+    own = dict(re.findall(r"^peak (allocated|reserved) ([\d,]+) B$", printed, re.MULTILINE))
+    assert {name: f"{answer['peak'][name]:,}" for name in own} == own != {}
+    assert {row["name"]: row["bytes"] for row in answer["terms"]}["NCCL"] > 0
