@@ -100,6 +100,7 @@ def test_options_reach_pytorch(trained):
         ("container", r"did you mean 'layers.*'?"),
         ("indivisible", "does not divide the 2 ranks"),
         ("created before", "create the optimizer after memfit.apply"),
+        ("offload of fsdp2", "It would copy gathered parameters"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(trained, case, says):

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.errors import UsageError
 from memfit.strategies.configuration import Configuration
 from memfit.strategies.mechanisms.wrap_forward import wrappers
-from memfit.strategies.plan import Plan
+from memfit.strategies.plan import Plan, sharding_conflict
+from memfit.strategies.sharding import sharding_of
 
 _APPLIED: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
@@ -80,6 +81,8 @@ def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
             f"memfit.Sharding({plan.sharding.mode!r})), create the optimizer from model.parameters(), and "
             "leave Sharding out of the engine's plan."
         )
+    if conflict := sharding_conflict(plan, sharding_of(model)):
+        raise UsageError(conflict)
     if model in _APPLIED:
         raise UsageError("The model already has a plan: call memfit.revert(model) to remove it first.")
     _expect_unwrapped(model, "be given a plan")

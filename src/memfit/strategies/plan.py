@@ -46,7 +46,11 @@ class Plan:
     def __post_init__(self) -> None:
         """Check types, and that the strategies can be combined."""
         check_types(self, "plan")
-        conflict = _offload_conflict(self) or _step_in_backward_conflict(self) or _sharding_conflict(self)
+        conflict = (
+            _offload_conflict(self)
+            or _step_in_backward_conflict(self)
+            or sharding_conflict(self, self.sharding)
+        )
         if conflict:
             raise UsageError(conflict)
 
@@ -100,11 +104,12 @@ def _offload_conflict(plan: Plan) -> str:
     )
 
 
-def _sharding_conflict(plan: Plan) -> str:
-    if plan.sharding is None:
+def sharding_conflict(plan: Plan, sharding: Sharding | None) -> str:
+    """Return which strategy of a plan contradicts a sharding, and what to do; empty if none does."""
+    if sharding is None:
         return ""
     found = sharding_conflicts(
-        plan.sharding,
+        sharding,
         precision=plan.precision,
         state=plan.optimizer_state,
         checkpointing=plan.checkpointing,

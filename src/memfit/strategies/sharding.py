@@ -10,11 +10,13 @@ same names here. Each gives the gradients of one process with all batches, up to
 ``dp_replicate``, fsdp2 shards within groups of ranks and replicates between them (hybrid sharding, HSDP).
 """
 
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies.field_types import check_types
@@ -112,8 +114,6 @@ class Sharding:
         if self.mode == "fsdp2":
             self._fully_shard(model, size)
             return model
-        from torch.nn.parallel import DistributedDataParallel
-
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -193,6 +193,21 @@ class Sharding:
             return init_device_mesh(device, (size,), mesh_dim_names=("dp_shard",))
         shape = (self.dp_replicate, size // self.dp_replicate)
         return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """Return how a model is sharded already, by its classes; None if it is not.
+
+    >>> sharding_of(nn.Linear(2, 2)) is None
+    True
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return Sharding("ddp", static_graph=module.static_graph)
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            return Sharding("fsdp2")
+    return None
 
 
 def world_size() -> int:
