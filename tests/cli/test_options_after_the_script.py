@@ -103,6 +103,6 @@ def test_options_of_the_script_reach_the_script(tokens, capsys):
 
 
 def test_the_module_behind_a_launcher_is_the_launchers(capsys):
-    refused = refusal(capsys, "dry-run", "torchrun", "--nproc_per_node", "2", "-m", "pkg.train")
-    assert "To see what one process needs, write torchrun -m pkg.train in its place." in refused
+    refused = refusal(capsys, "dry-run", "accelerate", "launch", "--tpu", "-m", "pkg.train")
+    assert "Write accelerate launch -m pkg.train in its place." in refused
     assert "--steps must come before" in refusal(capsys, "dry-run", "torchrun", "-m", "pkg", "--steps", "1")

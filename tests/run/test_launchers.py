@@ -1,4 +1,4 @@
-"""A launcher in front of a script: its only process runs in place; several processes are refused."""
+"""A launcher in front of a script: one of its processes runs in place."""
 
 import subprocess
 import sys
@@ -37,17 +37,25 @@ def test_launchers_set_their_environment():
 
 
 @pytest.mark.parametrize(
+    ("typed", "nproc", "nnodes"),
+    [
+        ("torchrun --nproc-per-node 2 x.py", 2, 1),
+        ("torchrun --nnodes=1:4 --nproc_per_node=8 -m pkg.train", 8, 4),
+        ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2 x.py", 8, 2),
+        ("torchrun --nproc-per-node gpu x.py", 1, 1),
+    ],
+)
+def test_a_launcher_of_several_says_how_many(typed, nproc, nnodes):
+    found = launched_script(typed.split(), module=False)
+    assert (found.nproc, found.nnodes) == (nproc, nnodes)
+
+
+@pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("torchrun --nproc-per-node 2 x.py --lr 1", "write torchrun x.py --lr 1 in its place."),
-        ("torchrun --nnodes=1:4 -m pkg.train", "write torchrun -m pkg.train in its place."),
         (
-            "accelerate launch --num_processes 8 x.py",
-            "accelerate launch --num_processes 8: memfit runs only one",
-        ),
-        (
-            "accelerate launch --multi_gpu --mixed_precision bf16 x.py",
-            "write accelerate launch --mixed_precision=bf16 x.py in its place.",
+            "accelerate launch --use_fsdp --mixed_precision bf16 x.py",
+            "Write accelerate launch --mixed_precision=bf16 x.py in its place.",
         ),
         ("accelerate launch --config_file c.yaml x.py", "does not support this option"),
         ("torchrun --standalone", "the script is missing"),
@@ -62,7 +70,7 @@ def test_what_memfit_cannot_run_is_refused_with_what_to_type(typed, words):
 
 def test_a_world_size_without_its_peers_is_refused():
     check_world_size({"WORLD_SIZE": "1"})
-    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 is set.*Set WORLD_SIZE=1"):
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 is set.*write --nproc 2"):
         check_world_size({"WORLD_SIZE": "2"})
 
 
@@ -82,6 +90,22 @@ def test_a_script_behind_torchrun_trains_in_place(tmp_path):
     assert done.stdout.startswith("1 ['x.py', '--lr', '1']\nFITS"), done.stderr
 
 
+@pytest.mark.process
+def test_a_script_behind_torchrun_runs_as_the_rank_that_is_named(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import torch\nfrom torch import distributed as dist\ndist.init_process_group('nccl')\n"
+        "print(dist.get_rank(), dist.get_world_size())\nx = torch.ones(1, device='cuda')\n"
+    )
+
+    def run(*options):
+        command = [sys.executable, "-m", "memfit", "dry-run", *options, "torchrun", "--nproc-per-node=4"]
+        return subprocess.run([*command, "x.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert run("--rank", "3").stdout.startswith("3 4\nFITS")
+    twice = run("--nproc", "2")
+    assert (twice.returncode, "Two numbers of processes" in twice.stderr) == (2, True)
+
+
 def test_a_script_that_joins_a_group_of_two_is_refused_and_does_not_wait(dry_run):
     script = """
         import os, torch
@@ -96,4 +120,4 @@ def test_a_script_that_joins_a_group_of_two_is_refused_and_does_not_wait(dry_run
     for joins in (script, stored):
         run = dry_run(joins)
         assert run.code == 3
-        assert "The script joins a process group of 2, but memfit runs only one process." in run.err
+        assert "The script joins a process group of 2, but memfit runs only one process" in run.err

@@ -18,6 +18,7 @@ from memfit.report.estimate import Estimate
 from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
 from memfit.run.parent import PATIENCE, Progress, run_script, script_command
+from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
 from memfit.strategies.trial_run import trial_runner
 
@@ -53,6 +54,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     gpu: str = DEFAULT,
     memory: int | None = None,
     in_use: int = 0,
+    nproc: int = 1,
+    nnodes: int = 1,
+    rank: int = 0,
     steps: int | None = STEPS,
     values: str = "",
     host_memory: bool = True,
@@ -77,6 +81,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         gpu: name of a device in the table (``memfit gpus``).
         memory: bytes of device memory instead of that device's.
         in_use: bytes of device memory that other processes hold.
+        nproc: processes on each machine, with a GPU each; memfit runs the one that ``rank`` names.
+        nnodes: machines.
+        rank: the process to run, counted from 0 over all machines.
         steps: training steps after which memfit stops the script; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
@@ -109,6 +116,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         stdout_to_stderr=stdout_to_stderr,
         gpu=gpu,
         memory=memory,
+        rank=Rank(rank=rank, nproc=nproc, nnodes=nnodes),
         in_use=in_use,
         values=values,
         host_memory=host_memory,

@@ -51,7 +51,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     files. memfit stops it after a few training steps.
 
     A launcher may precede the script, as in memfit dry-run torchrun train.py or memfit dry-run accelerate
-    launch train.py. memfit then runs the script directly, without the launcher.
+    launch train.py. memfit then runs the script directly, without the launcher. If the launcher would start
+    several processes, memfit runs one of them, as with --nproc and --nnodes.
 
     memfit's own options come before the script's name. If one comes after it, memfit stops with an error,
     because the option was probably misplaced. If the script has an option of the same name, write -- before
@@ -107,6 +108,10 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     launched = launched_script(command, module=module)
     command, module = launched.command, launched.module
     os.environ.update(launched.environment)
+    if (launched.nproc, launched.nnodes) != (1, 1):
+        if (nproc, nnodes) != (1, 1):
+            raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
+        nproc, nnodes = launched.nproc, launched.nnodes
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)

@@ -2,36 +2,48 @@
 
     init_process_group ── rendezvous ──> AnsweringStore     in place of a TCPStore, which waits for the others
     NCCL's communicator ── the ghost                        knows its size and rank, and moves nothing
+    Gloo's context ── PyTorch's fake process group          every gathered part is this rank's own
+    objects (all_gather_object, …) ── the same, on the CPU
+    a distributed checkpoint ── this rank's part of it
 
-What the others would have sent is taken to be what this rank sends (libraries/nccl.c). A sum over ranks is
-unknown, like any number that a GPU computes.
+What the others would have sent is taken to be what this rank sends (for NCCL in libraries/nccl.c). A sum over
+ranks is unknown, like any number that a GPU computes. An object that only another rank has is refused.
 """
 
 import functools
+import inspect
 import os
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-_UNKNOWN_VALUE = bytes(128)
-"""What a key that another rank would have set reads as: as long as NCCL's unique id."""
-_ANNOUNCEMENTS = ("dump", "exception", "abort", "signal")
-"""Words in the keys by which PyTorch's watchdogs tell each other of a failure."""
+from memfit.ghost.patching.after_import import after_import
+
 _VARIABLES = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """The watchdogs would miss the other ranks."""
+_OBJECTS_FROM_ONE_RANK = ("broadcast_object_list", "scatter_object_list", "recv_object_list")
+"""Functions that receive objects from one rank: ``src``, or ``group_src`` counted in the group."""
 
 
-def stand_for_a_rank() -> None:
+def stand_for_a_rank(refuse: Callable[[str], object]) -> None:
     """Have every process group of the script be joined by ranks that do not exist.
 
     Call this once PyTorch's ``distributed_c10d`` has been imported.
+
+    Args:
+        refuse: called with the reason when the script needs an object that only another rank has.
     """
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
+
+    from memfit.ghost.answering_store import AnsweringStore
 
     os.environ.update(_VARIABLES)
+    plugins = distributed_c10d.Backend._plugins
+    plugins["GLOO"] = plugins["FAKE"]
     make_group: Callable[..., Any] = distributed_c10d._new_process_group_helper
-    store_of = functools.cache(_answering_store)
+    store_of = functools.cache(AnsweringStore)
 
     @functools.wraps(distributed_c10d.rendezvous)  # type: ignore[attr-defined]
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Any:
@@ -42,48 +54,96 @@ def stand_for_a_rank() -> None:
 
     @functools.wraps(make_group)
     def new_process_group(
-        group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **more: Any
+        group_size: int, group_rank: int, ranks: list[int], backend: Any, _store: Any, *args: Any, **more: Any
     ) -> Any:
-        return make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
+        made = make_group(group_size, group_rank, ranks, backend, store_of(group_size), *args, **more)
+        if isinstance(made[0], dist.ProcessGroup):
+            _exchange_objects_on_cpu(made[0])
+        return made
 
+    functions = {
+        name: _only_from_itself(getattr(distributed_c10d, name), refuse) for name in _OBJECTS_FROM_ONE_RANK
+    }
+    functions["monitored_barrier"] = distributed_c10d.barrier  # the fake backend has none
+    for name, function in functions.items():
+        setattr(distributed_c10d, name, function)
+        setattr(dist, name, function)  # imported from there before
     distributed_c10d.rendezvous = rendezvous  # type: ignore[attr-defined]
     distributed_c10d._new_process_group_helper = new_process_group  # type: ignore[assignment]
+    after_import("torch.distributed.checkpoint.utils", _plan_checkpoints_alone)
+    after_import("torch.distributed.checkpoint.default_planner", _accept_a_part_of_a_checkpoint)
 
 
-def _answering_store(world_size: int) -> Any:
-    """Return a store in which the other ranks have already done what this one waits for."""
+def _only_from_itself(receive: Callable[..., Any], refuse: Callable[[str], object]) -> Callable[..., Any]:
+    """Return a function that receives what this rank sends or has already, and refuses anything else."""
     import torch.distributed as dist
 
-    class AnsweringStore(dist.Store):
-        def __init__(self) -> None:
-            super().__init__()
-            self._values: dict[str, bytes] = {}
+    signature = inspect.signature(receive)
+    name = receive.__name__
 
-        def set(self, key: str, value: Any) -> None:
-            self._values[key] = value if isinstance(value, bytes) else str(value).encode()
+    @functools.wraps(receive)
+    def received(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        source = _source(given.arguments, default=None if name == "recv_object_list" else 0)
+        if source == dist.get_rank():
+            return receive(*args, **kwargs)
+        if name == "broadcast_object_list" and None not in given.arguments["object_list"]:
+            return None  # the objects that this rank has stand for the sender's
+        sender = "another rank" if source is None else f"rank {source}"
+        refuse(
+            f"torch.distributed.{name}: the script receives an object from {sender}, which does not exist in "
+            f"a dry run of rank {dist.get_rank()} alone."
+        )
+        return None
 
-        def get(self, key: str) -> bytes:
-            return self._values.get(key, _UNKNOWN_VALUE)
+    return received
 
-        def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # noqa: ARG002
-            return self._values.setdefault(key, desired.encode())
 
-        def add(self, key: str, amount: int) -> int:  # noqa: ARG002
-            return world_size
+def _source(arguments: Mapping[str, Any], *, default: int | None) -> int | None:
+    """Return the rank that sends, counted in the whole job; None for any rank."""
+    import torch.distributed as dist
 
-        def wait(self, *_: Any) -> None:
-            pass
+    if arguments["group_src"] is None:
+        source: int | None = arguments["src"]
+        return default if source is None else source
+    return dist.get_global_rank(arguments["group"] or dist.group.WORLD, arguments["group_src"])  # type: ignore[arg-type]
 
-        def check(self, keys: list[str]) -> bool:
-            return not any(word in key.lower() for key in keys for word in _ANNOUNCEMENTS)
 
-        def delete_key(self, key: str) -> bool:
-            return self._values.pop(key, None) is not None
+def _exchange_objects_on_cpu(group: Any) -> None:
+    """Give a group of GPUs a fake backend for the CPU, where the bytes of objects are known.
 
-        def num_keys(self) -> int:
-            return len(self._values)
+    PyTorch prefers the CPU for objects if a group has a backend for it (``_get_object_coll_device``).
+    """
+    import torch
+    from torch._C._distributed_c10d import FakeProcessGroup
 
-        def set_timeout(self, timeout: timedelta) -> None:
-            pass
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types:
+        name, description = group.group_name, group.group_desc
+        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+        group._register_backend(cpu, group.BackendType.CUSTOM, fake)
+        group._set_group_name(name)  # the group reads both from one of its backends
+        group._set_group_desc(description)
 
-    return AnsweringStore()
+
+def _plan_checkpoints_alone() -> None:
+    """Have distributed checkpoints be planned by this rank: the others' parts are not known.
+
+    Ranks send what each of them saves to the first, which plans the files and answers.
+    """
+    from torch.distributed.checkpoint import utils
+
+    prepare = utils._DistWrapper.__init__
+
+    def prepare_alone(wrapper: Any, group: Any, _use_dist: bool, coordinator_rank: int) -> None:
+        prepare(wrapper, group, use_dist=False, coordinator_rank=coordinator_rank)
+
+    utils._DistWrapper.__init__ = prepare_alone  # type: ignore[assignment]
+
+
+def _accept_a_part_of_a_checkpoint() -> None:
+    """Accept a plan that holds this rank's shards only."""
+    from torch.distributed.checkpoint import default_planner
+
+    default_planner._validate_global_plan = lambda *_: []

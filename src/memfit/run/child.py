@@ -169,7 +169,7 @@ class ScriptProcess:
     def _prepare_process_groups(self) -> None:
         """Have the script join process groups as its rank, if there are others; refuse groups otherwise."""
         if self._settings.options.rank.world_size > 1:
-            stand_for_a_rank()
+            stand_for_a_rank(self._refuse_group)
         else:
             check_process_groups(self._refuse_group)
 

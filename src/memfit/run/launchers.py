@@ -1,17 +1,17 @@
-"""Launchers typed in front of a script: run the script itself, as their only process."""
+"""Launchers typed in front of a script: run the script itself, as one of their processes."""
 
 import functools
 import os
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from memfit.errors import UsageError
-from memfit.run.rank import Rank
+from memfit.run.rank import ALONE
 
 LAUNCHERS = ("torchrun", "accelerate")
 """Commands that start a script."""
@@ -25,9 +25,7 @@ _WITHOUT_VALUE = _IS_MODULE | {
     *("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"),
 }
 """Options that no value follows, without dashes and with underscores."""
-_PROCESSES = ("nproc_per_node", "nnodes", "num_processes", "num_machines")
-_SEVERAL = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-_UNREAD = ("config_file", "no_python")
+_UNREAD = ("config_file", "no_python", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -45,6 +43,10 @@ class LaunchedScript:
     module: bool
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher sets."""
+    nproc: int = 1
+    """Processes that it would start on each machine; 1 where it would start one per GPU."""
+    nnodes: int = 1
+    """Machines that it counts on."""
 
 
 def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
@@ -55,7 +57,7 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
         module: whether it begins with a module, as after ``python -m``.
 
     Raises:
-        UsageError: the launcher would start several processes, or memfit does not know what it would start.
+        UsageError: memfit does not know what the launcher would start.
 
     >>> launched_script(["accelerate", "launch", "--mixed_precision=bf16", "train.py"], module=False).command
     ('train.py',)
@@ -63,7 +65,7 @@ def launched_script(command: Sequence[str], *, module: bool) -> LaunchedScript:
     name = command[0] if module else Path(command[0]).name
     if name == "torchrun" or (module and name in _TORCHRUN):
         found = _launched(command[:1], command[1:], module=module)
-        return LaunchedScript(found.command, found.module, _one_rank() | dict(found.environment))
+        return replace(found, environment=_one_rank() | dict(found.environment))
     if not module and name == "accelerate" and list(command[1:2]) == ["launch"]:
         return _launched(command[:2], command[2:], module=module)
     if module and name == _ACCELERATE:
@@ -80,8 +82,8 @@ def check_world_size(environment: Mapping[str, str]) -> None:
     size = environment.get("WORLD_SIZE", "1")
     if size.isdigit() and int(size) > 1:
         raise UsageError(
-            f"WORLD_SIZE={size} is set, but memfit runs only one process. The script would wait for "
-            "the others. Set WORLD_SIZE=1 and RANK=0 for this command."
+            f"WORLD_SIZE={size} is set, but memfit runs only one process, and the script would wait for the "
+            f"others. Unset it, and write --nproc {size} to run the script as one of {size} processes."
         )
 
 
@@ -95,8 +97,8 @@ def check_process_groups(refuse: Callable[[str], object]) -> None:
     def check(size: int) -> None:
         if size > 1:
             refuse(
-                f"The script joins a process group of {size}, but memfit runs only one process. The script "
-                "would wait for the others. Have it join a group of one: WORLD_SIZE=1 and RANK=0."
+                f"The script joins a process group of {size}, but memfit runs only one process, and the "
+                f"script would wait for the others. Write --nproc {size} to run it as one of {size}."
             )
 
     find_peers: Callable[..., Any] = distributed_c10d.rendezvous  # type: ignore[attr-defined]
@@ -127,26 +129,21 @@ def _launched(launcher: Sequence[str], tokens: Sequence[str], *, module: bool) -
     if not rest:
         raise UsageError(f"{name}: the script is missing. Put it after the launcher's options.")
     starts = not _IS_MODULE.isdisjoint(options)
-    dropped = _IS_MODULE.union(_PROCESSES, _SEVERAL, _UNREAD)
-    kept = [
-        f"--{key}={value}" if value else f"--{key}" for key, value in options.items() if key not in dropped
-    ]
-    # With the launcher: the script may need the variables that it sets.
-    alone = shlex.join([*["-m"] * module, *launcher, *kept, *["-m"] * starts, *rest])
     for key in _UNREAD:
         if key in options:
+            # With the launcher: the script may need the variables that it sets.
+            dropped = _IS_MODULE.union(_UNREAD)
+            kept = [f"--{k}={v}" if v else f"--{k}" for k, v in options.items() if k not in dropped]
+            without = shlex.join([*["-m"] * module, *launcher, *kept, *["-m"] * starts, *rest])
             raise UsageError(
-                f"{name} --{key}: memfit does not support this option. Write {alone} in its place."
+                f"{name} --{key}: memfit does not support this option. Write {without} in its place."
             )
-    several = [f"--{key} {options[key]}" for key in _PROCESSES if _is_several(options.get(key, "1"))]
-    several += [f"--{key}" for key in _SEVERAL if key in options]
-    if several:
-        raise UsageError(
-            f"{name} {several[0]}: memfit runs only one process. To see what one process needs, "
-            f"write {alone} in its place. The buffers of NCCL are not included."
-        )
+    nodes = _number(options.get("nnodes", options.get("num_machines", "1")))
+    processes = _number(options.get("nproc_per_node", "1"))
+    if "num_processes" in options:  # of accelerate, counted over all machines
+        processes = _number(options["num_processes"]) // nodes
     variables = {_VARIABLES[key]: value for key, value in options.items() if key in _VARIABLES}
-    return LaunchedScript(tuple(rest), starts, variables)
+    return LaunchedScript(tuple(rest), starts, variables, processes, nodes)
 
 
 def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
@@ -166,15 +163,19 @@ def _split(tokens: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
     return options, tokens[position:]
 
 
-def _is_several(number: str) -> bool:
-    """Return whether a number of processes is more than 1; ``gpu`` and ``auto`` are one per GPU, so one."""
-    largest = number.rpartition(":")[2]  # torchrun's nodes may be MIN:MAX
-    return largest.isdigit() and int(largest) > 1
+def _number(written: str) -> int:
+    """Return a number of processes or machines; ``gpu`` and ``auto`` are one per GPU, so one.
+
+    >>> _number("1:4")  # the fewest and the most machines of an elastic job
+    4
+    """
+    most = written.rpartition(":")[2]
+    return int(most) if most.isdigit() else 1
 
 
 def _one_rank() -> dict[str, str]:
     """Return the variables that torchrun sets for its only process."""
-    return Rank().variables(free_port())
+    return ALONE.variables(free_port())
 
 
 def free_port() -> int:

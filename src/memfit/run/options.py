@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from memfit.devices import DEFAULT
-from memfit.run.rank import Rank
+from memfit.run.rank import ALONE, Rank
 
 STEPS = 3
 """Training steps of a run by default: the first creates the optimizer's state, the second shows the peak with
@@ -27,7 +27,7 @@ class RunOptions:
     """Name of a device in the table (``memfit gpus``), or of a MIG slice of one."""
     memory: int | None = None
     """Bytes of device memory; None for the memory of ``gpu``."""
-    rank: Rank = Rank()
+    rank: Rank = ALONE
     """The rank that the script's process stands for, and of how many."""
     in_use: int = 0
     """Bytes of device memory that other processes hold."""

@@ -26,8 +26,8 @@ class Rank:
         """Check the numbers."""
         if self.nproc > _MOST_GPUS:
             raise UsageError(
-                f"--nproc {self.nproc}: the ghost has at most {_MOST_GPUS} GPUs in a machine. For more ranks, add "
-                "machines: --nproc 8 --nnodes 128 are 1,024."
+                f"--nproc {self.nproc}: the ghost has at most {_MOST_GPUS} GPUs in a machine. For more "
+                "ranks, add machines: --nproc 8 --nnodes 128 are 1,024."
             )
         for name in ("nproc", "nnodes"):
             if getattr(self, name) < 1:
@@ -77,3 +77,7 @@ class Rank:
         }
         numbers = {name: str(number) for name, number in (ranks | sizes).items()}
         return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+ALONE = Rank()
+"""The only rank of a script that runs on one GPU."""

@@ -5,6 +5,7 @@
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
     _foreach_*_  _fused_*_                              forget: they write without incrementing versions
+    ProcessGroup.allreduce  allgather  ...              forget: they write without incrementing versions
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
 PyTorch's C++ code fills and copies tensors, gradients among others, without calling these functions.
@@ -59,6 +60,7 @@ def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     _convert_copies()
     _forget_exposed(values)
     _forget_uncounted(values)
+    _forget_received(values)
 
 
 def _recording(function: Callable[..., Any], value: Known | int, values: AssumedValues) -> Callable[..., Any]:
@@ -274,3 +276,39 @@ def _forget_uncounted(values: AssumedValues) -> None:
     for name in dir(torch):
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
             setattr(torch, name, before(forget, getattr(torch, name)))
+
+
+_RECEIVING = (
+    "allreduce",
+    "reduce",
+    "allgather",
+    "all_gather",
+    "gather",
+    "scatter",
+    "alltoall",
+    "all_to_all",
+    "recv",
+)
+"""Beginnings of the names of a process group's methods whose first argument receives from other ranks.
+``broadcast`` is not among them: the sender is taken to have what this rank has."""
+
+
+def _forget_received(values: AssumedValues) -> None:
+    """Forget tensors that a collective writes: process groups do not increment their versions."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed import ProcessGroup
+
+    def forget(group: ProcessGroup, *arguments: object, **options: object) -> None:
+        if group.size() > 1:
+            forget_all(arguments[:1] or tuple(options.values()))
+
+    def forget_all(received: object) -> None:
+        for part in received if isinstance(received, list | tuple) else ():
+            if isinstance(part, torch.Tensor):
+                values.known.forget(part)
+            forget_all(part)
+
+    for name in dir(ProcessGroup):
+        if name.strip("_").startswith(_RECEIVING):
+            setattr(ProcessGroup, name, before(forget, getattr(ProcessGroup, name)))

@@ -1,0 +1,122 @@
+"""A dry run of one rank of many: the script takes part in a process group whose other ranks do not exist."""
+
+import pytest
+
+JOIN = """
+    import os, torch
+    from torch import distributed as dist, nn
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+"""
+SHARDED = f"""{JOIN}
+    from torch.distributed.fsdp import fully_shard
+    rows, layers = 4096, 3
+    model = nn.Sequential(*[nn.Linear(4096, rows, bias=False) for _ in range(layers)]).cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(2, 4096, device="cuda")).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LAYERS = 3 * 4096 * 4096 * 4
+
+
+def run_as(dry_run, script, nproc, rank=0, nnodes=1):
+    ranks = ("--nproc", f"{nproc}", "--nnodes", f"{nnodes}", "--rank", f"{rank}")
+    return dry_run(script, options=("--gpu", "H100", "--to-end", *ranks))
+
+
+def terms(answer):
+    return {row["name"]: row["bytes"] for row in answer["terms"]}
+
+
+def test_the_other_ranks_send_what_this_one_sends(dry_run):
+    script = f"""{JOIN}
+    assert (dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()) == (6, 8, 4)
+    assert os.environ["GROUP_RANK"] == "1" and torch.cuda.current_device() == 2
+    found = [None] * 8
+    dist.all_gather_object(found, {{"rank": dist.get_rank()}})
+    assert found == [{{"rank": 6}}] * 8, found
+    dist.barrier()
+    half = dist.new_group(range(4, 8))
+    assert dist.get_rank(half) == 2
+    sizes = torch.zeros(4, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(sizes, torch.tensor([70], device="cuda"), group=half)
+    assert sizes.tolist() == [70] * 4, sizes
+    total = torch.zeros(1, device="cuda")
+    dist.all_reduce(total)
+    assert total.item() == 1  # memfit's stand-in for an unknown value, not the zero from before
+    on_cpu = dist.new_group(backend="gloo")
+    gathered = [torch.zeros(1) for _ in range(8)]
+    dist.all_gather(gathered, torch.ones(1), group=on_cpu)
+    assert sum(gathered).item() == 8
+    mesh = dist.init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+    assert list(mesh.get_coordinate()) == [1, 2]
+    own = ["the same on every rank"]
+    dist.broadcast_object_list(own, src=0)
+    assert own == ["the same on every rank"]
+    x = torch.ones(1, device="cuda")
+    """
+    run = run_as(dry_run, script, 4, rank=6, nnodes=2)
+    assert run.code == 0, run.err
+    notes = " ".join(note["text"] for note in run.answer["notes"])
+    assert "The script ran as rank 6 of 8 (GPU 2 of machine 1)." in notes
+
+
+@pytest.mark.parametrize(("nproc", "nnodes"), [(2, 1), (8, 1), (8, 128)])
+def test_fsdp_holds_its_share_of_parameters_gradients_and_state(dry_run, nproc, nnodes):
+    ranks = nproc * nnodes
+    found = terms(run_as(dry_run, SHARDED, nproc, nnodes=nnodes, rank=ranks - 1).answer)
+    assert found["parameters"] == LAYERS // ranks
+    assert found["optimizer state"] == 2 * LAYERS // ranks
+    assert found["NCCL"] > 0
+
+
+def test_ranks_whose_shards_are_uneven_hold_what_they_have(dry_run):
+    script = SHARDED.replace("rows, layers = 4096, 3", "rows, layers = 10, 1")
+    found = [terms(run_as(dry_run, script, 4, rank=rank).answer)["parameters"] for rank in (0, 3)]
+    # Four ranks hold 3, 3, 3 and 1 of ten rows; FSDP pads each share to three.
+    assert found == [3 * 4096 * 4] * 2
+
+
+def test_an_object_that_only_another_rank_has_is_refused_by_name(dry_run):
+    script = f"""{JOIN}
+    received = [None]
+    dist.broadcast_object_list(received, src=0)
+    """
+    run = run_as(dry_run, script, 2, rank=1)
+    assert run.code == 3
+    assert "torch.distributed.broadcast_object_list: the script receives an object from rank 0" in run.err
+    sent = script.replace("[None]", "[1]") + "\n    x = torch.ones(1, device='cuda')"
+    assert run_as(dry_run, sent, 2, rank=0).code == 0
+
+
+def test_a_rank_saves_and_loads_its_shards_alone(dry_run):
+    script = f"""{SHARDED}
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    parts = get_state_dict(model, optimizer)
+    state = {{"model": parts[0], "optimizer": parts[1]}}
+    checkpoint.save(state, checkpoint_id="saved")
+    checkpoint.load(state, checkpoint_id="saved")
+    print("loaded")
+    """
+    run = run_as(dry_run, script.replace("4096", "64"), 4, rank=2)
+    assert (run.code, run.out.splitlines()[0]) == (0, "loaded"), run.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--nproc", "0"), "--nproc must be at least 1, not 0."),
+        (("--nproc", "17"), "the ghost has at most 16 GPUs in a machine"),
+        (("--nproc", "8", "--rank", "8"), "have the ranks 0 to 7."),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(dry_run, options, says):
+    run = dry_run("import torch", options=options)
+    assert run.code == 2
+    assert says in run.err
