@@ -8,8 +8,12 @@ import pytest
 import memfit
 from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.run.options import RunOptions
+from memfit.run.rank import Rank
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(RunOptions)}
+DEFAULTS = {
+    field.name: field.default
+    for field in (*dataclasses.fields(RunOptions), *dataclasses.fields(Rank))  # which has a rank of its own
+}
 AS_TEXT = {"in_use": "0"}
 """Defaults that the command line reads as text."""
 

@@ -36,6 +36,8 @@ _NO_LOSS = (
 )
 _DETACHED = "A tensor that the model keeps from an earlier computation was copied without its autograd graph."
 _WITH_TARGET = 2
+_NO_FILE = "<dynamic-code>"
+"""What cloudpickle names the file of every code object, from 3.1.3 on; errors are to name the user's."""
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -65,6 +67,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._module(obj)
         if isinstance(obj, Optimizer):
             return OptimizerCopy.make, (OptimizerCopy.of(obj),)
+        if isinstance(obj, types.CodeType) and obj.co_filename != _NO_FILE:
+            return _code_in_file, (obj.co_filename, obj.replace(co_filename=_NO_FILE))
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             return importlib.import_module, (obj.__name__,)  # torch.backends.cudnn and lazily loaded modules
         return super().reducer_override(obj)
@@ -89,6 +93,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             (original,) = type(module).__bases__
             return _empty_object, (original,), vars(module), None, None, _set_parametrized
         return NotImplemented
+
+
+def _code_in_file(file: str, code: types.CodeType) -> types.CodeType:
+    return code.replace(co_filename=file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ void collectives(void)
     CHECK(!read_back(receive, 64) && read_back(send, 64)); /* it forgets only the bytes that it writes */
     ncclBroadcast(send, receive, 64, INT8, 1, second_of_four, NULL);
     CHECK(read_back(receive, 64) && host[0] == 6);
+    cudaMemset(receive, 1, 64); /* another rank is taken to send what this one has */
     ncclBroadcast(send, receive, 64, INT8, 0, second_of_four, NULL);
-    CHECK(!read_back(receive, 64));
+    CHECK(read_back(receive, 64) && host[0] == 6);
     ncclCommDestroy(alone), ncclCommDestroy(second_of_four), cudaFree(send), cudaFree(receive);
 }
 
