@@ -2,6 +2,9 @@
 
 import pytest
 
+import memfit
+from memfit.records import GroupBy
+
 JOIN = """
     import os, torch
     from torch import distributed as dist, nn
@@ -24,9 +27,9 @@ SHARDED = f"""{JOIN}
 LAYERS = 3 * 4096 * 4096 * 4
 
 
-def run_as(dry_run, script, nproc, rank=0, nnodes=1):
+def run_as(dry_run, script, nproc, rank=0, nnodes=1, more=()):
     ranks = ("--nproc", f"{nproc}", "--nnodes", f"{nnodes}", "--rank", f"{rank}")
-    return dry_run(script, options=("--gpu", "H100", "--to-end", *ranks))
+    return dry_run(script, options=("--gpu", "H100", "--to-end", *ranks, *more))
 
 
 def terms(answer):
@@ -67,12 +70,14 @@ def test_the_other_ranks_send_what_this_one_sends(dry_run):
 
 
 @pytest.mark.parametrize(("nproc", "nnodes"), [(2, 1), (8, 1), (8, 128)])
-def test_fsdp_holds_its_share_of_parameters_gradients_and_state(dry_run, nproc, nnodes):
-    ranks = nproc * nnodes
-    found = terms(run_as(dry_run, SHARDED, nproc, nnodes=nnodes, rank=ranks - 1).answer)
-    assert found["parameters"] == LAYERS // ranks
-    assert found["optimizer state"] == 2 * LAYERS // ranks
-    assert found["NCCL"] > 0
+def test_fsdp_holds_its_share_of_parameters_gradients_and_state(dry_run, tmp_path, nproc, nnodes):
+    ranks, trace = nproc * nnodes, tmp_path / "rank.memfit"
+    run = run_as(dry_run, SHARDED, nproc, nnodes=nnodes, rank=ranks - 1, more=("-o", str(trace)))
+    assert terms(run.answer)["NCCL"] > 0
+    in_step = memfit.explain(trace, at="optimizer").held.rows[GroupBy.CATEGORY]
+    held = {row.name: row.bytes for row in in_step}
+    assert held["parameters"] == held["gradients"] == LAYERS // ranks
+    assert held["optimizer state"] == 2 * LAYERS // ranks
 
 
 def test_ranks_whose_shards_are_uneven_hold_what_they_have(dry_run):

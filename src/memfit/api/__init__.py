@@ -7,8 +7,9 @@ script ── run.parent ──> trace file ── trace.trace_file ──> Trac
                                                                    └─ packing.run_packing ─────────> pack
 """
 
+from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.packings import pack, pack_table
-from memfit.api.runs import FinishedRun, dry_run, estimate, record, run_on_card, run_on_ghost
+from memfit.api.runs import dry_run, estimate, record, run_on_card
 from memfit.api.traces import (
     chrome_trace,
     diff,

@@ -2,48 +2,24 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.advice import find_advice, find_total, needed_beyond
+from memfit.analysis.advice import needed_beyond
+from memfit.api.ghost_runs import FinishedRun, run_on_ghost
 from memfit.api.traces import summarize, write_html
 from memfit.card.find import find_card
 from memfit.devices import DEFAULT, NO_LIMIT
-from memfit.errors import OutputError
-from memfit.records import DeviceUse, DryRun, Trace
+from memfit.records import DeviceUse, DryRun
 from memfit.report.estimate import Estimate
-from memfit.run.launchers import check_world_size
 from memfit.run.options import STEPS, RunOptions
-from memfit.run.parent import PATIENCE, Progress, run_script, script_command
+from memfit.run.parent import Progress, run_script, script_command
 from memfit.run.rank import Rank
 from memfit.run.resolve_options import ghost_settings
-from memfit.strategies.trial_run import trial_runner
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """A script's run and its result."""
-
-    trace: Trace
-    result: DryRun
-    unsaved: OutputError | None
-    """Why the trace is not in its file; None if it is, or if the caller named no file."""
-
-    def saved(self) -> DryRun:
-        """Return the result.
-
-        Raises:
-            OutputError: the trace could not be saved.
-        """
-        if self.unsaved is not None:
-            raise self.unsaved
-        return self.result
 
 
 def dry_run(  # noqa: PLR0913 - one parameter an option
@@ -57,6 +33,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     nproc: int = 1,
     nnodes: int = 1,
     rank: int = 0,
+    all_ranks: bool = False,
     steps: int | None = STEPS,
     values: str = "",
     host_memory: bool = True,
@@ -84,6 +61,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         nproc: processes on each machine, with a GPU each; memfit runs the one that ``rank`` names.
         nnodes: machines.
         rank: the process to run, counted from 0 over all machines.
+        all_ranks: run every rank whose memory may differ, one after the other. The result is of the rank that
+            needs most; ``ranks`` has them all.
         steps: training steps after which memfit stops the script; None lets it run to its end.
         values: what the ghost returns when the script reads a GPU value, see ``RunOptions.values``.
         host_memory: skip the filling of large CPU tensors, so that their pages take no host memory.
@@ -123,31 +102,18 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         weights=weights,
         workspaces=workspaces,
     )
-    run = run_on_ghost(script, arguments, options, output=output, advise=advise, on_progress=on_progress)
+    run = run_on_ghost(
+        script,
+        arguments,
+        options,
+        output=output,
+        advise=advise,
+        all_ranks=all_ranks,
+        on_progress=on_progress,
+    )
     if html is not None:
         write_html(run.trace, run.result, html)
     return run.saved()
-
-
-def run_on_ghost(
-    script: str | Path,
-    arguments: Sequence[str],
-    options: RunOptions,
-    *,
-    output: Path | None,
-    advise: bool,
-    on_progress: Callable[[Progress], None],
-) -> FinishedRun:
-    """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
-    if options.rank.world_size == 1:
-        check_world_size(os.environ)
-    command = script_command(script, arguments, options, output)
-    recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
-    result = summarize(recorded.trace)
-    unlimited = dataclasses.replace(options, memory=NO_LIMIT)
-    run = trial_runner(command, unlimited, result.device.total.bytes, on_progress)
-    result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
-    return FinishedRun(recorded.trace, result, recorded.unsaved)
 
 
 def record(  # noqa: PLR0913 - one parameter an option

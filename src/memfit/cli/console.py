@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from memfit.api.runs import FinishedRun
+    from memfit.api.ghost_runs import FinishedRun
     from memfit.packing.best_packing import Packing
     from memfit.packing.run_packing import RunPacking
     from memfit.records import AllocatorComparison, DryRun, Explanation, RunDifference
@@ -223,7 +223,8 @@ def _progress_text(progress: "Progress", steps: int | None, elapsed: float) -> s
     from memfit.units import format_gib
 
     seconds = f"{elapsed:.0f} s"
-    trying = f"trying: {progress.trying} · " if progress.trying else ""
+    trying = f"{progress.rank} · " if progress.rank else ""
+    trying += f"trying: {progress.trying} · " if progress.trying else ""
     if not progress.peak:
         return f"memfit: {trying}{'compiling' if progress.compiling else 'starting'} · {seconds}"
     step = progress.step + 1 if steps is None else f"{min(progress.step + 1, steps)}/{steps}"

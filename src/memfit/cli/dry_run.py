@@ -30,6 +30,7 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     nproc: Annotated[int, Parameter(group=TARGET)] = 1,
     nnodes: Annotated[int, Parameter(group=TARGET)] = 1,
     rank: Annotated[int, Parameter(group=TARGET)] = 0,
+    all_ranks: Annotated[bool, Parameter(negative="", group=TARGET)] = False,
     steps: int = STEPS,
     to_end: Annotated[bool, Parameter(negative="")] = False,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"], group=OUTPUT)] = None,
@@ -68,6 +69,9 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
             would start them. memfit runs only the one process; the others do not exist.
         nnodes: Assume this many machines, each with --nproc processes.
         rank: Which of the processes to run, counted from 0 over all machines.
+        all_ranks: Run every process whose memory may differ, one after the other, and list what each holds.
+            The rest of the result is of the one that needs most. Of many machines, memfit runs the first and
+            the last, and others only as far as those two differ.
         steps: Stop the script after this many training steps.
         to_end: Let the script run to its end instead of stopping it. Each recorded allocation takes host
             memory, so a long run may need a lot of it.
@@ -112,6 +116,8 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
         if (nproc, nnodes) != (1, 1):
             raise UsageError("Two numbers of processes: give --nproc and --nnodes, or those of the launcher.")
         nproc, nnodes = launched.nproc, launched.nnodes
+    if all_ranks and rank:
+        raise UsageError("--rank is one rank, and --all-ranks is all of them: give one of the two.")
     stands_for = Rank(rank=rank, nproc=nproc, nnodes=nnodes)
     check_outputs(
         {"-o": output, "--html": html, "--json": json_file(json)}, script_file(command[0], module=module)
@@ -132,7 +138,13 @@ def dry_run(  # noqa: PLR0913 - one parameter an option
     )
     with progress(options.steps) as show:
         run = api.run_on_ghost(
-            command[0], command[1:], options, output=output, advise=advise, on_progress=show
+            command[0],
+            command[1:],
+            options,
+            output=output,
+            advise=advise,
+            all_ranks=all_ranks,
+            on_progress=show,
         )
     page: Output = (html, partial(api.write_html, run.trace, run.result))
     write_result(run.result, json, page, trace_file(output, run), notes=notes)

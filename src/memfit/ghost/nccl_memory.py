@@ -23,8 +23,8 @@ from dataclasses import dataclass, fields
 from memfit.devices import Device
 
 KERNELS = 96 << 20
-"""NCCL's kernels, loaded with a process's first communicator: a single rank took 484 MiB on an RTX 3090
-(NVIDIA/nccl#2366), of which its 64 channels were 388."""
+"""NCCL's kernels, loaded with a process's first communicator: a single rank on an RTX 3090 took 484 MiB,
+388 of them for its 64 channels (NVIDIA/nccl#2366)."""
 
 _MIB = 1 << 20
 _GRANULARITY = 2 * _MIB  # CUDA_IPC_MIN (include/comm.h), and of cuMemCreate

@@ -19,7 +19,16 @@ from memfit.records.attribution import Attribution
 from memfit.records.breakdown import Breakdown, BreakdownRow, GroupBy, LiveAllocation, MemoryPeak, PhaseChange
 from memfit.records.card_context import ContextReport, ContextStage, ContextTrial, NcclMeasurement, NcclStage
 from memfit.records.dataflow import Dataflow, GraphValue
-from memfit.records.dry_run import Advice, DryRun, Growth, OutOfMemory, SizeBound, Term
+from memfit.records.dry_run import (
+    Advice,
+    ByteRange,
+    DryRun,
+    Growth,
+    OutOfMemory,
+    RankRole,
+    SizeBound,
+    Term,
+)
 from memfit.records.explanation import Explanation
 from memfit.records.fragmentation import Fragmentation, Hole, PinningBlock, ReservedBytes, ReservedMemoryUse
 from memfit.records.provenance import Figure, Note, Provenance, worst
@@ -58,6 +67,7 @@ __all__ = [
     "Attribution",
     "Breakdown",
     "BreakdownRow",
+    "ByteRange",
     "CallRates",
     "Category",
     "ChildProcess",
@@ -94,6 +104,7 @@ __all__ = [
     "PhaseChange",
     "PinningBlock",
     "Provenance",
+    "RankRole",
     "Replay",
     "ReservedBytes",
     "ReservedMemoryUse",

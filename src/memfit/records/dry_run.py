@@ -74,6 +74,30 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A number of bytes that the order of the GPU's work decides, or an exact one: then both are the same."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    """What a rank holds, and which ranks hold the same."""
+
+    rank: int
+    """The lowest rank of the role; memfit ran it."""
+    also: tuple[int, ...]
+    """The other ranks of the role."""
+    allocated: ByteRange
+    reserved: ByteRange
+    process: ByteRange
+    verdict: str
+    place: ScriptLocation
+    """Where most was allocated."""
+
+
+@dataclass(frozen=True, slots=True)
 class DryRun:
     """What a script would use."""
 
@@ -118,6 +142,10 @@ class DryRun:
     untried: ScriptEnd | None = None
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""
+
+    ranks: tuple[RankRole, ...] = ()
+    """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
+    most. The rest of the result is of the first."""
 
     @property
     def ran_out(self) -> bool:

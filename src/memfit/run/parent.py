@@ -58,6 +58,8 @@ class Progress:
     """Whether torch.compile is compiling the script's code."""
     trying: str = ""
     """Name of the change being tried, if the run is one of several."""
+    rank: str = ""
+    """The rank being run, if memfit runs several."""
 
 
 class _ChildMessage(msgspec.Struct):

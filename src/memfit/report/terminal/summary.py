@@ -17,6 +17,7 @@ from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.notes import note_lines
+from memfit.report.terminal.ranks import rank_table
 from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
 
@@ -54,6 +55,10 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
     console.print(verdict(result, hints=hints))
     console.print(subject(result), style="dim")
     console.print()
+    if result.ranks:
+        console.print(rank_table(result.ranks))
+        console.print()
+        console.print(f"Rank {result.ranks[0].rank}:")
     console.print(_peak(result.peak_place))
     console.print(_table(result, console.width))
     if (grown := growth(result)).plain:

@@ -1,0 +1,127 @@
+"""A script's run on the ghost: as one process, or as every rank of a job in turn."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memfit.analysis.advice import find_advice, find_total
+from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
+from memfit.api.traces import summarize
+from memfit.devices import NO_LIMIT
+from memfit.errors import MemfitError, OutputError, UsageError
+from memfit.records import DryRun, Note, Provenance, RankRole, Trace
+from memfit.run.launchers import check_world_size
+from memfit.run.options import RunOptions
+from memfit.run.parent import PATIENCE, Progress, run_script, script_command
+from memfit.run.resolve_options import ghost_settings
+from memfit.strategies.trial_run import trial_runner
+from memfit.trace.trace_file import write_trace
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A script's run and its result."""
+
+    trace: Trace
+    result: DryRun
+    unsaved: OutputError | None
+    """Why the trace is not in its file; None if it is, or if the caller named no file."""
+
+    def saved(self) -> DryRun:
+        """Return the result.
+
+        Raises:
+            OutputError: the trace could not be saved.
+        """
+        if self.unsaved is not None:
+            raise self.unsaved
+        return self.result
+
+
+def run_on_ghost(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    *,
+    output: Path | None,
+    advise: bool,
+    all_ranks: bool = False,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Do what ``dry_run`` does, and return a result whose trace may not have been saved."""
+    if all_ranks:
+        if advise:
+            raise UsageError(
+                "--advise looks at one rank, and --all-ranks at all of them: run --all-ranks first, and "
+                "then --advise with the --rank that needs most."
+            )
+        return _run_all_ranks(script, arguments, options, output, on_progress)
+    if options.rank.world_size == 1:
+        check_world_size(os.environ)
+    command = script_command(script, arguments, options, output)
+    recorded = run_script(command, options, ghost_settings(options), output, on_progress, PATIENCE)
+    result = summarize(recorded.trace)
+    unlimited = replace(options, memory=NO_LIMIT)
+    run = trial_runner(command, unlimited, result.device.total.bytes, on_progress)
+    result = find_advice(recorded.trace, result, run) if advise else find_total(result, run)
+    return FinishedRun(recorded.trace, result, recorded.unsaved)
+
+
+def _run_all_ranks(
+    script: str | Path,
+    arguments: Sequence[str],
+    options: RunOptions,
+    output: Path | None,
+    on_progress: Callable[[Progress], None],
+) -> FinishedRun:
+    """Run a rank of every role; the result is that of the rank that needs most, with all roles beside it."""
+    job = options.rank
+    if job.world_size == 1:
+        raise UsageError("--all-ranks: the job has one rank. Say how many it has, as in --nproc 8.")
+    script_command(script, arguments, options, output)  # checks them before any rank runs
+    largest: FinishedRun | None = None
+
+    def run(number: int) -> RankRole:
+        nonlocal largest
+        rank = replace(job, rank=number)
+        try:
+            found = run_on_ghost(
+                script,
+                arguments,
+                replace(options, rank=rank),
+                output=None,
+                advise=False,
+                on_progress=lambda progress: on_progress(replace(progress, rank=str(rank))),
+            )
+        except MemfitError as error:
+            raise type(error)(f"{str(rank).capitalize()}: {error}") from error
+        if found.result.end.reason == "interrupted":
+            raise KeyboardInterrupt
+        if largest is None or weight(found.result) > weight(largest.result):
+            largest = found
+        return role_of(number, found.result)
+
+    held = find_held(job.nproc, job.nnodes, run)
+    if largest is None:
+        raise AssertionError  # a job has ranks
+    ran = sum(role.rank == rank for rank, role in held.items())
+    result = replace(largest.result, ranks=ranks_by_role(held.items()))
+    if ran < job.world_size:
+        text = (
+            f"memfit ran {ran} of the {job.world_size:,} ranks. It assumed that each of the others holds the "
+            "same as the ranks on the same GPU of machines before and after it, which hold the same."
+        )
+        result = replace(result, notes=(*result.notes, Note(Provenance.ASSUMED, text, sizes=True)))
+    return FinishedRun(largest.trace, result, _save(largest.trace, output))
+
+
+def _save(trace: Trace, output: Path | None) -> OutputError | None:
+    """Write a trace to a file, if there is one; return why it could not be written."""
+    if output is None:
+        return None
+    try:
+        write_trace(trace, output)
+    except OutputError as error:
+        return error
+    return None

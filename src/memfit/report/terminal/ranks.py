@@ -1,0 +1,47 @@
+"""The table of a job's ranks: what each role holds at its peak, and where."""
+
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from memfit.records import ByteRange, RankRole
+from memfit.report.escape import escaped
+from memfit.report.short_path import short_path
+from memfit.units import Unit, unit_for
+
+
+def rank_table(roles: tuple[RankRole, ...]) -> Table:
+    """Return a row for each role, the one that needs most first."""
+    unit = unit_for(roles[0].reserved.most)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in ("ranks", "verdict", "allocated", "reserved", "process", "peak in"):
+        table.add_column(heading, justify="left" if heading in ("ranks", "verdict", "peak in") else "right")
+    for role in roles:
+        place = [role.place.phase, escaped(role.place.module), escaped(short_path(role.place.line))]
+        table.add_row(
+            listed((role.rank, *role.also)),
+            Text(role.verdict, style="" if role.verdict == "fits" else "bold yellow"),
+            *(_range(size, unit) for size in (role.allocated, role.reserved, role.process)),
+            " · ".join(part for part in place if part),
+        )
+    return table
+
+
+def _range(size: ByteRange, unit: Unit) -> str:
+    if size.least == size.most:
+        return unit.format(size.most)
+    return f"{unit.format(size.least).split()[0]}-{unit.format(size.most)}"
+
+
+def listed(ranks: tuple[int, ...]) -> str:
+    """Return ranks as people write them; runs of neighbours as first and last.
+
+    >>> listed((0, 2, 3, 4, 8))
+    '0, 2-4, 8'
+    """
+    parts = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(parts)

@@ -1,0 +1,77 @@
+"""A dry run of every rank of a job: a role for ranks that hold the same, and the largest in full."""
+
+import pytest
+
+import memfit
+
+UNEVEN = """
+    import os, torch
+    from torch import distributed as dist
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    print(f"rank {rank} ran")
+    mebibytes = 40 if rank == last else 20 if rank else 30
+    x = torch.empty(mebibytes << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_each_role_has_a_row_and_the_largest_is_the_answer(dry_run, tmp_path):
+    trace = tmp_path / "largest.memfit"
+    run = dry_run(UNEVEN, options=("--nproc", "4", "--all-ranks", "-o", str(trace)))
+    assert run.code == 0, run.err
+    found = [(row["rank"], row["also"], row["peak"]["allocated"]) for row in run.answer["ranks"]]
+    mib = 1 << 20
+    assert found == [
+        (3, [], {"least": 40 * mib, "most": 40 * mib}),
+        (0, [], {"least": 30 * mib, "most": 30 * mib}),
+        (1, [2], {"least": 20 * mib, "most": 20 * mib}),
+    ]
+    assert run.answer["peak"]["allocated"] == 40 * mib
+    assert all(row["line"].endswith(":9") for row in run.answer["ranks"])
+    assert memfit.explain(trace).summary.peak_allocated == 40 * mib
+
+
+def test_of_many_machines_the_ends_run_and_what_differs_between_them(dry_run):
+    run = dry_run(UNEVEN, options=("--nproc", "1", "--nnodes", "6", "--all-ranks"))
+    assert run.code == 0, run.err
+    found = [(row["rank"], row["also"]) for row in run.answer["ranks"]]
+    assert found == [(5, []), (0, []), (1, [2, 3, 4])]
+
+
+def test_the_table_lists_ranks_that_hold_the_same(dry_run):
+    run = dry_run(UNEVEN, options=("--nproc", "3", "--all-ranks"), json_answer=False)
+    lines = [line.split() for line in run.out.splitlines()]
+    table = [line[:3] for line in lines if line[1:2] == ["fits"]]
+    assert table == [["2", "fits", "40.00"], ["0", "fits", "30.00"], ["1", "fits", "20.00"]], run.out
+
+
+def test_a_rank_that_fails_is_named(dry_run):
+    script = UNEVEN.replace("mebibytes =", "assert rank < 2, 'no data for me'\n    mebibytes =")
+    run = dry_run(script, options=("--nproc", "3", "--all-ranks"))
+    assert run.code == 3
+    assert "no data for me" in run.err
+    found = [(row["rank"], row["verdict"]) for row in run.answer["ranks"]]
+    assert found == [(2, "unknown"), (0, "fits"), (1, "fits")]
+    assert run.answer["end"]["exception"] == "AssertionError: no data for me"
+
+
+def test_a_rank_that_memfit_refuses_to_run_is_named(dry_run):
+    script = UNEVEN.replace("mebibytes =", "dist.broadcast_object_list([None], src=0)\n    mebibytes =")
+    run = dry_run(script, options=("--nproc", "2", "--all-ranks"))
+    assert run.code == 3
+    assert "Rank 1 of 2: torch.distributed.broadcast_object_list" in run.err, run.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--all-ranks",), "--all-ranks: the job has one rank."),
+        (("--all-ranks", "--nproc", "4", "--rank", "2"), "give one of the two."),
+        (("--all-ranks", "--nproc", "4", "--advise"), "--advise looks at one rank"),
+    ],
+)
+def test_options_that_contradict_are_refused(dry_run, options, says):
+    run = dry_run(UNEVEN, options=options)
+    assert run.code == 2
+    assert says in run.err
