@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from memfit.analysis.rank_roles import find_held, ranks_by_role
-from memfit.records import ByteRange, RankRole, ScriptLocation
+from memfit.records import ByteRange, PeakRange, RankRole, ScriptLocation
 from memfit.report.terminal.ranks import listed
 
-ROLE = RankRole(0, (), *[ByteRange(1, 2)] * 3, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))
+PEAK = PeakRange(*[ByteRange(1, 2)] * 3)
+ROLE = RankRole(0, (), PEAK, "fits", ScriptLocation(1, "forward", "", "", "a.py:1"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_machines_that_are_alike_are_run_once_at_each_end():
 
 
 def test_roles_are_listed_by_what_they_need():
-    more = replace(ROLE, process=ByteRange(1, 3))
+    more = replace(ROLE, peak=replace(PEAK, process=ByteRange(1, 3)))
     roles = ranks_by_role([(0, ROLE), (1, more), (2, ROLE), (3, ROLE)])
     assert [(role.rank, role.also) for role in roles] == [(1, ()), (0, (2, 3))]
 

@@ -10,9 +10,12 @@ from memfit.cli.dry_run import dry_run as dry_run_command
 from memfit.run.options import RunOptions
 from memfit.run.rank import Rank
 
+SET_BY_MEMFIT = {"finish_late"}
+"""Options of which memfit decides itself."""
 DEFAULTS = {
     field.name: field.default
     for field in (*dataclasses.fields(RunOptions), *dataclasses.fields(Rank))  # which has a rank of its own
+    if field.name not in SET_BY_MEMFIT
 }
 AS_TEXT = {"in_use": "0"}
 """Defaults that the command line reads as text."""

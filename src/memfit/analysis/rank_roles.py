@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from memfit.records import ByteRange, DryRun, RankRole
+from memfit.records import ByteRange, DryRun, PeakRange, RankRole
 
 Held = TypeVar("Held")
 
@@ -59,9 +59,8 @@ def role_of(rank: int, result: DryRun) -> RankRole:
     return RankRole(
         rank=rank,
         also=(),
-        allocated=exactly(result.peak_allocated),
-        reserved=exactly(result.peak_reserved),
-        process=exactly(needed(result)),
+        peak=result.range
+        or PeakRange(*map(exactly, (result.peak_allocated, result.peak_reserved, needed(result)))),
         verdict=result.verdict,
         place=result.peak_place,
     )
@@ -87,4 +86,5 @@ def ranks_by_role(ranks: Iterable[tuple[int, RankRole]]) -> tuple[RankRole, ...]
     for rank, role in ranks:
         found.setdefault(replace(role, rank=0), []).append(rank)
     roles = [replace(role, rank=first, also=tuple(also)) for role, (first, *also) in found.items()]
-    return tuple(sorted(roles, key=lambda role: (role.verdict != "unknown", -role.process.most, role.rank)))
+    roles.sort(key=lambda role: (role.verdict != "unknown", -role.peak.process.most, role.rank))
+    return tuple(roles)

@@ -15,6 +15,7 @@ from memfit.ghost.cudnn.client import installed_cudnn
 from memfit.ghost.device import GhostDevice
 from memfit.ghost.workspaces import Workspaces, WorkspaceSource
 
+_HOLD_UNTIL_AWAITED = 2  # core/ghost.h
 _CONFIGURE_ERRORS = {
     1: "the device count or the bytes in use are out of range",
     2: "device memory is already allocated; configure the ghost before the first use of CUDA",
@@ -226,6 +227,10 @@ class Ghost:
     def hold_events(self, hold: bool) -> None:
         """Hold events recorded from now on at "not ready" until a synchronisation, or stop holding them."""
         self._library.ghost_hold_events(int(hold))
+
+    def finish_late(self) -> None:
+        """Have work on a stream finish only when the host or another stream waits for it."""
+        self._library.ghost_hold_events(_HOLD_UNTIL_AWAITED)
 
     @contextmanager
     def answering_counts(self, count: int) -> Iterator[None]:

@@ -82,6 +82,15 @@ class ByteRange:
 
 
 @dataclass(frozen=True, slots=True)
+class PeakRange:
+    """The peaks of a run, whose order of work on the GPU is not known."""
+
+    allocated: ByteRange
+    reserved: ByteRange
+    process: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
 class RankRole:
     """What a rank holds, and which ranks hold the same."""
 
@@ -89,9 +98,7 @@ class RankRole:
     """The lowest rank of the role; memfit ran it."""
     also: tuple[int, ...]
     """The other ranks of the role."""
-    allocated: ByteRange
-    reserved: ByteRange
-    process: ByteRange
+    peak: PeakRange
     verdict: str
     place: ScriptLocation
     """Where most was allocated."""
@@ -104,9 +111,9 @@ class DryRun:
     verdict: str
     """``fits``, ``tight`` (it fits by less than ``uncertainty``), ``does not fit`` (an allocation failed and
     the script carried on, or NCCL took more than PyTorch had left), ``out of memory``, ``may not fit`` (the
-    two, with ``bound``: the script may need less), or ``unknown``: the script failed, gave up (an exit code
-    other than 0), was interrupted or started ``children`` that use the GPU, or this is a snapshot, which
-    names no device."""
+    two, with ``bound`` or ``range``: the script may need less), or ``unknown``: the script failed, gave up
+    (an exit code other than 0), was interrupted or started ``children`` that use the GPU, or this is a
+    snapshot, which names no device."""
     device: DeviceUse
     steps: int
     peak_allocated: int
@@ -143,6 +150,9 @@ class DryRun:
     """Why advice that needs a rerun is missing: how the script, or its rerun, ended (``refused``: it could
     not be rerun, or not with the change to be tried)."""
 
+    range: PeakRange | None = None
+    """The peaks if work on side streams is done at once, and as late as possible. The rest of the result is
+    of the late run. None where the two meet."""
     ranks: tuple[RankRole, ...] = ()
     """Every role of the job's ranks, if memfit ran them all: one that failed first, then the one that needs
     most. The rest of the result is of the first."""

@@ -96,6 +96,10 @@ class GhostBackend:
         from memfit.ghost.values import gpu_reads
 
         self._recorder = recorder
+        if self._options.finish_late:
+            from memfit.ghost.finish_late import finish_late
+
+            finish_late(self.ghost)
         choices = gpu_reads.ValueOptions.parse(self._options.values)
         self._values = gpu_reads.install(
             self.ghost,
@@ -145,9 +149,13 @@ class GhostBackend:
         """Drop the values known in the step, which are of no use in the next, and settle its collectives."""
         if self._values is not None:
             self._values.stepped()
+        if self._options.finish_late:  # the host runs ahead of the GPU, but not by more than a step
+            self.ghost.hold_events(False)
         self._steps += 1
         if self._steps <= _STEPS_SETTLED:
             settle_collectives()
+        if self._options.finish_late:
+            self.ghost.finish_late()
 
     def hint(self) -> str:
         """Return a sentence on a rejected library, a gap reached, or a value that the ghost returned."""

@@ -130,11 +130,11 @@ static inline int read_back(void *from, size_t size)
             each(launches_forget) each(address_reuse) each(random_copies_match_a_model)                      \
                 each(record_is_bounded) each(strided_copies) each(answered_counts)                           \
                     each(host_and_device_pointers) each(pinned_memory_takes_no_pages) each(held_events)      \
-                        each(elapsed_time) each(capturing_streams) each(collectives) each(descriptors)       \
-                            each(question_bounds) each(graph_questions) each(graph_choices)                  \
-                                each(workspace_log) each(recurrent_weights) each(gaps_are_recorded)          \
-                                    each(running_processes) each(solver_workspaces) each(sparse_products)    \
-                                        each(allocation_log) each(threads) each(forks)                       \
+                        each(elapsed_time) each(events_until_awaited) each(capturing_streams)                \
+                            each(collectives) each(descriptors) each(question_bounds) each(graph_questions)  \
+                                each(graph_choices) each(workspace_log) each(recurrent_weights)              \
+                                    each(gaps_are_recorded) each(running_processes) each(solver_workspaces)  \
+                                        each(sparse_products) each(allocation_log) each(threads) each(forks) \
                                             each(kernel_architectures)
 
 #define DECLARED(name) void name(void);

@@ -34,6 +34,29 @@ void held_events(void)
     cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(stream);
 }
 
+/* Held until its stream is waited for: by a stream that waits for this event or a later one, or by the host. */
+void events_until_awaited(void)
+{
+    void *side, *first, *second, *elsewhere;
+    cudaStreamCreateWithFlags(&side, 1);
+    cudaEventCreateWithFlags(&first, 0), cudaEventCreateWithFlags(&second, 0);
+    cudaEventCreateWithFlags(&elsewhere, 0);
+    ghost_hold_events(2);
+    cudaEventRecord(first, side), cudaEventRecord(elsewhere, NULL), cudaEventRecord(second, side);
+    cudaStreamWaitEvent(NULL, first, 0);
+    CHECK(cudaEventQuery(first) == SUCCESS);
+    CHECK(cudaEventQuery(second) == NOT_READY && cudaEventQuery(elsewhere) == NOT_READY);
+    cudaStreamWaitEvent(NULL, second, 0);
+    CHECK(cudaEventQuery(second) == SUCCESS && cudaEventQuery(elsewhere) == NOT_READY);
+    cudaDeviceSynchronize();
+    CHECK(cudaEventQuery(elsewhere) == SUCCESS);
+    cudaEventRecord(first, side), cudaEventRecord(second, side);
+    cudaEventSynchronize(second);
+    CHECK(cudaEventQuery(first) == SUCCESS);
+    ghost_hold_events(0);
+    cudaEventDestroy(first), cudaEventDestroy(second), cudaEventDestroy(elsewhere), cudaStreamDestroy(side);
+}
+
 /* A single piece of work always takes the shortest time; several take the host's own time. */
 void elapsed_time(void)
 {

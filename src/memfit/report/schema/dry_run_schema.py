@@ -4,7 +4,7 @@ from dataclasses import astuple
 
 import msgspec
 
-from memfit.records import Advice, ByteRange, DryRun, Figure, Note, OutOfMemory, RankRole, ScriptLocation
+from memfit.records import Advice, DryRun, Figure, Note, OutOfMemory, PeakRange, RankRole, ScriptLocation
 from memfit.report.schema.encoding import SCHEMA_VERSION, encode
 
 
@@ -116,22 +116,14 @@ class ChildProcessJson(msgspec.Struct, frozen=True):
     """What ended it, what it ran out of, or that it still ran, if memfit saw it."""
 
 
-class RankPeakJson(msgspec.Struct, frozen=True):
-    """The peaks of a rank. Where ``least`` and ``most`` differ, the order of the GPU's work decides."""
-
-    allocated: ByteRange
-    reserved: ByteRange
-    process: ByteRange
-    """What nvidia-smi would show for the process; if the rank runs out of memory, what it needs."""
-
-
 class RankJson(msgspec.Struct, frozen=True):
     """A rank, and the ranks that hold the same."""
 
     rank: int
     also: tuple[int, ...]
     verdict: str
-    peak: RankPeakJson
+    peak: PeakRange
+    """Of the process: what nvidia-smi would show; if the rank runs out of memory, what it needs."""
     phase: str
     module: str
     line: str
@@ -175,6 +167,9 @@ class DryRunJson(msgspec.Struct, frozen=True):
     which it does. Savings count from it. Null if unknown."""
     children: tuple[ChildProcessJson, ...]
     """Processes that the script started and that used the GPU, too. The figures do not include them."""
+    range: PeakRange | None
+    """The peaks if work on side streams is done at once, and as late as possible; ``peak`` and the rest of
+    the result are of the late run. Null where the two meet."""
     ranks: tuple[RankJson, ...]
     """With --all-ranks: every role of the job's ranks, one that failed first, then the one that needs most.
     The rest of the result is of the first. Otherwise empty."""
@@ -216,6 +211,7 @@ def public_dry_run(result: DryRun) -> DryRunJson:
         upper_bound=None if result.bound is None else SizeBoundJson(*astuple(result.bound)),
         in_all=result.in_all,
         children=tuple(ChildProcessJson(c.name, c.peak, c.exception) for c in result.children),
+        range=result.range,
         ranks=tuple(_rank(role) for role in result.ranks),
         untried=None if result.untried is None else ScriptEndJson(*astuple(result.untried)),
     )
@@ -230,9 +226,8 @@ def _failure(failure: OutOfMemory | None) -> OutOfMemoryJson | None:
 
 
 def _rank(role: RankRole) -> RankJson:
-    peak = RankPeakJson(role.allocated, role.reserved, role.process)
     place = role.place
-    return RankJson(role.rank, role.also, role.verdict, peak, place.phase, place.module, place.line)
+    return RankJson(role.rank, role.also, role.verdict, role.peak, place.phase, place.module, place.line)
 
 
 def _where(place: ScriptLocation) -> tuple[int, str, str, str, str, str]:

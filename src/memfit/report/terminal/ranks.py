@@ -1,11 +1,11 @@
-"""The table of a job's ranks: what each role holds at its peak, and where."""
+"""The table of a job's ranks, what each role holds at its peak and where; and peaks that lie in a range."""
 
 from itertools import groupby
 
 from rich.table import Table
 from rich.text import Text
 
-from memfit.records import ByteRange, RankRole
+from memfit.records import ByteRange, PeakRange, RankRole
 from memfit.report.escape import escaped
 from memfit.report.short_path import short_path
 from memfit.units import Unit, unit_for
@@ -13,7 +13,7 @@ from memfit.units import Unit, unit_for
 
 def rank_table(roles: tuple[RankRole, ...]) -> Table:
     """Return a row for each role, the one that needs most first."""
-    unit = unit_for(roles[0].reserved.most)
+    unit = unit_for(roles[0].peak.reserved.most)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("ranks", "verdict", "allocated", "reserved", "process", "peak in"):
         table.add_column(heading, justify="left" if heading in ("ranks", "verdict", "peak in") else "right")
@@ -22,7 +22,7 @@ def rank_table(roles: tuple[RankRole, ...]) -> Table:
         table.add_row(
             listed((role.rank, *role.also)),
             Text(role.verdict, style="" if role.verdict == "fits" else "bold yellow"),
-            *(_range(size, unit) for size in (role.allocated, role.reserved, role.process)),
+            *(_range(size, unit) for size in (role.peak.allocated, role.peak.reserved, role.peak.process)),
             " · ".join(part for part in place if part),
         )
     return table
@@ -32,6 +32,13 @@ def _range(size: ByteRange, unit: Unit) -> str:
     if size.least == size.most:
         return unit.format(size.most)
     return f"{unit.format(size.least).split()[0]}-{unit.format(size.most)}"
+
+
+def range_line(peak: PeakRange) -> str:
+    """Return between which figures the peaks lie."""
+    unit = unit_for(peak.reserved.most)
+    allocated, reserved = (_range(size, unit) for size in (peak.allocated, peak.reserved))
+    return f"Streams race: allocated {allocated}, reserved {reserved}, as the GPU orders its work."
 
 
 def listed(ranks: tuple[int, ...]) -> str:

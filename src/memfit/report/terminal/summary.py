@@ -17,7 +17,7 @@ from memfit.report.printable import Printable
 from memfit.report.short_path import short_path
 from memfit.report.terminal.advice import advice_lines, steps_in_words
 from memfit.report.terminal.notes import note_lines
-from memfit.report.terminal.ranks import rank_table
+from memfit.report.terminal.ranks import range_line, rank_table
 from memfit.units import MIB, format_bytes, format_gib, unit_for
 from memfit.user_frame import innermost_line
 
@@ -61,6 +61,8 @@ def print_summary(result: DryRun, console: Console, *, hints: bool = True, notes
         console.print(f"Rank {result.ranks[0].rank}:")
     console.print(_peak(result.peak_place))
     console.print(_table(result, console.width))
+    if result.range is not None:
+        console.print(range_line(result.range))
     if (grown := growth(result)).plain:
         console.print(grown)
     for line in note_lines(result, full=notes, hints=hints):
@@ -178,13 +180,13 @@ def _needs(result: DryRun) -> str:
         cached = result.peak_reserved - result.peak_allocated
         return f"{_needed(result).replace('needs', 'takes', 1)}   {format_gib(cached)} of it only cached"
     left = result.device.total.bytes - result.peak_process.bytes - result.device.in_use
-    at_least = " at least" if result.bound else ""
+    at_least = " at least" if result.bound or result.range else ""
     return f"{_needed(result)}   leaves{at_least} {format_gib(left)}"
 
 
 def _needed(result: DryRun) -> str:
     needed = result.peak_process.bytes + result.device.in_use
-    at_most = " at most" if result.bound else ""
+    at_most = " at most" if result.bound or result.range else ""
     return f"needs{at_most} {format_gib(needed)} of {format_gib(result.device.total.bytes)}"
 
 
@@ -209,6 +211,10 @@ def _failure(result: DryRun, *, hints: bool) -> Text:
         result.verdict.upper(), style="bold yellow" if result.verdict == "may not fit" else "bold red"
     )
     failure = result.out_of_memory
+    if failure is None and result.range is not None:
+        least, most = format_gib(result.range.process.least), format_gib(result.range.process.most)
+        has = format_gib(result.device.total.bytes - result.device.in_use)
+        return text.append(f"   needs {least} to {most}; this GPU has {has}", style="not bold")
     if failure is None and result.end.reason != "out of memory":
         why = "NCCL takes the memory that is missing after PyTorch has reserved its own."
         return text.append(f"   {_needed(result)}\n{why}", style="not bold")

@@ -131,7 +131,8 @@ API void ghost_set_context_bytes(uint64_t bytes);
 /* Another process on the card takes (or, if negative, releases) bytes of the current device. */
 API void ghost_change_others(int64_t bytes);
 /* While held, recorded events stay "not ready" until something synchronizes or the hold ends. */
-API void ghost_hold_events(int on);
+enum { HOLD_UNTIL_SYNCHRONIZED = 1, HOLD_UNTIL_AWAITED };
+API void ghost_hold_events(int hold); /* 0: finish events when they are recorded */
 /* Report this duration for every pair of events that this thread asks about; 0: the host's own time again. */
 API void ghost_answer_elapsed(float milliseconds);
 /* Between the two calls, this thread's device-to-host copies of at most 8 bytes return `value`, little
@@ -341,8 +342,9 @@ void note_captured_node(const void *stream);
 
 /* synchronization.c */
 void synchronize_everything(void);
-uint64_t take_ticket(void); /* of an event that is recorded now; 0 unless a test holds events */
-bool ticket_is_finished(uint64_t ticket);
+uint64_t take_ticket(void); /* of an event that is recorded now; 0 unless events are held */
+bool ticket_is_finished(const void *stream, uint64_t ticket);
+void await_ticket(const void *stream, uint64_t ticket); /* another stream waits for this one */
 
 static inline uint64_t round_up(uint64_t size, uint64_t multiple)
 {

@@ -8,7 +8,8 @@
 #define FASTEST_MS 0.001f /* events are never 0 ms apart: scripts divide by it */
 
 struct event {
-    uint64_t ticket;  /* 0: finished when it was recorded */
+    uint64_t ticket; /* 0: finished when it was recorded */
+    const void *stream;
     uint64_t capture; /* of the stream it was recorded on */
     bool recorded;
     struct timespec at;
@@ -45,6 +46,7 @@ API status cudaEventRecord(struct event *event, void *stream)
     clock_gettime(CLOCK_MONOTONIC, &event->at);
     event->work = work_so_far();
     event->ticket = take_ticket();
+    event->stream = stream;
     return SUCCESS;
 }
 
@@ -55,11 +57,12 @@ API status cudaEventRecordWithFlags(struct event *event, void *stream, unsigned 
 
 API status cudaEventQuery(struct event *event)
 {
-    return ticket_is_finished(event->ticket) ? SUCCESS : ghost_fail(NOT_READY);
+    return ticket_is_finished(event->stream, event->ticket) ? SUCCESS : ghost_fail(NOT_READY);
 }
 
 API status cudaEventSynchronize(struct event *event)
 {
+    await_ticket(event->stream, event->ticket);
     event->ticket = 0;
     return SUCCESS;
 }
@@ -72,7 +75,7 @@ API status cudaEventElapsedTime(float *milliseconds, struct event *start, struct
 {
     if (!start->recorded || !end->recorded)
         return ghost_fail(INVALID_HANDLE);
-    if (!ticket_is_finished(start->ticket) || !ticket_is_finished(end->ticket))
+    if (!ticket_is_finished(start->stream, start->ticket) || !ticket_is_finished(end->stream, end->ticket))
         return ghost_fail(NOT_READY);
     float elapsed = 1e3f * (float)(end->at.tv_sec - start->at.tv_sec) +
                     1e-6f * (float)(end->at.tv_nsec - start->at.tv_nsec);
@@ -85,6 +88,7 @@ API status cudaStreamWaitEvent(void *stream, void *handle, unsigned flags)
 {
     /* Waiting for an event of a capturing stream draws this one into the capture. */
     const struct event *event = handle;
+    await_ticket(event->stream, event->ticket);
     if (event->capture && capture_is_active(event->capture))
         stream_join_capture(stream, event->capture);
     return SUCCESS;

@@ -1,0 +1,64 @@
+"""Where streams race: what a run needs if the work of side streams finishes late.
+
+Memory that a side stream uses (``Tensor.record_stream``) is free again once the GPU has done that work. On
+the ghost it is done at once, which gives the least that a run can need. A second run, in which the work of a
+stream is done only when something waits for it, gives the most.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from memfit.records import Action, ByteRange, DryRun, Note, PeakRange, Provenance, Term, Trace, worst
+
+
+def may_race(trace: Trace) -> bool:
+    """Return whether the moment at which memory is free again may depend on the GPU.
+
+    That is so if the script allocated on several streams, or if a block was freed later than the script
+    released it. Not found: a script that allocates on one stream alone, and whose every such block was freed
+    before anything else happened.
+    """
+    action, address = trace.events.action, trace.events.address
+    if len(np.unique(trace.events.stream[action == Action.ALLOC])) > 1:
+        return True
+    requested = np.flatnonzero(action[:-1] == Action.FREE_REQUESTED)
+    completed = requested + 1
+    at_once = (action[completed] == Action.FREE_COMPLETED) & (address[completed] == address[requested])
+    return not bool(np.all(at_once))
+
+
+def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
+    """Return the answer of two runs whose side streams finish early and late: the late one, with the range.
+
+    Args:
+        early: the run whose work is done at once.
+        late: the run whose work is done late, with as much memory as it wants; its device is that of
+            ``early``.
+    """
+    process = ByteRange(early.peak_process.bytes, late.peak_process.bytes)
+    allocated = ByteRange(early.peak_allocated, late.peak_allocated)
+    reserved = ByteRange(early.peak_reserved, late.peak_reserved)
+    if all(size.most <= size.least for size in (process, allocated, reserved)):
+        return early
+    text = (
+        "Streams race: memory that a side stream uses is free again when the GPU has done that work. The "
+        "figures assume that this is as late as the program's order allows, and within the step."
+    )
+    fits = process.most + late.device.in_use <= late.device.total.bytes
+    unsure = {"cached, not allocated", "reserved", "process"}
+    if allocated.most > allocated.least:
+        unsure |= {term.name for term in late.terms} - {"CUDA context", "NCCL"}
+    return replace(
+        late,
+        terms=tuple(_assumed(term) if term.name in unsure else term for term in late.terms),
+        verdict=late.verdict if fits else "may not fit",
+        range=PeakRange(allocated, reserved, process),
+        notes=(*late.notes, Note(Provenance.ASSUMED, text, sizes=True)),
+    )
+
+
+def _assumed(term: Term) -> Term:
+    """Return a term whose bytes depend on when work is done."""
+    provenance = worst(term.figure.provenance, Provenance.ASSUMED)
+    return replace(term, figure=replace(term.figure, provenance=provenance))

@@ -1,0 +1,83 @@
+"""Where streams race, a run's peak is a range: work on side streams is done at once, or as late as can be."""
+
+import pytest
+
+MIB = 1 << 20
+RACE = """
+    import ctypes, random, torch
+    random.seed(SEED)
+    hold = ctypes.CDLL("libcudart.so.13").ghost_hold_events if SEED else None
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    model = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(3):
+        for _ in range(8):
+            if hold:
+                hold(random.choice([0, 2, 2, 2]))
+            with torch.cuda.stream(side):
+                x = torch.empty(20 << 20, dtype=torch.uint8, device="cuda")
+            x.record_stream(main)
+            del x
+            WAIT
+        model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        if hold:
+            hold(0)  # the bounds, too, are within the step
+"""
+
+
+def racing(dry_run, *, seed=0, wait="pass", script=RACE, options=()):
+    run = dry_run(script.replace("SEED", str(seed)).replace("WAIT", wait), options=options)
+    assert run.code == 0, run.err
+    return run
+
+
+def test_memory_of_a_side_stream_that_nothing_waits_for_is_a_range(dry_run):
+    answer = racing(dry_run).answer
+    reserved = answer["range"]["reserved"]
+    assert reserved["most"] - reserved["least"] == 7 * 20 * MIB  # eight buffers in place of one
+    assert answer["peak"]["reserved"] == reserved["most"]
+    assert answer["range"]["allocated"]["least"] == answer["range"]["allocated"]["most"]
+    terms = {row["name"]: row["provenance"] for row in answer["terms"]}
+    assert (terms["allocated"], terms["reserved"]) == ("exact", "assumed")
+
+
+@pytest.mark.parametrize("wait", ["side.wait_stream(main)", "main.synchronize()", "main.query()"])
+def test_where_the_stream_is_waited_for_the_bounds_meet(dry_run, wait):
+    answer = racing(dry_run, wait=wait).answer
+    assert answer["range"] is None
+    assert {row["name"]: row["provenance"] for row in answer["terms"]}["reserved"] == "exact"
+
+
+def test_work_that_finishes_at_random_moments_lies_between_the_bounds(dry_run):
+    bounds = racing(dry_run).answer["range"]["reserved"]
+    found = set()
+    for seed in (1, 2, 3):
+        answer = racing(dry_run, seed=seed).answer
+        drawn = answer["range"]["reserved"]["least"] if answer["range"] else answer["peak"]["reserved"]
+        found.add(drawn)
+    assert all(bounds["least"] <= size <= bounds["most"] for size in found)
+    assert found - set(bounds.values()), "no seed drew a moment between the earliest and the latest"
+
+
+def test_a_block_of_the_main_stream_that_is_freed_late_is_found_on_one_stream_too(dry_run):
+    script = """
+    import torch
+    side = torch.cuda.Stream()
+    for _ in range(2):
+        blocks = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        for block in blocks:
+            block.record_stream(side)
+        del blocks, block
+    """
+    reserved = racing(dry_run, script=script).answer["range"]["reserved"]
+    assert (reserved["least"], reserved["most"]) == (60 * MIB, 120 * MIB)
+
+
+def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):
+    process = racing(dry_run).answer["range"]["process"]
+    between = (process["least"] + process["most"]) // 2
+    script = RACE.replace("SEED", "0").replace("WAIT", "pass")
+    small = dry_run(script, options=("--memory", f"{between // MIB}MiB", "--fail"))
+    assert (small.code, small.answer["verdict"]) == (1, "may not fit")
+    assert "MAY NOT FIT   needs" in small.out
