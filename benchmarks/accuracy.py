@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent / "accuracy"
 MANY = 1000  # larger figures are shown without decimals
-BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
+BYTES = {"B": 1, "MiB": 1 << 20, "GiB": 1 << 30, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class RowResult:
     """The ghost's figure with the row's `then` arguments; None if the row has none."""
 
     @property
-    def percent(self) -> float:
-        """Difference of the run closest to the author's, in percent of the published figure."""
-        return percent(self.row, self.today if self.then is None else self.then)
+    def difference(self) -> float:
+        """Difference of the run closest to the author's, as `difference` gives it."""
+        return difference(self.row, self.today if self.then is None else self.then)
 
     @property
     def met(self) -> bool:
         """Whether the difference is within the row's limit."""
-        return abs(self.percent) <= self.row.within
+        return abs(self.difference) <= self.row.within
 
 
-def percent(row: Row, value: float) -> float:
-    """Return the difference of a value from the published figure, in percent of that figure."""
-    return 100 * (value - row.theirs) / row.theirs
+def difference(row: Row, value: float) -> float:
+    """Return how much a value differs from the published figure: in percent of it, or in bytes (unit B)."""
+    return value - row.theirs if row.unit == "B" else 100 * (value - row.theirs) / row.theirs
 
 
 def rows(sets: str = "") -> tuple[tuple[Row, ...], dict[str, dict[str, str]]]:
@@ -172,7 +172,11 @@ def markdown(results: Iterable[RowResult], sources: dict[str, dict[str, str]]) -
 
 
 def _shown(row: Row, value: float, digits: int) -> tuple[str, str]:
-    return f"{value:,.{digits}f}", f"{percent(row, value):+.2f} %"
+    return f"{value:,.{digits}f}", _signed(row, difference(row, value))
+
+
+def _signed(row: Row, amount: float) -> str:
+    return f"{amount:+,.0f} B" if row.unit == "B" else f"{amount:+.2f} %"
 
 
 def versions() -> str:
@@ -196,14 +200,16 @@ def main() -> None:
     runs, results = Runs(options.runs), []
     for row in chosen:
         results.append(result := measure(row, runs))
-        print(f"{row.set} {row.what}: {result.percent:+.2f} %", file=sys.stderr, flush=True)
+        print(f"{row.set} {row.what}: {_signed(row, result.difference)}", file=sys.stderr, flush=True)
     text = f"Ghost: {versions()}.\n\n{markdown(results, sources)}"
     if options.markdown:
         options.markdown.write_text(text)
     else:
         print(text)
     if options.json:
-        measured = [asdict(result) | {"percent": result.percent, "met": result.met} for result in results]
+        measured = [
+            asdict(result) | {"difference": result.difference, "met": result.met} for result in results
+        ]
         options.json.write_text(json.dumps({"ghost": versions(), "rows": measured}, indent=1) + "\n")
     if missed := [f"{result.row.set} {result.row.what}" for result in results if not result.met]:
         raise SystemExit("These rows differ by more than rows.toml allows: " + "; ".join(missed))
