@@ -6,6 +6,7 @@
      ├─ FileFormatError                2      a trace or snapshot cannot be read or is not trustworthy
      ├─ OutputError                    3      a result could not be written: the disk is full
      ├─ TornUpdateError                3      out of memory inside an optimizer's step
+     ├─ RankFailedError                3      another rank of a training run failed
      └─ TargetError                    3      the script could not be run
          ├─ DivergenceError            3      a recomputation differs from the forward
          ├─ NotSentError               3      a live object cannot be copied to the ghost's process
@@ -44,6 +45,10 @@ class OutputError(MemfitError):
 
 class TornUpdateError(MemfitError):
     """An optimizer's step was interrupted: some parameters may be updated, and others not."""
+
+
+class RankFailedError(MemfitError):
+    """Another rank of a training run failed or is gone; the message names it, its phase and its line."""
 
 
 class TargetError(MemfitError):

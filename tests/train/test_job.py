@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import memfit
 from memfit.errors import UsageError
@@ -93,15 +92,6 @@ def test_warnings_name_the_users_line():
         memfit.apply(nn.Sequential(nn.Linear(2, 2)), memfit.Checkpointing("0"))
     places = [(Path(one.filename).name, one.lineno - here) for one in (*found, *then)]
     assert places == [("test_job.py", 4), ("test_job.py", 6)]
-
-
-@JOB_OR_PARTS
-def test_several_ranks_are_refused(make):
-    model = DistributedDataParallel.__new__(DistributedDataParallel)  # the constructor needs ranks
-    nn.Module.__init__(model)
-    model.module = nn.Linear(4, 1)
-    with pytest.raises(UsageError, match="trains on one GPU"):
-        make(model)
 
 
 @JOB_OR_PARTS

@@ -72,15 +72,11 @@ def apply(model: nn.Module, plan: Any) -> nn.Module:
 def apply_to_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply a plan's strategies that change the model: all of them, or none if one does not suit.
 
+    The plan's sharding is left to the caller: it replaces the model or its parameters.
+
     Raises:
-        UsageError: one does not suit; or the plan shards, which replaces the model or its parameters.
+        UsageError: one does not suit.
     """
-    if plan.sharding is not None:
-        raise UsageError(
-            "An engine needs a model that is sharded already. Call model = memfit.apply(model, "
-            f"memfit.Sharding({plan.sharding.mode!r})), create the optimizer from model.parameters(), and "
-            "leave Sharding out of the engine's plan."
-        )
     if conflict := sharding_conflict(plan, sharding_of(model)):
         raise UsageError(conflict)
     if model in _APPLIED:

@@ -210,6 +210,12 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return None
 
 
+def inside_replica(model: nn.Module) -> nn.Module:
+    """Return the module that a DistributedDataParallel wraps; the module itself if it is none."""
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    return inside if isinstance(inside, nn.Module) else model
+
+
 def world_size() -> int:
     """Return the number of ranks.
 

@@ -5,7 +5,8 @@ open ── backward ── backward ── ... ── close: optimizer_update.p
           interrupted: nothing more until the window is dropped, or a state is loaded
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
+from memfit.train.rank_gradients import RankGradients
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot
 
@@ -33,11 +35,18 @@ class AccumulationLedger:
 
     Args:
         update: runs at a window's end.
+        gradients: how those of all ranks become one mean.
         notify: ``notify(event, *arguments)`` calls the callbacks.
     """
 
-    def __init__(self, update: OptimizerUpdate, notify: Callable[..., None]) -> None:
-        self.update, self.notify = update, notify
+    def __init__(
+        self, update: OptimizerUpdate, gradients: RankGradients, notify: Callable[..., None]
+    ) -> None:
+        self.update, self.gradients, self.notify = update, gradients, notify
+        self.phase = "forward"
+        """Of a window: what the other ranks read if this one fails."""
+        self.lacking = 0
+        """Micro-batches that another rank has more in the open window, if all must run equally many."""
         self.position = Position()
         self.window: Window | None = None
         self.resumed_window: Window | None = None
@@ -46,11 +55,13 @@ class AccumulationLedger:
         self.optimizer_step = 0
         self._micro_step_before = 0  # when the window was opened
 
-    def open(self, window: Window) -> Window:
-        """Open a window."""
+    def open(self, window: Window, *, pads: bool = False) -> Window:
+        """Open a window; ``pads`` if the engine can run micro-batches that this rank lacks."""
         if self.update.torn:
             raise TornUpdateError(INTERRUPTED)
         self.window, self._micro_step_before = window, self.micro_step
+        self.phase = "forward"
+        self.lacking = self.gradients.open(window, pads=pads)
         if window.done:  # resumed inside the window
             self.update.take_gradients()
         else:
@@ -64,16 +75,27 @@ class AccumulationLedger:
         """Run backward from a micro-batch's mean loss; ``completes`` as for ``Window.add``."""
         self.expect_uninterrupted()
         try:
-            if (factor := window.make_room(weight)) != 1.0:
+            self.gradients.before_backward(window, 1.0 if weight is None else float(weight))
+            self.phase = "backward"
+            if not self.gradients.reduces_in_backward and (factor := window.make_room(weight)) != 1.0:
                 self.update.multiply(factor)
             root = window.add(loss, weight, completes=completes)
+            if root is None and self.gradients.reduces_in_backward:
+                root = loss * 0.0  # the other ranks wait for it
             if root is not None:
                 root = self.update.scaler.scaled(root)
                 root.backward()  # type: ignore[no-untyped-call]
         except BaseException as error:
             self.update.roll_back(error)
             raise
+        self.phase = "forward"
         self.count(window, loss)
+
+    def pad(self, window: Window, loss: torch.Tensor) -> None:
+        """Run a backward that changes nothing here, and that ranks with more micro-batches wait for."""
+        self.gradients.before_backward(window, 0.0)
+        (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        self.lacking -= 1
 
     def count(self, window: Window, loss: torch.Tensor) -> None:
         """Count a completed backward."""
@@ -83,18 +105,26 @@ class AccumulationLedger:
 
     def close(self, window: Window) -> StepResult:
         """Update from a window's gradients, and call the callbacks."""
-        result = self.make_update(window)
+        with self.reporting():
+            self.gradients.ranks.agree()
+            result = self.make_update(window)
         self.notify("on_window_end", result)
         return result
 
     def make_update(self, window: Window, retried: int = 0) -> StepResult:
-        """Update from a window's gradients; ``on_window_end`` is left to the caller."""
+        """Update from a window's gradients, after all ranks agreed that none failed in it.
+
+        ``on_window_end`` is left to the caller.
+        """
         self.expect_uninterrupted()
         update, scale = self.update, self.update.scaler.scale
+        self.phase = "update"
         try:
+            self.gradients.close(window, update)
             loss = window.mean_loss()
             window.interrupted = True
             found_inf, norm = update.run(window, lambda: self.notify("on_optimizer_step_begin"))
+            self.gradients.ranks.agree()
             self.drop()
         except BaseException as error:
             update.roll_back(error)
@@ -111,6 +141,15 @@ class AccumulationLedger:
         return StepResult(
             not found_inf, found_inf, scale, self.micro_step, self.optimizer_step, retried, loss, norm
         )
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Tell the other ranks if this block fails, so that they end too."""
+        try:
+            yield
+        except BaseException as error:
+            self.gradients.ranks.report(error, self.phase)
+            raise
 
     def drop(self) -> None:
         """Drop the gradients and the open window."""

@@ -23,15 +23,17 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.configuration import Configuration
+from memfit.strategies.sharding import inside_replica
 from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.arena_steps import ArenaSteps
 from memfit.train.callbacks import Callback, call_callbacks, expect_watched, in_order
 from memfit.train.data.loader_batch_size import batches_in, expect_batches_of
+from memfit.train.data.rank_samplers import begin_epoch
 from memfit.train.data.split_batch import BatchSplitter
 from memfit.train.engine_setup import job_of, set_up
 from memfit.train.full_batch import FullBatchStepper, no_loss
-from memfit.train.gathered_batches import MicroBatches, gathered
+from memfit.train.gathered_batches import MicroBatches, epoch_goes_on, gathered
 from memfit.train.job import Interval, Job, Loss
 from memfit.train.optimizer_update import Protect
 from memfit.train.resume import engine_state, state_file
@@ -96,8 +98,9 @@ class Engine:
         configuration = Configuration.of(plan)
         norm = configuration.clipped_to(job.max_grad_norm)
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        update = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
-        self.model, self.plan = job.model, configuration.plan
+        prepared = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
+        update, self._ranks = prepared.update, prepared.gradients.ranks
+        self.model, self.plan = prepared.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
         self.callbacks = in_order(callbacks)
         self.arena = self._arena_steps.arena
@@ -109,7 +112,7 @@ class Engine:
         self.metrics: dict[str, float] = {}
         """The means of the last validation, by name."""
         self._stopped = False
-        self._ledger = AccumulationLedger(update, partial(call_callbacks, ref(self)))
+        self._ledger = AccumulationLedger(update, prepared.gradients, partial(call_callbacks, ref(self)))
         self._loss, self._splitter = job.loss or no_loss, BatchSplitter(size, split)
         self._full_batch = FullBatchStepper(
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
@@ -184,11 +187,12 @@ class Engine:
         try:
             while self.epoch < epochs and not self._stopped:
                 self._ledger.position.begin_epoch()
+                begin_epoch(loader, self.epoch, self._ranks)
                 notify("on_epoch_begin")
                 for result in self._updates(loader):
-                    if self._stopped:
+                    if self._agree_to_stop():
                         return result
-                if self.epoch and not self.batch:
+                if self.epoch and not self._ranks.agree(self.batch)[0]:
                     raise UsageError(
                         f"The loader returned no batches in epoch {self.epoch + 1}. A generator, for "
                         "example, can be iterated only once: pass engine.fit an iterable that starts again "
@@ -200,6 +204,7 @@ class Engine:
                     schedule.after_validation(self.validate(validate, metrics))
                     notify("on_validation_end", self.metrics)
                 notify("on_epoch_end")
+                self._agree_to_stop()
         finally:
             notify("on_fit_end")
         return result
@@ -207,14 +212,19 @@ class Engine:
     def _updates(self, loader: Iterable[Any]) -> Iterator[StepResult]:
         """Train for one epoch, and yield the result of each update."""
         if not self._accumulation.gathers:
-            for batch in self.through(loader):
-                yield self.step(batch)
+            for batches in self._groups_of_one(loader):
+                yield self.step(*batches) if batches else self._full_batch.take_part()
             return
         ends = self.epoch + 1 == self.epochs or self._accumulation.remainder != "carry"
         for group in gathered(self._ledger, self._accumulation, loader, self._batches_left):
             result = self._full_batch.gather(group.window, group.left, closes=group.fills or ends)
             if result is not None:
                 yield result
+
+    def _agree_to_stop(self) -> bool:
+        """Return whether a rank wants to end ``fit``: then all do."""
+        self._stopped = bool(self._ranks.agree(self._stopped)[0])
+        return self._stopped
 
     def _resume_inside_epoch(self, loader: Iterable[Any]) -> None:
         """Have ``fit`` continue where it stopped inside an epoch, as from a saved state."""
@@ -227,7 +237,9 @@ class Engine:
     ) -> dict[str, float]:
         """Return the means of metrics over a loader, in evaluation mode; arguments as for ``fit``."""
         wanted, test, size = metrics or {"loss": self._loss}, self._arena_steps.test, self._splitter.size
-        self.metrics = validated(self.model, loader, wanted, self.autocast, test, size)
+        # A replica's own forward is collective, but the ranks may validate different numbers of batches.
+        model = inside_replica(self.model)
+        self.metrics = validated(model, loader, wanted, self.autocast, test, size, self._ranks)
         return self.metrics
 
     def end_epoch(self) -> None:
@@ -242,12 +254,19 @@ class Engine:
     def through(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch, for ``step``.
 
-        After ``load_state_dict`` the first call continues where the state was saved: pass the same data.
+        After ``load_state_dict`` the first call continues where the state was saved: pass the same data. A
+        rank that has no batches left takes part in the updates from those of other ranks.
         """
+        for batches in self._groups_of_one(loader):
+            if not batches:
+                self._full_batch.take_part()
+            yield from batches
+
+    def _groups_of_one(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         self._accumulation.expect_divided("engine.through")
         expect_batches_of(self._accumulation, loader)
-        for (batch,) in self._ledger.position.groups(loader, 1, "step"):
-            yield batch
+        goes_on = partial(epoch_goes_on, self._ranks)
+        return self._ledger.position.groups(loader, 1, "step", goes_on=goes_on)
 
     @property
     def batch(self) -> int:
@@ -322,7 +341,8 @@ class Engine:
         if window is None:
             self._accumulation.expect_gathered("engine.backward")
             window = ledger.open(Window(self._accumulation.steps, by_hand=True))
-        ledger.backward(window, loss, weight)
+        with ledger.reporting():
+            ledger.backward(window, loss, weight)
         ledger.position.confirm()
         return ledger.close(window) if window.by_hand and window.done == window.planned else None
 
@@ -341,12 +361,12 @@ class Engine:
     def flush(self) -> StepResult | None:
         """Update from the micro-batches of an open window so far; return None if there are none."""
         window = self._ledger.window
-        if window is None:
+        done = 0 if window is None else window.done
+        if not self._ranks.agree(done)[0]:
+            if window is not None:
+                self.drop()
             return None
-        if not window.done:
-            self.drop()
-            return None
-        return self._ledger.close(window)
+        return self._ledger.close(window or self._ledger.open(Window(0, by_hand=True)))
 
     # ---- Saving and resuming -------------------------------------------------------------------------
 
@@ -375,7 +395,7 @@ class Engine:
 
     def _parts(self) -> EngineParts:
         return EngineParts(
-            self.model,
+            inside_replica(self.model),
             self.plan,
             self.optimizer,
             self.scheduler,

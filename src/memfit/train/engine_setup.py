@@ -1,18 +1,17 @@
 """Set up an engine: check its job, and apply its plan in the order that the strategies need.
 
-float32 copies -> model cast, checkpointed, ... -> optimizer, given the copies -> sums -> scheduler
+float32 copies -> model cast, checkpointed, ... -> sharded -> optimizer, given the copies -> sums -> scheduler
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
 from memfit.strategies import apply
@@ -20,13 +19,16 @@ from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
+from memfit.strategies.sharding import inside_replica
 from memfit.train import master_weights
 from memfit.train.batch_norm_warning import warn_of_batch_norms
 from memfit.train.cuda_graphs import make_step_graphs
-from memfit.train.gradient_sums import gradient_sums
+from memfit.train.gradient_sums import GradientSums, gradient_sums
 from memfit.train.job import Job
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.optimizer_update import OptimizerUpdate, Protect
+from memfit.train.rank_gradients import RankGradients, ReplicaGradients
+from memfit.train.rank_setup import expect_trainable_by_ranks, rank_gradients, sharded_optimizer
 from memfit.train.schedule import check_schedule, schedule_of
 
 
@@ -51,11 +53,6 @@ def job_of(job: Job | nn.Module, *parts: Any) -> Job:
     if norm is not None and not norm > 0:
         raise UsageError(f"max_grad_norm must be None or a number above 0, not {norm!r}.")
     check_schedule(whole)
-    if isinstance(whole.model, DistributedDataParallel) or world_size() > 1:
-        raise UsageError(
-            "memfit.Engine trains on one GPU: DistributedDataParallel and several ranks are not supported "
-            "yet."
-        )
     if next(whole.model.parameters(), None) is None:
         raise UsageError(f"{type(whole.model).__name__} has no parameters to train.")
     if isinstance(whole.optimizer, list | tuple | Mapping) and len(whole.optimizer) > 1:
@@ -72,61 +69,63 @@ def job_of(job: Job | nn.Module, *parts: Any) -> Job:
     return whole
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What an engine trains with, when its plan is applied."""
+
+    model: nn.Module
+    """The job's; with ``Sharding("ddp")`` in a DistributedDataParallel."""
+    update: OptimizerUpdate
+    gradients: RankGradients
+
+
 def set_up(
     job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
-) -> OptimizerUpdate:
-    """Apply a plan to a job's model and optimizer; return their update.
+) -> Prepared:
+    """Apply a plan to a job's model and optimizer.
 
     Raises:
         UsageError: the plan does not suit them.
     """
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
-        update = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        prepared = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
         undo.pop_all()
-    return update
+    return prepared
 
 
 def _set_up(
     job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
-) -> OptimizerUpdate:
+) -> Prepared:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
-    apply.apply_to_model(model, plan)
-    given = job.optimizer
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(model.parameters())
+    expect_trainable_by_ranks(model, plan, cuda_graphs=cuda_graphs)
+    plain = inside_replica(model)
+    apply.apply_to_model(plain, replace(plan, sharding=None))
+    model = model if plan.sharding is None else plan.sharding.shard(model)
+    gradients = rank_gradients(model)
+    optimizer = sharded_optimizer(job, plan.sharding, model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, but memfit.Engine processes each "
             "batch only once. Use your own training loop; memfit.apply(model, plan) works there."
         )
+    state = plan.optimizer_state or OptimizerState()
     if plan.optimizer_state is not None:
         plan.optimizer_state.optimizer(optimizer, model)
+    if plan.sharding is not None:
+        optimizer = plan.sharding.optimizer(optimizer, model)
     master_weights.replace_parameters(optimizer, masters)
-    state = plan.optimizer_state or OptimizerState()
     sums = gradient_sums(model, accumulation, masters)
     if cuda_graphs:
-        for in_use, what in (
-            (
-                precision.loss_scale,
-                "fp16: the CPU must read from the GPU whether to apply each step. Choose bf16",
-            ),
-            (
-                sums,
-                "gradients summed in another dtype (for master_weights, gradient_dtype or low precision)",
-            ),
-            (state.step_in_backward, "step_in_backward"),
-            (state.offload, "optimizer_state.offload: captured kernels read the state at a fixed address"),
-        ):
-            if in_use:
-                raise UsageError(f"cuda_graphs cannot be combined with {what}.")
+        _expect_capturable(precision, sums, state)
     if accumulation.several:
         warn_of_batch_norms(model, "each micro-batch of a window")
     update = OptimizerUpdate(
         optimizer,
         schedule_of(job, optimizer),
-        LossScaler(precision.loss_scale, device_type(model)),
+        LossScaler(precision.loss_scale, device_type(model), gradients.ranks),
         sums,
         masters,
         model,
@@ -135,15 +134,32 @@ def _set_up(
         graphs=make_step_graphs(optimizer) if cuda_graphs else None,
         in_backward=state.step_in_backward,
         offload=state.offload,
+        ranks=gradients.ranks,
     )
     for hook in update.hooks():
-        apply.on_revert(model, hook.remove)
+        apply.on_revert(plain, hook.remove)
     if update.offloaded is not None:
         update.offloaded.send_all()
-        apply.on_revert(model, partial(_fetch_state, ref(update)))
+        apply.on_revert(plain, partial(_fetch_state, ref(update)))
     if masters:
-        apply.on_revert(model, partial(_restore_float32_parameters, ref(update)), last=True)
-    return update
+        apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
+    if isinstance(gradients, ReplicaGradients):
+        apply.on_revert(plain, gradients.deactivate)
+    return Prepared(model, update, gradients)
+
+
+def _expect_capturable(precision: Precision, sums: GradientSums | None, state: OptimizerState) -> None:
+    for in_use, what in (
+        (
+            precision.loss_scale,
+            "fp16: the CPU must read from the GPU whether to apply each step. Choose bf16",
+        ),
+        (sums, "gradients summed in another dtype (for master_weights, gradient_dtype or low precision)"),
+        (state.step_in_backward, "step_in_backward"),
+        (state.offload, "optimizer_state.offload: captured kernels read the state at a fixed address"),
+    ):
+        if in_use:
+            raise UsageError(f"cuda_graphs cannot be combined with {what}.")
 
 
 def _restore_float32_parameters(reference: "ref[OptimizerUpdate]") -> None:
@@ -160,9 +176,3 @@ def _fetch_state(reference: "ref[OptimizerUpdate]") -> None:
     update = reference()
     if update is not None and update.offloaded is not None:
         update.offloaded.fetch_all()
-
-
-def world_size() -> int:
-    """Return the number of ranks: 1 without a process group."""
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

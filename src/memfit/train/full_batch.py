@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.random_state import get_random_state, set_random_state
 from memfit.strategies.accumulation import Accumulation
 from memfit.strategies.mechanisms.tensors import tensors_in, version_of
 from memfit.strategies.plan import Plan
@@ -26,6 +27,7 @@ from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.data.split_batch import BatchSplitter, even_sizes
 from memfit.train.job import Loss
 from memfit.train.oom_rollback import is_out_of_memory
+from memfit.train.ranks import RAN_OUT, PeerOutOfMemoryError
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot, StepSnapshots
 
@@ -59,6 +61,7 @@ class FullBatchStepper:
         self._ledger, self._model, self._plan, self._arena_steps = ledger, model, plan, arena_steps
         self._loss_of, self._splitter, self._retry = loss, splitter, retry
         self._snapshots = StepSnapshots(model)
+        self._last_part: Any = None  # for ranks that run out of data where all must run equally many
         self.finer = 1
         """Factor on the plan's number of parts: doubled each time memory ran out."""
 
@@ -69,22 +72,30 @@ class FullBatchStepper:
             raise AssertionError  # a window that closes has a result
         return result
 
+    def take_part(self) -> StepResult:
+        """Make one update from the other ranks' batches, when this rank has none left."""
+        result = self._train([], None, closes=True)
+        if result is None:
+            raise AssertionError  # a window that closes has a result
+        return result
+
     def gather(self, window: Window, batches: list[Any], *, closes: bool) -> StepResult | None:
         """Add whole batches to a window, and update from it if that closes it."""
         return self._train(batches, window, closes=closes)
 
     def _train(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
         """Process a batch in a window of its parts, or several in the window that gathers them."""
+        with self._ledger.reporting():
+            return self._train_alike(batches, gathered, closes=closes)
+
+    def _train_alike(self, batches: list[Any], gathered: Window | None, *, closes: bool) -> StepResult | None:
+        """Train with the other ranks, which do the same: ``_train`` tells them if this one fails."""
         ledger, retried = self._ledger, 0
-        # The size of a batch that is not divided is not needed, and may not be known.
-        samples = [self._splitter.size(batch) for batch in batches] if self._divides else None
-        if samples is None and self._retry:
-            for batch in batches[:1]:
-                self._splitter.observe(batch)
+        samples = self._samples(batches, gathered)
         seen = _versions(batches) if self._retry else []
         snapshot = self._snapshots.take() if self._retry else None
         if gathered is not None and gathered.done and ledger.window is None:
-            ledger.open(gathered)  # a run that resumed inside it
+            ledger.open(gathered, pads=True)  # a run that resumed inside it
         before = ledger.copy_window() if self._retry else None
         graphs = ledger.update.graphs
         step = _NO_CONTEXT
@@ -114,6 +125,19 @@ class FullBatchStepper:
         if result is not None:  # callbacks allocate outside the arena's step
             ledger.notify("on_window_end", result)
         return result
+
+    def _samples(self, batches: list[Any], gathered: Window | None) -> list[int] | None:
+        """Return the sizes of batches if they are needed: to divide them, or as weights among the ranks'.
+
+        The size of a batch that is not divided may not be known; its weight is then 1.
+        """
+        weighs = gathered is None and self._ledger.gradients.ranks.size > 1
+        if self._divides or (weighs and self._know_sizes(batches)):
+            return [self._splitter.size(batch) for batch in batches]
+        if self._retry:
+            for batch in batches[:1]:
+                self._splitter.observe(batch)
+        return None
 
     def _differences(self, gathered: Window | None, *, closes: bool) -> Iterator[str]:
         """Yield how an update differs from others of batches of the same shapes."""
@@ -164,26 +188,27 @@ class FullBatchStepper:
                         self._micro_step(
                             window, part, window.planned, share, completes=not window.holds_parts
                         )
+            self._pad(window)
+            self._ledger.gradients.ranks.agree()
+        except PeerOutOfMemoryError:
+            if snapshot is None or snapshot.lost:
+                raise UsageError(
+                    "Another rank ran out of memory, and this one cannot undo the step: it "
+                    f"changed the buffers {snapshot and snapshot.lost}, which no earlier step changed."
+                ) from None
+            self._ledger.roll_back(snapshot, before)
+            return None
         except Exception as error:
             if finer > self.finer:
                 error.add_note(
                     f"The batch was divided into {sum(map(len, sizes))} parts, because memory ran out in an "
                     "earlier attempt."
                 )
-            if snapshot is None or self._ledger.update.in_backward or not is_out_of_memory(error):
+            if not is_out_of_memory(error) or not self._can_retry(
+                error, batches, None if samples is None else sizes, snapshot
+            ):
                 raise
-            if samples is None and not self._have_sizes(batches, error):
-                raise
-            largest = map(self._splitter.size, batches) if samples is None else map(max, sizes)
-            if max(largest, default=1) == 1:
-                raise
-            if snapshot.lost:
-                error.add_note(
-                    f"The batch cannot be retried: the step changed the buffers {snapshot.lost}, "
-                    "which no earlier step had changed. memfit copies only buffers that earlier steps have "
-                    "changed, so it cannot restore these."
-                )
-                raise
+            self._ledger.gradients.ranks.agree(failure=RAN_OUT)
             self._ledger.roll_back(snapshot, before)
             warn_of_batch_norms(
                 self._model,
@@ -193,18 +218,74 @@ class FullBatchStepper:
             return None
         return window
 
+    def _can_retry(
+        self,
+        error: Exception,
+        batches: list[Any],
+        sizes: list[list[int]] | None,
+        snapshot: StepSnapshot | None,
+    ) -> bool:
+        """Return whether batches whose parts had these sizes can be repeated in smaller ones.
+
+        If not, note the reason in the error, unless the parts were single samples or ``retry`` is off.
+        """
+        ledger = self._ledger
+        if snapshot is None or ledger.update.in_backward:
+            return False
+        if ledger.gradients.reduces_in_backward and ledger.gradients.ranks.size > 1:
+            error.add_note(
+                "The batch cannot be retried: with fsdp2 the other ranks are inside a collective operation."
+            )
+            return False
+        if sizes is None and not self._know_sizes(batches, error):
+            return False
+        largest = map(self._splitter.size, batches) if sizes is None else map(max, sizes)
+        if max(largest, default=1) == 1:
+            return False
+        if snapshot.lost:
+            error.add_note(
+                f"The batch cannot be retried: the step changed the buffers {snapshot.lost}, "
+                "which no earlier step had changed. memfit copies only buffers that earlier steps have "
+                "changed, so it cannot restore these."
+            )
+        return not snapshot.lost
+
+    def _pad(self, window: Window) -> None:
+        """Run as many forwards and backwards as the rank with the most, where these are collective.
+
+        They repeat the last part, count for nothing, and leave buffers and random numbers as they were.
+        """
+        if not self._ledger.lacking:
+            return
+        if self._last_part is None:
+            raise UsageError(
+                "This rank has no batch in its first step. With fsdp2 all ranks run each forward together: "
+                "give each rank at least one batch."
+            )
+        random = get_random_state()
+        buffers = [(each, each.clone()) for each in self._model.buffers()]
+        while self._ledger.lacking:
+            loss = self._loss(_shallow_copy(self._last_part))
+            self._ledger.pad(window, loss[0] if isinstance(loss, tuple) else loss)
+        set_random_state(random)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
     def _window(self, gathered: Window | None, parts: int) -> Window:
         """Return the open window for an attempt: of a batch's parts, or one that gathers batches."""
         if gathered is None:
-            return self._ledger.open(Window(parts, holds_parts=True))
-        return self._ledger.window or self._ledger.open(replace(gathered))
+            return self._ledger.open(Window(parts, holds_parts=True), pads=True)
+        return self._ledger.window or self._ledger.open(replace(gathered), pads=True)
 
-    def _have_sizes(self, batches: list[Any], error: Exception) -> bool:
+    def _know_sizes(self, batches: list[Any], error: Exception | None = None) -> bool:
+        """Return whether the sizes of batches are known; if not, note that in an error."""
         try:
             for batch in batches:
                 self._splitter.size(batch)
         except UsageError as why:
-            error.add_note(f"The batch cannot be retried in smaller parts. {why}")
+            if error is not None:
+                error.add_note(f"The batch cannot be retried in smaller parts. {why}")
             return False
         return True
 
@@ -220,6 +301,8 @@ class FullBatchStepper:
                 window.add(replayed, float(size), completes=completes)
                 self._ledger.count(window, replayed)
                 return
+        if self._ledger.gradients.reduces_in_backward:
+            self._last_part = _shallow_copy(part)
         loss = self._loss(part)
         if not isinstance(loss, torch.Tensor) and not (isinstance(loss, tuple) and len(loss) == 2):  # noqa: PLR2004
             raise UsageError(
@@ -230,7 +313,8 @@ class FullBatchStepper:
             weight = float(loss[1])
             mean = loss[0] / weight if weight else loss[0]
         else:
-            window.total, mean, weight = float(total), loss, float(size)
+            mean, weight = loss, float(size)
+            window.total = window.total or float(total)
         self._ledger.backward(window, mean, weight, completes=completes)
 
     def _loss(self, part: Any) -> torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]:

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from memfit.strategies.mechanisms.optimizer_info import parameters_of
 from memfit.strategies.precision import LossScale
+from memfit.train.ranks import OneRank
 from memfit.user_frame import warn_user
 
 _LOW = 2.0**-10
@@ -21,10 +22,14 @@ class LossScaleState(TypedDict):
 
 
 class _GradScaler(torch.amp.GradScaler):
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether unscaling an optimizer's gradients found one that is not finite."""
+    def found_inf(self, optimizer: torch.optim.Optimizer, ranks: OneRank) -> bool:
+        """Return whether unscaling found a gradient that is not finite, on any rank: ``update`` backs off."""
         found = self._found_inf_per_device(optimizer)
-        return any(bool(flag.item()) for flag in found.values())
+        (anywhere,) = ranks.agree(any(bool(flag.item()) for flag in found.values()))
+        if anywhere:
+            for flag in found.values():
+                flag.fill_(1.0)
+        return bool(anywhere)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Create both tensors or none: with only one, GradScaler would never create the other."""
@@ -50,10 +55,11 @@ class LossScaler:
     Args:
         settings: None for no scaling.
         device: the device type, ``cuda`` or ``cpu``.
+        ranks: that have the same scale, and skip the same windows.
     """
 
-    def __init__(self, settings: LossScale | None, device: str) -> None:
-        self._settings = settings
+    def __init__(self, settings: LossScale | None, device: str, ranks: OneRank) -> None:
+        self._settings, self._ranks = settings, ranks
         self._warned = False
         self._static = settings is not None and settings.mode == "static"
         self._scaler = (
@@ -83,7 +89,7 @@ class LossScaler:
             return False
         self._scaler.make_ready(next(parameters_of(optimizer)).device)
         self._scaler.unscale_(optimizer)
-        return self._scaler.found_inf(optimizer)
+        return self._scaler.found_inf(optimizer, self._ranks)
 
     def update(self) -> None:
         """Set the next window's scale from what ``unscale`` found."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.strategies.mechanisms.optimizer_info import parameters_of
+from memfit.strategies.mechanisms.optimizer_info import parameters_of, state_of
 from memfit.strategies.mechanisms.tensors import inner_tensors
 
 _MESSAGES = (
@@ -42,9 +42,9 @@ class OptimizerBackup:
     ) -> None:
         self._scheduler = scheduler
         self._scheduled = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
-        self._state = optimizer.state
-        self._known = dict(optimizer.state)
-        dicts = [*optimizer.param_groups, *optimizer.state.values()]
+        self._state = state_of(optimizer)
+        self._known = dict(self._state)
+        dicts = [*optimizer.param_groups, *self._state.values()]
         self._tensors = [_backup(parameter, value_of or _itself) for parameter in parameters_of(optimizer)]
         self._tensors += [_backup(other) for other in others]
         self._dicts = [

@@ -27,6 +27,7 @@ from memfit.train.cuda_graphs import StepGraphs
 from memfit.train.gradient_sums import GradientSums
 from memfit.train.loss_scaler import LossScaler
 from memfit.train.oom_rollback import OptimizerBackup, is_out_of_memory
+from memfit.train.ranks import OneRank
 from memfit.train.schedule import Schedule
 
 INTERRUPTED = (
@@ -55,6 +56,7 @@ class OptimizerUpdate:
         graphs: steps in the optimizer's place and zeroes gradients, if the step was captured.
         in_backward: parameters are updated in backward, and the step at the end has nothing to do.
         offload: the optimizer's state waits on the host between updates.
+        ranks: that update together: all copy before an update, or none.
 
     Raises:
         UsageError: the optimizer cannot step in backward, or gradients are to be clipped as well.
@@ -74,6 +76,7 @@ class OptimizerUpdate:
         graphs: StepGraphs | None = None,
         in_backward: bool = False,
         offload: bool = False,
+        ranks: OneRank | None = None,
     ) -> None:
         if protect not in get_args(Protect):
             raise UsageError(f"protect must be one of {', '.join(get_args(Protect))}, not {protect!r}.")
@@ -87,7 +90,7 @@ class OptimizerUpdate:
         self.sums, self.masters = sums, masters
         self._model = list(model.parameters())
         self._ordered: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        self._max_grad_norm, self._protect = max_grad_norm, protect
+        self._max_grad_norm, self._protect, self._ranks = max_grad_norm, protect, ranks or OneRank()
         self._devices = {parameter.device for parameter in parameters_of(optimizer) if parameter.is_cuda}
         self._cache_releases, self._most_gradients = self._count_cache_releases(), 0
         self.graphs = graphs
@@ -190,6 +193,7 @@ class OptimizerUpdate:
         norm = None
         if self._max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(updated, self._max_grad_norm)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor's local part
         before_step()
         if self.in_backward is None:
             self._backup = self._copy(len(updated))
@@ -265,6 +269,7 @@ class OptimizerUpdate:
             return self._protect == "always"
         releases = self._count_cache_releases()
         risky = releases is None or releases != self._cache_releases or count > self._most_gradients
+        risky = bool(self._ranks.agree(risky)[0])
         self._cache_releases, self._most_gradients = releases, max(count, self._most_gradients)
         return risky
 

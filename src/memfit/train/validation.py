@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.train.ranks import OneRank
 
 Metric = Callable[[nn.Module, Any], Any]
 """``metric(model, batch)`` returns, as a loss does, a mean or a pair: the sum and its divisor."""
@@ -34,8 +35,9 @@ def validated(
     autocast: Callable[[], AbstractContextManager[Any]],
     step: Callable[[Any], AbstractContextManager[Any]],
     size: Callable[[Any], int],
+    ranks: OneRank,
 ) -> dict[str, float]:
-    """Return the means of metrics over a loader's samples.
+    """Return the means of metrics over a loader's samples; over those of all ranks.
 
     Args:
         model: is in evaluation mode meanwhile; each of its modules then returns to the mode that it had.
@@ -44,6 +46,7 @@ def validated(
         autocast: the context of a forward.
         step: the context of all metrics of a batch.
         size: the number of samples of a batch; batches of unknown size count alike.
+        ranks: that validate together, each with a loader of its own.
 
     Raises:
         UsageError: there are no batches.
@@ -59,10 +62,13 @@ def validated(
             for name, (total, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + weight
-    if not sums:
+    if not ranks.agree(len(sums))[0]:
         raise UsageError(
             "The validation loader returned no batches. A generator, for example, can be iterated only once."
         )
+    for name in metrics:
+        total, weight = sums.get(name, (0.0, 0.0))
+        sums[name] = ranks.total(float(total), float(weight))
     nothing = [name for name, (_, weight) in sums.items() if not weight]
     if nothing:
         raise UsageError(f"The metric {nothing[0]!r} has no mean: the divisors that it returned add up to 0.")

@@ -1,6 +1,7 @@
 """The parameters, gradients and display name of any optimizer."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +27,12 @@ def drop_gradients(optimizer: Optimizer) -> None:
         return
     for parameter in parameters_of(optimizer):
         parameter.grad = None
+
+
+def state_of(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
+    """Return an optimizer's state by parameter; of a ZeroRedundancyOptimizer, that of this rank's share."""
+    inner = getattr(optimizer, "optim", None)
+    return (inner if isinstance(inner, Optimizer) else optimizer).state
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -48,7 +48,8 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from inner_tensors(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor's mesh is a part, too
+            yield from inner_tensors(part)
 
 
 def independent_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,11 @@ def independent_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.detach().clone()
     names, context = tensor.__tensor_flatten__()
-    inner = {name: independent_copy(getattr(tensor, name)) for name in names}
+    parts = {name: getattr(tensor, name) for name in names}
+    inner = {
+        name: independent_copy(part) if isinstance(part, torch.Tensor) else part
+        for name, part in parts.items()
+    }
     copied: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
         inner, context, tensor.size(), tensor.stride()
     )

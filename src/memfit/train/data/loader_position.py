@@ -9,7 +9,7 @@ from which the next fetch draws. In a state saved inside a window that fetch was
 numbers are restored after repeating the fetch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -49,7 +49,12 @@ class Position:
     _resumed: tuple[dict[str, Any], dict[str, Any]] | None = None  # position and random numbers
 
     def groups(
-        self, loader: Iterable[Any], size: int, remainder: Remainder, carried: int = 0
+        self,
+        loader: Iterable[Any],
+        size: int,
+        remainder: Remainder,
+        carried: int = 0,
+        goes_on: Callable[[int], bool] = bool,
     ) -> Iterator[list[Any]]:
         """Yield the micro-batches of one window after the other; the last group may be smaller.
 
@@ -61,6 +66,8 @@ class Position:
             size: of a window.
             remainder: ``"drop"`` leaves out a last group that is smaller.
             carried: micro-batches that the first window already has, from earlier epochs.
+            goes_on: whether the epoch goes on after a group of so many was fetched; with several ranks also
+                after an empty one, if another rank has data left.
 
         Raises:
             UsageError: the data are not those with which the state was saved.
@@ -79,7 +86,8 @@ class Position:
                 if saved.get("before") is not None:
                     self._restore_random(random)
                 saved, resumed = {}, None
-                if not group or (len(group) < size and remainder == "drop"):
+                dropped = len(group) < size and remainder == "drop"
+                if not goes_on(0 if dropped else len(group)):
                     self.consumed += len(group)
                     break
                 self._open = len(group)

@@ -1,0 +1,215 @@
+"""How the gradients of all ranks become one mean: after a window's backwards, or in each of them.
+
+    ddp, zero1   forward, backward | forward, backward | ... | reduce     after all ranks succeeded
+    fsdp2        forward, backward | forward, backward | ...              in each backward: equally many on
+                                                                          all ranks, with the same divisor
+
+The mean over N ranks of gradients that were divided by ``total / weight`` becomes the gradient of one process
+with all data when it is multiplied by ``total * N / weight of all ranks``: left out if that is 1.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.errors import UsageError
+from memfit.train.accumulation_window import Window
+from memfit.train.optimizer_update import OptimizerUpdate
+from memfit.train.ranks import OneRank
+
+_BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
+
+
+class RankGradients:
+    """Gradients that need no reduction: those of a single process.
+
+    Args:
+        ranks: that train together.
+    """
+
+    reduces_in_backward = False
+
+    def __init__(self, ranks: OneRank) -> None:
+        self.ranks = ranks
+
+    def open(self, window: Window, *, pads: bool) -> int:  # noqa: ARG002 - as below
+        """Agree on a window before its first forward; return how many micro-batches this rank lacks."""
+        return 0
+
+    def before_backward(self, window: Window, weight: float) -> None:
+        """Agree on the divisor before a backward, if that reduces."""
+
+    def close(self, window: Window, update: OptimizerUpdate) -> None:
+        """Reduce a window's gradients, weight and loss, after all ranks agreed that none failed."""
+
+
+class ReplicaGradients(RankGradients):
+    """Gradients of a DistributedDataParallel, which the engine has it reduce after the last backward.
+
+    Its own reduction, inside the last backward, could not be undone when one rank runs out of memory there.
+
+    Args:
+        ranks: that train together.
+        replica: reduces nothing in the scripts' backwards from here on.
+    """
+
+    def __init__(self, ranks: OneRank, replica: DistributedDataParallel) -> None:
+        super().__init__(ranks)
+        self._replica = replica
+        self._parameters = [each for each in replica.module.parameters() if each.requires_grad]
+        self.activate()
+
+    def activate(self) -> None:
+        """Leave the reduction to the engine, as ``no_sync`` does for a block of code."""
+        self._replica.require_backward_grad_sync = False
+        self._replica.require_forward_param_sync = False
+
+    def deactivate(self) -> None:
+        """Have backwards outside the engine reduce again."""
+        self._replica.require_backward_grad_sync = True
+        self._replica.require_forward_param_sync = True
+
+    def close(self, window: Window, update: OptimizerUpdate) -> None:
+        """Weigh this rank's gradients by the weight of all ranks, and reduce them to their mean."""
+        window.interrupted = True
+        held = dict(update.gradients())
+        lacking = sum(each not in held for each in self._parameters) if window.done else 0
+        weights, lacking_anywhere = self.ranks.total(window.weight, lacking)
+        mean = weights / self.ranks.size
+        if mean and window.total is not None and window.total != mean:
+            factor = window.total / mean
+            update.multiply(factor)
+            window.loss = None if window.loss is None else window.loss * factor
+        window.total, window.weight = mean or None, mean
+        share_loss(window, self.ranks, self._replica)
+        unused = self._unused(held) if lacking_anywhere else []
+        if update.sums is None:
+            self._reduce()
+        else:
+            self._reduce_sums(update, unused)
+        for parameter in unused:  # as in one process: an optimizer would decay what got a gradient of zeros
+            parameter.grad = None
+        self._synchronize_buffers()
+
+    def _unused(self, held: dict[nn.Parameter, torch.Tensor]) -> list[nn.Parameter]:
+        """Return the parameters that have no gradient on any rank."""
+        used = torch.tensor([each in held for each in self._parameters], dtype=torch.float64)
+        used = self.ranks.total_of_hosts(used)
+        return [each for each, ranks in zip(self._parameters, used.tolist(), strict=True) if not ranks]
+
+    def _reduce(self) -> None:
+        """Run a backward that adds zeros, in which DistributedDataParallel reduces all gradients."""
+        reducer = self._replica.reducer
+        _, sparse = self._replica._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        outputs = [each.view_as(each) for each in self._parameters]
+        zeros = [_zeros(each, sparse=kind) for each, kind in zip(self._parameters, sparse, strict=True)]
+        self.deactivate()
+        try:
+            reducer.prepare_for_backward(outputs if self._replica.find_unused_parameters else [])
+            torch.autograd.backward(outputs, zeros)
+            reducer._rebuild_buckets()
+        finally:
+            self.activate()
+
+    def _reduce_sums(self, update: OptimizerUpdate, unused: Iterable[nn.Parameter]) -> None:
+        """Reduce sums in another dtype than the parameters', which DistributedDataParallel does not know."""
+        skipped, held = set(unused), dict(update.gradients())
+        for parameter in self._parameters:
+            if parameter not in held and parameter not in skipped:
+                update.set_gradient(parameter, torch.zeros_like(parameter))
+        held = dict(update.gradients())
+        gradients = [held[each] for each in self._parameters if each not in skipped]
+        for bucket in _buckets(gradients):
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            self.ranks.add_up(flat.mul_(1 / self.ranks.size))
+            parts = torch.split(flat, [each.numel() for each in bucket])
+            torch._foreach_copy_(
+                bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
+            )
+
+    def _synchronize_buffers(self) -> None:
+        """Broadcast the buffers of the first rank, as DistributedDataParallel does before a window's forward.
+
+        After the reduction no rank can fail before it, so that none waits.
+        """
+        self._replica.require_forward_param_sync = True
+        if self._replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._replica._sync_buffers()  # type: ignore[no-untyped-call]
+        self._replica.require_forward_param_sync = False
+
+
+class ShardGradients(RankGradients):
+    """Gradients of fully_shard's parameters: each backward reduces them, and leaves each rank its share.
+
+    Args:
+        ranks: that train together.
+        model: sharded.
+    """
+
+    reduces_in_backward = True
+
+    def __init__(self, ranks: OneRank, model: nn.Module) -> None:
+        super().__init__(ranks)
+        self._model = model
+        self._agreed = False
+
+    def open(self, window: Window, *, pads: bool) -> int:
+        """Return how many micro-batches the rank with the most has more than this one."""
+        self._agreed = False
+        (most, least) = self.ranks.agree(window.planned, -window.planned)
+        if not pads and most != -least:
+            raise UsageError(
+                f"The ranks have windows of {int(-least)} and {int(most)} micro-batches. With fsdp2 each "
+                "backward is collective, so all ranks must run equally many: pass loaders of equal length, "
+                "or use engine.fit or engine.step."
+            )
+        return int(most) - window.planned
+
+    def before_backward(self, window: Window, weight: float) -> None:
+        """Agree on a window's divisor before its first backward."""
+        if self._agreed:
+            return
+        mine = weight * window.planned if window.total is None else window.total
+        (largest,) = self.ranks.agree(mine)
+        window.total, self._agreed = largest or 1.0, True
+
+    def close(self, window: Window, update: OptimizerUpdate) -> None:  # noqa: ARG002 - as above
+        """Share weight and loss; the gradients are reduced, and corrected by these when they are final."""
+        window.interrupted = True
+        (weights,) = self.ranks.total(window.weight)
+        window.weight = weights / self.ranks.size
+        if not weights:
+            window.total = None
+            return
+        share_loss(window, self.ranks, self._model)
+
+
+def share_loss(window: Window, ranks: OneRank, model: nn.Module) -> None:
+    """Replace a window's loss by the mean over the ranks; a rank without data has none of its own."""
+    if ranks.size == 1 or not window.weight:
+        return
+    own = window.loss
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device) if own is None else own.to(torch.float64)
+    window.loss = (ranks.add_up(total.clone()) / ranks.size).to(torch.float32 if own is None else own.dtype)
+
+
+def _zeros(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
+    """Return a gradient of zeros that takes no memory."""
+    if sparse:
+        return torch.zeros_like(parameter, layout=torch.sparse_coo)
+    return parameter.new_zeros(()).expand(parameter.shape)
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors of one dtype and device each, which together are reduced at once."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        bucket = kinds.setdefault((tensor.dtype, tensor.device), [])
+        bucket.append(tensor)
+        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            yield kinds.pop((tensor.dtype, tensor.device))
+    yield from kinds.values()

@@ -1,0 +1,103 @@
+"""Set up training on several ranks: which models, plans and optimizers an engine can train there."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.errors import UsageError
+from memfit.strategies.mechanisms.module_patterns import class_name, unwrapped
+from memfit.strategies.plan import Plan
+from memfit.strategies.sharding import Sharding, sharding_of
+from memfit.train.job import Job
+from memfit.train.rank_gradients import RankGradients, ReplicaGradients, ShardGradients
+from memfit.train.ranks import ranks_of_job
+
+_ADD_SHARDING = (
+    "Add memfit.Sharding('ddp') to the plan: memfit.Engine(model, [memfit.Sharding('ddp'), ...], "
+    "optimizer=lambda parameters: torch.optim.AdamW(parameters)). 'zero1' and 'fsdp2' need less memory."
+)
+
+
+def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool) -> None:
+    """Check that an engine can train a model on the ranks that there are.
+
+    Raises:
+        UsageError: it is not sharded, is sharded twice, or the plan has what several ranks cannot use.
+    """
+    found = sharding_of(model)
+    if found is not None and plan.sharding is not None:
+        raise UsageError(
+            f"{class_name(model)} is sharded already, but the plan has {plan.sharding}, too. Use one."
+        )
+    sharding = plan.sharding or found
+    if _world_size() > 1 and sharding is None:
+        raise UsageError(
+            f"This process group has {_world_size()} ranks, but nothing says how they share the training of "
+            f"{class_name(model)}. {_ADD_SHARDING}"
+        )
+    if sharding is None:
+        return
+    if (
+        found is not None
+        and found.mode == "ddp"
+        and not isinstance(unwrapped(model), DistributedDataParallel)
+    ):
+        raise UsageError(
+            f"A part of {class_name(model)} is in a DistributedDataParallel. The engine reduces the "
+            "gradients of a whole model: leave out the wrapper, and add memfit.Sharding('ddp') to the plan."
+        )
+    for conflicts, what in (
+        (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),
+        (cuda_graphs, "cuda_graphs: the ranks must agree between the backwards and the update"),
+        (
+            plan.optimizer_state is not None and plan.optimizer_state.step_in_backward,
+            "step_in_backward: gradients are weighed by the data of all ranks when the last backward is done",
+        ),
+    ):
+        if conflicts:
+            raise UsageError(f"An engine cannot combine sharding with {what}. Leave out one of the two.")
+
+
+def rank_gradients(model: nn.Module) -> RankGradients:
+    """Return how the gradients of a model become one mean; call this on all ranks at the same time.
+
+    Raises:
+        UsageError: the model is sharded over a part of the ranks.
+    """
+    ranks = ranks_of_job()
+    inside = unwrapped(model)
+    if isinstance(inside, DistributedDataParallel):
+        if (own := inside.process_group.size()) != _world_size():
+            raise UsageError(
+                f"The DistributedDataParallel has a group of {own} ranks, but the job has {_world_size()}. "
+                "An engine trains a model on all ranks of the job."
+            )
+        return ReplicaGradients(ranks, inside)
+    return RankGradients(ranks) if sharding_of(model) is None else ShardGradients(ranks, model)
+
+
+def sharded_optimizer(job: Job, sharding: Sharding | None, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a job's optimizer, made of the sharded model's parameters if the job has a function for it.
+
+    Raises:
+        UsageError: it, or the scheduler, was created from what the sharding replaces.
+    """
+    if not isinstance(job.optimizer, torch.optim.Optimizer):
+        return job.optimizer(model.parameters())
+    name = type(job.optimizer).__name__
+    if sharding is not None and sharding.mode == "fsdp2":
+        raise UsageError(
+            f"Sharding('fsdp2') replaces the model's parameters, and this {name} holds the former ones. Pass "
+            f"optimizer=lambda parameters: {name}(parameters, ...), which the engine calls afterwards."
+        )
+    if sharding is not None and sharding.mode == "zero1" and hasattr(job.scheduler, "step"):
+        raise UsageError(
+            f"Sharding('zero1') replaces this {name} by one that is sharded, but the scheduler holds the "
+            "former. Pass scheduler=lambda optimizer: ..., which the engine calls afterwards."
+        )
+    return job.optimizer
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -1,0 +1,160 @@
+"""The ranks of a job, and what they agree on before any of them acts.
+
+    rank 0  ── part ── part ──┐ agree        ┌ reduce ── update ──┐ agree
+    rank 1  ── part ──────────┤ no failure   ┤ reduce ── update ──┤ no failure     ...
+    rank 2  ── out of memory ─┘ or all retry └ ...                ┘
+
+All ranks call ``agree`` equally often, and each call also says whether the rank has failed: a rank that
+failed takes part in the next call, wherever the others made it. So no rank waits for one that will not come.
+The numbers go between the hosts (Gloo): this needs no memory of a GPU, and does not wait for one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit.errors import RankFailedError
+from memfit.user_frame import innermost_line, place_of
+
+RAN_OUT, FAILED = 1, 2
+"""How a rank failed: it can try again in smaller parts, or it cannot."""
+_NUMBERS = 4  # of each exchange, so that any two exchanges fit together
+
+
+class PeerOutOfMemoryError(Exception):
+    """Another rank ran out of memory, and all of them try again."""
+
+
+class OneRank:
+    """A single process, which agrees with itself at no cost."""
+
+    rank, size = 0, 1
+
+    def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:  # noqa: ARG002 - as below
+        """Return the numbers."""
+        return numbers
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Return the numbers."""
+        return numbers
+
+    def total_of_hosts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def report(self, error: BaseException, phase: str) -> None:
+        """Do nothing: the exception says everything."""
+
+
+class Ranks(OneRank):
+    """The ranks of the default process group; create it on all of them at the same time."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._group: Any = torch.distributed.new_group(backend="gloo")
+        self._store = torch.distributed.distributed_c10d._get_default_store()
+        self._exchanges = 0
+
+    def agree(self, *numbers: float, failure: int = 0) -> tuple[float, ...]:
+        """Return the maximum of each number over the ranks; up to two numbers.
+
+        Args:
+            numbers: this rank's.
+            failure: how this rank failed, if it did.
+
+        Raises:
+            PeerOutOfMemoryError: another rank ran out of memory, and this one did not fail.
+            RankFailedError: another rank failed for good, or is gone.
+        """
+        given = [float(failure), float(self.rank + 1) if failure else 0.0, *map(float, numbers)]
+        worst, who, *maxima = self._exchange(given, torch.distributed.ReduceOp.MAX)
+        if worst == FAILED and failure != FAILED:
+            raise RankFailedError(self._failure() or f"Rank {int(who) - 1} failed, and so this rank ends.")
+        if worst == RAN_OUT and not failure:
+            raise PeerOutOfMemoryError
+        return tuple(maxima[: len(numbers)])
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Return the sum of each number over the ranks: only after they agreed that none failed."""
+        return tuple(
+            self._exchange(list(map(float, numbers)), torch.distributed.ReduceOp.SUM)[: len(numbers)]
+        )
+
+    def total_of_hosts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor on the CPU: only after they agreed that none failed."""
+        self._guarded(lambda: torch.distributed.all_reduce(tensor, group=self._group))
+        return tensor
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's sum over the ranks, on its device: only after they agreed that none failed."""
+        self._guarded(lambda: torch.distributed.all_reduce(tensor))
+        return tensor
+
+    def report(self, error: BaseException, phase: str) -> None:
+        """Have the other ranks end with this rank's failure, and not with a time-out of their own.
+
+        Does nothing if this rank ends because of another.
+        """
+        if isinstance(error, RankFailedError) or not isinstance(error, Exception):
+            return
+        message = f"Rank {self.rank} failed in {phase}{_line_of(error)}: {_first_line(error)}"
+        try:
+            self._store.compare_set(self._key(), "", f"{message} The other ranks end with it.")
+            self.agree(failure=FAILED)
+        except Exception as also:  # noqa: BLE001 - the error that is reported must not be hidden by this one
+            error.add_note(f"Rank {self.rank} could not tell the other ranks: {also}")
+
+    def _exchange(self, given: list[float], operation: Any) -> list[float]:
+        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
+        numbers[: len(given)] = torch.tensor(given, dtype=torch.float64)
+        self._guarded(lambda: torch.distributed.all_reduce(numbers, operation, group=self._group))
+        self._exchanges += 1
+        return numbers.tolist()
+
+    def _guarded(self, collective: Callable[[], Any]) -> None:
+        """Run a collective; if a rank has gone, raise what it reported."""
+        try:
+            collective()
+        except RuntimeError as error:
+            known = self._failure()
+            lost = f"Rank {self.rank} lost the connection to another rank, which ended without a report."
+            raise RankFailedError(known or f"{lost} Look for the first error of the other ranks.") from error
+
+    def _failure(self) -> str:
+        try:
+            if self._store.check([self._key()]):
+                return str(self._store.get(self._key()).decode())
+        except RuntimeError:  # the store was on the rank that is gone
+            pass
+        return ""
+
+    def _key(self) -> str:
+        return f"memfit/failure/{self._group.group_name}/{self._exchanges}"
+
+
+def ranks_of_job() -> OneRank:
+    """Return the ranks of the default process group; without one, or alone in it, a single process."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return OneRank()
+    return Ranks()
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the innermost line of the user's code in an exception's traceback, as `` (train.py:46)``."""
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    line = innermost_line(place_of(reversed(lines)))
+    return f" ({line})" if line else ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text}"
