@@ -80,11 +80,11 @@ def test_fsdp_holds_its_share_of_parameters_gradients_and_state(dry_run, tmp_pat
     assert held["optimizer state"] == 2 * LAYERS // ranks
 
 
-def test_ranks_whose_shards_are_uneven_hold_what_they_have(dry_run):
+def test_ranks_without_rows_hold_the_padding(dry_run):
     script = SHARDED.replace("rows, layers = 4096, 3", "rows, layers = 10, 1")
-    found = [terms(run_as(dry_run, script, 4, rank=rank).answer)["parameters"] for rank in (0, 3)]
-    # Four ranks hold 3, 3, 3 and 1 of ten rows; FSDP pads each share to three.
-    assert found == [3 * 4096 * 4] * 2
+    found = [terms(run_as(dry_run, script, 8, rank=rank).answer)["parameters"] for rank in (0, 7)]
+    # Ten rows are two for each of five ranks and none for the others; FSDP pads each share to two.
+    assert found == [2 * 4096 * 4] * 2
 
 
 def test_an_object_that_only_another_rank_has_is_refused_by_name(dry_run):

@@ -315,8 +315,11 @@ def storage_start(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage.
 
     Does not call ``untyped_storage()``: once a gradient's storage has been a Python object, autograd no
-    longer counts the gradient as the buffer's only owner, and accumulates out of place, in new memory.
+    longer counts the gradient as the buffer's only owner, and accumulates out of place, in new memory. Only
+    of a tensor without elements, whose ``data_ptr()`` is 0: FSDP's padding for a rank that has no rows.
     """
+    if not tensor.numel():
+        return int(tensor.untyped_storage().data_ptr())
     return _data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
