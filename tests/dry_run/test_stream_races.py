@@ -42,8 +42,8 @@ def test_memory_of_a_side_stream_that_nothing_waits_for_is_a_range(dry_run):
     assert (terms["allocated"], terms["reserved"]) == ("exact", "assumed")
 
 
-@pytest.mark.parametrize("wait", ["side.wait_stream(main)", "main.synchronize()", "main.query()"])
-def test_where_the_stream_is_waited_for_the_bounds_meet(dry_run, wait):
+@pytest.mark.parametrize("wait", ["side.wait_stream(main); side.synchronize()", "main.query()"])
+def test_where_the_host_waits_for_the_stream_the_bounds_meet(dry_run, wait):
     answer = racing(dry_run, wait=wait).answer
     assert answer["range"] is None
     assert {row["name"]: row["provenance"] for row in answer["terms"]}["reserved"] == "exact"
@@ -72,6 +72,31 @@ def test_a_block_of_the_main_stream_that_is_freed_late_is_found_on_one_stream_to
     """
     reserved = racing(dry_run, script=script).answer["range"]["reserved"]
     assert (reserved["least"], reserved["most"]) == (60 * MIB, 120 * MIB)
+
+
+@pytest.mark.parametrize(("dropped", "difference"), [("del padded", 3 * 20 * MIB), ("", 0)])
+def test_what_a_collective_holds_is_a_range_unless_the_script_holds_it_too(dry_run, dropped, difference):
+    script = f"""
+    import torch
+    from torch import distributed
+    torch.cuda.set_device(0)
+    distributed.init_process_group("nccl")
+    own = [torch.empty(10 << 18, device="cuda") for _ in range(4)]
+    works = []
+    for part in own:
+        padded = torch.empty(20 << 18, device="cuda")
+        works.append((distributed.reduce_scatter_tensor(part, padded, async_op=True), padded))
+        works[-1:] = [works[-1][: {1 if dropped else 2}]]
+        {dropped}
+    for work, *_ in works:
+        work.wait()
+    """
+    answer = dry_run(script, options=("--nproc", "2")).answer
+    most = (4 * 10 + 4 * 20) * MIB
+    if difference:
+        assert answer["range"]["allocated"] == {"least": most - difference, "most": most}
+    else:
+        assert (answer["range"], answer["peak"]["allocated"]) == (None, most)
 
 
 def test_what_fits_at_the_lower_bound_alone_may_not_fit(dry_run):

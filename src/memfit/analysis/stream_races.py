@@ -2,7 +2,7 @@
 
 Memory that a side stream uses (``Tensor.record_stream``) is free again once the GPU has done that work. On
 the ghost it is done at once, which gives the least that a run can need. A second run, in which the work of a
-stream is done only when something waits for it, gives the most.
+stream is done only when the host waits for it, gives the most.
 """
 
 from dataclasses import replace
@@ -15,10 +15,12 @@ from memfit.records import Action, ByteRange, DryRun, Note, PeakRange, Provenanc
 def may_race(trace: Trace) -> bool:
     """Return whether the moment at which memory is free again may depend on the GPU.
 
-    That is so if the script allocated on several streams, or if a block was freed later than the script
-    released it. Not found: a script that allocates on one stream alone, and whose every such block was freed
-    before anything else happened.
+    That is so if the script allocated on several streams, if a block was freed later than the script released
+    it, or if a collective held a tensor that the script had dropped. Not found: a script that allocates on
+    one stream alone, and whose every such block was freed before anything else happened.
     """
+    if trace.device.race:
+        return True
     action, address = trace.events.action, trace.events.address
     if len(np.unique(trace.events.stream[action == Action.ALLOC])) > 1:
         return True
@@ -42,8 +44,8 @@ def with_upper_bound(early: DryRun, late: DryRun) -> DryRun:
     if all(size.most <= size.least for size in (process, allocated, reserved)):
         return early
     text = (
-        "Streams race: memory that a side stream uses is free again when the GPU has done that work. The "
-        "figures assume that this is as late as the program's order allows, and within the step."
+        "Streams race: memory that a side stream or a collective uses is free again when the GPU has done "
+        "that work. The figures assume that this is not before the script waits for it, or the step ends."
     )
     fits = process.most + late.device.in_use <= late.device.total.bytes
     unsure = {"cached, not allocated", "reserved", "process"}

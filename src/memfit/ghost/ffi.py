@@ -229,7 +229,7 @@ class Ghost:
         self._library.ghost_hold_events(int(hold))
 
     def finish_late(self) -> None:
-        """Have work on a stream finish only when the host or another stream waits for it."""
+        """Have work on a stream finish only when the host waits for it, or for a stream that waits for it."""
         self._library.ghost_hold_events(_HOLD_UNTIL_AWAITED)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Have GPU work of a stream finish late: when the host or another stream waits for it."""
+"""Have GPU work of a stream finish late: when the host waits for it."""
 
 import functools
 from typing import Any

@@ -229,6 +229,9 @@ class DeviceUse:
     machine: Machine = Machine.GHOST
     nccl: Figure | None = None
     """NCCL's communicators; None if the script made none, or if they are part of ``context``."""
+    race: bool = False
+    """Whether the script dropped a tensor that a collective held, so that the GPU's speed decides until when
+    its memory is in use."""
 
     @property
     def outside(self) -> Figure:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from memfit.card.find import is_rehearsal
 from memfit.card.outside_allocator import OutsideMeter
 from memfit.devices import find_device, refusal
+from memfit.ghost.early_collectives import EarlyCollectives
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.load import load
 from memfit.ghost.patching.after_import import after_import
@@ -76,6 +77,7 @@ class GhostBackend:
         self._values: AssumedValues | None = None
         self._host: RandomFillSkipper | None = None
         self._steps = 0
+        self._collectives: EarlyCollectives | None = None
         context = settings.device.context.bytes
         self.ghost = load(settings.build)
         self.ghost.configure(
@@ -100,6 +102,9 @@ class GhostBackend:
             from memfit.ghost.finish_late import finish_late
 
             finish_late(self.ghost)
+        else:
+            self._collectives = EarlyCollectives()
+            after_import("torch.distributed.distributed_c10d", self._collectives.install)
         choices = gpu_reads.ValueOptions.parse(self._options.values)
         self._values = gpu_reads.install(
             self.ghost,
@@ -187,7 +192,11 @@ class GhostBackend:
             self._recorder.note(Provenance.ASSUMED, reason, sizes=True)
         for provenance, text in self.ghost.workspaces.notes():
             self._recorder.note(provenance, text, sizes=True, workspaces=True)
-        return replace(self._settings.device, nccl=self._communicators.figure())
+        return replace(
+            self._settings.device,
+            nccl=self._communicators.figure(),
+            race=self._collectives is not None and self._collectives.race,
+        )
 
     def versions(self) -> dict[str, str]:
         """Return nothing: the ghost was built for the torch that the trace names."""

@@ -30,7 +30,7 @@ class RunOptions:
     rank: Rank = ALONE
     """The rank that the script's process stands for, and of how many."""
     finish_late: bool = False
-    """Have GPU work of a stream finish only when something waits for it, or at the end of the step."""
+    """Have GPU work of a stream finish only when the host waits for it, or at the end of the step."""
     in_use: int = 0
     """Bytes of device memory that other processes hold."""
     values: str = ""

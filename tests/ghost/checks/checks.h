@@ -34,7 +34,8 @@ status cudaHostAlloc(void **, size_t, unsigned), cudaFreeHost(void *),
 status cudaHostUnregister(void *), cudaMallocManaged(void **, size_t, unsigned);
 status cudaStreamCreateWithFlags(void **, unsigned), cudaStreamDestroy(void *),
     cudaStreamWaitEvent(void *, void *, unsigned);
-status cudaEventCreateWithFlags(void **, unsigned), cudaEventRecord(void *, void *), cudaEventQuery(void *);
+status cudaStreamSynchronize(void *), cudaEventCreateWithFlags(void **, unsigned),
+    cudaEventRecord(void *, void *), cudaEventQuery(void *);
 status cudaEventDestroy(void *), cudaEventSynchronize(void *), cudaEventElapsedTime(float *, void *, void *);
 status cudaStreamBeginCapture(void *, int), cudaStreamEndCapture(void *, void **);
 status cudaStreamIsCapturing(void *, int *), cudaGraphGetNodes(void *, void **, size_t *);

@@ -34,27 +34,33 @@ void held_events(void)
     cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(stream);
 }
 
-/* Held until its stream is waited for: by a stream that waits for this event or a later one, or by the host. */
+/* Held until the host waits for its stream beyond it, or for a stream that waits for it. */
 void events_until_awaited(void)
 {
-    void *side, *first, *second, *elsewhere;
-    cudaStreamCreateWithFlags(&side, 1);
+    void *side, *third, *first, *second, *elsewhere;
+    cudaStreamCreateWithFlags(&side, 1), cudaStreamCreateWithFlags(&third, 1);
     cudaEventCreateWithFlags(&first, 0), cudaEventCreateWithFlags(&second, 0);
     cudaEventCreateWithFlags(&elsewhere, 0);
     ghost_hold_events(2);
     cudaEventRecord(first, side), cudaEventRecord(elsewhere, NULL), cudaEventRecord(second, side);
-    cudaStreamWaitEvent(NULL, first, 0);
+    cudaEventSynchronize(first);
     CHECK(cudaEventQuery(first) == SUCCESS);
     CHECK(cudaEventQuery(second) == NOT_READY && cudaEventQuery(elsewhere) == NOT_READY);
-    cudaStreamWaitEvent(NULL, second, 0);
-    CHECK(cudaEventQuery(second) == SUCCESS && cudaEventQuery(elsewhere) == NOT_READY);
+    cudaStreamWaitEvent(third, second, 0), cudaStreamWaitEvent(NULL, second, 0);
+    CHECK(cudaEventQuery(second) == NOT_READY); /* the host may be ahead of both */
+    cudaEventSynchronize(elsewhere);            /* recorded before its stream waited */
+    CHECK(cudaEventQuery(elsewhere) == SUCCESS && cudaEventQuery(second) == NOT_READY);
+    cudaEventRecord(elsewhere, third);
+    cudaEventSynchronize(elsewhere);
+    CHECK(cudaEventQuery(second) == SUCCESS);
+    cudaEventRecord(first, side), cudaEventRecord(elsewhere, third);
+    cudaStreamSynchronize(side);
+    CHECK(cudaEventQuery(first) == SUCCESS && cudaEventQuery(elsewhere) == NOT_READY);
     cudaDeviceSynchronize();
     CHECK(cudaEventQuery(elsewhere) == SUCCESS);
-    cudaEventRecord(first, side), cudaEventRecord(second, side);
-    cudaEventSynchronize(second);
-    CHECK(cudaEventQuery(first) == SUCCESS);
     ghost_hold_events(0);
-    cudaEventDestroy(first), cudaEventDestroy(second), cudaEventDestroy(elsewhere), cudaStreamDestroy(side);
+    cudaEventDestroy(first), cudaEventDestroy(second), cudaEventDestroy(elsewhere);
+    cudaStreamDestroy(side), cudaStreamDestroy(third);
 }
 
 /* A single piece of work always takes the shortest time; several take the host's own time. */

@@ -344,7 +344,8 @@ void note_captured_node(const void *stream);
 void synchronize_everything(void);
 uint64_t take_ticket(void); /* of an event that is recorded now; 0 unless events are held */
 bool ticket_is_finished(const void *stream, uint64_t ticket);
-void await_ticket(const void *stream, uint64_t ticket); /* another stream waits for this one */
+void stream_waits(const void *waiter, const void *stream, uint64_t ticket);
+void host_waits(const void *stream, uint64_t ticket);
 
 static inline uint64_t round_up(uint64_t size, uint64_t multiple)
 {

@@ -62,7 +62,7 @@ API status cudaEventQuery(struct event *event)
 
 API status cudaEventSynchronize(struct event *event)
 {
-    await_ticket(event->stream, event->ticket);
+    host_waits(event->stream, event->ticket);
     event->ticket = 0;
     return SUCCESS;
 }
@@ -88,7 +88,7 @@ API status cudaStreamWaitEvent(void *stream, void *handle, unsigned flags)
 {
     /* Waiting for an event of a capturing stream draws this one into the capture. */
     const struct event *event = handle;
-    await_ticket(event->stream, event->ticket);
+    stream_waits(stream, event->stream, event->ticket);
     if (event->capture && capture_is_active(event->capture))
         stream_join_capture(stream, event->capture);
     return SUCCESS;

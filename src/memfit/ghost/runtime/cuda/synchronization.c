@@ -1,53 +1,95 @@
 /* Waiting for the device. Work is finished the moment it is issued, so waiting never waits.
  *
  * The exception: while ghost_hold_events is on, each recorded event takes a ticket and stays "not ready" until
- * anything synchronizes or the hold ends; with HOLD_UNTIL_AWAITED, until its stream is waited for beyond it. That
- * is how PyTorch's deferred frees (record_stream) come late.
+ * anything synchronizes or the hold ends. With HOLD_UNTIL_AWAITED it stays so until the host waits for its
+ * stream beyond it, or for a stream that waits for it: the host may be far ahead of a stream that waits, so the
+ * wait alone finishes nothing. That is how PyTorch's deferred frees (record_stream) come late.
  */
 #include "core/ghost.h"
+#include "array.h"
 
-#define MOST_AWAITED 256 /* streams; PyTorch's pools have 64 a device and priority */
+struct finished {
+    const void *stream;
+    uint64_t ticket; /* those up to it are finished */
+};
+
+/* From its ticket `since` on, `waiter` runs after `ticket` of `stream`. */
+struct dependency {
+    const void *waiter, *stream;
+    uint64_t since, ticket;
+};
 
 static uint64_t last_ticket, finished_ticket;
 static int held;
 static struct {
-    const void *stream;
-    uint64_t ticket; /* those up to it are finished */
-} awaited[MOST_AWAITED];
-static size_t awaited_streams;
+    ARRAY(struct finished);
+} streams;
+static struct {
+    ARRAY(struct dependency);
+} dependencies;
+
+static void finish_everything(void)
+{
+    finished_ticket = last_ticket;
+    streams.count = dependencies.count = 0;
+}
 
 API void ghost_hold_events(int hold)
 {
     ghost_lock();
     held = hold;
     if (!hold)
-        finished_ticket = last_ticket;
+        finish_everything();
     ghost_unlock();
 }
 
-/* The entry of a stream; NULL if nothing has waited for it. */
-static uint64_t *finished_on(const void *stream)
+/* The ticket up to which a stream is finished. */
+static uint64_t finished_on(const void *stream)
 {
-    for (size_t i = 0; i < awaited_streams; i++)
-        if (awaited[i].stream == stream)
-            return &awaited[i].ticket;
-    return NULL;
+    for (size_t i = 0; i < streams.count; i++)
+        if (streams.items[i].stream == stream)
+            return streams.items[i].ticket;
+    return finished_ticket;
 }
 
-void await_ticket(const void *stream, uint64_t ticket)
+static void finish(const void *stream, uint64_t ticket)
+{
+    struct finished *found = NULL;
+    if (ticket <= finished_on(stream))
+        return;
+    for (size_t i = 0; i < streams.count && !found; i++)
+        if (streams.items[i].stream == stream)
+            found = &streams.items[i];
+    if (!found)
+        found = array_append(&streams);
+    if (!found) {
+        finish_everything(); /* no host memory: early, but never stuck */
+        return;
+    }
+    *found = (struct finished){stream, ticket};
+    for (size_t at = 0; at < dependencies.count; at++) {
+        struct dependency before = dependencies.items[at];
+        if (before.waiter == stream && before.since <= ticket)
+            finish(before.stream, before.ticket);
+    }
+}
+
+void stream_waits(const void *waiter, const void *stream, uint64_t ticket)
 {
     ghost_lock();
-    if (held == HOLD_UNTIL_AWAITED) {
-        uint64_t *finished = finished_on(stream);
-        if (!finished && awaited_streams < MOST_AWAITED) {
-            awaited[awaited_streams].stream = stream;
-            finished = &awaited[awaited_streams++].ticket;
-        }
-        if (!finished)
-            finished_ticket = last_ticket; /* too many streams: early, but never stuck */
-        else if (*finished < ticket)
-            *finished = ticket;
-    }
+    struct dependency *added = NULL;
+    if (held == HOLD_UNTIL_AWAITED && ticket > finished_on(stream))
+        added = array_append(&dependencies);
+    if (added)
+        *added = (struct dependency){waiter, stream, ++last_ticket, ticket};
+    ghost_unlock();
+}
+
+void host_waits(const void *stream, uint64_t ticket)
+{
+    ghost_lock();
+    if (held == HOLD_UNTIL_AWAITED)
+        finish(stream, ticket);
     ghost_unlock();
 }
 
@@ -62,8 +104,7 @@ uint64_t take_ticket(void)
 bool ticket_is_finished(const void *stream, uint64_t ticket)
 {
     ghost_lock();
-    const uint64_t *reached = finished_on(stream);
-    bool finished = ticket <= finished_ticket || (reached && ticket <= *reached);
+    bool finished = ticket <= finished_on(stream);
     ghost_unlock();
     return finished;
 }
@@ -71,7 +112,7 @@ bool ticket_is_finished(const void *stream, uint64_t ticket)
 void synchronize_everything(void)
 {
     ghost_lock();
-    finished_ticket = last_ticket;
+    finish_everything();
     ghost_unlock();
     trim_pools_to_threshold();
 }
@@ -86,7 +127,12 @@ API status cudaStreamQuery(void *stream)
 
 API status cudaStreamSynchronize(void *stream)
 {
-    synchronize_everything();
+    if (held != HOLD_UNTIL_AWAITED) {
+        synchronize_everything();
+        return SUCCESS;
+    }
+    host_waits(stream, last_ticket);
+    trim_pools_to_threshold();
     return SUCCESS;
 }
 

@@ -1,0 +1,95 @@
+"""Have asynchronous collectives release their tensors as early as a GPU may: as soon as they are issued.
+
+Such a collective holds its tensors until the script waits for it, or until the GPU is done, which a thread of
+PyTorch checks ten times a second. Without this, a run's peak would depend on the speed of the dry run.
+
+Source: ``stashed_for_allocator_safety_``, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, PyTorch 2.14.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class EarlyCollectives:
+    """Watches the collectives that a script issues from Python."""
+
+    def __init__(self) -> None:
+        self.race = False
+        """Whether the script dropped a tensor that a collective held: only the GPU decides until when."""
+        self._awaited: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._coalescing: list[Any] | None = None
+        """The tensors of the collectives that are being issued together; None if they are issued alone."""
+
+    def install(self) -> None:
+        """Patch the process groups of the imported ``torch.distributed``."""
+        import torch.distributed as dist
+
+        group: Any = dist.ProcessGroup
+        work: Any = dist.Work
+        self._wait = work.wait
+        for name in dir(group):
+            method = getattr(group, name)
+            if "-> c10d::Work" in (method.__doc__ or ""):
+                setattr(group, name, self._released(method))
+        for name in ("wait", "synchronize"):
+            setattr(work, name, self._noted(getattr(work, name)))
+        group._start_coalescing = self._started(group._start_coalescing)
+
+    def _started(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start)
+        def started(*args: Any) -> Any:
+            self._coalescing = []
+            return start(*args)
+
+        return started
+
+    def _released(self, issue: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collective that holds nothing once it has been issued."""
+
+        @functools.wraps(issue)
+        def released(*args: Any, **kwargs: Any) -> Any:
+            held = list(_tensors((*args, *kwargs.values())))
+            work = issue(*args, **kwargs)
+            if issue.__name__ == "_end_coalescing":
+                held, self._coalescing = self._coalescing or [], None
+            if self._coalescing is not None:
+                self._coalescing += held
+            elif work is not None and held and held[0].is_cuda and not _capturing():
+                self._wait(work)
+                for tensor in held:
+                    weakref.finalize(tensor, self._dropped, weakref.ref(work)).atexit = False
+            return work
+
+        return released
+
+    def _noted(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def noted(work: Any, *args: Any, **kwargs: Any) -> Any:
+            self._awaited.add(work)
+            return wait(work, *args, **kwargs)
+
+        return noted
+
+    def _dropped(self, issued: Callable[[], Any]) -> None:
+        """A tensor is gone: before the script waited for its collective, if the script still can."""
+        work = issued()
+        self.race |= work is not None and work not in self._awaited
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    """Yield the tensors in nested sequences."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
