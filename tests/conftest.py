@@ -59,7 +59,8 @@ def dry_run(tmp_path):
     return run
 
 
-STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehearse"}
+_RANKS = {"two_ranks", "four_ranks"}
+STARTERS = {"browser", "drive", "dry_run", "memfit", "on_ghost", "record", "rehearse"} | _RANKS
 """Fixtures that start processes."""
 
 

@@ -119,3 +119,290 @@ def steps(rank, ranks, plan, sizes, dtype="float32", loss="mean_loss", options=N
         batch = samples(sum(divided), seed, dtype) if ranks == 1 else shares(divided, seed, dtype)[rank]
         results.append(run.step(batch))
     return found(run, results, seen)
+
+
+def in_windows(rank, ranks, plan, counts, loop, loss="mean_loss"):
+    """Make an update from each window of micro-batches of two samples, of which each rank has some.
+
+    Args:
+        rank: this one; ``ranks=1`` trains with each window as one batch.
+        counts: for each window, each rank's number of micro-batches.
+        loop: ``fit``, ``windows`` (a loop of the script's own) or ``backward`` (one without a loader).
+    """
+    seen, results = Seen(), []
+    run = engine(net(), plan, loss=(loss := globals()[loss]), callbacks=[seen, Results(results)])
+    micro = [shares([2] * sum(each), seed) for seed, each in enumerate(counts)]
+    if ranks == 1:
+        for window in micro:
+            run.step(tuple(torch.cat(parts) for parts in zip(*window, strict=True)))
+        return found(run, results, seen)
+    begins = [sum(each[:rank]) for each in counts]
+    mine = [
+        window[begin : begin + each[rank]] for window, begin, each in zip(micro, begins, counts, strict=True)
+    ]
+    if loop == "fit":
+        run.fit([part for window in mine for part in window])
+    elif loop == "windows":
+        for parts in run.windows([part for window in mine for part in window]):
+            for part in parts:
+                backward(run, loss, part)
+    else:
+        for window in mine:
+            for part in window:
+                backward(run, loss, part)
+            run.flush()
+    return found(run, results, seen)
+
+
+class Results(memfit.Callback):
+    """Keeps the result of each window."""
+
+    def __init__(self, results):
+        self.results = results
+
+    def on_window_end(self, engine, result):
+        self.results.append(result)
+
+
+def backward(run, loss, part):
+    value = loss(run.model, part)
+    if isinstance(value, tuple):
+        run.backward(value[0] / max(value[1], 1), value[1])
+    else:
+        run.backward(value)
+
+
+def reductions(rank, ranks, parts, updates):
+    """Return how often DistributedDataParallel reduced its one bucket, forward and backward apart."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    run = engine(net(), [memfit.Sharding("ddp"), memfit.Accumulation(parts_per_batch=parts)])
+    calls = []
+
+    def counted(state, bucket):
+        calls.append(1)
+        return allreduce_hook(None, bucket)
+
+    run.model.register_comm_hook(None, counted)
+    for seed in range(updates):
+        run.step(samples(2 * parts, 2 * seed + rank))
+    return len(calls)
+
+
+def overflow(rank, ranks, mode, infinite):
+    """Train in fp16 with a loss that is infinite in one micro-batch, on one rank or on none.
+
+    Args:
+        infinite: rank and number of the micro-batch, counted over three updates of two micro-batches.
+    """
+    calls = iter(range(100))
+
+    def loss(model, batch):
+        factor = float("inf") if (rank, next(calls)) == infinite else 1.0
+        return mean_loss(model, batch) * factor
+
+    seen, results = Seen(), []
+    scale = memfit.LossScale(init_scale=64.0, growth_interval=2)
+    plan = [memfit.Precision("fp16", loss_scale=scale), memfit.Accumulation(parts_per_batch=2)]
+    sharding = [memfit.Sharding(mode)] if ranks > 1 else []
+    run = engine(net(), plan + sharding, loss=loss, callbacks=[seen])
+    for seed in range(3):
+        divided = shares([4, 4], seed)
+        batch = divided[rank] if ranks > 1 else samples(8, seed)
+        results.append(run.step(batch))
+    state = run._ledger.update.scaler.state_dict()
+    return found(run, results, seen) | {"scaler": state}
+
+
+class Unused(Net):
+    """Has a layer that no forward uses, and one that only some batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(7, 7)
+
+    def forward(self, x):
+        hidden = self.inside(x)
+        if len(x) > 2:
+            hidden = self.sometimes(hidden)
+        return self.head(hidden)
+
+
+def unused(rank, ranks, sizes):
+    """Train with weight decay, which would change parameters that got a gradient of zeros."""
+    torch.manual_seed(0)
+    seen = Seen()
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+    plan = [memfit.Sharding("ddp")] if ranks > 1 else None
+    run = engine(Unused(), plan, callbacks=[seen], optimizer=optimizer)
+    results = []
+    for seed, divided in enumerate(sizes):
+        batch = shares(divided, seed)
+        if ranks > 1:
+            results.append(run.step(batch[rank]))
+            continue
+        # In one process, each share is a micro-batch of its own: the layers that it uses depend on its size.
+        weights = [len(part[0]) / sum(divided) for part in batch]
+        for part, weight in zip(batch, weights, strict=True):
+            (mean_loss(run.model, part) * weight).backward()
+        seen.on_optimizer_step_begin(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return found(run, results, seen)
+
+
+def out_of_memory(rank, ranks, mode, failing, sizes, options=None):
+    """Make updates during which some ranks cannot hold more than two samples at a time.
+
+    Args:
+        failing: the ranks.
+        sizes: as for ``steps``.
+    """
+
+    def loss(model, batch):
+        value = mean_loss(model, batch)
+        if rank in failing and len(batch[0]) > 2:
+            if len(batch[0]) % 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            value.register_hook(ran_out)
+        return value
+
+    plan = [memfit.Sharding(mode)] if ranks > 1 else None
+    seen, results = Seen(), []
+    run = engine(net(), plan, loss=loss, callbacks=[seen], **options or {})
+    for seed, divided in enumerate(sizes):
+        batch = samples(sum(divided), seed) if ranks == 1 else shares(divided, seed)[rank]
+        results.append(run.step(batch))
+    return found(run, results, seen)
+
+
+def ran_out(gradient):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def failing(rank, ranks, mode, where):
+    """Return what each rank reads when rank 1 fails for good in its second step."""
+    if ranks == 1:
+        raise AssertionError
+
+    class Failing(memfit.Callback):
+        def on_optimizer_step_begin(self, engine):
+            if rank == 1 and where == "update" and engine.optimizer_step == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def loss(model, batch):
+        value = mean_loss(model, batch)
+        if rank == 1 and run.optimizer_step == 1:
+            if where == "forward":
+                raise ValueError("a label is missing")
+            if where == "backward":
+                value.register_hook(ran_out)
+        return value
+
+    run = engine(net(), [memfit.Sharding(mode)], loss=loss, callbacks=[Failing()], protect="always")
+    run.step(samples(1, rank))
+    before = [whole(p) for p in run.model.parameters()]
+    try:
+        run.step(samples(1, rank))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        same = all(torch.equal(a, whole(b)) for a, b in zip(before, run.model.parameters(), strict=True))
+        return type(error).__name__, str(error), same
+    return "", "", False
+
+
+def sums(rank, ranks, master_weights):
+    """Train a model in bf16 whose gradients are summed in float32."""
+    precision = memfit.Precision("bf16", autocast=False, master_weights=master_weights)
+    plan = [precision, memfit.Accumulation(micro_batch_size=4)]
+    run = engine(net(), [*plan, memfit.Sharding("ddp")] if ranks > 1 else plan)
+    kept = []
+
+    class Sums(memfit.Callback):
+        def on_optimizer_step_begin(self, engine):
+            own = (p for group in engine.optimizer.param_groups for p in group["params"])
+            kept.append([p.grad.clone() for p in own])
+
+    run.callbacks = (Sums(),)
+    for seed in range(2):
+        x, y = samples(16, seed, "bfloat16")
+        share = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
+        run.step((x[share], y[share]))
+    return {"gradients": kept, "dtypes": {str(each.dtype) for each in kept[0]}}
+
+
+def fit(rank, ranks, sampled, epochs=2):
+    """Train with ``fit``, validation and early stopping; return what each rank saw of them."""
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data = TensorDataset(*samples(22, 0))
+    sampler = DistributedSampler(data, shuffle=True) if sampled and ranks > 1 else None
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    order = []
+
+    def loss(model, batch):
+        order.append(batch[0][:, 0].tolist())
+        return mean_loss(model, batch)
+
+    held_out = samples(9, 1)
+    part = slice(0, 6) if rank == 0 else slice(6, 9)  # ranks validate different numbers of batches
+    mine = tuple(tensor[part] if ranks > 1 else tensor for tensor in held_out)
+    validation = [tuple(t[i : i + 3] for t in mine) for i in range(0, len(mine[0]), 3)]
+    stopping = memfit.EarlyStopping("accuracy", mode="max", patience=1)
+
+    def accuracy(model, batch):
+        return (model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[0])
+
+    plan = [memfit.Sharding("ddp")] if ranks > 1 else None
+    run = engine(net(), plan, loss=loss, callbacks=[stopping])
+    run.fit(loader, epochs, validate=validation, metrics={"loss": mean_loss, "accuracy": accuracy})
+    return {
+        "order": order,
+        "metrics": run.metrics,
+        "epochs": run.epoch,
+        "best": stopping.best,
+        "parameters": [p.detach().clone() for p in run.model.parameters()],
+    }
+
+
+def refused(rank, ranks, case):
+    """Return the message with which an engine is refused."""
+    model = net()
+    adam = torch.optim.Adam(model.parameters())
+    made = {
+        "nothing shards": lambda: engine(model, None),
+        "sharded twice": lambda: engine(memfit.apply(model, memfit.Sharding("ddp")), memfit.Sharding("ddp")),
+        "fsdp2, made before": lambda: engine(model, memfit.Sharding("fsdp2"), optimizer=adam),
+        "zero1, scheduler made before": lambda: engine(
+            model,
+            memfit.Sharding("zero1"),
+            optimizer=adam,
+            scheduler=torch.optim.lr_scheduler.StepLR(adam, 1),
+            scheduler_interval="update",
+        ),
+        "static graph": lambda: engine(model, memfit.Sharding("ddp", static_graph=True)),
+        "a part in DDP": lambda: engine(nn.Sequential(nn.parallel.DistributedDataParallel(model)), None),
+        "step in backward": lambda: engine(
+            model, [memfit.Sharding("fsdp2"), memfit.OptimizerState(step_in_backward=True)]
+        ),
+        "cuda graphs": lambda: engine(model, memfit.Sharding("ddp"), cuda_graphs=True),
+        "arena": lambda: engine(model, {"sharding": "ddp", "arena": True}),
+        "no sync": lambda: _without_sync(model, rank),
+        "carry": lambda: engine(
+            model, [memfit.Sharding("ddp"), memfit.Accumulation(batches_per_update=2, remainder="carry")]
+        ).fit([samples(2, 0)] * (3 + rank)),
+    }[case]
+    try:
+        made()
+    except memfit.MemfitError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _without_sync(model, rank):
+    run = engine(model, memfit.Sharding("fsdp2"))
+    run.model.set_requires_gradient_sync(False)
+    run.step(samples(2, rank))

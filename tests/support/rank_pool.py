@@ -25,7 +25,7 @@ class RankPool:
         self.ranks = ranks
         self._processes = []
 
-    def run(self, module, case, *arguments):
+    def run(self, case, *arguments, module="support.rank_cases"):
         """Run a case on all ranks; return what each returned, rank by rank.
 
         Raises:

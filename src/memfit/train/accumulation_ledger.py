@@ -16,7 +16,7 @@ from memfit.errors import TornUpdateError, UsageError
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_position import Position
 from memfit.train.optimizer_update import INTERRUPTED, OptimizerUpdate
-from memfit.train.rank_gradients import RankGradients
+from memfit.train.rank_gradients import Phase, RankGradients
 from memfit.train.step_result import StepResult
 from memfit.train.step_snapshots import StepSnapshot
 
@@ -43,7 +43,7 @@ class AccumulationLedger:
         self, update: OptimizerUpdate, gradients: RankGradients, notify: Callable[..., None]
     ) -> None:
         self.update, self.gradients, self.notify = update, gradients, notify
-        self.phase = "forward"
+        self.phase: Phase = "forward"
         """Of a window: what the other ranks read if this one fails."""
         self.lacking = 0
         """Micro-batches that another rank has more in the open window, if all must run equally many."""
@@ -54,6 +54,7 @@ class AccumulationLedger:
         self.micro_step = 0
         self.optimizer_step = 0
         self._micro_step_before = 0  # when the window was opened
+        self._closed = 0  # windows of loops of the script's own
 
     def open(self, window: Window, *, pads: bool = False) -> Window:
         """Open a window; ``pads`` if the engine can run micro-batches that this rank lacks."""
@@ -106,8 +107,30 @@ class AccumulationLedger:
     def close(self, window: Window) -> StepResult:
         """Update from a window's gradients, and call the callbacks."""
         with self.reporting():
-            self.gradients.ranks.agree()
+            self.gradients.ranks.agree(self._closed + 1)
+        return self._close_agreed(window)
+
+    def flush(self) -> StepResult | None:
+        """Close windows until all ranks have closed equally many; return the last one's result, if any.
+
+        A rank may have filled its window, and closed it, while another has fewer micro-batches, or none.
+        """
+        result = None
+        while True:
+            window = self.window
+            mine = self._closed + (window is not None and window.done > 0)
+            with self.reporting():
+                (most,) = self.gradients.ranks.agree(mine)
+            if most == self._closed:
+                if window is not None:
+                    self.drop()
+                return result
+            result = self._close_agreed(window or self.open(Window(0, by_hand=True)))
+
+    def _close_agreed(self, window: Window) -> StepResult:
+        with self.reporting():
             result = self.make_update(window)
+        self._closed += 1
         self.notify("on_window_end", result)
         return result
 
@@ -148,7 +171,7 @@ class AccumulationLedger:
         try:
             yield
         except BaseException as error:
-            self.gradients.ranks.report(error, self.phase)
+            self.gradients.ranks.report(error, self.phase, waiting=self.gradients.are_apart(self.phase))
             raise
 
     def drop(self) -> None:

@@ -314,7 +314,7 @@ class Engine:
             done = window.done + len(group.left)
             if ledger.window is None:
                 ledger.open(window)
-            yield MicroBatches(group, ledger, self.flush, closes=closes)
+            yield MicroBatches(group, ledger, closes=closes)
             if closes or window.done != done:
                 ledger.expect_closed()
 
@@ -359,14 +359,14 @@ class Engine:
         self._ledger.position.close()
 
     def flush(self) -> StepResult | None:
-        """Update from the micro-batches of an open window so far; return None if there are none."""
-        window = self._ledger.window
-        done = 0 if window is None else window.done
-        if not self._ranks.agree(done)[0]:
-            if window is not None:
-                self.drop()
-            return None
-        return self._ledger.close(window or self._ledger.open(Window(0, by_hand=True)))
+        """Update from the micro-batches of an open window so far; return None if there are none.
+
+        With several ranks, call this on all of them; one without micro-batches takes part in the update.
+        """
+        result = self._ledger.flush()
+        if result is None:
+            self._ledger.position.close()
+        return result
 
     # ---- Saving and resuming -------------------------------------------------------------------------
 

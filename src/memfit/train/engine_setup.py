@@ -16,6 +16,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.strategies import apply
 from memfit.strategies.accumulation import Accumulation
+from memfit.strategies.mechanisms.optimizer_info import state_of
 from memfit.strategies.optimizer_state import OptimizerState
 from memfit.strategies.plan import Plan
 from memfit.strategies.precision import Precision, device_type
@@ -144,6 +145,7 @@ def _set_up(
     if masters:
         apply.on_revert(plain, partial(_restore_float32_parameters, ref(update)), last=True)
     if isinstance(gradients, ReplicaGradients):
+        gradients.shared_state = state_of(optimizer) is not optimizer.state
         apply.on_revert(plain, gradients.deactivate)
     return Prepared(model, update, gradients)
 

@@ -6,7 +6,7 @@ epoch 2     ndow --|-- window --|-- window --|
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
 from memfit.strategies.accumulation import Accumulation, Remainder
@@ -14,7 +14,9 @@ from memfit.train.accumulation_ledger import AccumulationLedger
 from memfit.train.accumulation_window import Window
 from memfit.train.data.loader_batch_size import expect_batches_of
 from memfit.train.ranks import OneRank
-from memfit.train.step_result import StepResult
+
+if TYPE_CHECKING:
+    from memfit.train.step_result import StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +102,6 @@ class MicroBatches:
     Args:
         group: the micro-batches.
         ledger: in which their window is open.
-        update: makes the update of the window.
         closes: whether the window ends with them.
     """
 
@@ -108,11 +109,10 @@ class MicroBatches:
         self,
         group: BatchGroup,
         ledger: AccumulationLedger,
-        update: Callable[[], StepResult | None],
         *,
         closes: bool,
     ) -> None:
-        self._group, self._ledger, self._update, self._closes = group, ledger, update, closes
+        self._group, self._ledger, self._closes = group, ledger, closes
         self.result: StepResult | None = None
         """The window's result, after the backward of its last micro-batch; None if the next epoch has it."""
 
@@ -133,4 +133,4 @@ class MicroBatches:
                     "window."
                 )
         if self._closes:
-            self.result = self._update()
+            self.result = self._ledger.close(window)

@@ -9,7 +9,7 @@ with all data when it is multiplied by ``total * N / weight of all ranks``: left
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from memfit.train.accumulation_window import Window
 from memfit.train.optimizer_update import OptimizerUpdate
 from memfit.train.ranks import OneRank
 
+Phase = Literal["forward", "backward", "update"]
 _BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 
 
@@ -45,6 +46,10 @@ class RankGradients:
     def close(self, window: Window, update: OptimizerUpdate) -> None:
         """Reduce a window's gradients, weight and loss, after all ranks agreed that none failed."""
 
+    def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as below
+        """Return whether the ranks run a phase without collective operations."""
+        return True
+
 
 class ReplicaGradients(RankGradients):
     """Gradients of a DistributedDataParallel, which the engine has it reduce after the last backward.
@@ -53,12 +58,14 @@ class ReplicaGradients(RankGradients):
 
     Args:
         ranks: that train together.
-        replica: reduces nothing in the scripts' backwards from here on.
+        replica: reduces nothing in the script's backwards from here on.
     """
 
     def __init__(self, ranks: OneRank, replica: DistributedDataParallel) -> None:
         super().__init__(ranks)
         self._replica = replica
+        self.shared_state = False
+        """Whether the optimizer's step is collective, because each rank updates a share (zero1)."""
         self._parameters = [each for each in replica.module.parameters() if each.requires_grad]
         self.activate()
 
@@ -93,6 +100,10 @@ class ReplicaGradients(RankGradients):
         for parameter in unused:  # as in one process: an optimizer would decay what got a gradient of zeros
             parameter.grad = None
         self._synchronize_buffers()
+
+    def are_apart(self, phase: Phase) -> bool:
+        """Return whether the ranks run a phase without collective operations."""
+        return phase != "update" or not self.shared_state
 
     def _unused(self, held: dict[nn.Parameter, torch.Tensor]) -> list[nn.Parameter]:
         """Return the parameters that have no gradient on any rank."""
@@ -186,15 +197,21 @@ class ShardGradients(RankGradients):
             return
         share_loss(window, self.ranks, self._model)
 
+    def are_apart(self, phase: Phase) -> bool:  # noqa: ARG002 - as above
+        """Return whether the ranks run a phase without collective operations: none."""
+        return False
+
 
 def share_loss(window: Window, ranks: OneRank, model: nn.Module) -> None:
     """Replace a window's loss by the mean over the ranks; a rank without data has none of its own."""
     if ranks.size == 1 or not window.weight:
         return
     own = window.loss
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device) if own is None else own.to(torch.float64)
-    window.loss = (ranks.add_up(total.clone()) / ranks.size).to(torch.float32 if own is None else own.dtype)
+    if own is None:
+        parameter = next(model.parameters())
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        own = torch.zeros((), dtype=dtype, device=parameter.device)
+    window.loss = (ranks.add_up(own.to(torch.float64, copy=True)) / ranks.size).to(own.dtype)
 
 
 def _zeros(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:

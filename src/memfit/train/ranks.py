@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.errors import RankFailedError
+from memfit.train.oom_rollback import is_out_of_memory
 from memfit.user_frame import innermost_line, place_of
 
 RAN_OUT, FAILED = 1, 2
@@ -47,7 +48,7 @@ class OneRank:
         """Return the tensor."""
         return tensor
 
-    def report(self, error: BaseException, phase: str) -> None:
+    def report(self, error: BaseException, phase: str, *, waiting: bool) -> None:
         """Do nothing: the exception says everything."""
 
 
@@ -72,9 +73,10 @@ class Ranks(OneRank):
             RankFailedError: another rank failed for good, or is gone.
         """
         given = [float(failure), float(self.rank + 1) if failure else 0.0, *map(float, numbers)]
+        key = self._key()
         worst, who, *maxima = self._exchange(given, torch.distributed.ReduceOp.MAX)
         if worst == FAILED and failure != FAILED:
-            raise RankFailedError(self._failure() or f"Rank {int(who) - 1} failed, and so this rank ends.")
+            raise RankFailedError(self._failure(key) or f"Rank {int(who) - 1} failed, and so this rank ends.")
         if worst == RAN_OUT and not failure:
             raise PeerOutOfMemoryError
         return tuple(maxima[: len(numbers)])
@@ -95,17 +97,29 @@ class Ranks(OneRank):
         self._guarded(lambda: torch.distributed.all_reduce(tensor))
         return tensor
 
-    def report(self, error: BaseException, phase: str) -> None:
+    def report(self, error: BaseException, phase: str, *, waiting: bool) -> None:
         """Have the other ranks end with this rank's failure, and not with a time-out of their own.
 
         Does nothing if this rank ends because of another.
+
+        Args:
+            error: that ends this rank.
+            phase: in which it was raised.
+            waiting: whether the others take part in ``agree`` next. If not, they may be inside a collective
+                operation, which fails when this process ends.
+
+        Raises:
+            RankFailedError: another rank failed, and so did a collective operation of this one.
         """
         if isinstance(error, RankFailedError) or not isinstance(error, Exception):
             return
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error) and (known := self._failure()):
+            raise RankFailedError(known) from error
         message = f"Rank {self.rank} failed in {phase}{_line_of(error)}: {_first_line(error)}"
         try:
             self._store.compare_set(self._key(), "", f"{message} The other ranks end with it.")
-            self.agree(failure=FAILED)
+            if waiting:
+                self.agree(failure=FAILED)
         except Exception as also:  # noqa: BLE001 - the error that is reported must not be hidden by this one
             error.add_note(f"Rank {self.rank} could not tell the other ranks: {also}")
 
@@ -125,10 +139,12 @@ class Ranks(OneRank):
             lost = f"Rank {self.rank} lost the connection to another rank, which ended without a report."
             raise RankFailedError(known or f"{lost} Look for the first error of the other ranks.") from error
 
-    def _failure(self) -> str:
+    def _failure(self, key: str = "") -> str:
+        """Return what a rank reported before the current exchange, or another; empty if none did."""
+        key = key or self._key()
         try:
-            if self._store.check([self._key()]):
-                return str(self._store.get(self._key()).decode())
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
         except RuntimeError:  # the store was on the rank that is gone
             pass
         return ""
