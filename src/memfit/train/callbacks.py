@@ -38,6 +38,8 @@ class TrainingRun(Protocol):
 
     epoch: int
     epochs: int
+    rank: int
+    """Of this process among those that train together; 0 if it is alone."""
     batches: int | None
     metrics: dict[str, float]
 

@@ -98,7 +98,10 @@ class Engine:
         configuration = Configuration.of(plan)
         norm = configuration.clipped_to(job.max_grad_norm)
         self._arena_steps = ArenaSteps(configuration.arena, job.model)
-        prepared = set_up(job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect)
+        arena = configuration.arena is not None
+        prepared = set_up(
+            job, configuration.plan, norm, cuda_graphs=cuda_graphs, protect=protect, arena=arena
+        )
         update, self._ranks = prepared.update, prepared.gradients.ranks
         self.model, self.plan = prepared.model, configuration.plan
         self.optimizer, self.scheduler = update.optimizer, update.scheduler
@@ -118,6 +121,11 @@ class Engine:
             self._ledger, self.model, self.plan, self._loss, self._splitter, self._arena_steps, retry=retry
         )
         self._accumulation = self.plan.accumulation or Accumulation()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train together; 0 if it is alone."""
+        return self._ranks.rank
 
     @property
     def micro_step(self) -> int:

@@ -81,7 +81,7 @@ class Prepared:
 
 
 def set_up(
-    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
+    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect, arena: bool
 ) -> Prepared:
     """Apply a plan to a job's model and optimizer.
 
@@ -90,18 +90,18 @@ def set_up(
     """
     with ExitStack() as undo:
         undo.callback(apply.revert, job.model)
-        prepared = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect)
+        prepared = _set_up(job, plan, max_grad_norm, cuda_graphs=cuda_graphs, protect=protect, arena=arena)
         undo.pop_all()
     return prepared
 
 
 def _set_up(
-    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect
+    job: Job, plan: Plan, max_grad_norm: float | None, *, cuda_graphs: bool, protect: Protect, arena: bool
 ) -> Prepared:
     model, precision = job.model, plan.precision or Precision("fp32")
     accumulation = plan.accumulation or Accumulation()
     masters = master_weights.float32_copies(model.parameters()) if precision.master_weights else {}
-    expect_trainable_by_ranks(model, plan, cuda_graphs=cuda_graphs)
+    expect_trainable_by_ranks(model, plan, cuda_graphs=cuda_graphs, arena=arena)
     plain = inside_replica(model)
     apply.apply_to_model(plain, replace(plan, sharding=None))
     model = model if plan.sharding is None else plan.sharding.shard(model)

@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LOSSES = 0.5  # reading a loss waits for the device
 
 
 class ProgressBar(Callback):
-    """Shows the progress of ``fit`` in batches, and how many of them make an optimizer step.
+    """Shows the progress of ``fit`` in batches, and how many of them make an optimizer step; on rank 0 only.
 
     Args:
         console: where to draw; the terminal's standard error by default.
@@ -52,12 +52,15 @@ class ProgressBar(Callback):
         self._task: TaskID | None = None
         self._shown = 0.0
 
-    def on_fit_begin(self, engine: TrainingRun) -> None:  # noqa: ARG002
+    def on_fit_begin(self, engine: TrainingRun) -> None:
         """Start drawing."""
-        self._progress.start()
+        if engine.rank == 0:
+            self._progress.start()
 
     def on_epoch_begin(self, engine: TrainingRun) -> None:
         """Start a bar, at the position of a resumed epoch."""
+        if engine.rank:
+            return
         self._task = self._progress.add_task(
             "",
             total=engine.batches,

@@ -18,7 +18,7 @@ _ADD_SHARDING = (
 )
 
 
-def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool) -> None:
+def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool, arena: bool) -> None:
     """Check that an engine can train a model on the ranks that there are.
 
     Raises:
@@ -47,6 +47,7 @@ def expect_trainable_by_ranks(model: nn.Module, plan: Plan, *, cuda_graphs: bool
             "gradients of a whole model: leave out the wrapper, and add memfit.Sharding('ddp') to the plan."
         )
     for conflicts, what in (
+        (arena, "an arena, which has not been tested with the buffers of collective operations"),
         (sharding.static_graph, "static_graph: the engine reduces gradients after the last backward"),
         (cuda_graphs, "cuda_graphs: the ranks must agree between the backwards and the update"),
         (

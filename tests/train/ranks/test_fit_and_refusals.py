@@ -1,0 +1,55 @@
+"""``fit`` on several ranks, and what an engine refuses there."""
+
+import pytest
+import torch
+
+from support import rank_cases
+
+
+def test_epochs_are_shuffled_anew_and_divided_among_ranks(two_ranks):
+    ranks = two_ranks.run("fit", True)
+    epochs = []
+    for epoch in range(2):
+        batches = slice(3 * epoch, 3 * epoch + 3)
+        drawn = [[x for batch in rank["order"][batches] for x in batch] for rank in ranks]
+        assert not set(drawn[0]) & set(drawn[1])
+        epochs.append(drawn)
+    assert len(set(epochs[0][0]) | set(epochs[0][1])) == 22
+    assert epochs[0] != epochs[1]
+
+
+def test_metrics_and_callbacks_see_the_samples_of_all_ranks(two_ranks):
+    ranks = two_ranks.run("fit", True)
+    (first, second) = ranks
+    assert first["metrics"] == second["metrics"]
+    assert (first["epochs"], first["best"]) == (second["epochs"], second["best"])
+    model = rank_cases.net()
+    for parameter, value in zip(model.parameters(), first["parameters"], strict=True):
+        parameter.data = value
+    x, y = rank_cases.samples(9, 1)
+    with torch.no_grad():
+        assert first["metrics"]["accuracy"] == (model(x).argmax(1) == y).sum() / 9
+        expected = torch.nn.functional.cross_entropy(model(x), y).item()
+    assert first["metrics"]["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("nothing shards", "memfit.Sharding('ddp')"),
+        ("sharded twice", "sharded already"),
+        ("fsdp2, made before", "optimizer=lambda parameters: Adam(parameters, ...)"),
+        ("zero1, scheduler made before", "scheduler=lambda optimizer"),
+        ("static graph", "static_graph"),
+        ("a part in DDP", "leave out the wrapper"),
+        ("step in backward", "step_in_backward"),
+        ("cuda graphs", "cuda_graphs"),
+        ("arena", "an arena"),
+        ("no sync", "None of the optimizer's parameters received a gradient"),
+        ("carry", "remainder='carry' needs equally many batches on every rank"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(two_ranks, case, says):
+    for kind, message in two_ranks.run("refused", case):
+        assert kind == "UsageError"
+        assert says in message
