@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.analysis.advice import find_advice, find_total
+from memfit.analysis.even_routing import beside_even_routing, rests_on_routing, with_even_routing
 from memfit.analysis.rank_roles import find_held, ranks_by_role, role_of, weight
 from memfit.analysis.script_change import RunScript, ScriptChange, TrialResult
 from memfit.analysis.stream_races import may_race, with_upper_bound
@@ -70,6 +71,9 @@ def run_on_ghost(
     if advise:
         return FinishedRun(recorded.trace, find_advice(recorded.trace, result, run), recorded.unsaved)
     result = find_total(result, run)
+    if rests_on_routing(recorded.trace):
+        even = replace(unlimited, values=with_even_routing(options.values))
+        result = beside_even_routing(result, trial_runner(command, even, total, on_progress))
     if result.verdict in ("fits", "tight") and may_race(recorded.trace):
         late = trial_runner(command, replace(unlimited, finish_late=True), total, on_progress)
         return _with_upper_bound(FinishedRun(recorded.trace, result, recorded.unsaved), late, output)

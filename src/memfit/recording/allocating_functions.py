@@ -22,7 +22,8 @@ import numpy.typing as npt
 from memfit.trace.stack_table import is_omitted_file, torch_folder
 
 _PASSES_ON = re.compile(
-    r"utils/_contextlib\.py|_compile\.py|_ops\.py|_tensor\.py|storage\.py|_dynamo/.*|optim/optimizer\.py|distributed/tensor/.*"
+    r"utils/_contextlib\.py|_compile\.py|_ops\.py|_tensor\.py|storage\.py|_dynamo/.*|_library/.*|optim/optimizer\.py"
+    r"|distributed/tensor/.*"
 )
 """Files of decorators, dispatch and tensor methods: their callers are reported instead."""
 _WRAPPER = re.compile(r"<.*|\w*wrap\w*|__\w+__")

@@ -12,7 +12,7 @@ Kernel = Callable[..., Any]
 
 
 class Overrides:
-    """ATen kernels that are replaced while this object lives.
+    """ATen kernels, or those of another namespace, that are replaced while this object lives.
 
     A replacement is called as ``function(run, *arguments, **keywords)``, at a cost of about 5 µs per call.
 
@@ -25,8 +25,9 @@ class Overrides:
     >>> overrides.remove()
     """
 
-    def __init__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    def __init__(self, namespace: str = "aten") -> None:
+        self._namespace = namespace
+        self._library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
     def add(self, op: str, key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorate a function that replaces the kernel of ``op`` for one dispatch key.
@@ -39,7 +40,7 @@ class Overrides:
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             try:
-                kernel = torch.library.get_kernel(f"aten::{op}", key)
+                kernel = torch.library.get_kernel(f"{self._namespace}::{op}", key)
             except RuntimeError:
                 return function
             original = kernel.call_boxed

@@ -16,7 +16,16 @@ import torch
 
 from memfit.errors import TargetError
 from memfit.ghost.note_callback import NoteCallback
-from memfit.ghost.values.known_values import Basis, Known, KnownValues, Number, rounded, storage_start
+from memfit.ghost.values.known_values import (
+    Basis,
+    Elements,
+    Known,
+    KnownValues,
+    Number,
+    Routing,
+    rounded,
+    storage_start,
+)
 from memfit.ghost.values.value_options import OPERATORS, Chosen, Kind, ValueOptions
 from memfit.records import Provenance
 from memfit.user_frame import innermost_line, lines_outwards, place_of
@@ -218,6 +227,13 @@ class AssumedValues:
         answer = chosen._replace(value=chosen.value if boolean else number or 0)
         text = f"The script copied GPU values to the CPU. {explained(answer, kind, 'each of them is')}"
         self.assume(f"a copy of {'booleans' if boolean else 'numbers'}", kind, answer.value, text)
+
+    def note_elements(self, elements: Elements) -> None:
+        """Note a read of counts by class, which memfit assumed."""
+        total = int(elements.values.sum())
+        if elements.routing is Routing.SENT:
+            text = f"The script read how often each class occurs: memfit assumed the {total:,} to be even."
+            self.assume("counts by class", "", total, text)
 
     @contextmanager
     def prepared(self, *answers: Number) -> Iterator[list[Number]]:

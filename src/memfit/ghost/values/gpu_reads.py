@@ -29,7 +29,8 @@ from memfit.ghost.patching import kernel_overrides as kernels
 from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
 from memfit.ghost.values.assumed_values import AssumedValues, GpuRead, explained
 from memfit.ghost.values.data_dependent_sizes import override_sized_ops
-from memfit.ghost.values.known_values import Known, Number, Selection, is_plain
+from memfit.ghost.values.exchanged_sizes import override_functional_exchanges
+from memfit.ghost.values.known_values import Elements, Known, Number, Selection, is_plain
 from memfit.ghost.values.propagation_rules import (
     RULES,
     KnownInputs,
@@ -37,6 +38,7 @@ from memfit.ghost.values.propagation_rules import (
     unscaled,
     updated_scale,
 )
+from memfit.ghost.values.small_tensors import is_small_integer
 from memfit.ghost.values.torch_patches import patch_torch
 from memfit.ghost.values.value_options import ValueOptions
 from memfit.records import Provenance
@@ -97,7 +99,7 @@ def install(
     patch_torch(values, ghost)
     torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
     torch.set_autocast_cache_enabled = _NoGrad.set_cache
-    values.keep(overrides)
+    values.keep(overrides, override_functional_exchanges(values))
     return values
 
 
@@ -112,6 +114,10 @@ def _answer_scalars(overrides: Overrides, values: AssumedValues, ghost: Ghost) -
         prepared = values.next_prepared()
         if prepared is not None:
             return type(raw)(prepared)
+        elements = values.known.elements(tensor)
+        if elements is not None:
+            values.note_elements(elements)
+            return elements.values.item()
         known = values.known.get(tensor)
         if known is None and ghost.last_read_known():
             return raw
@@ -204,6 +210,11 @@ def _track_constants(overrides: Overrides, values: AssumedValues, ghost: Ghost) 
                 value = tensor.item()
             if ghost.last_read_known():
                 values.known.put(tensor, Known(value), fresh=True)
+        elif is_plain(tensor) and is_small_integer(tensor) and tensor.is_contiguous():
+            with values.while_counting(), torch._C._AutoDispatchBelowAutograd():
+                on_cpu = torch.empty_like(tensor, device="cpu").copy_(tensor)
+            if ghost.last_read_known():
+                values.known.put(tensor, Elements(on_cpu), fresh=True)
         return result
 
 

@@ -1,4 +1,4 @@
-"""GPU tensors whose elements are all known to hold one value.
+"""GPU tensors whose elements are all known: to hold one value, or of a small tensor one by one.
 
 The ghost (the CUDA runtime that memfit substitutes for a GPU's) computes nothing, but a script that fills a
 flag with ``True`` and later reads it must get ``True``. This module stores such values;
@@ -89,6 +89,22 @@ class Known(NamedTuple):
     """The indices of the exceptions, if something is known of them; of a vector only."""
 
 
+class Routing(IntEnum):
+    """What counts of tokens by expert are based on, most certain first."""
+
+    NONE = 0  # they are no such counts
+    SENT = 1  # assumed: this rank's tokens are spread evenly
+    RECEIVED = 2  # assumed, or chosen by the user: what the other ranks send
+
+
+class Elements(NamedTuple):
+    """The elements of a small tensor, one by one. Rules: ``small_tensors.py``."""
+
+    values: torch.Tensor
+    """On the CPU, in the tensor's shape and dtype."""
+    routing: Routing = Routing.NONE
+
+
 def known_number(number: object) -> Known | None:
     """Return a plain number as a known value; None for anything else, including complex numbers."""
     return Known(number) if isinstance(number, bool | int | float) else None
@@ -96,8 +112,8 @@ def known_number(number: object) -> Known | None:
 
 class _Entry(NamedTuple):
     state: TensorState
-    fact: Known | Selection
-    """Of a tensor's elements: their value, or as indices."""
+    fact: Known | Selection | Elements
+    """Of a tensor's elements: their value, as indices, or one by one."""
 
 
 class KnownValues:
@@ -117,6 +133,8 @@ class KnownValues:
         self._entries: dict[int, _Entry] = {}
         self._exposed: set[int] = set()
         self._sweep_at = 1024
+        self.holds_elements = False
+        """Whether the elements of any tensor have been recorded."""
 
     def get(self, tensor: torch.Tensor) -> Known | None:
         """Return the value of every element of ``tensor``, or None if it is unknown.
@@ -149,6 +167,21 @@ class KnownValues:
             return None
         return entry.fact._replace(others=_seen_through(tensor, entry.fact.others))
 
+    def elements(self, tensor: torch.Tensor) -> Elements | None:
+        """Return the elements of ``tensor``, or None if they are not known one by one.
+
+        >>> values, sizes = KnownValues(), torch.tensor([3, 4, 5, 6])
+        >>> values.put(sizes, Elements(sizes.clone()))
+        >>> values.elements(sizes[1::2]).values.tolist()
+        [4, 6]
+        """
+        entry = self._entry(tensor)
+        if entry is None or not isinstance(entry.fact, Elements):
+            return None
+        first: Any = entry.state.part[0]
+        at = int(tensor.storage_offset()) - first
+        return entry.fact._replace(values=entry.fact.values.as_strided(tensor.shape, tensor.stride(), at))
+
     def state(self, tensor: torch.Tensor) -> TensorState | None:
         """Return the state of ``tensor`` now; None if a later write to it might not be noticed."""
         storage = storage_id(tensor)
@@ -179,11 +212,13 @@ class KnownValues:
             return None
         return entry if entry.state.is_unchanged(storage, tensor) else None
 
-    def put(self, tensor: torch.Tensor, fact: Known | Selection | None, *, fresh: bool = False) -> None:
-        """Record the value or the selection that ``tensor`` now holds; with None, that it is unknown.
+    def put(
+        self, tensor: torch.Tensor, fact: Known | Selection | Elements | None, *, fresh: bool = False
+    ) -> None:
+        """Record what ``tensor`` now holds; with None, that it is unknown.
 
-        The value is rounded to the tensor's dtype; a value out of range is not recorded. Empty tensors,
-        subclasses and fake tensors are skipped.
+        Elements are those of a contiguous tensor. A value is rounded to the tensor's dtype; one out of its
+        range is not recorded. Empty tensors, subclasses and fake tensors are skipped.
 
         Args:
             tensor: any tensor.
@@ -201,6 +236,10 @@ class KnownValues:
             if value is None or (fact.exceptions >= tensor.numel() and fact.selection is None):
                 return
             fact = fact._replace(value=value)
+        if isinstance(fact, Elements):
+            if not tensor.is_contiguous():
+                return
+            self.holds_elements = True
         state = self.state(tensor)
         if state is not None:
             self._entries[storage] = _Entry(state, fact)
@@ -237,6 +276,8 @@ class KnownValues:
 
 def _storages(entry: _Entry) -> tuple[int, ...]:
     """Return the storages of the tensors that an entry refers to."""
+    if isinstance(entry.fact, Elements):
+        return (entry.state.storage,)
     selection = entry.fact if isinstance(entry.fact, Selection) else entry.fact.selection
     return (entry.state.storage,) if selection is None else (entry.state.storage, selection.source.storage)
 

@@ -5,7 +5,8 @@
     to  cpu  copy_  tolist  numpy  on_cpu[...] = ...    replace the values that arrive on the CPU
     data  data_ptr  dlpack  storage  set_  swap_tensors forget: autograd no longer sees all writes
     _foreach_*_  _fused_*_                              forget: they write without incrementing versions
-    ProcessGroup.allreduce  allgather  ...              forget: they write without incrementing versions
+    sum  cumsum  bincount  ...                          follow small tensors by element (small_tensors.py)
+    ProcessGroup.allreduce  allgather  ...              forget what they write (exchanged_sizes.py)
     CUDAGraph.replay                                    forget everything: it repeats the captured writes
 
 PyTorch's C++ code fills and copies tensors, gradients among others, without calling these functions.
@@ -23,8 +24,10 @@ from torch.utils._device import _device_constructors
 from memfit.ghost.ffi import Ghost
 from memfit.ghost.patching.before_call import before
 from memfit.ghost.values.assumed_values import AssumedValues
-from memfit.ghost.values.known_values import Known, is_plain, known_number
+from memfit.ghost.values.exchanged_sizes import follow_exchanges
+from memfit.ghost.values.known_values import Elements, Known, is_plain, known_number
 from memfit.ghost.values.selections import union
+from memfit.ghost.values.small_tensors import follow_small_tensors, is_small_integer
 
 _SMALL = 1 << 16
 """The largest CPU copy, in elements, that is filled with its known value."""
@@ -60,7 +63,8 @@ def patch_torch(values: AssumedValues, ghost: Ghost) -> None:
     _convert_copies()
     _forget_exposed(values)
     _forget_uncounted(values)
-    _forget_received(values)
+    follow_small_tensors(values, _replace_function)
+    follow_exchanges(values)
 
 
 def _recording(function: Callable[..., Any], value: Known | int, values: AssumedValues) -> Callable[..., Any]:
@@ -140,17 +144,28 @@ def _replace_function(name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _copies_answered(values: AssumedValues, ghost: Ghost) -> Callable[..., torch.Tensor]:
-    """Return the function that propagates a known value to a copy, or puts one into a copy on the CPU.
+    """Return the function that propagates what is known to a copy, or puts it into a copy on the CPU.
 
     One element is answered as ``item()`` answers it.
     """
 
     def arrived(source: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        if source.is_cpu:
+            if is_small_integer(source):
+                on_cpu = source.detach().to(copy.dtype, memory_format=torch.contiguous_format, copy=True)
+                values.known.put(copy, Elements(on_cpu), fresh=True)
+            return copy
+        elements = values.known.elements(source)
         known = values.known.get(source)
         if copy.is_cuda:
-            mostly = values.known.mostly(source)
-            if mostly is not None and copy is not source:
-                values.known.put(copy, mostly, fresh=True)
+            fact: Known | Elements | None = values.known.mostly(source)
+            if elements is not None:
+                fact = elements._replace(values=elements.values.to(copy.dtype).contiguous())
+            if fact is not None and copy is not source:
+                values.known.put(copy, fact, fresh=True)
+        elif elements is not None and copy.is_cpu:
+            copy.data.copy_(elements.values)  # bypasses autograd: the copy keeps its history
+            values.note_elements(elements)
         elif copy.is_cpu and source.numel() and (known is not None or not ghost.last_read_known()):
             if source.numel() == 1 or (known is not None and source.numel() <= _SMALL):
                 copy.data.fill_(values.answer(source, known))  # bypasses autograd: the copy keeps its history
@@ -168,12 +183,15 @@ def _answer_copies(arrived: Callable[..., torch.Tensor]) -> None:
         @functools.wraps(method)
         def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
             result = method(self, *args, **options)
-            return arrived(self, result) if is_plain(self) and self.is_cuda else result
+            if self is result or not (is_plain(self) and is_plain(result)):
+                return result
+            return arrived(self, result) if self.is_cuda or result.is_cuda else result
 
         setattr(torch.Tensor, name, call)
 
     wrap("to")
     wrap("cpu")
+    wrap("cuda")
     copy_ = torch.Tensor.copy_
 
     @functools.wraps(copy_)
@@ -276,39 +294,3 @@ def _forget_uncounted(values: AssumedValues) -> None:
     for name in dir(torch):
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
             setattr(torch, name, before(forget, getattr(torch, name)))
-
-
-_RECEIVING = (
-    "allreduce",
-    "reduce",
-    "allgather",
-    "all_gather",
-    "gather",
-    "scatter",
-    "alltoall",
-    "all_to_all",
-    "recv",
-)
-"""Beginnings of the names of a process group's methods whose first argument receives from other ranks.
-``broadcast`` is not among them: the sender is taken to have what this rank has."""
-
-
-def _forget_received(values: AssumedValues) -> None:
-    """Forget tensors that a collective writes: process groups do not increment their versions."""
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed import ProcessGroup
-
-    def forget(group: ProcessGroup, *arguments: object, **options: object) -> None:
-        if group.size() > 1:
-            forget_all(arguments[:1] or tuple(options.values()))
-
-    def forget_all(received: object) -> None:
-        for part in received if isinstance(received, list | tuple) else ():
-            if isinstance(part, torch.Tensor):
-                values.known.forget(part)
-            forget_all(part)
-
-    for name in dir(ProcessGroup):
-        if name.strip("_").startswith(_RECEIVING):
-            setattr(ProcessGroup, name, before(forget, getattr(ProcessGroup, name)))

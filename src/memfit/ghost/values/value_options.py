@@ -6,6 +6,7 @@
     copy                 every number of a copy of many elements to the CPU                0
     count                the number of elements that ``nonzero``, ``unique``, ... find     upper
     nonzero  unique ...  the same, for one operator                                        count
+    routing              the rows that an expert-parallel rank receives                    count
     FILE:LINE            whatever is read by that line, or by what it calls                the keys above
 
 The last key that applies is used; of lines, the innermost.
@@ -21,8 +22,9 @@ from typing import Any, Literal, NamedTuple, Self
 from memfit.errors import UsageError
 
 Kind = Literal["float", "int", "bool", "all", "copy", "count"]
-Count = Literal["upper"] | float | int
-"""A number of elements found: all that are possible, a share of those in (0, 1], or a number."""
+Count = Literal["upper", "even"] | float | int
+"""A number of elements found: all that are possible, a share of those in (0, 1], or a number; of rows that
+ranks send each other, also an even share."""
 
 OPERATORS = (
     "nonzero",
@@ -33,8 +35,10 @@ OPERATORS = (
     "repeat_interleave",
     "one_hot",
     "bincount",
+    "routing",
 )
-"""The operators whose sizes can be set on their own. Masks, ``where`` and ``masked_select`` use nonzero."""
+"""The operators whose sizes can be set on their own. Masks, ``where`` and ``masked_select`` use nonzero;
+``routing`` is the exchange of tokens between ranks that hold different experts."""
 
 _DEFAULTS: Mapping[Kind, bool | int | float | str] = {
     "float": 1.0,
@@ -88,7 +92,8 @@ class ValueOptions:
                 raise UsageError(f"values {text}: {key}= is given twice. Give it once.")
             if key not in _DEFAULTS and key not in OPERATORS and not _PLACE.fullmatch(key):
                 raise UsageError(f"values {text}: unknown key {key!r}. {_EXAMPLE}")
-            if all(_PARSERS[kind](value) is None for kind in _kinds(key)):
+            unfit = value == "even" and (key in _DEFAULTS or (key in OPERATORS and key != "routing"))
+            if unfit or all(_PARSERS[kind](value) is None for kind in _kinds(key)):
                 raise UsageError(f"values {pair}: {value!r} is not {_wanted(key)}.")
             given[key] = value
         return cls(given)
@@ -124,15 +129,17 @@ class ValueOptions:
         return None if value is None else Chosen(value, f"{key}={self.given[key]}")
 
 
-def count_of(count: Count, upper: int) -> int:
-    """Return the number of elements found, of at most ``upper``.
+def count_of(count: Count, upper: int, even: int | None = None) -> int:
+    """Return the number of elements found, of at most ``upper``; ``even`` is the even share, if there is one.
 
-    >>> count_of("upper", 10), count_of(0.25, 10), count_of(4, 3)
-    (10, 3, 3)
+    >>> count_of("upper", 10), count_of(0.25, 10), count_of(4, 3), count_of("even", 10, 2)
+    (10, 3, 3, 2)
     """
     match count:
         case "upper":
             return upper
+        case "even":
+            return upper if even is None else even
         case float(share):
             return math.ceil(upper * share)
         case number:
@@ -181,6 +188,8 @@ def _truth(value: str) -> bool | None:
 def _count(value: str) -> Count | None:
     if value == "upper":
         return "upper"
+    if value == "even":
+        return "even"
     if value.endswith("%"):
         share = _number(value[:-1])
         return share / 100 if share is not None and 0 < share <= 100 else None  # noqa: PLR2004 - percent
@@ -205,5 +214,6 @@ _WANTED: Mapping[Kind, str] = {
     "bool": "true or false",
     "all": "true or false",
     "copy": "a number",
-    "count": "a count. Use 'upper', a number of elements, or a share of all elements such as 25%",
+    "count": "a count. Use 'upper', a number of elements, a share of all elements such as 25%, or 'even' "
+    "for routing",
 }

@@ -1,0 +1,122 @@
+"""Run each parallel mode of PyTorch on the ghost, as some ranks of a job, and print what memfit answers.
+
+    python benchmarks/parallel_modes.py [SCRIPT[:VARIANT] ...] [--ranks R/N,...] [--json FILE]
+
+The scripts of ``parallel_modes/`` use PyTorch as users do. The table holds the verdict, PyTorch's peak, the
+bytes at the peak that no object explains, and the last lines of a run that fails. Exits with 1 if a run fails
+that ``REFUSED`` does not list, or if one of those succeeds.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import memfit
+from memfit.records import GroupBy
+
+SCRIPTS = Path(__file__).parent / "parallel_modes"
+RANKS = ("0/2", "3/8", "7/8")
+LIMIT = 150.0
+"""Seconds for one run: none of them may wait for another rank."""
+REFUSED: dict[str, str] = {}
+"""Variant -> the reason why memfit refuses it, or why the script fails on a card, too."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What memfit said about one variant, as one rank."""
+
+    variant: str
+    rank: str
+    verdict: str
+    allocated: int
+    unknown: int
+    seconds: float
+    said: str
+
+    @property
+    def expected(self) -> bool:
+        """Whether the run ended as ``REFUSED`` says."""
+        reason = REFUSED.get(self.variant)
+        return self.verdict == "fits" if reason is None else reason in self.said
+
+
+def variants(script: Path) -> Iterator[str]:
+    """Yield the functions of a script that it runs by name: those that take the device alone, or nothing.
+
+    >>> "data_parallel:static_graph" in set(variants(SCRIPTS / "data_parallel.py"))
+    True
+    """
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            required = len(node.args.args) - len(node.args.defaults)
+            if not node.args.kwarg and [each.arg for each in node.args.args[:required]] in ([], ["device"]):
+                yield f"{script.stem}:{node.name}"
+
+
+def run(variant: str, rank: str, folder: Path) -> Answer:
+    """Run a variant as one rank of a job."""
+    script, name = variant.split(":")
+    own, ranks = rank.split("/")
+    trace = folder / "run.memfit"
+    trace.unlink(missing_ok=True)
+    options = ["--gpu", "H100", "--nproc", ranks, "--rank", own, "--to-end", "-o", str(trace), "--json", "-"]
+    command = [sys.executable, "-m", "memfit", "dry-run", *options, str(SCRIPTS / f"{script}.py"), name]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return Answer(variant, rank, "hangs", 0, 0, LIMIT, "")
+    seconds = time.monotonic() - began
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if not done.stdout.startswith("{"):
+        return Answer(variant, rank, f"exit {done.returncode}", 0, 0, seconds, lines[-1] if lines else "")
+    answer = json.loads(done.stdout)
+    unknown = 0
+    if trace.exists() and answer["peak"]["allocated"]:
+        held = memfit.explain(trace).held.rows[GroupBy.CATEGORY]
+        unknown = sum(row.bytes for row in held if row.name in ("unknown", "before the history"))
+    verdict = answer["verdict"] if not done.returncode else f"exit {done.returncode}"
+    said = "" if not done.returncode else " | ".join(lines[-3:])
+    return Answer(variant, rank, verdict, answer["peak"]["allocated"], unknown, seconds, said)
+
+
+def main() -> int:
+    """Run the variants and print a table; return 1 if one did not end as expected."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variants", nargs="*", help="SCRIPT or SCRIPT:VARIANT (default: all)")
+    parser.add_argument("--ranks", type=lambda text: text.split(","), default=RANKS, metavar="R/N,...")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    known = [each for path in sorted(SCRIPTS.glob("*.py")) if path.stem != "jobs" for each in variants(path)]
+    chosen = [
+        each for each in known if not arguments.variants or {each, each.split(":")[0]} & {*arguments.variants}
+    ]
+    answers = []
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in chosen:
+            for rank in arguments.ranks:
+                answer = run(variant, rank, Path(folder))
+                answers.append(answer)
+                print(
+                    f"{variant:44} {rank:>5}  {answer.verdict:10} {answer.allocated:13,} B  unknown "
+                    f"{answer.unknown:9,} B  {answer.seconds:5.1f} s"
+                    f"{'' if answer.expected else '  UNEXPECTED'}  {answer.said[:300]}",
+                    flush=True,
+                )
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
+    return int(not all(answer.expected for answer in answers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

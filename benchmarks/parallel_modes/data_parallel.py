@@ -1,0 +1,199 @@
+"""DistributedDataParallel with each of its options; ZeroRedundancyOptimizer."""
+
+import torch
+import torch.distributed as dist
+from jobs import Model, batch, loss_of, start, train, variant
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
+    default_hooks,
+    optimizer_overlap_hooks,  # noqa: F401 - scripts import it
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wrapped(device, *, checkpointed=False, **options):
+    model = Model(checkpointed=checkpointed).to(device)
+    return DistributedDataParallel(model, device_ids=[device.index], **options)
+
+
+def plain(device):
+    train(wrapped(device), device)
+
+
+def checkpointed(device):
+    train(wrapped(device, checkpointed=True), device)
+
+
+def bucket_view(device):
+    train(wrapped(device, gradient_as_bucket_view=True), device)
+
+
+def static_graph(device):
+    train(wrapped(device, static_graph=True, gradient_as_bucket_view=True, checkpointed=True), device)
+
+
+def small_buckets(device):
+    train(wrapped(device, bucket_cap_mb=1), device)
+
+
+def unused(device):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.other = Model(), Model()
+
+        def forward(self, text):
+            return self.model(text)
+
+    model = DistributedDataParallel(Sometimes().to(device), find_unused_parameters=True)
+    train(model, device)
+
+
+def accumulation(device):
+    model = wrapped(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        with model.no_sync():
+            loss_of(model, batch(device)).backward()
+        loss_of(model, batch(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fp16_hook(device):
+    model = wrapped(device)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    train(model, device)
+
+
+def bf16_hook(device):
+    model = wrapped(device, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    train(model, device)
+
+
+def power_sgd(device):
+    model = wrapped(device)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(model, device, steps=4)
+
+
+def join(device):
+    model = wrapped(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Join([model]):
+        for _ in range(3):
+            loss_of(model, batch(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sync_batch_norm(device):
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(4, 3, 32, 32, device=device)
+        nn.functional.cross_entropy(model(x), torch.randint(10, (4,), device=device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 3, 32, 32, device=device))
+
+
+def amp(device):
+    model = wrapped(device)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler()
+    for _ in range(3):
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_of(model, batch(device))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def zero(device):
+    model = wrapped(device)
+    train(model, device, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3))
+
+
+def zero_bucket_view(device):
+    model = wrapped(device, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-3
+    )
+    train(model, device, optimizer)
+
+
+def zero_overlap(device):
+    model = wrapped(device, gradient_as_bucket_view=True, static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
+    hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
+    model.register_comm_hook(None, hook)
+    for _ in range(4):
+        loss_of(model, batch(device)).backward()
+
+
+def zero_consolidate(device):
+    model = wrapped(device)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    train(model, device, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        torch.save(optimizer.state_dict(), "optimizer.pt")
+
+
+def local_sgd(device):
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = wrapped(device)
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=1)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    train(model, device, PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters()), averager), steps=4)
+
+
+def compiled(device):
+    train(torch.compile(wrapped(device), backend="aot_eager"), device)
+
+
+def compiled_inductor(device):
+    train(torch.compile(wrapped(device)), device)
+
+
+def reducer_in_python(device):
+    model = Model().to(device)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        loss_of(model, batch(device)).backward()
+        work = [dist.all_reduce(p.grad, op=dist.ReduceOp.AVG, async_op=True) for p in model.parameters()]
+        for each in work:
+            each.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    chosen = variant(globals())
+    chosen(start())
+    dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""Trainers of libraries: transformers, accelerate, Lightning Fabric."""
+
+import os
+
+import torch
+from jobs import VOCABULARY, Model, batch, loss_of, variant
+from torch import nn
+
+
+def causal(vocabulary):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer(**options):
+    from transformers import Trainer, TrainingArguments
+
+    texts = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (64, 32))]
+    arguments = TrainingArguments("out", max_steps=3, per_device_train_batch_size=4, report_to=[], **options)
+    done = Trainer(causal(VOCABULARY), arguments, train_dataset=texts, eval_dataset=texts[:16])
+    done.train()
+    return done
+
+
+def trainer_ddp():
+    trainer(save_strategy="no").evaluate()
+
+
+def trainer_saves():
+    trainer(save_steps=2, gradient_checkpointing=True)
+
+
+def trainer_fsdp():
+    trainer(
+        fsdp="full_shard auto_wrap",
+        fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        save_strategy="no",
+    )
+
+
+def trainer_fsdp2():
+    trainer(
+        fsdp="full_shard auto_wrap",
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        save_strategy="no",
+    )
+
+
+def accelerated(**options):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(**options)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        loss = loss_of(model, batch(accelerator.device))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.gather(loss.detach())
+    accelerator.wait_for_everyone()
+    accelerator.gather_for_metrics([{"a": 1}], use_gather_object=True)
+    state = accelerator.get_state_dict(model)
+    accelerator.print(len(state))
+
+
+def accelerate_ddp():
+    accelerated(mixed_precision="bf16")
+
+
+def plugin(**options):
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], **options
+    )
+
+
+def accelerate_fsdp1():
+    accelerated(fsdp_plugin=plugin(fsdp_version=1))
+
+
+def accelerate_fsdp2():
+    accelerated(fsdp_plugin=plugin(fsdp_version=2))
+
+
+def fabric(strategy="ddp"):
+    from lightning.fabric import Fabric
+
+    made = Fabric(accelerator="cuda", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=strategy)
+    made.launch()
+    model = Model()
+    model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        made.backward(loss_of(model, batch(made.device)))
+        optimizer.step()
+        optimizer.zero_grad()
+    made.barrier()
+
+
+def fabric_fsdp():
+    fabric("fsdp")
+
+
+if __name__ == "__main__":
+    assert nn
+    variant(globals())()

@@ -1,0 +1,206 @@
+"""Sizes and counts that ranks exchange, whose elements are known (``small_tensors.py``).
+
+The other ranks run the same program, so what they send is taken to be what this rank sends. Counts of tokens
+by expert are the exception: an even share would understate what a rank must be ready to receive. By default,
+every rank sends all its tokens to one expert of this rank, the most that it can receive; ``routing=even``, a
+share or a number choose otherwise, spread over the senders and this rank's experts.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memfit.ghost.patching.kernel_overrides import Kernel, Overrides
+from memfit.ghost.values.assumed_values import AssumedValues
+from memfit.ghost.values.known_values import Elements, Known, Routing
+from memfit.ghost.values.small_tensors import even_counts
+from memfit.ghost.values.value_options import count_of
+
+_RECEIVING = (
+    *("allreduce", "reduce", "allgather", "all_gather", "gather", "scatter"),
+    *("alltoall", "all_to_all", "recv"),
+)
+"""Beginnings of the names of a process group's methods whose first argument receives from other ranks.
+``broadcast`` is not among them: the sender is taken to have what this rank has."""
+
+Fact = Known | Elements | None
+
+
+def follow_exchanges(values: AssumedValues) -> None:
+    """Forget what a collective overwrites, unless this rank's own part tells what it receives.
+
+    Process groups do not increment the versions of tensors.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed import ProcessGroup
+
+    exchanges = {
+        **dict.fromkeys(("allgather",), _gather_lists),
+        **dict.fromkeys(("_allgather_base", "all_gather_single"), _gather),
+        **dict.fromkeys(("alltoall_base", "all_to_all_single"), _swap),
+    }
+    for name in dir(ProcessGroup):
+        if name.strip("_").startswith(_RECEIVING):
+            method = _receiving(getattr(ProcessGroup, name), values, exchanges.get(name, _nothing))
+            setattr(ProcessGroup, name, method)
+
+
+def override_functional_exchanges(values: AssumedValues) -> Overrides:
+    """Do the same for the functional collectives, which call no method; return the overrides."""
+    overrides = Overrides("_c10d_functional")
+
+    def group_of(name: str) -> Any:
+        from torch.distributed import distributed_c10d
+
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        return resolve(name)
+
+    @overrides.add("all_to_all_single", "CUDA")
+    def all_to_all_single(
+        run: Kernel, tensor: torch.Tensor, received: Any, sent: Any, group_name: str
+    ) -> object:
+        group = group_of(group_name)
+        fact = _swapped(values, group, tensor) if _equal(received) and _equal(sent) else None
+        result: torch.Tensor = run(tensor, received, sent, group_name)
+        values.known.put(result, fact, fresh=True)
+        return result
+
+    @overrides.add("all_gather_into_tensor", "CUDA")
+    def all_gather_into_tensor(run: Kernel, tensor: torch.Tensor, size: int, group_name: str) -> object:
+        fact = _gathered(values, group_of(group_name), tensor)
+        result: torch.Tensor = run(tensor, size, group_name)
+        values.known.put(result, fact, fresh=True)
+        return result
+
+    return overrides
+
+
+def _receiving(method: Callable[..., Any], values: AssumedValues, exchange: Callable[..., Any]) -> Any:
+    """Wrap a method of process groups to forget what it overwrites, and to record what is known instead."""
+
+    @functools.wraps(method)
+    def call(group: Any, *arguments: Any, **options: Any) -> Any:
+        if group.size() == 1:
+            return method(group, *arguments, **options)
+        given = (*arguments, *options.values())
+        facts = exchange(values, group, *given)
+        _forget(values, given[:1])
+        result = method(group, *arguments, **options)
+        for tensor, fact in facts:
+            values.known.put(tensor, fact)
+        return result
+
+    return call
+
+
+def _forget(values: AssumedValues, received: object) -> None:
+    for part in received if isinstance(received, list | tuple) else ():
+        if isinstance(part, torch.Tensor):
+            values.known.forget(part)
+        _forget(values, part)
+
+
+Facts = list[tuple[torch.Tensor, Fact]]
+
+
+def _nothing(*_: object) -> Facts:
+    return []
+
+
+def _gather(
+    values: AssumedValues, group: Any, output: torch.Tensor, tensor: torch.Tensor, *_: object
+) -> Facts:
+    return [(output, _gathered(values, group, tensor))]
+
+
+def _gather_lists(values: AssumedValues, group: Any, outputs: Any, inputs: Any, *_: object) -> Facts:
+    if not isinstance(inputs, list | tuple):
+        return []  # the overload for one tensor
+    facts: Facts = []
+    for parts, tensor in zip(outputs, inputs, strict=True):
+        fact = _gathered(values, group, tensor)
+        if isinstance(fact, Elements):
+            rows = fact.values.view(group.size(), *tensor.shape)
+            facts += [
+                (part, fact._replace(values=row))
+                for part, row in zip(parts, rows, strict=True)
+                if part.shape == tensor.shape
+            ]
+        else:
+            facts += [(part, fact) for part in parts]
+    return facts
+
+
+def _swap(
+    values: AssumedValues, group: Any, output: torch.Tensor, tensor: torch.Tensor, *splits: object
+) -> Facts:
+    if not all(_equal(split) for split in splits[:2]):
+        return []
+    return [(output, _swapped(values, group, tensor))]
+
+
+def _equal(split: Any) -> bool:
+    """Return whether a list of split sizes asks for equal parts; what else the argument may be does, too."""
+    return not isinstance(split, Sequence) or len(set(split)) <= 1
+
+
+def _own(values: AssumedValues, tensor: torch.Tensor) -> Fact:
+    return values.known.elements(tensor) or values.known.get(tensor)
+
+
+def _gathered(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
+    """Return what ranks gather that each send what this one sends, as one tensor with a row for each."""
+    fact = _own(values, tensor)
+    if not isinstance(fact, Elements):
+        return fact
+    size = int(group.size())
+    rows = fact.values.flatten().repeat(size, 1)
+    if fact.routing is Routing.SENT and rows.size(1) % size == 0:
+        width = rows.size(1) // size
+        mine = slice(group.rank() * width, (group.rank() + 1) * width)
+        rows[:, mine] = _routed(values, rows[0], size)
+        fact = fact._replace(routing=Routing.RECEIVED)
+    return fact._replace(values=rows.flatten())
+
+
+def _swapped(values: AssumedValues, group: Any, tensor: torch.Tensor) -> Fact:
+    """Return what this rank receives if each rank sends to it what it would send to itself."""
+    fact = _own(values, tensor)
+    size = int(group.size())
+    if not isinstance(fact, Elements) or fact.values.numel() % size:
+        return fact if isinstance(fact, Known) else None
+    flat = fact.values.flatten()
+    if fact.routing is Routing.SENT:
+        return Elements(_routed(values, flat, size).flatten(), Routing.RECEIVED)
+    return fact._replace(values=flat.view(size, -1)[group.rank()].repeat(size))
+
+
+def _routed(values: AssumedValues, counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return the rows that each rank sends to each of this rank's experts.
+
+    Args:
+        values: chooses how many rows there are.
+        counts: of the rows that this rank sends, by expert.
+        ranks: how many there are.
+    """
+    sent = int(counts.sum())
+    received = torch.zeros(ranks, counts.numel() // ranks, dtype=counts.dtype)
+    choice = values.choose("count", "routing")
+    if choice.value == "upper":
+        received[:, 0] = sent
+    else:
+        received = even_counts(count_of(choice.value, ranks * sent, sent), received)
+    rows = int(received.sum())
+    text = (
+        f"the user assumes that this rank receives {rows:,} rows (--values {choice.given})."
+        if choice.given
+        else f"every rank is assumed to send all its tokens to this rank's experts, {rows:,} rows. "
+        "--values routing=even or, for one line, FILE:LINE=… sets it."
+    )
+    bound = "routing" if choice.value == "upper" else ""
+    text = f"A size depends on GPU values: {text}"
+    values.assume("the size of routing", "routing", rows, text, sizes=True, bound=bound)
+    return received
