@@ -145,6 +145,24 @@ def test_a_damaged_pickle_is_refused_or_read(value, draw):
         loads(bytes(data[: draw.draw(st.integers(0, len(data)))]))
 
 
+class Point:
+    def __init__(self):
+        self.x = 1
+
+
+def test_objects_are_described_and_not_constructed():
+    point, call, kind = loads(pickle.dumps([Point(), Command(), Point], 4), objects=True)
+    assert (point.name.split(".")[-1], point.arguments, point.state) == ("Point", (), {"x": 1})
+    assert (call.name, call.arguments) == ("posix.system", ("true",))
+    assert (kind.name.split(".")[-1], kind.arguments) == ("Point", None)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_that_may_have_objects_are_refused_or_read(data):
+    with suppress(NotPlainDataError):
+        loads(b"\x80\x04" + data, objects=True)
+
+
 def test_every_opcode_exists_in_pickletools():
     known = {ord(op.code.encode("latin-1")) for op in pickletools.opcodes}
-    assert set(safe_pickle._OPERATIONS) | set(safe_pickle._CALLS) <= known
+    assert set(safe_pickle._OPERATIONS) | set(safe_pickle._DESCRIBED) | set(safe_pickle._CALLS) <= known

@@ -2,13 +2,14 @@
 
 A pickle is a program for a small stack machine, and Python's own unpickler can be made to call any function.
 This one only builds dicts, lists, tuples, strings, bytes, numbers, True, False and None: nothing here can
-reach a class or a function.
+reach a class or a function. An object is refused or, if the reader asks for it, described: ``PickledObject``.
 
 Source: the opcodes are those of the standard library's ``pickletools``, protocols 2 to 5.
 """
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MAX_OPERATIONS = 1 << 26
@@ -19,14 +20,28 @@ class NotPlainDataError(ValueError):
     """The pickle is damaged or is not plain data; the message completes ``it ...``."""
 
 
-def loads(data: bytes) -> object:
+@dataclass(slots=True, eq=False)
+class PickledObject:
+    """What a pickle says about an object, which is not constructed."""
+
+    name: str
+    """Of the class or function, with its module."""
+    arguments: tuple[Any, ...] | None = None
+    """With which the pickle would call it; None for the class or function itself."""
+    state: Any = None
+    """What the pickle would give to ``__setstate__`` or ``__dict__``."""
+
+
+def loads(data: bytes, *, objects: bool = False) -> object:
     """Decode a pickle.
 
     Args:
         data: the whole pickle, protocol 2 to 5; bytes after its end are ignored, as pickle does.
+        objects: whether to describe objects instead of refusing them, for pickles of protocol 4 or 5.
 
     Returns:
-        Plain data. Objects that the pickle shares are shared in the result.
+        Plain data; with ``objects``, a ``PickledObject`` in place of each object. What the pickle shares is
+        shared in the result.
 
     Raises:
         NotPlainDataError: it refers to a class or a function, is truncated, is not a pickle, or is too large.
@@ -38,7 +53,7 @@ def loads(data: bytes) -> object:
     if not data.startswith(_PROTO):
         raise NotPlainDataError("is not a pickle of protocol 2 or later")
     decoder = _Decoder(data)
-    operations = _OPERATIONS
+    operations = _OPERATIONS | _DESCRIBED if objects else _OPERATIONS
     try:
         for _ in range(MAX_OPERATIONS):
             code = data[decoder.position]
@@ -88,6 +103,7 @@ class _Decoder:
 
 
 _Operation = Callable[[_Decoder], None]
+_KEYS = {str, int, PickledObject}  # whose hash is its identity
 _U8, _U16, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<I", "<Q"))
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 _LONGEST_INTEGER = 9  # bytes: an unsigned 64-bit number and its sign
@@ -184,7 +200,7 @@ def _list(decoder: _Decoder) -> list[Any]:
 def _dict_items(decoder: _Decoder, keys: list[Any], values: list[Any]) -> None:
     container = decoder.stack[-1]
     # Only keys with a flat hash: hashing a tuple nested a million deep would overflow the stack.
-    if type(container) is not dict or len(keys) != len(values) or not {*map(type, keys)} <= {str, int}:
+    if type(container) is not dict or len(keys) != len(values) or not {*map(type, keys)} <= _KEYS:
         raise TypeError
     container.update(zip(keys, values, strict=True))
 
@@ -249,6 +265,35 @@ _OPERATIONS: dict[int, _Operation] = {
     ord("r"): _put(_U32),  # LONG_BINPUT
     ord("h"): _get(_U8),  # BINGET
     ord("j"): _get(_U32),  # LONG_BINGET
+}
+
+
+def _describe_global(decoder: _Decoder) -> None:
+    name, module = decoder.stack.pop(), decoder.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise TypeError
+    decoder.stack.append(PickledObject(f"{module}.{name}"))
+
+
+def _describe_call(decoder: _Decoder) -> None:
+    arguments, called = decoder.stack.pop(), decoder.stack.pop()
+    if type(arguments) is not tuple or type(called) is not PickledObject or called.arguments is not None:
+        raise TypeError
+    decoder.stack.append(PickledObject(called.name, arguments))
+
+
+def _describe_state(decoder: _Decoder) -> None:
+    state, built = decoder.stack.pop(), decoder.stack[-1]
+    if type(built) is not PickledObject:
+        raise TypeError
+    built.state = state
+
+
+_DESCRIBED: dict[int, _Operation] = {
+    0x93: _describe_global,  # STACK_GLOBAL
+    ord("R"): _describe_call,  # REDUCE
+    0x81: _describe_call,  # NEWOBJ
+    ord("b"): _describe_state,  # BUILD
 }
 
 _CALLS = {
